@@ -1,0 +1,48 @@
+# One target for each habit. Every target sets up the environment first if that is due.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first interpreter of a supported version.
+PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13; do \
+	$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+	2>/dev/null && echo $$name && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check proto bench test-gpu clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
+
+setup: $(STAMP) ## install everything into .venv
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; set PYTHON=" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+run: $(STAMP) ## train a small model on two shards and two workers
+	$(BIN)/psworker demo
+
+test: $(STAMP) ## the whole test suite
+	$(BIN)/python -m pytest -n 2
+
+check: $(STAMP) ## lint, format, types, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/gen_proto.py --check
+
+proto: $(STAMP) ## regenerate pscore/pb from proto/
+	$(BIN)/python scripts/gen_proto.py
+
+bench: $(STAMP) ## the benchmarks, with tables and plots
+	$(BIN)/python -m benchmarks
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+clean: ## remove the environment and what tools left behind
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
