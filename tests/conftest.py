@@ -1,0 +1,37 @@
+"""What all tests share: one thread for each process, reproducible examples, the data sets."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before anything imports torch or numba: the suite runs one process on each core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile("paceline", derandomize=True, deadline=None, database=None)
+settings.load_profile("paceline")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # Takes seconds, so only where a test needs it.
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of the full data sets: $PACELINE_DATA, or ../shared/data beside the repository."""
+    folder = Path(os.environ.get("PACELINE_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no data sets at {folder}; set PACELINE_DATA")
+    return folder

@@ -1,0 +1,111 @@
+"""Rule 3 and STYLE 2.1: who may import what, read off the files and off a fresh interpreter."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.source import PACKAGES, file_imports, imports, modules, modules_or_skip, name
+
+# What each package must not import, anywhere in it.
+FORBIDDEN = {
+    "pscore": {"psserver", "psworker"},
+    "psserver": {"psworker", "torch"},
+    "psworker": {"psserver"},
+}
+
+# The core: message in, replies out; no I/O, no clock, no randomness, no threads.
+CORE = (
+    "pscore/rules",
+    "pscore/compressors",
+    "pscore/optimizers",
+    "pscore/local",
+    "pscore/partition.py",
+    "psserver/shard.py",
+    "psserver/membership.py",
+)
+IMPURE = {
+    "asyncio",
+    "concurrent",
+    "grpc",
+    "multiprocessing",
+    "os",
+    "random",
+    "secrets",
+    "select",
+    "selectors",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+}
+
+
+def forbidden(imported: set[str], banned: set[str]) -> list[str]:
+    return sorted(dotted for dotted in imported if dotted.split(".")[0] in banned)
+
+
+def loaded(importing: list[str], watched: set[str]) -> set[str]:
+    """Returns which of `watched` a fresh interpreter has loaded after importing `importing`."""
+    program = (
+        f"import importlib, sys\nfor name in {importing!r}: importlib.import_module(name)\n"
+        f"print(*({watched!r} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def dotted_names(*places: str) -> list[str]:
+    stems = [name(path).removesuffix(".py").removesuffix("/__init__") for path in modules(*places)]
+    return [stem.replace("/", ".") for stem in stems]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_downwards(package: str) -> None:
+    problems = {
+        name(path): forbidden(file_imports(path), FORBIDDEN[package])
+        for path in modules_or_skip(package)
+    }
+    assert not {path: names for path, names in problems.items() if names}
+
+
+@pytest.mark.parametrize("place", CORE)
+def test_the_core_imports_nothing_impure(place: str) -> None:
+    problems = {
+        name(path): forbidden(file_imports(path), IMPURE) for path in modules_or_skip(place)
+    }
+    assert not {path: names for path, names in problems.items() if names}
+
+
+def test_the_shared_core_loads_without_grpc() -> None:
+    names = dotted_names("pscore/types.py", "pscore/errors.py", "pscore/wire.py", *CORE[:5])
+    if not names:
+        pytest.skip("pscore has no core module yet")
+    assert not loaded(names, {"grpc"})
+
+
+@pytest.mark.parametrize("module", ["psserver.shard", "psserver.membership"])
+def test_a_shard_loads_without_torch_or_grpc(module: str) -> None:
+    modules_or_skip(module.replace(".", "/") + ".py")
+    assert not loaded([module], {"grpc", "torch"})
+
+
+def test_imports_are_seen_in_every_form() -> None:
+    text = """
+import os.path as p
+from grpc import aio
+from . import a
+from ..b import c
+def f():
+    if True:
+        import time
+"""
+    found = set(imports(ast.parse(text), "pscore.rules"))
+    assert found == {"os.path", "grpc.aio", "pscore.rules.a", "pscore.b.c", "time"}
+    assert forbidden(found, IMPURE) == ["grpc.aio", "os.path", "time"]
+
+
+def test_what_an_interpreter_loads_is_seen() -> None:
+    assert loaded(["json", "email"], {"json", "grpc"}) == {"json"}

@@ -1,0 +1,76 @@
+"""Rule 2: 100 columns, 70 lines a function, 500 lines a file; and 2.10: ASCII only."""
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import PACKAGES, modules_or_skip, name
+
+COLUMNS_MAX = 100
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 500
+OUTSIDE_PACKAGES = ("tests", "examples", "benchmarks", "scripts")
+
+
+def too_wide(text: str) -> list[str]:
+    return [
+        f"line {number}: {len(line)} columns"
+        for number, line in enumerate(text.splitlines(), start=1)
+        if len(line) > COLUMNS_MAX
+    ]
+
+
+def too_long(text: str) -> list[str]:
+    functions = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = {node: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    return [
+        f"line {node.lineno}: {node.name} has {length} lines"
+        for node, length in lengths.items()
+        if length > FUNCTION_LINES_MAX
+    ]
+
+
+def problems_of(check: Callable[[str], list[str]], paths: list[Path]) -> list[str]:
+    return [
+        f"{name(path)} {problem}"
+        for path in paths
+        for problem in check(path.read_text(encoding="utf-8"))
+    ]
+
+
+def test_no_line_is_wider_than_100_columns() -> None:
+    assert not problems_of(too_wide, modules_or_skip(*PACKAGES, *OUTSIDE_PACKAGES))
+
+
+def test_no_function_is_longer_than_70_lines() -> None:
+    assert not problems_of(too_long, modules_or_skip(*PACKAGES, *OUTSIDE_PACKAGES))
+
+
+def test_no_file_is_longer_than_500_lines() -> None:
+    lengths = {
+        name(path): len(path.read_text(encoding="utf-8").splitlines())
+        for path in modules_or_skip(*PACKAGES, *OUTSIDE_PACKAGES)
+    }
+    assert not {path: length for path, length in lengths.items() if length > FILE_LINES_MAX}
+
+
+def test_source_is_ascii() -> None:
+    paths = modules_or_skip(*PACKAGES)
+    assert not [name(path) for path in paths if not path.read_text(encoding="utf-8").isascii()]
+
+
+@pytest.mark.parametrize(("lines", "problems"), [(70, 0), (71, 1)])
+def test_the_function_limit_is_reached_and_not_passed(lines: int, problems: int) -> None:
+    text = "class A:\n    def f(self):\n" + "        pass\n" * (lines - 1)
+    assert len(too_long(text)) == problems
+
+
+@pytest.mark.parametrize(("columns", "problems"), [(100, 0), (101, 1)])
+def test_the_column_limit_is_reached_and_not_passed(columns: int, problems: int) -> None:
+    assert len(too_wide("x" * columns + "\n")) == problems
