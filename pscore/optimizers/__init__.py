@@ -1,0 +1,111 @@
+"""Server optimizers by name, and the way to them from a torch optimizer, without importing torch.
+
+A new one is one file here and one line in `OPTIMIZERS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pscore.errors import UnsupportedOptimizerError
+from pscore.optimizers.adam import Adam
+from pscore.optimizers.adamw import AdamW
+from pscore.optimizers.assign import Assign
+from pscore.optimizers.base import Optimizer
+from pscore.optimizers.sgd import SGD
+from pscore.types import HyperArray, SegmentTable
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    optimizer.name: optimizer for optimizer in (SGD, Adam, AdamW, Assign)
+}
+
+__all__ = ["OPTIMIZERS", "Optimizer", "from_torch", "hyper_rows", "warm_up"]
+
+# How torch does its work, or what `hyper_from_torch` reads or refuses by itself.
+_KNOWN = {
+    "amsgrad",
+    "betas",
+    "capturable",
+    "dampening",
+    "decoupled_weight_decay",
+    "differentiable",
+    "eps",
+    "foreach",
+    "fused",
+    "lr",
+    "maximize",
+    "momentum",
+    "nesterov",
+    "weight_decay",
+}
+
+
+def from_torch(optimizer: Any) -> tuple[Optimizer, HyperArray]:
+    """Returns the shards' counterpart of a torch optimizer, and its hyper-parameters of today.
+
+    Args:
+        optimizer: A `torch.optim` optimizer of exactly a supported class: what a subclass does
+            otherwise cannot be seen from here.
+
+    Raises:
+        UnsupportedOptimizerError: The class, or one of the arguments, has no counterpart.
+    """
+    groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
+    counterpart = _counterpart(type(optimizer), groups)
+    _refuse_unknown_arguments(optimizer, groups)
+    return counterpart, hyper_rows(counterpart, groups)
+
+
+def hyper_rows(optimizer: Optimizer | str, param_groups: Sequence[Mapping[str, Any]]) -> HyperArray:
+    """Returns the hyper-parameters of this step, `(num_groups, num_hyper) float64`.
+
+    Args:
+        optimizer: The optimizer, or its name in `OPTIMIZERS`.
+        param_groups: torch's parameter groups; a learning rate may be a tensor of one element.
+
+    Raises:
+        UnsupportedOptimizerError: An argument is set that the shards do not implement.
+    """
+    plugin = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    return np.array([plugin.hyper_from_torch(group) for group in param_groups], dtype=np.float64)
+
+
+def warm_up(optimizer: Optimizer) -> None:
+    """Makes one step of one element, so that a daemon has compiled before it says it is ready."""
+    values = np.zeros(1, np.float32)
+    state = [np.zeros(1, np.float32) for _ in optimizer.state_names]
+    segments = SegmentTable(bounds=np.array([[0, 1]], np.int64), groups=np.zeros(1, np.int64))
+    ones = np.ones(1, np.int64)
+    hyper = np.zeros((1, len(optimizer.hyper_names)))
+    optimizer.step(values, values, values, 1.0, state, segments, ones, ones, hyper)
+
+
+def _counterpart(found: type[Any], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    plugins = {plugin.torch_class: plugin for plugin in OPTIMIZERS.values() if plugin.torch_class}
+    is_torch = found.__module__.startswith("torch.optim.")
+    if not is_torch or found.__name__ not in plugins:
+        supported = ", ".join(f"torch.optim.{name}" for name in sorted(plugins))
+        raise UnsupportedOptimizerError(
+            f"optimizer is {found.__module__}.{found.__qualname__}, must be one of {supported}"
+        )
+    plugin = plugins[found.__name__]
+    if plugin is Adam and all(group.get("decoupled_weight_decay") for group in groups):
+        plugin = AdamW
+    return plugin()
+
+
+def _refuse_unknown_arguments(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    # Only what torch itself reads: schedulers and users keep keys of their own in the groups.
+    parameters = inspect.signature(type(optimizer).__init__).parameters
+    for argument in optimizer.defaults.keys() - _KNOWN:
+        default = parameters[argument].default if argument in parameters else None
+        for group in groups:
+            if group.get(argument, default) != default:
+                raise UnsupportedOptimizerError(
+                    f"{type(optimizer).__name__} has {argument}={group[argument]!r}, which the "
+                    f"shards do not know; known are {', '.join(sorted(_KNOWN))}"
+                )

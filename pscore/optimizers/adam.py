@@ -1,0 +1,220 @@
+"""Adam, as `torch.optim.Adam` makes its steps; weight decay is a part of the gradient (L2).
+
+Diederik Kingma and Jimmy Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015,
+arXiv:1412.6980; t counts the steps of each parameter from 1.
+
+    d = scale * g + weight_decay * w              (maximize: -g)
+    m = m + (1 - beta1) * (d - m)
+    v = beta2 * v + (1 - beta2) * d * d
+    w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+Differs from the paper: weight decay, which the paper does not have. `amsgrad` is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numba import njit
+
+from pscore.optimizers.base import Optimizer, refuse
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+
+LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAXIMIZE = range(6)
+
+# Elements that are copied to `out` and then changed there: small enough to stay in the first-level
+# cache, so that memory is passed over once although the loop below works in place.
+BLOCK = 1024
+
+
+class Adam(Optimizer):
+    """`torch.optim.Adam`: betas, eps, weight decay, maximize.
+
+    Attributes:
+        decoupled: Weight decay shrinks the weights and is not a part of the gradient.
+    """
+
+    name: ClassVar[str] = "adam"
+    torch_class: ClassVar[str] = "Adam"
+    hyper_names: ClassVar[tuple[str, ...]] = (
+        "lr",
+        "beta1",
+        "beta2",
+        "eps",
+        "weight_decay",
+        "maximize",
+    )
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    decoupled: ClassVar[bool] = False
+
+    @classmethod
+    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Returns one row of hyper-parameters; flags are 0 or 1."""
+        for argument in ("amsgrad", "differentiable"):
+            if group.get(argument):
+                raise refuse(cls.torch_class, group, argument)
+        if bool(group.get("decoupled_weight_decay", cls.decoupled)) != cls.decoupled:
+            raise refuse(cls.torch_class, group, "decoupled_weight_decay")
+        beta1, beta2 = group["betas"]
+        return (
+            float(group["lr"]),
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            float(group["maximize"]),
+        )
+
+    def step(
+        self,
+        weights: FloatArray,
+        out: FloatArray,
+        grad: FloatArray,
+        scale: float,
+        state: Sequence[FloatArray],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step on the CPU in one pass over memory."""
+        _step(
+            _read_only(weights),
+            out,
+            _read_only(grad),
+            float(scale),
+            state[0],
+            state[1],
+            segments.bounds,
+            segments.groups,
+            counts,
+            active,
+            hyper,
+            self.decoupled,
+        )
+
+    def step_device(
+        self,
+        weights: Any,
+        grad: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step in place on torch tensors of any device."""
+        for index in np.flatnonzero(active):
+            lr, beta1, beta2, eps, weight_decay, maximize = hyper[segments.groups[index]].tolist()
+            start, stop = segments.bounds[index].tolist()
+            part, direction = weights[start:stop], grad[start:stop]
+            mean, square = state[0][start:stop], state[1][start:stop]
+            counts[index] += 1
+            count = int(counts[index])
+            if maximize:
+                direction = direction.neg()
+            if weight_decay and self.decoupled:
+                part.mul_(1.0 - lr * weight_decay)
+            elif weight_decay:
+                direction = direction.add(part, alpha=weight_decay)
+            mean.lerp_(direction, 1.0 - beta1)
+            square.mul_(beta2).addcmul_(direction, direction, value=1.0 - beta2)
+            spread = square.sqrt().div_((1.0 - beta2**count) ** 0.5).add_(eps)
+            part.addcdiv_(mean, spread, value=-lr / (1.0 - beta1**count))
+
+
+def _read_only(array: FloatArray) -> FloatArray:
+    # As in `sgd.py`: one form for all arrays, so that the kernel is compiled once.
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _step(
+    weights: FloatArray,
+    out: FloatArray,
+    grad: FloatArray,
+    scale: float,
+    mean: FloatArray,
+    square: FloatArray,
+    bounds: IntArray,
+    groups: IntArray,
+    counts: IntArray,
+    active: IntArray,
+    hyper: HyperArray,
+    decoupled: bool,
+) -> None:
+    in_place = weights.ctypes.data == out.ctypes.data
+    written = 0
+    for index in range(groups.size):
+        start, stop = bounds[index, 0], bounds[index, 1]
+        if not in_place:
+            _copy(weights[written:start], out[written:start])
+        written = stop
+        if active[index] == 0:
+            if not in_place:
+                _copy(weights[start:stop], out[start:stop])
+            continue
+        row = hyper[groups[index]]
+        counts[index] += 1
+        correction1 = 1.0 - row[BETA1] ** counts[index]
+        correction2 = np.sqrt(1.0 - row[BETA2] ** counts[index])
+        factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
+        decay = np.float32(0.0 if decoupled else row[WEIGHT_DECAY])
+        shrink = np.float32(1.0 - row[LR] * row[WEIGHT_DECAY] if decoupled else 1.0)
+        for low in range(start, stop, BLOCK):
+            high = min(low + BLOCK, stop)
+            if not in_place:
+                _copy(weights[low:high], out[low:high])
+            _adam(
+                out[low:high],
+                grad[low:high],
+                mean[low:high],
+                square[low:high],
+                factor,
+                decay,
+                shrink,
+                np.float32(1.0 - row[BETA1]),
+                np.float32(row[BETA2]),
+                np.float32(1.0 - row[BETA2]),
+                np.float32(row[LR] / correction1),
+                np.float32(correction2),
+                np.float32(row[EPS]),
+            )
+    if not in_place:
+        _copy(weights[written:], out[written:])
+
+
+@njit(nogil=True, cache=True, fastmath=False)
+def _copy(source: FloatArray, target: FloatArray) -> None:
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def _adam(
+    w: FloatArray,
+    g: FloatArray,
+    m: FloatArray,
+    v: FloatArray,
+    factor: np.float32,
+    decay: np.float32,
+    shrink: np.float32,
+    take1: np.float32,
+    keep2: np.float32,
+    take2: np.float32,
+    step_size: np.float32,
+    correction2: np.float32,
+    eps: np.float32,
+) -> None:
+    for i in range(w.size):
+        weight = w[i] * shrink
+        d = g[i] * factor + decay * weight
+        mean = m[i] + take1 * (d - m[i])
+        square = keep2 * v[i] + take2 * (d * d)
+        m[i] = mean
+        v[i] = square
+        w[i] = weight - step_size * (mean / (np.sqrt(square) / correction2 + eps))

@@ -1,0 +1,104 @@
+"""Assignment: the weights become the mean of what was pushed. For named tensors and buffers.
+
+Paceline's own: it has no learning rate and no state.
+
+    w = scale * g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numba import njit
+
+from pscore.optimizers.base import Optimizer
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+
+
+class Assign(Optimizer):
+    """The mean of the pushes takes the weights' place; `lr` is there by protocol and ignored."""
+
+    name: ClassVar[str] = "assign"
+    hyper_names: ClassVar[tuple[str, ...]] = ("lr",)
+
+    @classmethod
+    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Returns one row of hyper-parameters; buffers have no group, so `lr` may be missing."""
+        return (float(group.get("lr", 0.0)),)
+
+    def step(
+        self,
+        weights: FloatArray,
+        out: FloatArray,
+        grad: FloatArray,
+        scale: float,
+        state: Sequence[FloatArray],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step on the CPU in one pass over memory."""
+        _step(
+            _read_only(weights),
+            out,
+            _read_only(grad),
+            float(scale),
+            segments.bounds,
+            counts,
+            active,
+        )
+
+    def step_device(
+        self,
+        weights: Any,
+        grad: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step in place on torch tensors of any device."""
+        for index in np.flatnonzero(active):
+            start, stop = segments.bounds[index].tolist()
+            weights[start:stop].copy_(grad[start:stop])
+            counts[index] += 1
+
+
+def _read_only(array: FloatArray) -> FloatArray:
+    # As in `sgd.py`: one form for all arrays, so that the kernel is compiled once.
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@njit(nogil=True, cache=True, fastmath=False)
+def _step(
+    weights: FloatArray,
+    out: FloatArray,
+    grad: FloatArray,
+    scale: float,
+    bounds: IntArray,
+    counts: IntArray,
+    active: IntArray,
+) -> None:
+    factor = np.float32(scale)
+    written = 0
+    for index in range(counts.size):
+        start, stop = bounds[index, 0], bounds[index, 1]
+        if active[index] == 0:
+            continue
+        _scaled(weights[written:start], out[written:start], np.float32(1.0))
+        _scaled(grad[start:stop], out[start:stop], factor)
+        written = stop
+        counts[index] += 1
+    _scaled(weights[written:], out[written:], np.float32(1.0))
+
+
+@njit(nogil=True, cache=True, fastmath=False)
+def _scaled(source: FloatArray, target: FloatArray, factor: np.float32) -> None:
+    for i in range(target.size):
+        target[i] = source[i] * factor

@@ -1,0 +1,208 @@
+"""Stochastic gradient descent with momentum, as `torch.optim.SGD` makes its steps.
+
+Ilya Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML
+2013, in the form that torch documents; `scale` turns a sum of gradients into their mean.
+
+    d = scale * g + weight_decay * w              (maximize: -g)
+    v = d                                         in the first step of a parameter, else
+    v = momentum * v + (1 - dampening) * d
+    w = w - lr * v                                (nesterov: lr * (d + momentum * v))
+
+Differs from the paper: momentum is applied to the gradient and not to `lr * gradient`, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numba import njit
+
+from pscore.optimizers.base import Optimizer, refuse
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+
+LR, MOMENTUM, DAMPENING, WEIGHT_DECAY, NESTEROV, MAXIMIZE = range(6)
+
+# Elements that are copied to `out` and then changed there: small enough to stay in the first-level
+# cache, so that memory is passed over once although the loops below work in place.
+BLOCK = 2048
+
+
+class SGD(Optimizer):
+    """`torch.optim.SGD`: momentum, dampening, Nesterov, weight decay, maximize."""
+
+    name: ClassVar[str] = "sgd"
+    torch_class: ClassVar[str] = "SGD"
+    hyper_names: ClassVar[tuple[str, ...]] = (
+        "lr",
+        "momentum",
+        "dampening",
+        "weight_decay",
+        "nesterov",
+        "maximize",
+    )
+    state_names: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    @classmethod
+    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Returns one row of hyper-parameters; flags are 0 or 1."""
+        if group.get("differentiable"):
+            raise refuse("SGD", group, "differentiable")
+        return (
+            float(group["lr"]),
+            float(group["momentum"]),
+            float(group["dampening"]),
+            float(group["weight_decay"]),
+            float(group["nesterov"]),
+            float(group["maximize"]),
+        )
+
+    def step(
+        self,
+        weights: FloatArray,
+        out: FloatArray,
+        grad: FloatArray,
+        scale: float,
+        state: Sequence[FloatArray],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step on the CPU in one pass over memory."""
+        _step(
+            _read_only(weights),
+            out,
+            _read_only(grad),
+            float(scale),
+            state[0],
+            segments.bounds,
+            segments.groups,
+            counts,
+            active,
+            hyper,
+        )
+
+    def step_device(
+        self,
+        weights: Any,
+        grad: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step in place on torch tensors of any device."""
+        for index in np.flatnonzero(active):
+            lr, momentum, dampening, weight_decay, nesterov, maximize = hyper[
+                segments.groups[index]
+            ].tolist()
+            start, stop = segments.bounds[index].tolist()
+            part, direction, buffer = weights[start:stop], grad[start:stop], state[0][start:stop]
+            if maximize:
+                direction = direction.neg()
+            if weight_decay:
+                direction = direction.add(part, alpha=weight_decay)
+            if momentum:
+                if counts[index] == 0:
+                    buffer.copy_(direction)
+                else:
+                    buffer.mul_(momentum).add_(direction, alpha=1.0 - dampening)
+                direction = direction.add(buffer, alpha=momentum) if nesterov else buffer
+            part.add_(direction, alpha=-lr)
+            counts[index] += 1
+
+
+def _read_only(array: FloatArray) -> FloatArray:
+    # Numba compiles a kernel again for arrays that cannot be written, such as mapped weights: all
+    # come in one form, so that a daemon that has warmed up never stops to compile.
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+@njit(nogil=True, cache=True, fastmath=False)
+def _step(
+    weights: FloatArray,
+    out: FloatArray,
+    grad: FloatArray,
+    scale: float,
+    buffer: FloatArray,
+    bounds: IntArray,
+    groups: IntArray,
+    counts: IntArray,
+    active: IntArray,
+    hyper: HyperArray,
+) -> None:
+    in_place = weights.ctypes.data == out.ctypes.data
+    written = 0
+    for index in range(groups.size):
+        start, stop = bounds[index, 0], bounds[index, 1]
+        if not in_place:
+            _copy(weights[written:start], out[written:start])
+        written = stop
+        if active[index] == 0:
+            if not in_place:
+                _copy(weights[start:stop], out[start:stop])
+            continue
+        row = hyper[groups[index]]
+        factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
+        weight_decay = np.float32(row[WEIGHT_DECAY])
+        lr = np.float32(row[LR])
+        momentum = np.float32(row[MOMENTUM])
+        # The first step is v = 0 * v + 1 * d; without Nesterov the step is 0 * d + 1 * v.
+        first = counts[index] == 0
+        keep = np.float32(0.0) if first else momentum
+        take = np.float32(1.0) if first else np.float32(1.0 - row[DAMPENING])
+        nesterov = row[NESTEROV] != 0.0
+        ahead = np.float32(1.0) if nesterov else np.float32(0.0)
+        along = momentum if nesterov else np.float32(1.0)
+        for low in range(start, stop, BLOCK):
+            high = min(low + BLOCK, stop)
+            if not in_place:
+                _copy(weights[low:high], out[low:high])
+            w, g, v = out[low:high], grad[low:high], buffer[low:high]
+            if momentum == 0:
+                _plain(w, g, factor, weight_decay, lr)
+            else:
+                _momentum(w, g, v, factor, weight_decay, lr, keep, take, ahead, along)
+        counts[index] += 1
+    if not in_place:
+        _copy(weights[written:], out[written:])
+
+
+@njit(nogil=True, cache=True, fastmath=False)
+def _copy(source: FloatArray, target: FloatArray) -> None:
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@njit(nogil=True, cache=True, fastmath=False)
+def _plain(
+    w: FloatArray, g: FloatArray, factor: np.float32, weight_decay: np.float32, lr: np.float32
+) -> None:
+    for i in range(w.size):
+        d = g[i] * factor + weight_decay * w[i]
+        w[i] -= lr * d
+
+
+@njit(nogil=True, cache=True, fastmath=False)
+def _momentum(
+    w: FloatArray,
+    g: FloatArray,
+    v: FloatArray,
+    factor: np.float32,
+    weight_decay: np.float32,
+    lr: np.float32,
+    keep: np.float32,
+    take: np.float32,
+    ahead: np.float32,
+    along: np.float32,
+) -> None:
+    for i in range(w.size):
+        d = g[i] * factor + weight_decay * w[i]
+        velocity = keep * v[i] + take * d
+        v[i] = velocity
+        w[i] -= lr * (ahead * d + along * velocity)
