@@ -199,9 +199,9 @@ def test_any_layout_follows_an_independent_model(
             )
             counts[index] += 1
     assert ours.counts.tolist() == counts
-    for index in range(len(sizes)):
+    for place in range(len(sizes)):
         np.testing.assert_allclose(
-            ours.part(ours.weights, index), exact[index], rtol=1e-5, atol=2e-5
+            ours.part(ours.weights, place), exact[place], rtol=1e-5, atol=2e-5
         )
 
 
