@@ -47,6 +47,7 @@ class Adam(Optimizer):
         "maximize",
     )
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    torch_has_step: ClassVar[bool] = True
     decoupled: ClassVar[bool] = False
 
     @classmethod

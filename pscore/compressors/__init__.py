@@ -1,0 +1,37 @@
+"""Compressors by name. A new one is one file here and one line in `COMPRESSORS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pscore.compressors.base import Compressor
+from pscore.compressors.fp16 import FP16
+from pscore.compressors.none import NoCompression
+from pscore.plugins import make_plugin, parse_plugin
+
+COMPRESSORS: dict[str, type[Compressor]] = {
+    compressor.name: compressor for compressor in (NoCompression, FP16)
+}
+
+__all__ = ["COMPRESSORS", "Compressor", "make_compressor", "parse_compressor"]
+
+
+def make_compressor(name: str, arguments: Mapping[str, Any]) -> Compressor:
+    """Returns the compressor `name` with `arguments`; those left out have their defaults.
+
+    Raises:
+        ConfigError: No compressor has this name, or it has no such argument.
+    """
+    return make_plugin("compression", COMPRESSORS, name, arguments)
+
+
+def parse_compressor(text: str | Compressor) -> Compressor:
+    """Returns the compressor that `text` describes: `none`, `fp16` or `2bit(threshold=0.004)`.
+
+    Raises:
+        ConfigError: The text is not of that form, or names nothing there is.
+    """
+    if isinstance(text, Compressor):
+        return text
+    return make_compressor(*parse_plugin("compression", text))

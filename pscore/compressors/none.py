@@ -1,0 +1,50 @@
+"""No compression: float32, little-endian, as it is. The format is Paceline's own (wire.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from pscore import kernels
+from pscore.compressors.base import Compressor
+from pscore.types import ByteArray, FloatArray
+from pscore.wire import floats
+
+
+@dataclass(frozen=True)
+class NoCompression(Compressor):
+    """float32 as it is: 4 bytes per element, nothing lost."""
+
+    name: ClassVar[str] = "none"
+
+    def payload_nbytes_max(self, numel: int) -> int:
+        """4 bytes per element."""
+        return 4 * numel
+
+    def check(self, payload: ByteArray, numel: int) -> None:
+        """Any 4 bytes are a float32; NaN and Inf are refused by the worker that sends them."""
+        floats(memoryview(payload), 1, numel)
+
+    def encode(
+        self, grad: FloatArray, residual: FloatArray | None, out: ByteArray, seed: int
+    ) -> int:
+        """Copies; a residual goes along and becomes zero."""
+        flat = out[: 4 * len(grad)].view("<f4")
+        if residual is None:
+            np.copyto(flat, grad)
+        else:
+            np.add(grad, residual, out=flat)
+            residual[:] = 0.0
+        return 4 * len(grad)
+
+    def decode_add(
+        self, payload: ByteArray, out: FloatArray, scale: float, *, assign: bool
+    ) -> None:
+        """Adds the floats."""
+        (grad,) = floats(memoryview(payload), 1, len(out))
+        if assign:
+            kernels.assign_scaled(grad, out, scale)
+        else:
+            kernels.add_scaled(grad, out, scale)

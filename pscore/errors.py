@@ -1,0 +1,90 @@
+"""Every error that Paceline raises on purpose.
+
+    PacelineError
+    |-- ConfigError                 a setting or argument is wrong; nothing was started
+    |   `-- UnsupportedOptimizerError   the wrapped torch optimizer has no counterpart on the shards
+    |-- GradientError               a gradient is not usable: NaN, Inf, or changed after its push
+    |-- LocalProtocolError          this side broke the protocol: a bug in Paceline
+    |-- RemoteProtocolError         the peer sent something that this side refuses
+    |   |-- DecodeError             bytes that are not what their header declares
+    |   |-- ProtocolVersionError    the peer speaks another version of the protocol
+    |   |-- ShardMapError           shards in the wrong order, number or of several clusters
+    |   |-- JobMismatchError        another model, mode, compressor or optimizer than the job's
+    |   |-- RankTakenError          another live process holds this rank
+    |   |-- LimitError              a limit of the shard would be passed
+    |   |-- UnknownJobError         the shard does not know this job or table (it may have restarted)
+    |   `-- ReplacedError           a newer incarnation took this worker's place
+    `-- TransportError              the network or the peer's process failed; a retry may help
+        |-- ServerUnavailableError  nobody answers at this address
+        `-- StalledError            nothing arrived within the time the user allowed
+
+The table from these classes to gRPC status codes is in `rpc.py`; this module imports nothing.
+"""
+
+
+class PacelineError(Exception):
+    """Base class of all of Paceline's errors."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """A setting or an argument is wrong."""
+
+
+class UnsupportedOptimizerError(ConfigError):
+    """The torch optimizer, or one of its arguments, has no counterpart on the shards."""
+
+
+class GradientError(PacelineError):
+    """A gradient holds NaN or Inf, or was changed after it had been pushed."""
+
+
+class LocalProtocolError(PacelineError):
+    """This side broke the protocol."""
+
+
+class RemoteProtocolError(PacelineError):
+    """The peer sent something that this side refuses."""
+
+
+class DecodeError(RemoteProtocolError):
+    """The bytes are not exactly what their header declares."""
+
+
+class ProtocolVersionError(RemoteProtocolError):
+    """The peer speaks another version of the protocol."""
+
+
+class ShardMapError(RemoteProtocolError):
+    """The shards' addresses are in the wrong order, of the wrong number, or of several clusters."""
+
+
+class JobMismatchError(RemoteProtocolError):
+    """The job on the shards has another model, mode, compressor or optimizer."""
+
+
+class RankTakenError(RemoteProtocolError):
+    """Another live process holds this rank of the job."""
+
+
+class LimitError(RemoteProtocolError):
+    """A limit of the shard would be passed."""
+
+
+class UnknownJobError(RemoteProtocolError):
+    """The shard does not know this job, table or slice."""
+
+
+class ReplacedError(RemoteProtocolError):
+    """A newer incarnation of this worker has taken its place."""
+
+
+class TransportError(PacelineError):
+    """The network or the peer's process failed."""
+
+
+class ServerUnavailableError(TransportError):
+    """Nobody answers at this address."""
+
+
+class StalledError(TransportError):
+    """Nothing arrived within the time that the user allowed."""

@@ -1,0 +1,70 @@
+"""Loops over memory that both sides need, in Numba: one pass, without the GIL, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+
+from pscore.types import FloatArray
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def kernel(function: F) -> F:
+    """Compiles a loop at its first call; keeps the machine code on disk; lets the GIL go."""
+    compiled: F = numba.njit(nogil=True, cache=True, fastmath=False)(function)
+    return compiled
+
+
+@kernel
+def _copy_checked(source: FloatArray, out: FloatArray) -> bool:
+    """Copies, and returns whether every element is finite (x - x is 0 for finite x only)."""
+    bad = 0
+    for i in range(len(source)):
+        value = source[i]
+        out[i] = value
+        bad |= value - value != np.float32(0.0)
+    return bad == 0
+
+
+@kernel
+def _all_finite(source: FloatArray) -> bool:
+    bad = 0
+    for i in range(len(source)):
+        bad |= source[i] - source[i] != np.float32(0.0)
+    return bad == 0
+
+
+@kernel
+def _assign_scaled(source: FloatArray, out: FloatArray, scale: np.float32) -> None:
+    for i in range(len(source)):
+        out[i] = source[i] * scale
+
+
+@kernel
+def _add_scaled(source: FloatArray, out: FloatArray, scale: np.float32) -> None:
+    for i in range(len(source)):
+        out[i] += source[i] * scale
+
+
+def copy_checked(source: FloatArray, out: FloatArray) -> bool:
+    """Copies `(numel,) float32` and returns whether all of it is finite."""
+    return bool(_copy_checked(source, out))
+
+
+def all_finite(source: FloatArray) -> bool:
+    """Returns whether `(numel,) float32` holds neither NaN nor Inf."""
+    return bool(_all_finite(source))
+
+
+def assign_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:
+    """Sets `out = scale * source`; scale 1 is exact."""
+    _assign_scaled(source, out, np.float32(scale))
+
+
+def add_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:
+    """Adds `scale * source` to `out`."""
+    _add_scaled(source, out, np.float32(scale))

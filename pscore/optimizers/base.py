@@ -1,0 +1,105 @@
+"""The protocol of a server optimizer: one file each, on flat slices, the same for shard and worker.
+
+A shard runs it on the mean gradient of a step; a worker in `mirror` runs it on its own gradient.
+An optimizer is stateless: its arrays are given to it, so that checkpoints, restarts and workers
+need not know it. Segments say which part of a slice belongs to which parameter, because parameters
+have groups with hyper-parameters of their own, and because a parameter without a gradient in a step
+is left alone, as torch leaves it alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pscore.errors import UnsupportedOptimizerError
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+
+
+class Optimizer(ABC):
+    """One way of changing weights by a gradient.
+
+    Attributes:
+        name: Its name in `OPTIMIZERS` and on the wire.
+        torch_class: Name of the `torch.optim` class that it takes over; empty if there is none.
+        hyper_names: Columns of the hyper-parameters. The first is always `lr`.
+        state_names: Its state arrays, each `(numel,) float32`, under torch's own names.
+        torch_has_step: Whether torch's state holds the number of steps as `step`.
+    """
+
+    name: ClassVar[str]
+    torch_class: ClassVar[str] = ""
+    hyper_names: ClassVar[tuple[str, ...]]
+    state_names: ClassVar[tuple[str, ...]] = ()
+    torch_has_step: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Returns one row of hyper-parameters from a torch parameter group.
+
+        Raises:
+            UnsupportedOptimizerError: An argument is set that the shards do not implement.
+        """
+
+    @classmethod
+    def column(cls, name: str) -> int:
+        """Returns the index of hyper-parameter `name` in a row."""
+        return cls.hyper_names.index(name)
+
+    @classmethod
+    def has_hyper(cls, name: str) -> bool:
+        """Returns whether a row has the hyper-parameter `name`."""
+        return name in cls.hyper_names
+
+    @abstractmethod
+    def step(
+        self,
+        weights: FloatArray,
+        out: FloatArray,
+        grad: FloatArray,
+        scale: float,
+        state: Sequence[FloatArray],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step on the CPU without holding the GIL.
+
+        Args:
+            weights: `(numel,) float32`, the weights before the step; not changed unless it is `out`.
+            out: `(numel,) float32`, receives the weights after the step, all elements of it:
+                inactive segments and padding are copied.
+            grad: `(numel,) float32`, the sum of the gradients; not changed.
+            scale: What `grad` is multiplied by: one over the sum of the gradients' weights.
+            state: One `(numel,) float32` for each of `state_names`, changed in place.
+            segments: The parameters in this slice.
+            counts: `(num_segments,) int64`, steps made so far per segment; active ones go up by one.
+            active: `(num_segments,) int64`, not 0 where the segment has a gradient in this step.
+            hyper: `(num_groups, len(hyper_names)) float64`.
+        """
+
+    def step_device(
+        self,
+        weights: Any,
+        grad: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step in place on torch tensors of any device, scale 1: the worker's `mirror`.
+
+        The arguments are those of `step`, with tensors in the place of arrays.
+        """
+        raise NotImplementedError(f"{self.name} has no step for device tensors")
+
+
+def refuse(optimizer: str, group: Mapping[str, Any], argument: str) -> UnsupportedOptimizerError:
+    """Returns the error for a torch argument that the shards do not implement."""
+    return UnsupportedOptimizerError(
+        f"{optimizer} has {argument}={group[argument]!r}, which the shards do not implement"
+    )

@@ -1,0 +1,158 @@
+"""Which part of which parameter lives on which shard: a pure function of the model's declaration.
+
+The parameters are laid out once in a flat vector, last parameter first, because backward finishes
+the last ones first: a slice is complete, and leaves, as early as it can. Each tensor starts at a
+multiple of 16 elements (64 bytes), so that a view on it is aligned; the gaps are zeros. The vector
+is cut into slices of at most 4 MiB and the slices go to the shards by bytes. Every worker and
+every shard computes the same plan from (names, shapes, dtypes, groups, number of shards), and they
+compare its fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pscore.errors import ConfigError
+from pscore.types import Segment, SliceSpec, TensorSpec
+
+ALIGNMENT = 16  # Elements; 64 bytes of float32.
+SLICE_NUMEL_MAX = 1 << 20  # 4 MiB of float32: hides latency, and gRPC is slow beyond 16 MiB.
+SLICE_NUMEL_MIN = 1 << 12  # Below 16 KiB a message costs more than its bytes.
+TENSORS_MAX = 1 << 17
+NUMEL_MAX = 1 << 40
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where every parameter lies in the flat vector, and which shard owns which part of it."""
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]  # Start of each tensor in the flat vector, in elements.
+    numel: int  # Of the flat vector, gaps included.
+    num_shards: int
+    slices: tuple[SliceSpec, ...]
+    fingerprint: str
+
+    def of_shard(self, shard: int) -> tuple[SliceSpec, ...]:
+        """Returns the slices that `shard` owns."""
+        return tuple(spec for spec in self.slices if spec.shard == shard)
+
+
+def make_layout(tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
+    """Returns the layout of `tensors` over `num_shards`.
+
+    Raises:
+        ConfigError: There are no tensors, two of one name, or one that no shard accepts.
+    """
+    _check(tensors, num_shards)
+    offsets, numel = [0] * len(tensors), 0
+    for index in reversed(range(len(tensors))):
+        offsets[index] = numel
+        numel += -(-tensors[index].numel // ALIGNMENT) * ALIGNMENT
+    cuts = _cuts(numel, num_shards)
+    slices = _slices(tensors, offsets, cuts, num_shards)
+    return Layout(
+        tensors=tuple(tensors),
+        offsets=tuple(offsets),
+        numel=numel,
+        num_shards=num_shards,
+        slices=slices,
+        fingerprint=fingerprint(tensors, num_shards),
+    )
+
+
+def owner(layout: Layout, position: int) -> int:
+    """Returns the shard that owns element `position` of the flat vector."""
+    return next(s.shard for s in layout.slices if s.start <= position < s.stop)
+
+
+def fingerprint(tensors: Sequence[TensorSpec], num_shards: int) -> str:
+    """Returns 16 hexadecimal digits that differ when the declarations differ."""
+    declared = [[t.name, list(t.shape), t.dtype, t.group] for t in tensors]
+    rules = [num_shards, ALIGNMENT, SLICE_NUMEL_MAX, SLICE_NUMEL_MIN]
+    return hashlib.sha256(json.dumps([declared, rules]).encode()).hexdigest()[:16]
+
+
+def first_difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str | None:
+    """Returns a sentence about the first tensor that differs, or None."""
+    for index, (mine, yours) in enumerate(zip(ours, theirs, strict=False)):
+        if mine != yours:
+            return f"tensor {index} is {_describe(mine)} here and {_describe(yours)} in the job"
+    if len(ours) != len(theirs):
+        longer, where = (ours, "here") if len(ours) > len(theirs) else (theirs, "in the job")
+        extra = longer[min(len(ours), len(theirs))]
+        return (
+            f"{len(ours)} tensors here and {len(theirs)} in the job; "
+            f"the first one only {where} is {_describe(extra)}"
+        )
+    return None
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{spec.name!r} {list(spec.shape)} {spec.dtype} in parameter group {spec.group}"
+
+
+def _check(tensors: Sequence[TensorSpec], num_shards: int) -> None:
+    if not 1 <= num_shards <= 4096:  # noqa: PLR2004
+        raise ConfigError(f"number of shards is {num_shards}, must be in 1..4096")
+    if not 1 <= len(tensors) <= TENSORS_MAX:
+        raise ConfigError(
+            f"the model has {len(tensors)} trainable tensors, must be 1..{TENSORS_MAX}"
+        )
+    seen: set[str] = set()
+    for spec in tensors:
+        if spec.name in seen:
+            raise ConfigError(f"two parameters are named {spec.name!r}")
+        seen.add(spec.name)
+        if spec.dtype not in DTYPES:
+            raise ConfigError(f"{spec.name!r} is {spec.dtype}, must be {', '.join(DTYPES)}")
+        if any(size < 0 for size in spec.shape) or not 0 < spec.numel <= NUMEL_MAX:
+            raise ConfigError(f"{spec.name!r} has shape {list(spec.shape)}: {spec.numel} elements")
+
+
+def _cuts(numel: int, num_shards: int) -> list[int]:
+    """Returns the slices' boundaries: equal lengths, at least one slice a shard if that is sane."""
+    per_shard = -(-numel // num_shards)
+    per_slice = max(SLICE_NUMEL_MIN, -(-per_shard // -(-per_shard // SLICE_NUMEL_MAX)))
+    per_slice = -(-per_slice // ALIGNMENT) * ALIGNMENT
+    return [*range(0, numel, per_slice), numel]
+
+
+def _slices(
+    tensors: Sequence[TensorSpec], offsets: Sequence[int], cuts: Sequence[int], num_shards: int
+) -> tuple[SliceSpec, ...]:
+    """Returns the slices; each goes to the shard with the fewest bytes so far, lowest index first."""
+    order = sorted(range(len(tensors)), key=lambda index: offsets[index])
+    owned = [0] * num_shards
+    slices: list[SliceSpec] = []
+    first = 0
+    for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        while offsets[order[first]] + tensors[order[first]].numel <= start:
+            first += 1
+        segments: list[Segment] = []
+        for position in range(first, len(order)):
+            tensor = order[position]
+            low, high = offsets[tensor], offsets[tensor] + tensors[tensor].numel
+            if low >= stop:
+                break
+            begin, end = max(low, start), min(high, stop)
+            if begin < end:
+                segments.append(
+                    Segment(
+                        tensor=tensor,
+                        group=tensors[tensor].group,
+                        start=begin - start,
+                        stop=end - start,
+                        tensor_start=begin - low,
+                    )
+                )
+        shard = min(range(num_shards), key=lambda s: (owned[s], s))
+        owned[shard] += stop - start
+        slices.append(
+            SliceSpec(index=index, shard=shard, start=start, stop=stop, segments=tuple(segments))
+        )
+    return tuple(slices)

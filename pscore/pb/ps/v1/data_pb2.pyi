@@ -1,0 +1,102 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_GRADIENT: _ClassVar[Role]
+    ROLE_WEIGHTS: _ClassVar[Role]
+    ROLE_DELTA: _ClassVar[Role]
+    ROLE_STATE: _ClassVar[Role]
+
+class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERDICT_ACCEPTED: _ClassVar[Verdict]
+    VERDICT_DUPLICATE: _ClassVar[Verdict]
+    VERDICT_TOO_LATE: _ClassVar[Verdict]
+    VERDICT_STALE: _ClassVar[Verdict]
+ROLE_GRADIENT: Role
+ROLE_WEIGHTS: Role
+ROLE_DELTA: Role
+ROLE_STATE: Role
+VERDICT_ACCEPTED: Verdict
+VERDICT_DUPLICATE: Verdict
+VERDICT_TOO_LATE: Verdict
+VERDICT_STALE: Verdict
+
+class Sender(_message.Message):
+    __slots__ = ("job", "table", "worker", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    table: int
+    worker: int
+    incarnation: int
+    def __init__(self, job: _Optional[str] = ..., table: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSOR_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    HYPER_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    sender: Sender
+    slice: int
+    step: int
+    base_version: int
+    role: Role
+    compressor: str
+    samples: float
+    present: bytes
+    hyper: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PushReply(_message.Message):
+    __slots__ = ("verdict", "version")
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    verdict: Verdict
+    version: int
+    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class PullHeader(_message.Message):
+    __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WITH_STATE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    sender: Sender
+    slice: int
+    clock: int
+    min_version: int
+    with_state: bool
+    wait_ms: int
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class PullReply(_message.Message):
+    __slots__ = ("ready", "version", "counts", "waiting_for")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    ready: bool
+    version: int
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    waiting_for: str
+    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ...) -> None: ...

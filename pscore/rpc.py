@@ -1,0 +1,72 @@
+"""What both sides share of gRPC: channel options, deadlines, and errors as status codes.
+
+Codes that our code chooses are those that the gRPC library never makes by itself, so that a client
+can tell a refusal from a failing network; the error's class name travels beside the code:
+
+    INVALID_ARGUMENT     DecodeError, ConfigError
+    NOT_FOUND            UnknownJobError
+    ALREADY_EXISTS       RankTakenError
+    FAILED_PRECONDITION  JobMismatchError, ProtocolVersionError, ShardMapError, RemoteProtocolError
+    ABORTED              ReplacedError
+    OUT_OF_RANGE         LimitError
+
+UNAVAILABLE and DEADLINE_EXCEEDED come from gRPC and mean: try again.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from pscore import errors
+
+MESSAGE_NBYTES_MAX = 80 << 20  # A frame's largest header and payload (wire.py) and then some.
+DATA_SERVICE = "ps.v1.Data"
+ERROR_KEY = "paceline-error"
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # Each channel has a connection of its own.
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),  # A port that is taken is an error, not a second listener.
+)
+
+CODES: dict[type[errors.PacelineError], grpc.StatusCode] = {
+    errors.DecodeError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnknownJobError: grpc.StatusCode.NOT_FOUND,
+    errors.RankTakenError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.JobMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ProtocolVersionError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ShardMapError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RemoteProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ReplacedError: grpc.StatusCode.ABORTED,
+    errors.LimitError: grpc.StatusCode.OUT_OF_RANGE,
+}
+RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def code_of(error: errors.PacelineError) -> grpc.StatusCode:
+    """Returns the status code that `error` travels under."""
+    return next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
+
+
+def error_of(failure: grpc.RpcError, address: str) -> errors.PacelineError:
+    """Returns the error that the peer at `address` raised, or a `TransportError`."""
+    assert isinstance(failure, grpc.Call)
+    details = failure.details() or ""
+    for key, value in failure.trailing_metadata() or ():
+        if key == ERROR_KEY and isinstance(value, str):
+            kind = getattr(errors, value, errors.RemoteProtocolError)
+            known = isinstance(kind, type) and issubclass(kind, errors.PacelineError)
+            return (kind if known else errors.RemoteProtocolError)(details)
+    if failure.code() in RETRYABLE:
+        return errors.ServerUnavailableError(f"{address}: {details or failure.code().name}")
+    return errors.TransportError(f"{address}: {failure.code().name}: {details}")

@@ -1,0 +1,48 @@
+"""Update rules by name. A new rule is one file here and one line in `RULES`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pscore.plugins import make_plugin, parse_plugin
+from pscore.rules.asgd import ASGD
+from pscore.rules.base import Memory, Plan, Rule, SliceClocks
+from pscore.rules.ssd import SSD
+from pscore.rules.ssgd import SSGD
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SSGD, ASGD, SSD)}
+
+__all__ = [
+    "ASGD",
+    "RULES",
+    "SSD",
+    "SSGD",
+    "Memory",
+    "Plan",
+    "Rule",
+    "SliceClocks",
+    "make_rule",
+    "parse_mode",
+]
+
+
+def make_rule(name: str, arguments: Mapping[str, Any]) -> Rule:
+    """Returns the rule `name` with `arguments`; those left out have their defaults.
+
+    Raises:
+        ConfigError: No rule has this name, or the rule has no such argument; the right ones are
+            listed.
+    """
+    return make_plugin("mode", RULES, name, arguments)
+
+
+def parse_mode(text: str | Rule) -> Rule:
+    """Returns the rule that `text` describes: `ssgd` or `ssd(steps=5, warmup=100, local="glu")`.
+
+    Raises:
+        ConfigError: The text is not of that form, or names no rule or argument there is.
+    """
+    if isinstance(text, Rule):
+        return text
+    return make_rule(*parse_plugin("mode", text))

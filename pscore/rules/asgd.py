@@ -1,0 +1,24 @@
+"""Asynchronous SGD: every gradient is an update of its own, on arrival.
+
+Jeffrey Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD), NeurIPS 2012, section 4.1.
+
+    W <- opt(W, g_i)
+
+A worker waits for its own update only. The learning rate is that of one update: N workers make N
+updates in the time of one synchronous step, so divide it by about N, and lower the momentum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pscore.rules.base import Rule
+
+
+@dataclass(frozen=True)
+class ASGD(Rule):
+    """Asynchronous SGD."""
+
+    name: ClassVar[str] = "asgd"
+    source: ClassVar[str] = "Dean et al., NeurIPS 2012"

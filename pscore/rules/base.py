@@ -1,0 +1,151 @@
+"""The protocol of an update rule: one paper, one file, both halves.
+
+A rule is an immutable value: its fields are the mode's hyper-parameters, and they are what travels
+when a job is made. The server half says which pushes make one update and when a pull may be
+answered; the worker half says what a worker does at each step. Defaults are those of asynchronous
+SGD, so that a file holds only its paper's difference. All that a rule remembers on a shard is in
+`Memory.state`, by name, so that checkpoints and restarts need not know the rule.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
+
+from pscore.errors import ConfigError
+from pscore.types import FloatArray, Role
+
+UNBOUNDED = 1 << 62  # A bound that is never reached, in steps.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a worker does at one step, per slice and in this order.
+
+    1. A pull that is still on its way from an earlier step is waited for and becomes the base.
+    2. With `local` (or `inner`), the weights move by this step's gradient.
+    3. With `push`, the gradient (or what the weights moved by) is sent; it may leave earlier.
+    4. With `pull`, the weights that hold this step's update are asked for.
+    5. With `block`, that pull is waited for now; else it lands in item 1 of a later step.
+    """
+
+    push: Role | None = Role.GRADIENT
+    compress: bool = True
+    flush: bool = False  # Full precision, and the residual goes along and becomes zero.
+    local: bool = False
+    inner: bool = False  # In the place of `local`: the user's own torch optimizer makes a step.
+    pull: bool = True
+    block: bool = True
+
+
+class SliceClocks(Protocol):
+    """What a rule may know of a slice when it decides whether a pull can be answered."""
+
+    @property
+    def version(self) -> int:
+        """Updates decided so far."""
+
+    def clock(self, worker: int) -> int:
+        """Steps of `worker` that are in, counted without a gap."""
+
+    def clock_min(self) -> int:
+        """The smallest `clock` of all workers that are still expected."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Memory:
+    """What a rule may read and keep on a shard for one slice."""
+
+    weights: FloatArray  # (numel,): the newest weights; read only.
+    scratch: FloatArray  # (numel,): free to use during one call.
+    state: dict[str, FloatArray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """A mode: how pushes become updates, and what a worker does in between.
+
+    Attributes:
+        name: Its name in `RULES`, in `mode=` and on the wire.
+        by_step: Only pushes of one step go into one update, and steps close in order.
+        compensates: `compensate` has to be called for each push.
+        remembers_pulls: `on_pull` has to be called before a pull is answered.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str] = ""  # The paper, as `psserver rules` prints it.
+    compensates: ClassVar[bool] = False
+    remembers_pulls: ClassVar[bool] = False
+
+    # ----- server half
+
+    @property
+    def by_step(self) -> bool:
+        """Whether only pushes of one step go into one update."""
+        return False
+
+    def fan_in(self, num_expected: int, num_workers: int) -> int:
+        """Returns how many pushes make one update.
+
+        Args:
+            num_expected: Workers whose push is in or still expected, 1 or more.
+            num_workers: Workers that the job was made for.
+        """
+        return 1
+
+    def steps_open(self) -> int:
+        """Returns how many steps beyond the newest update a push may be; more waits (in steps)."""
+        return UNBOUNDED
+
+    def scale(self, staleness: int) -> float:
+        """Returns the factor on a gradient that is `staleness` updates old."""
+        return 1.0
+
+    def compensate(self, grad: FloatArray, worker: int, memory: Memory) -> None:
+        """Corrects one gradient `(numel,) float32` in place, before it is added to others."""
+
+    def on_pull(self, worker: int, memory: Memory) -> None:
+        """Is called when `memory.weights` are about to be sent to `worker`."""
+
+    def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:
+        """Returns whether a pull of `worker`, which has pushed `clock` steps, can be answered."""
+        return clocks.version >= min_version and clocks.clock(worker) >= clock
+
+    # ----- worker half
+
+    def plan(self, step: int) -> Plan:
+        """Returns what a worker does at 0-based `step`."""
+        return Plan()
+
+    def local_update(self) -> Any:
+        """Returns the `LocalUpdate` of this rule, or None."""
+        return None
+
+    def min_version(self, step: int) -> int:
+        """Returns the oldest version that answers the pull issued at `step`; 0 is any."""
+        return step + 1 if self.by_step else 0
+
+    # ----- as a value
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the hyper-parameters by name, as they travel."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+    def __str__(self) -> str:
+        """Returns the rule as `parse_mode` reads it: `ssd(steps=5, warmup=500)`."""
+        inner = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
+        return f"{self.name}({inner})" if inner else self.name
+
+
+def require_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises a `ConfigError` unless `low <= value <= high`."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}, must be in {low}..{high}")
+
+
+def require_one_of(name: str, value: str, choices: Mapping[str, Any]) -> None:
+    """Raises a `ConfigError` that lists the choices unless `value` is one of them."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(sorted(choices))}")

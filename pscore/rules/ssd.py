@@ -1,0 +1,82 @@
+"""Several-steps-delay SGD: push at every step, pull at every k-th, and a local update in between.
+
+Yemao Xu et al., "SSD-SGD: Communication Sparsification for Distributed Deep Learning Training",
+arXiv:2012.05396; schedule as in the authors' code (repository main-520/SSD-SGD, kvstore_dist.h).
+
+    shard:                       W^{t+1} = opt(W^t, (1/N) sum_i g_i^t)               as in SSGD
+    worker, warm-up:             w_i^{t+1} = W^{t+1}                                 as in SSGD
+    worker, steps-delay stage:   w_i^{t+1} = LU(b_i, g_i^t)
+                                 b_i = W^{t+1} after each k-th step, else w_i^{t+1}
+
+The weights pulled after step t become the base of the local update of step t+1, so a pull has a
+whole forward and backward pass to hide behind. k=1 is OD-SGD (arXiv:2005.06728).
+
+Differs from the paper: the warm-up is counted in steps that the caller sets (the authors' code has
+500 fixed), the step number travels with every message instead of being counted from calls, a push
+is acknowledged on receipt, so that a fast worker may run k steps ahead, and the local update is a
+choice (`glu` is the authors').
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pscore.local import LOCAL_UPDATES, make_local_update
+from pscore.rules.base import Plan, require_one_of, require_range
+from pscore.rules.ssgd import SSGD
+
+
+@dataclass(frozen=True)
+class SSD(SSGD):
+    """Several-steps-delay SGD.
+
+    Attributes:
+        steps: k, steps from one pull to the next, 1..1024. More hides a slower network and lets
+            the workers' weights drift further apart.
+        warmup: Steps of plain synchronous SGD before the delay starts.
+        local: Local update between pulls: `mirror`, `glu` or `sgd`.
+        lr_scale: Learning rate of the local update over the optimizer's.
+        alpha: `glu`: factor of the worker's own gradient.
+        beta: `glu`: factor of the global update read off two pulls.
+        mirror: `exact` (the shard's optimizer state travels with each pull) or `kept`.
+    """
+
+    steps: int = 5
+    warmup: int = 500
+    local: str = "mirror"
+    lr_scale: float = 1.0
+    alpha: float = 2.0
+    beta: float = 0.5
+    mirror: str = "exact"
+
+    name: ClassVar[str] = "ssd"
+    source: ClassVar[str] = "Xu et al., arXiv:2012.05396"
+
+    def __post_init__(self) -> None:
+        """Checks every argument.
+
+        Raises:
+            ConfigError: One of them is out of its range.
+        """
+        require_range("ssd.steps", self.steps, 1, 1024)
+        require_range("ssd.warmup", self.warmup, 0, 1 << 40)
+        require_range("ssd.lr_scale", self.lr_scale, 0.0, 1e6)
+        require_one_of("ssd.local", self.local, LOCAL_UPDATES)
+        self.local_update()
+
+    def steps_open(self) -> int:
+        """A worker may be k steps ahead of the slowest, and one more while a pull is on its way."""
+        return self.steps + 1
+
+    def plan(self, step: int) -> Plan:
+        """Blocks in the warm-up; later pulls at each k-th step and lets it land one step later."""
+        if step < self.warmup:
+            return Plan()
+        return Plan(
+            local=True, pull=(step - self.warmup) % self.steps == self.steps - 1, block=False
+        )
+
+    def local_update(self) -> Any:
+        """Returns the local update with this rule's arguments."""
+        return make_local_update(self.local, self.arguments())

@@ -1,0 +1,118 @@
+"""The nouns that both sides share, as frozen dataclasses. Imports neither side and no network."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float32]
+HyperArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Role(enum.IntEnum):
+    """What a payload is. It travels with every message; nothing in it says who sent it."""
+
+    GRADIENT = 0
+    WEIGHTS = 1  # Initial weights, uploaded by one worker.
+    DELTA = 2  # Weights at the last pull minus weights now: a pseudo-gradient.
+    STATE = 3  # Weights and optimizer state, restored from a checkpoint.
+
+
+class Verdict(enum.IntEnum):
+    """A shard's answer to a push."""
+
+    ACCEPTED = 0
+    DUPLICATE = 1  # Counted before; nothing changed.
+    TOO_LATE = 2  # The step closed without it (backup workers); the payload is the worker's again.
+    STALE = 3  # The worker is not expected at this step (it was declared dead, or joined later).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One parameter of the model, as every worker must declare it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without the prefix: "float32", "bfloat16", "float16".
+    group: int = 0  # Index of its parameter group in the optimizer.
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """The part of one tensor that lies in one slice; all offsets in elements."""
+
+    tensor: int  # Index into the table's tensors.
+    group: int  # Parameter group: the row of the hyper-parameters that applies.
+    start: int  # Within the slice.
+    stop: int
+    tensor_start: int  # Within the flattened tensor.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceSpec:
+    """A contiguous part of the flat parameter vector, owned by one shard."""
+
+    index: int
+    shard: int
+    start: int  # Within the flat vector, in elements.
+    stop: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slice, padding between tensors included."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentTable:
+    """The segments of a slice as arrays, for the kernels."""
+
+    bounds: IntArray  # (num_segments, 2): start and stop within the slice, in elements.
+    groups: IntArray  # (num_segments,): row of the hyper-parameters.
+
+    @classmethod
+    def of(cls, spec: SliceSpec) -> SegmentTable:
+        """Returns the arrays for `spec`."""
+        bounds = np.array([(s.start, s.stop) for s in spec.segments], dtype=np.int64)
+        groups = np.array([s.group for s in spec.segments], dtype=np.int64)
+        return cls(bounds=bounds.reshape(-1, 2), groups=groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """What a shard decides about one push; the payload stays with whoever received it."""
+
+    worker: int  # Rank.
+    step: int  # 0-based minibatch counter of that worker.
+    base_version: int  # Version of the weights that the gradient was computed from.
+    role: Role = Role.GRADIENT
+    samples: float = 1.0  # Weight of this gradient in the mean of its step.
+    present: int = -1  # Bit i: segment i has a gradient; -1 is all of them.
+    hyper: HyperArray | None = None  # (num_groups, num_hyper) float64: lr and the rest.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """What a shard decides about one pull."""
+
+    worker: int
+    clock: int  # Steps this worker has pushed before it asked.
+    min_version: int  # Never answered with an older version.
+    with_state: bool = False  # The optimizer's state travels with the weights.

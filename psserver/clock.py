@@ -1,0 +1,365 @@
+"""One slice: every rule about what a push changes and when a pull is answered lives in this file.
+
+Theory of operation. A `SliceClock` is a state machine without I/O, threads or clock: a message goes
+in, actions come out, in the order in which they must be carried out for this slice; it holds no
+numbers of the model. Whoever drives it (the daemon's lanes, the simulator) keeps the payloads under
+the tokens it passed in, carries out the actions of one slice one after the other, and may work on
+many slices at once. Because an answer to a pull stands in the same order behind the update it
+waits for, "decided" and "done" need not be told apart in here.
+
+A push is counted once: by (worker, step), whatever the network repeats or reorders. In a mode that
+collects by step, each step still open has a bin of its own; gradients enter a bin in the order of
+the ranks, so that the sum has the same bits in every run; one that has to wait for a lower rank is
+held, and acknowledged all the same. Steps close in order, and closing step t makes version t+1. In
+an asynchronous mode there is one bin, and it closes after `fan_in` arrivals. A push too far ahead
+is parked: its worker gets no acknowledgement, and so it waits (back-pressure, not memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from pscore.errors import RemoteProtocolError
+from pscore.rules.base import Rule
+from pscore.types import HyperArray, Pull, Push, Role, Verdict
+
+Token = Hashable  # Whoever drives the clock finds payload and requester by it.
+LATE_KEPT = 1024  # Late steps remembered per worker, so that a repeated push gets the same answer.
+PARKED_MAX = 64  # Parked pushes per worker; a worker waits for its acknowledgement long before.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Take the weights (and state) in `token`'s payload as they are."""
+
+    token: Token
+    role: Role
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Keep `token`'s payload; it is added later. The sender's buffer must be free after this."""
+
+    token: Token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add:
+    """Add `weight` times `token`'s gradient to a bin, after the rule's compensation."""
+
+    token: Token
+    bin: int
+    worker: int
+    weight: float
+    is_first: bool  # The bin is empty: assign.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Make one optimizer step with a bin's sum times `scale`, and empty the bin."""
+
+    bin: int
+    scale: float
+    present: int  # Bit i: segment i has a gradient; -1 for all.
+    hyper: HyperArray
+    version: int  # Of the weights after it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledge:
+    """Answer a push."""
+
+    token: Token
+    verdict: Verdict
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer a pull with the weights as they are now."""
+
+    token: Token
+    worker: int
+    version: int
+    with_state: bool
+
+
+Action = Load | Hold | Add | Update | Acknowledge | Answer
+
+
+@dataclass(slots=True)
+class Counted:
+    """Which steps of one worker are in: all below `clock`, and those in `ahead`."""
+
+    clock: int = 0
+    ahead: set[int] = field(default_factory=set)  # Invariant: all above `clock`.
+    late: set[int] = field(default_factory=set)  # Counted, but their step had closed before.
+
+    def __contains__(self, step: int) -> bool:
+        return step < self.clock or step in self.ahead
+
+    def add(self, step: int) -> None:
+        """Counts `step`."""
+        self.ahead.add(step)
+        while self.clock in self.ahead:
+            self.ahead.remove(self.clock)
+            self.clock += 1
+
+
+@dataclass(slots=True)
+class Bin:
+    """Pushes of one step, or those since the last update of an asynchronous mode."""
+
+    held: dict[int, tuple[Push, Token]] = field(default_factory=dict)  # In, not yet added.
+    added: list[tuple[Push, float]] = field(default_factory=list)  # With its weight in the mean.
+
+    def ranks(self) -> set[int]:
+        """Returns the workers whose push is in."""
+        return set(self.held) | {push.worker for push, _ in self.added}
+
+
+class SliceClock:
+    """The decisions of one slice."""
+
+    def __init__(self, rule: Rule, expected: Callable[[], list[int]], num_workers: int) -> None:
+        """Starts without weights.
+
+        Args:
+            rule: The job's mode.
+            expected: Returns the ranks that a step waits for, in order.
+            num_workers: Workers that the job was made for.
+        """
+        self.rule = rule
+        self.version = -1  # Updates decided; -1 until the initial weights are here.
+        self.counted: dict[int, Counted] = {}
+        self.staleness: dict[int, int] = {}  # Of each worker's newest push, in updates.
+        self._expected = expected
+        self._num_workers = num_workers
+        self._bins: dict[int, Bin] = {}  # By step, or under 0 in an asynchronous mode.
+        self._parked: dict[tuple[int, int], tuple[Push, Token]] = {}  # By (worker, step).
+        self._waiting: dict[Token, Pull] = {}
+
+    # ----- messages
+
+    def push(self, push: Push, token: Token) -> list[Action]:
+        """Takes one push.
+
+        Raises:
+            RemoteProtocolError: There are no weights yet, or the push claims a version to come.
+        """
+        if push.role in (Role.WEIGHTS, Role.STATE):
+            return self._load(push, token)
+        if self.version < 0:
+            raise RemoteProtocolError(
+                f"worker {push.worker} pushed step {push.step} before there were weights"
+            )
+        if push.base_version > self.version:
+            raise RemoteProtocolError(
+                f"worker {push.worker} pushed step {push.step} on version {push.base_version}, "
+                f"the newest is {self.version}"
+            )
+        counted = self.counted.setdefault(push.worker, Counted())
+        if push.step in counted:
+            late = push.step in counted.late
+            return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
+        if push.step >= self.version + self.rule.steps_open():
+            return self._park(push, token)
+        return self._count(push, token) + self._proceed()
+
+    def pull(self, pull: Pull, token: Token) -> list[Action]:
+        """Takes one pull: answered now, or by a later message's actions."""
+        self._waiting[token] = pull
+        return self._answers()
+
+    def forget(self, token: Token) -> bool:
+        """Drops a pull whose requester no longer waits; returns False if its answer is under way."""
+        return self._waiting.pop(token, None) is not None
+
+    def recheck(self) -> list[Action]:
+        """Decides again after the membership has changed."""
+        actions = [action for step in sorted(self._bins) for action in self._fill(step)]
+        return actions + self._proceed()
+
+    # ----- what a rule may ask
+
+    def clock(self, worker: int) -> int:
+        """Returns the steps of `worker` that are in, counted without a gap."""
+        counted = self.counted.get(worker)
+        return 0 if counted is None else counted.clock
+
+    def clock_min(self) -> int:
+        """Returns the smallest clock of all workers that are still expected."""
+        return min((self.clock(rank) for rank in self._expected()), default=0)
+
+    # ----- for people
+
+    def missing(self) -> tuple[int, list[int]]:
+        """Returns the step that is open, and the expected ranks that have not pushed it."""
+        if not self.rule.by_step:
+            slowest = self.clock_min()
+            return slowest, [rank for rank in self._expected() if self.clock(rank) <= slowest]
+        step = max(self.version, 0)
+        ranks = self._bins[step].ranks() if step in self._bins else set()
+        return step, [rank for rank in self._expected() if rank not in ranks]
+
+    @property
+    def num_waiting(self) -> int:
+        """Pulls that are not answered yet."""
+        return len(self._waiting)
+
+    # ----- decisions
+
+    def _load(self, push: Push, token: Token) -> list[Action]:
+        """Takes initial weights once; restored ones, with their state, at any time."""
+        if push.role is Role.WEIGHTS and self.version >= 0:
+            return [self._acknowledge(token, Verdict.DUPLICATE)]
+        self.version = max(self.version, 0)
+        return [
+            Load(token=token, role=push.role, version=self.version),
+            self._acknowledge(token, Verdict.ACCEPTED),
+            *self._proceed(),
+        ]
+
+    def _park(self, push: Push, token: Token) -> list[Action]:
+        """Keeps a push that is too far ahead; a repeated one takes the place of the first."""
+        key = (push.worker, push.step)
+        former = self._parked.pop(key, None)
+        if sum(worker == push.worker for worker, _ in self._parked) >= PARKED_MAX:
+            raise RemoteProtocolError(
+                f"worker {push.worker} pushed step {push.step}, {PARKED_MAX} of its pushes wait "
+                f"already for version {self.version}"
+            )
+        self._parked[key] = (push, token)
+        return [] if former is None else [self._acknowledge(former[1], Verdict.DUPLICATE)]
+
+    def _count(self, push: Push, token: Token) -> list[Action]:
+        """Counts a push that has not been counted; its gradient enters a bin, or is too late."""
+        counted = self.counted[push.worker]
+        counted.add(push.step)
+        self.staleness[push.worker] = self.version - push.base_version
+        if not self.rule.by_step:
+            return self._arrive(push, token)
+        if push.step < self.version:
+            counted.late.add(push.step)
+            counted.late -= {step for step in counted.late if step < push.step - LATE_KEPT}
+            return [self._acknowledge(token, Verdict.TOO_LATE)]
+        self._bins.setdefault(push.step, Bin()).held[push.worker] = (push, token)
+        actions = self._fill(push.step)
+        if push.worker in self._bins[push.step].held:
+            actions.append(Hold(token=token))
+        return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
+
+    def _arrive(self, push: Push, token: Token) -> list[Action]:
+        """An asynchronous mode: adds on arrival, updates after `fan_in` of them."""
+        bin_ = self._bins.setdefault(0, Bin())
+        fan_in = self._fan_in(bin_)
+        weight = push.samples if fan_in > 1 else 1.0
+        factor = self.rule.scale(self.version - push.base_version)
+        bin_.added.append((push, weight))
+        actions: list[Action] = [
+            Add(
+                token=token,
+                bin=0,
+                worker=push.worker,
+                weight=weight * factor,
+                is_first=len(bin_.added) == 1,
+            )
+        ]
+        if len(bin_.added) >= fan_in:
+            actions.append(self._close(0))
+        return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
+
+    def _fan_in(self, bin_: Bin) -> int:
+        num_expected = len(bin_.ranks() | set(self._expected()))
+        return self.rule.fan_in(max(1, num_expected), self._num_workers)
+
+    def _fill(self, step: int) -> list[Action]:
+        """Adds what is held of a step: in the order of the ranks if all of them are waited for."""
+        bin_ = self._bins[step]
+        ranks = sorted(bin_.ranks() | set(self._expected()))
+        fan_in = self.rule.fan_in(len(ranks), self._num_workers)
+        in_order = fan_in >= len(ranks)
+        added = {push.worker for push, _ in bin_.added}
+        actions: list[Action] = []
+        for rank in ranks if in_order else list(bin_.held):
+            if rank in bin_.held and len(bin_.added) < fan_in:
+                push, token = bin_.held.pop(rank)
+                weight = push.samples if len(ranks) > 1 else 1.0
+                actions.append(
+                    Add(
+                        token=token,
+                        bin=step,
+                        worker=rank,
+                        weight=weight,
+                        is_first=not bin_.added,
+                    )
+                )
+                bin_.added.append((push, weight))
+            elif in_order and rank not in added:
+                break
+        return actions
+
+    def _proceed(self) -> list[Action]:
+        """Closes the steps that are complete, lets parked pushes in, and answers pulls."""
+        actions: list[Action] = []
+        while self.version >= 0:
+            bin_ = self._bins.get(self.version) if self.rule.by_step else None
+            if bin_ is not None and bin_.added and len(bin_.added) >= self._fan_in(bin_):
+                actions.append(self._close(self.version))
+            elif not self._unpark(actions):
+                break
+        return actions + self._answers()
+
+    def _unpark(self, actions: list[Action]) -> bool:
+        """Counts the parked pushes that are no longer too far ahead; returns whether any was."""
+        ready = sorted(
+            key for key in self._parked if key[1] < self.version + self.rule.steps_open()
+        )
+        for key in ready:
+            actions += self._count(*self._parked.pop(key))
+        return bool(ready)
+
+    def _close(self, key: int) -> Action:
+        """Turns a bin into one update of the weighted mean."""
+        bin_ = self._bins.pop(key)
+        assert not bin_.held, f"step {key} closed without {sorted(bin_.held)}"
+        first = min((push for push, _ in bin_.added), key=lambda push: push.worker)
+        assert first.hyper is not None
+        total = sum(weight for _, weight in bin_.added)
+        present = 0
+        for push, weight in bin_.added:
+            present |= push.present if weight > 0 else 0
+        self.version += 1
+        return Update(
+            bin=key,
+            scale=1.0 / total if total > 0 else 0.0,
+            present=present,
+            hyper=first.hyper,
+            version=self.version,
+        )
+
+    def _answers(self) -> list[Action]:
+        """Answers the pulls that have become answerable, in the order in which they came."""
+        if self.version < 0 or not self._waiting:
+            return []
+        ready = [
+            (token, pull)
+            for token, pull in self._waiting.items()
+            if self.rule.readable(self, pull.worker, pull.clock, pull.min_version)
+        ]
+        for token, _ in ready:
+            del self._waiting[token]
+        return [
+            Answer(
+                token=token,
+                worker=pull.worker,
+                version=self.version,
+                with_state=pull.with_state,
+            )
+            for token, pull in ready
+        ]
+
+    def _acknowledge(self, token: Token, verdict: Verdict) -> Acknowledge:
+        return Acknowledge(token=token, verdict=verdict, version=self.version)

@@ -1,0 +1,147 @@
+"""Lanes: each slice's actions one after the other, many slices at once, off the event loop.
+
+A lane owns one `SliceStore`. Actions of large slices run on a pool of threads, whose loops let the
+GIL go; those of small ones run at once on the caller's thread, where a switch of threads would cost
+more than the work. Results go back through the callbacks that the driver gives.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from itertools import pairwise
+from typing import Protocol
+
+from psserver.clock import Acknowledge, Action, Add, Answer, Hold, Load, Token, Update
+from psserver.store import Payload, SliceStore
+
+INLINE_NUMEL_MAX = 1 << 14  # 64 KiB: about 10 microseconds of work.
+
+
+class Desk(Protocol):
+    """Where a lane finds payloads and leaves answers; called from any thread."""
+
+    def payload(self, token: Token) -> Payload:
+        """Returns the payload of a push; the same one until `done`."""
+
+    def hold(self, token: Token) -> None:
+        """Keeps a payload beyond its acknowledgement."""
+
+    def done(self, token: Token) -> None:
+        """Forgets a payload."""
+
+    def acknowledge(self, action: Acknowledge) -> None:
+        """Answers a push."""
+
+    def answer(self, action: Answer, store: SliceStore) -> None:
+        """Answers a pull from the store's arrays, before it returns."""
+
+    def broke(self, problem: BaseException | None) -> None:
+        """Learns that an action failed, which only a bug can cause; the slice is stuck."""
+
+
+class Lane:
+    """The actions of one slice, in order."""
+
+    def __init__(self, store: SliceStore, desk: Desk, pool: Executor) -> None:
+        """Starts idle.
+
+        Args:
+            store: The slice's numbers; only this lane touches them.
+            desk: Payloads and answers.
+            pool: Threads for large slices.
+        """
+        self.store = store
+        self._desk = desk
+        self._pool = pool
+        self._queue: deque[Action] = deque()
+        self._lock = threading.Lock()
+        self._is_busy = False
+        self._is_inline = store.numel <= INLINE_NUMEL_MAX
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether actions are queued or being carried out."""
+        return self._is_busy
+
+    def submit(self, actions: Sequence[Action]) -> None:
+        """Queues actions behind those already there."""
+        with self._lock:
+            self._queue.extend(actions)
+            if self._is_busy or not self._queue:
+                return
+            self._is_busy = True
+        if self._is_inline:
+            self._run()
+        else:
+            self._pool.submit(self._run)
+
+    def _run(self) -> None:
+        finished = False
+        try:
+            while batch := self._take():
+                carry_out(batch, self.store, self._desk)
+            finished = True
+        finally:
+            if not finished:
+                self._desk.broke(sys.exception())
+
+    def _take(self) -> list[Action]:
+        """Returns all that is queued; if that is nothing, the lane is idle."""
+        with self._lock:
+            batch = list(self._queue)
+            self._queue.clear()
+            self._is_busy = bool(batch)
+            return batch
+
+
+def carry_out(actions: Sequence[Action], store: SliceStore, desk: Desk) -> None:
+    """Carries out actions of one slice in order; an addition and its update in one pass."""
+    fused = {
+        id(update)
+        for add, update in pairwise(actions)
+        if isinstance(add, Add) and isinstance(update, Update) and add.bin == update.bin
+    }
+    for position, action in enumerate(actions):
+        if isinstance(action, Add):
+            following = actions[position + 1] if position + 1 < len(actions) else None
+            if isinstance(following, Update) and id(following) in fused:
+                store.add_and_update(action, desk.payload(action.token), following)
+            else:
+                store.add(action, desk.payload(action.token))
+            desk.done(action.token)
+        elif id(action) not in fused:
+            CARRIERS[type(action)](action, store, desk)
+
+
+def _load(action: Load, store: SliceStore, desk: Desk) -> None:
+    store.load(action, desk.payload(action.token))
+    desk.done(action.token)
+
+
+def _hold(action: Hold, store: SliceStore, desk: Desk) -> None:
+    desk.hold(action.token)
+
+
+def _update(action: Update, store: SliceStore, desk: Desk) -> None:
+    store.update(action)
+
+
+def _acknowledge(action: Acknowledge, store: SliceStore, desk: Desk) -> None:
+    desk.acknowledge(action)
+
+
+def _answer(action: Answer, store: SliceStore, desk: Desk) -> None:
+    desk.answer(action, store)
+
+
+CARRIERS: dict[type[Action], Callable[..., None]] = {
+    Load: _load,
+    Hold: _hold,
+    Update: _update,
+    Acknowledge: _acknowledge,
+    Answer: _answer,
+}

@@ -1,0 +1,152 @@
+"""Who takes part in a job, as one shard sees it: a state machine without clock or network.
+
+Each shard keeps its own membership of each job. A worker joins every shard, renews its lease at
+every shard, and leaves every shard; time is an argument. What the rest of the shard asks is one
+question: who is expected to push step t? A job is *formed* when `num_workers` have joined; before,
+those who have not come yet are expected at every step, so that no step closes without them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
+
+WORKERS_MAX = 4096
+
+
+class Presence(enum.Enum):
+    """State of one worker."""
+
+    LIVE = "live"
+    LEFT = "left"  # It said so: its script ended.
+    LOST = "lost"  # Its lease ran out.
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One worker of a job."""
+
+    rank: int
+    incarnation: int
+    restart: int
+    host: str
+    pid: int
+    heard_s: float  # Time of its last message.
+    presence: Presence = Presence.LIVE
+    reason: str = ""  # Why it left.
+
+
+class Membership:
+    """The workers of one job on one shard."""
+
+    def __init__(self, num_workers: int, lease_s: float) -> None:
+        """Starts with nobody.
+
+        Raises:
+            ConfigError: The number of workers is not in 1..4096.
+        """
+        if not 1 <= num_workers <= WORKERS_MAX:
+            raise ConfigError(f"number of workers is {num_workers}, must be in 1..{WORKERS_MAX}")
+        self.num_workers = num_workers
+        self.lease_s = lease_s
+        self.members: dict[int, Member] = {}
+
+    def join(self, member: Member) -> int:
+        """Takes `member` in, at its rank or, with rank -1, at the lowest that is free.
+
+        Returns:
+            The rank.
+
+        Raises:
+            RankTakenError: Another live process holds the rank, or there is none free.
+            ReplacedError: A newer incarnation holds it.
+        """
+        if member.rank < 0:
+            member.rank = self._free_rank()
+        if member.rank >= self.num_workers:
+            raise RankTakenError(
+                f"rank {member.rank} wanted in a job of {self.num_workers} workers"
+            )
+        held = self.members.get(member.rank)
+        if held is not None and held.incarnation != member.incarnation:
+            if (held.restart, held.incarnation) > (member.restart, member.incarnation):
+                raise ReplacedError(f"rank {member.rank} is held by a newer incarnation")
+            if held.presence is Presence.LIVE and held.restart == member.restart:
+                raise RankTakenError(
+                    f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
+                    f"{member.heard_s - held.heard_s:.1f} s ago"
+                )
+        self.members[member.rank] = member
+        return member.rank
+
+    def heard(self, rank: int, incarnation: int, now_s: float) -> Member:
+        """Renews a lease, and returns whose it is.
+
+        Raises:
+            UnknownJobError: Nobody has joined at this rank.
+            ReplacedError: It was declared lost, or another incarnation holds the rank.
+        """
+        member = self.members.get(rank)
+        if member is None:
+            raise UnknownJobError(f"no worker has joined at rank {rank}")
+        if member.incarnation != incarnation:
+            raise ReplacedError(f"rank {rank} is now process {member.pid} on {member.host}")
+        if member.presence is Presence.LOST:
+            raise ReplacedError(
+                f"rank {rank} was silent for more than its lease of {self.lease_s:g} s and was "
+                "declared lost"
+            )
+        member.heard_s = now_s
+        return member
+
+    def leave(self, rank: int, incarnation: int, reason: str) -> bool:
+        """Lets a worker go; returns whether that changed anything."""
+        member = self.members.get(rank)
+        if member is None or member.incarnation != incarnation:
+            return False
+        if member.presence is not Presence.LIVE:
+            return False
+        member.presence, member.reason = Presence.LEFT, reason
+        return True
+
+    def expire(self, now_s: float) -> list[Member]:
+        """Declares lost whose lease is over, and returns them."""
+        over = [
+            member
+            for member in self.members.values()
+            if member.presence is Presence.LIVE and now_s - member.heard_s > self.lease_s
+        ]
+        for member in over:
+            member.presence, member.reason = Presence.LOST, "its lease ran out"
+        return over
+
+    def expected(self) -> list[int]:
+        """Returns the ranks that a step waits for, in order: the live ones and those yet to come."""
+        return [
+            rank
+            for rank in range(self.num_workers)
+            if rank not in self.members or self.members[rank].presence is Presence.LIVE
+        ]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody had joined and nobody is live any more."""
+        return bool(self.members) and not any(
+            member.presence is Presence.LIVE for member in self.members.values()
+        )
+
+    def describe(self, rank: int) -> str:
+        """Returns `worker 3 (process 71 on gpu7)`."""
+        member = self.members.get(rank)
+        if member is None:
+            return f"worker {rank} (has not joined yet)"
+        return f"worker {rank} (process {member.pid} on {member.host})"
+
+    def _free_rank(self) -> int:
+        for rank in range(self.num_workers):
+            held = self.members.get(rank)
+            if held is None or held.presence is not Presence.LIVE:
+                return rank
+        raise RankTakenError(f"all {self.num_workers} ranks of the job are taken")

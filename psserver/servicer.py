@@ -1,0 +1,246 @@
+"""Proto messages to types and back, errors to status codes. No decisions.
+
+Two services on one port: `ps.v1.Control` (proto/ps/v1/control.proto), and `ps.v1.Data` whose two
+methods, Push and Pull, carry frames (pscore/wire.py) as raw bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib import metadata
+
+import grpc
+import psutil
+
+from pscore import wire
+from pscore.errors import ConfigError, PacelineError, ProtocolVersionError
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.rpc import DATA_SERVICE, ERROR_KEY, code_of
+from pscore.types import TensorSpec
+from psserver.driver import Driver
+from psserver.membership import Member
+from psserver.shard import Job, Table, TableSpec, make_spec
+
+Context = grpc.aio.ServicerContext
+
+
+async def refuse(context: Context, error: PacelineError) -> None:
+    """Ends a call with the status code and the class name of `error`."""
+    await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+
+
+def data_handler(driver: Driver) -> grpc.GenericRpcHandler:
+    """Returns the service that carries frames as raw bytes."""
+
+    async def push(frame: bytes, context: Context) -> bytes:
+        try:
+            return await driver.push(frame)
+        except PacelineError as error:
+            driver.tally.num_pushes_refused += 1
+            await refuse(context, error)
+            raise
+
+    async def pull(frame: bytes, context: Context) -> bytes:
+        try:
+            return await driver.pull(frame)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+
+    handlers = {
+        "Push": grpc.unary_unary_rpc_method_handler(push),
+        "Pull": grpc.unary_unary_rpc_method_handler(pull),
+    }
+    return grpc.method_handlers_generic_handler(DATA_SERVICE, handlers)
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    """The control service of one shard."""
+
+    def __init__(
+        self, driver: Driver, cluster: str, instance: int, drain: Callable[[float], None]
+    ) -> None:
+        """Serves `driver`.
+
+        Args:
+            driver: The shard.
+            cluster: Name that all shards of one start share.
+            instance: Random number of this start of this shard.
+            drain: Called with the seconds of grace when somebody asks the shard to stop.
+        """
+        self._driver = driver
+        self._cluster = cluster
+        self._instance = instance
+        self._drain = drain
+
+    async def Describe(  # noqa: N802
+        self, request: pb.DescribeRequest, context: Context
+    ) -> pb.DescribeReply:
+        """Says which shard of which cluster this is."""
+        return pb.DescribeReply(
+            cluster=self._cluster,
+            shard=self._driver.shard.index,
+            num_shards=self._driver.shard.num_shards,
+            protocol=wire.PROTOCOL,
+            version=metadata.version("paceline"),
+            instance=self._instance,
+        )
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:  # noqa: N802
+        """Takes a worker into a job."""
+        try:
+            if request.protocol != wire.PROTOCOL:
+                raise ProtocolVersionError(
+                    f"worker speaks protocol {request.protocol}, shard "
+                    f"{self._driver.shard.index} speaks {wire.PROTOCOL}: install one version"
+                )
+            member = Member(
+                rank=request.rank,
+                incarnation=request.incarnation,
+                restart=request.restart,
+                host=request.host,
+                pid=request.pid,
+                heard_s=self._driver.now(),
+            )
+            job = self._driver.join(request.job, request.num_workers, member)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.JoinReply(
+            rank=member.rank,
+            num_workers=job.membership.num_workers,
+            lease_s=job.membership.lease_s,
+        )
+
+    async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:  # noqa: N802
+        """Declares a table, or checks that this worker's is the job's."""
+        try:
+            job = self._heard(request)
+            table, created = self._driver.define(job, _spec(request.table))
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.DefineReply(table=table.index, created=created)
+
+    async def Heartbeat(  # noqa: N802
+        self, request: pb.HeartbeatRequest, context: Context
+    ) -> pb.HeartbeatReply:
+        """Renews a lease."""
+        try:
+            self._heard(request)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.HeartbeatReply()
+
+    async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:  # noqa: N802
+        """Waits until all workers of the job are here."""
+        try:
+            job = self._heard(request)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        done, missing = await self._driver.barrier(
+            job, request.name, request.round, request.worker, request.wait_ms / 1000
+        )
+        return pb.BarrierReply(done=done, waiting_for=missing)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:  # noqa: N802
+        """Lets a worker go."""
+        self._driver.leave(request.job, request.worker, request.incarnation, request.reason)
+        return pb.LeaveReply()
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
+        """Says how the jobs of this shard go."""
+        shard = self._driver.shard
+        return pb.StatusReply(
+            shard=await self.Describe(pb.DescribeRequest(), context),
+            jobs=[self._job_status(job) for job in shard.jobs.values()],
+            uptime_s=self._driver.now() - self._driver.started_s,
+            memory_nbytes=psutil.Process().memory_info().rss,
+            pid=os.getpid(),
+        )
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:  # noqa: N802
+        """Stops the shard after what is under way is answered."""
+        self._drain(request.grace_s)
+        return pb.DrainReply()
+
+    def _heard(self, request: pb.DefineRequest | pb.HeartbeatRequest | pb.BarrierRequest) -> Job:
+        return self._driver.shard.heard(
+            request.job, request.worker, request.incarnation, self._driver.now()
+        )
+
+    def _job_status(self, job: Job) -> pb.JobStatus:
+        now_s = self._driver.now()
+        clocks = [clock for table in job.tables.values() for clock in table.clocks.values()]
+        workers = [
+            pb.WorkerStatus(
+                rank=member.rank,
+                host=member.host,
+                pid=member.pid,
+                step=job.steps.get(member.rank, 0),
+                staleness=max((c.staleness.get(member.rank, 0) for c in clocks), default=0),
+                state=member.presence.value,
+                last_heard_s=now_s - member.heard_s,
+            )
+            for _, member in sorted(job.membership.members.items())
+        ]
+        counters = job.counters
+        return pb.JobStatus(
+            job=job.name,
+            num_workers=job.membership.num_workers,
+            workers=workers,
+            tables=[self._table_status(job, table) for table in job.tables.values()],
+            pushed_nbytes=counters.pushed_nbytes,
+            pulled_nbytes=counters.pulled_nbytes,
+            num_pushes=counters.num_pushes,
+            num_updates=counters.num_updates,
+        )
+
+    def _table_status(self, job: Job, table: Table) -> pb.TableStatus:
+        versions = [clock.version for clock in table.clocks.values()] or [-1]
+        return pb.TableStatus(
+            name=table.spec.name,
+            mode=str(table.spec.rule),
+            compressor=str(table.spec.compressor),
+            optimizer=table.spec.optimizer,
+            num_slices=len(table.specs),
+            nbytes=table.nbytes,
+            version_min=min(versions),
+            version_max=max(versions),
+            waiting_for=self._driver.waiting_for(job, table),
+        )
+
+
+def _spec(table: pb.Table) -> TableSpec:
+    """Returns the declaration in a message.
+
+    Raises:
+        ConfigError: Its arguments are not JSON objects, or name no plug-in there is.
+    """
+    return make_spec(
+        name=table.name,
+        tensors=tuple(
+            TensorSpec(name=t.name, shape=tuple(t.shape), dtype=t.dtype, group=t.group)
+            for t in table.tensors
+        ),
+        num_shards=table.num_shards,
+        rule=_plugin(table.rule),
+        compressor=_plugin(table.compressor),
+        optimizer=table.optimizer,
+        num_groups=table.num_groups,
+    )
+
+
+def _plugin(plugin: pb.Plugin) -> tuple[str, dict[str, object]]:
+    try:
+        arguments = json.loads(plugin.arguments or "{}")
+    except ValueError as problem:
+        raise ConfigError(f"arguments of {plugin.name!r} are not JSON") from problem
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"arguments of {plugin.name!r} are not an object")
+    return plugin.name, arguments

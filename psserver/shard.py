@@ -1,0 +1,364 @@
+"""One shard: its jobs, their tables and workers. A state machine without I/O, clock or threads.
+
+Messages go in with the time as an argument, and actions come out, each with the slice that it is
+for (`clock.py` says what the actions mean). A job is the workers that train together; a table is a
+set of tensors with one rule, one optimizer and one count of steps: `model`, and one for each named
+tensor of the low-level interface. Jobs share nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pscore.compressors import make_compressor
+from pscore.compressors.base import Compressor
+from pscore.errors import (
+    ConfigError,
+    JobMismatchError,
+    LimitError,
+    RankTakenError,
+    RemoteProtocolError,
+    UnknownJobError,
+)
+from pscore.optimizers import OPTIMIZERS
+from pscore.optimizers.base import Optimizer
+from pscore.partition import Layout, first_difference, make_layout
+from pscore.rules import make_rule
+from pscore.rules.base import Rule
+from pscore.types import Pull, Push, SliceSpec, TensorSpec
+from psserver.clock import Action, SliceClock, Token
+from psserver.membership import Member, Membership, Presence
+
+JOBS_MAX = 64
+TABLES_MAX = 4096  # Per job.
+GROUPS_MAX = 1024
+NAME_LENGTH_MAX = 256
+
+
+class Address(NamedTuple):
+    """Where an action happens."""
+
+    job: str
+    table: int
+    slice: int
+
+
+Actions = list[tuple[Address, Action]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSpec:
+    """What a worker declares; every worker of the job must declare the same."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    num_shards: int
+    rule: Rule
+    compressor: Compressor
+    optimizer: str
+    num_groups: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Table:
+    """Tensors under one rule, and this shard's slices of them."""
+
+    index: int
+    spec: TableSpec
+    layout: Layout
+    optimizer: Optimizer
+    specs: dict[int, SliceSpec]
+    clocks: dict[int, SliceClock]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of this shard's slices."""
+        return sum(4 * spec.numel for spec in self.specs.values())
+
+    def clock(self, index: int) -> SliceClock:
+        """Returns the clock of a slice.
+
+        Raises:
+            RemoteProtocolError: The slice lives on another shard, or nowhere.
+        """
+        if index not in self.clocks:
+            owned = f"{len(self.layout.slices)} slices in all, {len(self.clocks)} of them here"
+            raise RemoteProtocolError(f"slice {index} of {self.spec.name!r} is not here ({owned})")
+        return self.clocks[index]
+
+
+@dataclass(slots=True)
+class Round:
+    """One barrier: who has arrived, and who waits for the answer."""
+
+    arrived: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What a job has done on this shard since it began."""
+
+    num_pushes: int = 0
+    num_updates: int = 0
+    pushed_nbytes: int = 0
+    pulled_nbytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """The workers that train together, and their tables."""
+
+    name: str
+    membership: Membership
+    tables: dict[str, Table] = field(default_factory=dict)
+    barriers: dict[tuple[str, int], Round] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)  # Newest step heard of each worker.
+    counters: Counters = field(default_factory=Counters)
+
+    def table(self, index: int) -> Table:
+        """Returns a table by its index.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        for table in self.tables.values():
+            if table.index == index:
+                return table
+        raise UnknownJobError(f"job {self.name!r} has no table {index}")
+
+
+class Shard:
+    """All that one shard decides."""
+
+    def __init__(self, index: int, num_shards: int, lease_s: float) -> None:
+        """Starts without jobs.
+
+        Args:
+            index: 0-based position of this shard.
+            num_shards: Shards of the cluster.
+            lease_s: Seconds of silence after which a worker is declared lost.
+        """
+        self.index = index
+        self.num_shards = num_shards
+        self.lease_s = lease_s
+        self.jobs: dict[str, Job] = {}
+
+    # ----- workers
+
+    def join(self, name: str, num_workers: int, member: Member) -> Job:
+        """Takes a worker into a job; the first one makes it. A job that is over begins anew.
+
+        Raises:
+            RankTakenError: The rank is held, or the worker comes back to a job that has gone on.
+            JobMismatchError: The job has another number of workers.
+            LimitError: There are too many jobs.
+        """
+        if not name or len(name) > NAME_LENGTH_MAX:
+            raise ConfigError(f"job name {name!r} must have 1..{NAME_LENGTH_MAX} characters")
+        job = self.jobs.get(name)
+        if job is None or (job.membership.is_over and not self._is_repeated(job, member)):
+            self._make_room(name)
+            job = Job(name=name, membership=Membership(num_workers, self.lease_s))
+            self.jobs[name] = job
+        if job.membership.num_workers != num_workers:
+            raise JobMismatchError(
+                f"job {name!r} has {job.membership.num_workers} workers, this one was started "
+                f"for {num_workers}"
+            )
+        held = job.membership.members.get(member.rank)
+        came_back = held is not None and held.incarnation != member.incarnation
+        if held is not None and came_back and held.presence is not Presence.LIVE:
+            raise RankTakenError(
+                f"worker {member.rank} {held.presence.value} job {name!r} while others go on; "
+                "wait until they have ended, or use another job name"
+            )
+        job.membership.join(member)
+        return job
+
+    def heard(self, name: str, rank: int, incarnation: int, now_s: float) -> Job:
+        """Renews a worker's lease and returns its job.
+
+        Raises:
+            UnknownJobError: No such job or worker.
+            ReplacedError: The worker is no longer part of the job.
+        """
+        job = self.jobs.get(name)
+        if job is None:
+            raise UnknownJobError(f"no job {name!r} on shard {self.index}")
+        job.membership.heard(rank, incarnation, now_s)
+        return job
+
+    def leave(self, name: str, rank: int, incarnation: int, reason: str) -> Actions:
+        """Lets a worker go; steps that waited for it alone close."""
+        job = self.jobs.get(name)
+        if job is None or not job.membership.leave(rank, incarnation, reason):
+            return []
+        return self._recheck(job)
+
+    def tick(self, now_s: float) -> tuple[list[tuple[Job, Member]], Actions]:
+        """Declares lost whose lease is over. Returns them, and what follows for open steps."""
+        lost: list[tuple[Job, Member]] = []
+        actions: Actions = []
+        for job in self.jobs.values():
+            members = job.membership.expire(now_s)
+            lost += [(job, member) for member in members]
+            if members:
+                actions += self._recheck(job)
+        return lost, actions
+
+    # ----- tables
+
+    def define(self, job: Job, spec: TableSpec) -> tuple[Table, bool]:
+        """Returns the table that `spec` declares, and whether it is new.
+
+        Raises:
+            JobMismatchError: The job has a table of this name that differs; says in what.
+            LimitError: There are too many tables.
+            ConfigError: The declaration is not one that a shard can serve.
+        """
+        table = job.tables.get(spec.name)
+        if table is not None:
+            difference = self._difference(table.spec, spec)
+            if difference is not None:
+                raise JobMismatchError(f"job {job.name!r}: {difference}")
+            return table, False
+        table = self._new_table(job, spec)
+        job.tables[spec.name] = table
+        return table, True
+
+    def _new_table(self, job: Job, spec: TableSpec) -> Table:
+        if len(job.tables) >= TABLES_MAX:
+            raise LimitError(f"job {job.name!r} has {TABLES_MAX} tables already")
+        if spec.num_shards != self.num_shards:
+            raise ConfigError(f"table for {spec.num_shards} shards, there are {self.num_shards}")
+        if spec.optimizer not in OPTIMIZERS:
+            listed = ", ".join(sorted(OPTIMIZERS))
+            raise ConfigError(f"no optimizer {spec.optimizer!r} on the shards; there are {listed}")
+        if not 1 <= spec.num_groups <= GROUPS_MAX:
+            raise ConfigError(f"{spec.num_groups} parameter groups, must be 1..{GROUPS_MAX}")
+        if any(tensor.group >= spec.num_groups for tensor in spec.tensors):
+            raise ConfigError(f"a tensor is in a group beyond the {spec.num_groups} declared")
+        layout = make_layout(spec.tensors, self.num_shards)
+        specs = {part.index: part for part in layout.of_shard(self.index)}
+        members = job.membership
+        return Table(
+            index=len(job.tables),
+            spec=spec,
+            layout=layout,
+            optimizer=OPTIMIZERS[spec.optimizer](),
+            specs=specs,
+            clocks={
+                index: SliceClock(spec.rule, members.expected, members.num_workers)
+                for index in specs
+            },
+        )
+
+    def _difference(self, theirs: TableSpec, ours: TableSpec) -> str | None:
+        """Returns a sentence about the first difference between two declarations, or None."""
+        for what, mine, yours in (
+            ("mode", str(ours.rule), str(theirs.rule)),
+            ("compression", str(ours.compressor), str(theirs.compressor)),
+            ("optimizer", ours.optimizer, theirs.optimizer),
+            ("number of parameter groups", str(ours.num_groups), str(theirs.num_groups)),
+        ):
+            if mine != yours:
+                return f"{what} is {mine} here and {yours} in the job"
+        return first_difference(ours.tensors, theirs.tensors)
+
+    # ----- pushes and pulls
+
+    def push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
+        """Takes one push (`SliceClock.push`)."""
+        table = job.table(address.table)
+        clock = table.clock(address.slice)
+        before = clock.version
+        actions = clock.push(push, token)
+        job.counters.num_pushes += 1
+        job.counters.num_updates += max(0, clock.version - max(before, 0))
+        job.steps[push.worker] = max(job.steps.get(push.worker, 0), push.step + 1)
+        return [(address, action) for action in actions]
+
+    def pull(self, job: Job, address: Address, pull: Pull, token: Token) -> Actions:
+        """Takes one pull (`SliceClock.pull`)."""
+        clock = job.table(address.table).clock(address.slice)
+        return [(address, action) for action in clock.pull(pull, token)]
+
+    def waiting_for(self, job: Job, address: Address) -> str:
+        """Returns what an unanswered pull waits for, in words."""
+        table = job.table(address.table)
+        clock = table.clock(address.slice)
+        where = f"slice {address.slice} of {table.spec.name!r} on shard {self.index}"
+        if clock.version < 0:
+            return f"the initial weights of {where}, from {job.membership.describe(0)}"
+        step, ranks = clock.missing()
+        who = ", ".join(job.membership.describe(rank) for rank in ranks[:4])
+        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""  # noqa: PLR2004
+        return f"step {step} of {who or 'nobody'}{more}, at {where}"
+
+    # ----- barriers
+
+    def barrier(self, job: Job, name: str, number: int, rank: int) -> tuple[bool, list[int]]:
+        """Arrives at round `number` of a barrier. Returns whether all have, and who has not."""
+        round_ = job.barriers.setdefault((name, number), Round())
+        round_.arrived.add(rank)
+        for key in [k for k in job.barriers if k[0] == name and k[1] < number - 1]:
+            del job.barriers[key]
+        missing = [who for who in job.membership.expected() if who not in round_.arrived]
+        return not missing, missing
+
+    # ----- inside
+
+    def _recheck(self, job: Job) -> Actions:
+        """Decides again, for every slice of a job, after its membership has changed."""
+        return [
+            (Address(job.name, table.index, index), action)
+            for table in job.tables.values()
+            for index, clock in table.clocks.items()
+            for action in clock.recheck()
+        ]
+
+    @staticmethod
+    def _is_repeated(job: Job, member: Member) -> bool:
+        """Whether a join has been sent twice."""
+        held = job.membership.members.get(member.rank)
+        return held is not None and held.incarnation == member.incarnation
+
+    def _make_room(self, name: str) -> None:
+        """Forgets the oldest job that is over if there are too many.
+
+        Raises:
+            LimitError: All of them still have workers.
+        """
+        if name in self.jobs or len(self.jobs) < JOBS_MAX:
+            return
+        over = next((job.name for job in self.jobs.values() if job.membership.is_over), None)
+        if over is None:
+            raise LimitError(f"{JOBS_MAX} jobs have live workers on shard {self.index} already")
+        del self.jobs[over]
+
+
+def make_spec(
+    *,
+    name: str,
+    tensors: tuple[TensorSpec, ...],
+    num_shards: int,
+    rule: tuple[str, dict[str, object]],
+    compressor: tuple[str, dict[str, object]],
+    optimizer: str,
+    num_groups: int,
+) -> TableSpec:
+    """Returns a declaration from its parts by name.
+
+    Raises:
+        ConfigError: A rule, compressor or argument is not one that there is.
+    """
+    return TableSpec(
+        name=name,
+        tensors=tensors,
+        num_shards=num_shards,
+        rule=make_rule(*rule),
+        compressor=make_compressor(*compressor),
+        optimizer=optimizer,
+        num_groups=num_groups,
+    )

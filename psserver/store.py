@@ -1,0 +1,151 @@
+"""The numbers of one slice, and how a clock's actions change them. No decisions, no I/O.
+
+The weights are kept twice: an update reads one copy and writes the other, so that the newest
+weights can be read while the next are made. Actions of one slice are carried out one after the
+other; different slices in parallel, without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
+from pscore.optimizers.base import Optimizer
+from pscore.rules.base import Memory, Rule
+from pscore.types import ByteArray, FloatArray, IntArray, Role, SegmentTable, SliceSpec
+from pscore.wire import floats
+from psserver.clock import Add, Load, Update
+
+RAW = NoCompression()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """The bytes of one push, and how to read them."""
+
+    data: ByteArray  # (nbytes,)
+    compressor: Compressor
+    counts: tuple[int, ...] = ()  # Role STATE: optimizer steps of each segment.
+
+
+class SliceStore:
+    """Weights, optimizer state and open sums of one slice; all arrays `(numel,) float32`."""
+
+    def __init__(self, spec: SliceSpec, rule: Rule, optimizer: Optimizer) -> None:
+        """Allocates the weights and the optimizer's state, all zero."""
+        self.numel = spec.numel
+        self.segments = SegmentTable.of(spec)
+        self.state = [self._zeros() for _ in optimizer.state_names]
+        self.counts: IntArray = np.zeros(len(self.segments), dtype=np.int64)
+        self._rule = rule
+        self._optimizer = optimizer
+        self._weights = self._zeros()
+        self._spare = self._zeros()
+        self._bins: dict[int, FloatArray] = {}
+        self._free: list[FloatArray] = []
+        self._memory: Memory | None = None
+
+    @property
+    def weights(self) -> FloatArray:
+        """The newest weights."""
+        return self._weights
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = [self._weights, self._spare, *self.state, *self._bins.values(), *self._free]
+        if self._memory is not None:
+            arrays += [self._memory.scratch, *self._memory.state.values()]
+        return sum(array.nbytes for array in arrays)
+
+    def check(self, payload: Payload, role: Role) -> None:
+        """Refuses a payload that cannot be of this slice, before anything is counted.
+
+        Raises:
+            DecodeError: It has another length.
+        """
+        if role in (Role.WEIGHTS, Role.STATE):
+            num_arrays = 1 if role is Role.WEIGHTS else 1 + len(self.state)
+            floats(memoryview(payload.data), num_arrays, self.numel)
+        elif payload.data.nbytes:
+            payload.compressor.check(payload.data, self.numel)
+
+    def load(self, action: Load, payload: Payload) -> None:
+        """Takes weights, and with `Role.STATE` the optimizer's state, as they are."""
+        num_arrays = 1 if action.role is Role.WEIGHTS else 1 + len(self.state)
+        weights, *state = floats(memoryview(payload.data), num_arrays, self.numel)
+        np.copyto(self._weights, weights)
+        for array, value in zip(self.state, state, strict=False):
+            np.copyto(array, value)
+        if payload.counts:
+            self.counts[:] = payload.counts
+
+    def add(self, action: Add, payload: Payload) -> None:
+        """Adds a gradient to a bin; an empty payload is a gradient of zeros."""
+        bin_ = self._bins.get(action.bin)
+        if bin_ is None:
+            assert action.is_first
+            bin_ = self._bins[action.bin] = self._free.pop() if self._free else self._zeros()
+        if not payload.data.nbytes:
+            if action.is_first:
+                bin_.fill(0.0)
+        elif self._rule.compensates:
+            memory = self._remember()
+            payload.compressor.decode_add(payload.data, memory.scratch, 1.0, assign=True)
+            self._rule.compensate(memory.scratch, action.worker, memory)
+            raw = memory.scratch.view(np.uint8)
+            RAW.decode_add(raw, bin_, action.weight, assign=action.is_first)
+        else:
+            payload.compressor.decode_add(payload.data, bin_, action.weight, assign=action.is_first)
+
+    def update(self, action: Update) -> None:
+        """Makes one optimizer step with a bin's mean, and frees the bin."""
+        bin_ = self._bins.pop(action.bin)
+        self._step(bin_, action)
+        self._free.append(bin_)
+
+    def add_and_update(self, add: Add, payload: Payload, update: Update) -> None:
+        """Both in one: a raw gradient that is the only one of its update needs no bin."""
+        alone = add.is_first and add.weight == 1.0 and isinstance(payload.compressor, NoCompression)
+        if alone and payload.data.nbytes and not self._rule.compensates:
+            self._step(payload.data.view("<f4"), update)
+        else:
+            self.add(add, payload)
+            self.update(update)
+
+    def read(self, worker: int, *, with_state: bool) -> Sequence[FloatArray]:
+        """Returns the newest weights and, if asked, the state, as views that the next action ends."""
+        if self._rule.remembers_pulls:
+            self._rule.on_pull(worker, self._remember())
+        return [self._weights, *self.state] if with_state else [self._weights]
+
+    def _step(self, grad: FloatArray, update: Update) -> None:
+        active = np.array(
+            [update.present >> i & 1 for i in range(len(self.segments))], dtype=np.int64
+        )
+        self._optimizer.step(
+            self._weights,
+            self._spare,
+            grad,
+            update.scale,
+            self.state,
+            self.segments,
+            self.counts,
+            active,
+            update.hyper,
+        )
+        self._weights, self._spare = self._spare, self._weights
+
+    def _remember(self) -> Memory:
+        """Returns the rule's memory; `weights` are the newest at each call."""
+        if self._memory is None:
+            self._memory = Memory(weights=self._weights, scratch=self._zeros())
+        self._memory.weights = self._weights
+        return self._memory
+
+    def _zeros(self) -> FloatArray:
+        return np.zeros(self.numel, dtype=np.float32)

@@ -1,0 +1,145 @@
+"""The model's parameters as one flat vector: gradients gathered in, weights given back.
+
+Gradients are copied into the flat vector when backward has made them, and looked at for NaN and
+Inf in the same pass. The weights of float32 parameters are views on the flat weights, so that a
+change of these is a change of the model; parameters of another type are cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pscore import kernels
+from pscore.errors import ConfigError, GradientError
+from pscore.partition import Layout
+from pscore.types import TensorSpec
+
+
+def describe(
+    named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[int]
+) -> list[TensorSpec]:
+    """Returns the declarations of parameters; `groups` are their parameter groups."""
+    return [
+        TensorSpec(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            group=group,
+        )
+        for (name, parameter), group in zip(named, groups, strict=True)
+    ]
+
+
+class Bucket:
+    """Flat gradients and weights of a model on one device."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout) -> None:
+        """Copies the weights into a flat vector and makes the parameters views on it.
+
+        Args:
+            parameters: In the order of `layout.tensors`.
+            layout: Where each of them lies.
+
+        Raises:
+            ConfigError: The parameters are on several devices, or on none that holds numbers.
+        """
+        devices = {parameter.device for parameter in parameters}
+        if len(devices) != 1 or next(iter(devices)).type == "meta":
+            listed = ", ".join(sorted(str(device) for device in devices))
+            raise ConfigError(f"the parameters are on {listed}, must be on one device")
+        self.layout = layout
+        self.parameters = list(parameters)
+        self.device = next(iter(devices))
+        self.grads = torch.zeros(layout.numel, device=self.device)
+        self.weights = torch.zeros(layout.numel, device=self.device)
+        self._grads_host = self.grads.numpy() if self.device.type == "cpu" else None
+        self._cast: list[int] = []  # Parameters that are not views on the weights.
+        self.gather_weights()
+        for index, parameter in enumerate(self.parameters):
+            if parameter.dtype == torch.float32 and parameter.is_contiguous():
+                parameter.data = self.weight(index).view(parameter.shape)
+            else:
+                self._cast.append(index)
+
+    def weight(self, index: int) -> torch.Tensor:
+        """Returns the part of the flat weights that is parameter `index`, `(numel,) float32`."""
+        start = self.layout.offsets[index]
+        return self.weights[start : start + self.layout.tensors[index].numel]
+
+    def gather_weights(self) -> None:
+        """Copies the parameters into the flat weights, where they are not views on them."""
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters):
+                flat = self.weight(index)
+                if parameter.data_ptr() != flat.data_ptr():
+                    flat.copy_(parameter.detach().reshape(-1))
+
+    def scatter_weights(self) -> None:
+        """Casts the flat weights into the parameters that are not views on them."""
+        with torch.no_grad():
+            for index in self._cast:
+                parameter = self.parameters[index]
+                parameter.copy_(self.weight(index).view(parameter.shape))
+
+    def check_weights(self) -> None:
+        """Refuses parameters that have been given other memory since the start.
+
+        Raises:
+            ConfigError: Names the first one.
+        """
+        cast = set(self._cast)
+        for index, parameter in enumerate(self.parameters):
+            if index not in cast and parameter.data_ptr() != self.weight(index).data_ptr():
+                raise ConfigError(
+                    f"parameter {self.layout.tensors[index].name!r} was given other memory "
+                    "(model.to(), or an assignment to .data) after DistributedOptimizer was "
+                    "made; move the model before"
+                )
+
+    def grads_of(self, index: int) -> torch.Tensor:
+        """Returns the flat gradient of slice `index`, `(numel,) float32`."""
+        spec = self.layout.slices[index]
+        return self.grads[spec.start : spec.stop]
+
+    def gather_grad(self, index: int, step: int) -> None:
+        """Copies the gradient of parameter `index` into the flat vector.
+
+        Raises:
+            GradientError: It holds NaN or Inf, or is sparse.
+        """
+        parameter = self.parameters[index]
+        grad = parameter.grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise GradientError(
+                f"gradient of {self.layout.tensors[index].name!r} is sparse; make the layer with "
+                "sparse=False"
+            )
+        start, numel = self.layout.offsets[index], parameter.numel()
+        if self._grads_host is not None and grad.dtype == torch.float32 and grad.is_contiguous():
+            flat = self._grads_host[start : start + numel]
+            finite = kernels.copy_checked(grad.detach().reshape(-1).numpy(), flat)
+        else:
+            part = self.grads[start : start + numel]
+            part.view(parameter.shape).copy_(grad.detach())
+            finite = bool(torch.isfinite(part).all())
+        if not finite:
+            bad = int((~torch.isfinite(grad)).sum())
+            raise GradientError(
+                f"gradient of {self.layout.tensors[index].name!r} holds {bad} NaN or Inf of "
+                f"{numel} elements at step {step}; nothing of it was pushed"
+            )
+
+    def clear_grad(self, index: int) -> None:
+        """Sets the flat gradient of parameter `index` to zero: it has none in this step."""
+        start = self.layout.offsets[index]
+        self.grads[start : start + self.parameters[index].numel()].zero_()
+
+    def state_view(self, flat: np.ndarray | torch.Tensor, index: int) -> torch.Tensor:
+        """Returns parameter `index`'s part of a flat `(numel,)` state, in its shape."""
+        start, spec = self.layout.offsets[index], self.layout.tensors[index]
+        part = torch.as_tensor(flat)[start : start + spec.numel]
+        return part.view(spec.shape)

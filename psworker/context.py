@@ -1,0 +1,203 @@
+"""This process's place in a job: found from arguments and environment, made once, ended once.
+
+Without any server address, shards are started on this machine and end with the job: by this
+process if it is alone, else by the first of the local workers, who tells the others their
+addresses in a file that only this user can read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pscore.errors import ConfigError, ServerUnavailableError
+from psworker.environment import Environment, parse_servers
+from psworker.session import Session
+
+EMBEDDED_TIMEOUT_S = 60.0
+POLL_S = 0.05
+
+
+class Context:
+    """One session, the shards that were started for it, and what has to be closed before it."""
+
+    def __init__(self, session: Session, shards: subprocess.Popen[str] | None) -> None:
+        """Takes over a session and, if there are any, its own shards."""
+        self.session = session
+        self._shards = shards
+        self._closers: list[Callable[[], None]] = []
+        self._tables: dict[str, int] = {}
+
+    def at_close(self, closer: Callable[[], None]) -> None:
+        """Has `closer` called when the session ends in order."""
+        self._closers.append(closer)
+
+    def table_name(self, name: str) -> str:
+        """Returns `name`, or `name.1` and so on where it has been given out before."""
+        number = self._tables.get(name, 0)
+        self._tables[name] = number + 1
+        return name if number == 0 else f"{name}.{number}"
+
+    def close(self) -> None:
+        """Closes in order: optimizers take the global weights, then the worker leaves."""
+        while self._closers:
+            self._closers.pop()()
+        self.abandon("finished")
+
+    def abandon(self, reason: str) -> None:
+        """Leaves at once; nothing is waited for."""
+        self.session.leave(reason)
+        if self._shards is not None and self._shards.stdin is not None:
+            self._shards.stdin.close()
+            self._shards.wait()
+            self._shards = None
+
+
+_current: Context | None = None
+
+
+def join(
+    *,
+    servers: str | list[str] | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    num_workers: int | None = None,
+) -> Context:
+    """Returns this process's context, and makes it if there is none.
+
+    Raises:
+        ConfigError: It exists already with other arguments, or something is missing.
+        PacelineError: The shards do not answer, or refuse this worker.
+    """
+    global _current  # noqa: PLW0603 - one worker is one process, as in torch.distributed
+    if _current is not None:
+        if job not in (None, _current.session.job):
+            raise ConfigError(
+                f"this process is in job {_current.session.job!r}; call psworker.shutdown() "
+                f"before joining {job!r}"
+            )
+        return _current
+    environment = Environment.read()
+    environment = dataclasses.replace(
+        environment,
+        job=job or environment.job,
+        rank=environment.rank if rank is None else rank,
+        num_workers=num_workers or environment.num_workers,
+    )
+    addresses = parse_servers(servers) or environment.servers
+    shards = None
+    if not addresses:
+        addresses, shards = _embedded(environment)
+    _current = Context(Session.from_environment(addresses, environment), shards)
+    atexit.register(_at_exit)
+    return _current
+
+
+def current() -> Context:
+    """Returns this process's context.
+
+    Raises:
+        ConfigError: There is none yet.
+    """
+    if _current is None:
+        raise ConfigError("call psworker.init() or make a DistributedOptimizer first")
+    return _current
+
+
+def shutdown() -> None:
+    """Ends this process's part of the job in order; does nothing if there is none."""
+    global _current  # noqa: PLW0603
+    if _current is not None:
+        context, _current = _current, None
+        context.close()
+
+
+def _at_exit() -> None:
+    """The script has ended, in whatever way: nobody shall wait for this worker."""
+    global _current  # noqa: PLW0603
+    if _current is not None:
+        context, _current = _current, None
+        context.abandon("its process ended")
+
+
+# ----- shards of our own
+
+
+def _embedded(environment: Environment) -> tuple[tuple[str, ...], subprocess.Popen[str] | None]:
+    """Returns the addresses of shards on this machine, started here or by a sibling.
+
+    Raises:
+        ConfigError: The job has workers on other machines, or the ranks are not known.
+    """
+    if environment.num_workers > environment.local_workers:
+        raise ConfigError(
+            f"{environment.num_workers} workers, {environment.local_workers} of them on this "
+            "machine, and no server address: start shards with `psserver start` and set "
+            "PACELINE_SERVERS=host:port,... on every machine"
+        )
+    if environment.num_workers == 1:
+        return _start_shards()
+    if environment.rank < 0:
+        raise ConfigError(
+            f"{environment.num_workers} workers, but neither a server address nor this worker's "
+            "rank is set: use `psworker run`, torchrun, or set PACELINE_SERVERS"
+        )
+    path = _rendezvous(environment)
+    if environment.local_rank == 0:
+        addresses, shards = _start_shards()
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(addresses))
+        draft.replace(path)
+        return addresses, shards
+    return _await_addresses(path), None
+
+
+def _start_shards() -> tuple[tuple[str, ...], subprocess.Popen[str]]:
+    """Starts a shard that ends when this process's end of the pipe closes."""
+    shards = subprocess.Popen(
+        [sys.executable, "-m", "psserver", "embedded", "--shards", "1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the worker; the shard ends after it.
+    )
+    assert shards.stdout is not None
+    line = shards.stdout.readline()
+    if not line:
+        raise ServerUnavailableError(
+            f"shards on this machine did not start (exit status {shards.wait()}); their message "
+            "stands above"
+        )
+    return tuple(json.loads(line)["addresses"]), shards
+
+
+def _rendezvous(environment: Environment) -> Path:
+    """Returns the file in which the first local worker writes the shards' addresses."""
+    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"{folder} must belong to this user, with no rights for others")
+    launch = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{environment.restart}"
+    return folder / f"{environment.job}-{launch}.json"
+
+
+def _await_addresses(path: Path) -> tuple[str, ...]:
+    deadline_s = time.monotonic() + EMBEDDED_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if path.exists():
+            return tuple(json.loads(path.read_text()))
+        time.sleep(POLL_S)
+    raise ServerUnavailableError(
+        f"the first worker on this machine has not started shards within {EMBEDDED_TIMEOUT_S:g} s "
+        f"(no {path})"
+    )

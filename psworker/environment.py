@@ -1,0 +1,107 @@
+"""What a worker takes from its environment: our variables, torchrun's, and the classic DMLC ones.
+
+| setting | ours | torchrun | DMLC |
+|---|---|---|---|
+| servers | PACELINE_SERVERS=host:port,host:port | | DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_SERVER |
+| rank | PACELINE_RANK | RANK | DMLC_WORKER_ID |
+| workers | PACELINE_NUM_WORKERS | WORLD_SIZE | DMLC_NUM_WORKER |
+| job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |
+| restart | | TORCHELASTIC_RESTART_COUNT | |
+
+The first column wins. MASTER_PORT is never bound: it belongs to torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pscore.errors import ConfigError
+
+log = logging.getLogger("paceline")
+DEFAULT_JOB = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Defaults for a worker."""
+
+    servers: tuple[str, ...]  # Addresses in the order of the shards; empty if none is set.
+    rank: int  # -1: the shards decide.
+    num_workers: int
+    local_rank: int
+    local_workers: int  # Workers on this machine.
+    job: str
+    restart: int
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
+        """Reads the variables.
+
+        Raises:
+            ConfigError: One of them is not what it must be; names it.
+        """
+        num_workers = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
+        rank = _number(variables, -1, "PACELINE_RANK", "RANK", "DMLC_WORKER_ID")
+        return cls(
+            servers=parse_servers(variables.get("PACELINE_SERVERS", "")) or _dmlc(variables),
+            rank=rank if num_workers > 1 else 0,
+            num_workers=num_workers,
+            local_rank=_number(variables, max(rank, 0), "PACELINE_LOCAL_RANK", "LOCAL_RANK"),
+            local_workers=_number(
+                variables, num_workers, "PACELINE_LOCAL_WORKERS", "LOCAL_WORLD_SIZE"
+            ),
+            job=variables.get("PACELINE_JOB") or _run_id(variables),
+            restart=_number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
+        )
+
+
+def parse_servers(servers: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns addresses from `host:port,host:port` or a list of them.
+
+    Raises:
+        ConfigError: One of them is not an address.
+    """
+    listed = servers.split(",") if isinstance(servers, str) else list(servers or ())
+    addresses = tuple(address.strip() for address in listed if address.strip())
+    for address in addresses:
+        host, colon, port = address.rpartition(":")
+        if address.startswith("unix:"):
+            continue
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigError(
+                f"server address {address!r} must look like host:port or unix:///path"
+            )
+    if len(set(addresses)) != len(addresses):
+        raise ConfigError(f"a server address stands twice in {', '.join(addresses)}")
+    return addresses
+
+
+def _run_id(variables: Mapping[str, str]) -> str:
+    run_id = variables.get("TORCHELASTIC_RUN_ID", "")
+    return run_id if run_id and run_id != "none" else DEFAULT_JOB
+
+
+def _number(variables: Mapping[str, str], default: int, *names: str) -> int:
+    for name in names:
+        if name in variables and variables[name] != "":
+            if not variables[name].strip().lstrip("-").isdecimal():
+                raise ConfigError(f"{name} is {variables[name]!r}, must be a whole number")
+            if name.startswith("DMLC_"):
+                log.info("%s=%s taken as %s", name, variables[name], names[0])
+            return int(variables[name])
+    return default
+
+
+def _dmlc(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the shards that the DMLC variables describe: consecutive ports on one host."""
+    host, port = variables.get("DMLC_PS_ROOT_URI"), variables.get("DMLC_PS_ROOT_PORT")
+    if not host or not port:
+        return ()
+    count = _number(variables, 1, "DMLC_NUM_SERVER")
+    first = _number(variables, 0, "DMLC_PS_ROOT_PORT")
+    addresses = tuple(f"{host}:{first + index}" for index in range(count))
+    log.info("DMLC_PS_ROOT_URI and _PORT taken as PACELINE_SERVERS=%s", ",".join(addresses))
+    return parse_servers(list(addresses))

@@ -1,0 +1,156 @@
+"""The classic verbs on named tensors: `init`, `push`, `pull`, `push_pull`, `barrier`, `rank`, `size`.
+
+Each name is a table of its own on the shards. A push contributes this worker's tensor to the
+name's current round; the round is complete when every worker has pushed, and then its value is the
+mean. A pull returns the value of the last round that this worker has pushed to, or, before its
+first push, the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from pscore.compressors.none import NoCompression
+from pscore.errors import ConfigError
+from pscore.optimizers.assign import Assign
+from pscore.partition import make_layout
+from pscore.rules.ssgd import SSGD
+from pscore.types import Push, Role, TensorSpec
+from psworker import context
+from psworker.exchange import Exchange
+from psworker.replica import Landing
+
+
+class NamedTensor:
+    """One named tensor on the shards."""
+
+    def __init__(self, name: str, like: torch.Tensor) -> None:
+        """Declares it; its first value is zero."""
+        spec = TensorSpec(name=name, shape=tuple(like.shape) or (1,), dtype="float32")
+        session = context.current().session
+        self.shape = like.shape
+        self.layout = make_layout([spec], len(session.links))
+        self.exchange = Exchange(
+            session, f"tensor.{name}", self.layout, SSGD(), NoCompression(), Assign(), 1
+        )
+        self.rank = session.rank
+        self.round = 0
+        zeros = np.zeros(self.layout.numel, dtype=np.float32)
+        for part in self.layout.slices:
+            self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
+        self.exchange.flush()
+
+    def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
+        """Contributes to the current round."""
+        flat = torch.zeros(self.layout.numel)
+        flat[: tensor.numel()] = tensor.detach().float().reshape(-1).cpu()
+        for part in self.layout.slices:
+            push = Push(
+                worker=self.rank,
+                step=self.round,
+                base_version=0,
+                samples=weight,
+                hyper=np.zeros((1, len(Assign.hyper_names))),
+            )
+            self.exchange.push(part.index, push, flat[part.start : part.stop], compress=False)
+        self.round += 1
+
+    def pull(self) -> torch.Tensor:
+        """Returns the value of this worker's last round, float32, in the tensor's shape."""
+        flat = torch.zeros(self.layout.numel)
+        for part in self.layout.slices:
+            landing = Landing(weights=flat[part.start : part.stop], state=[])
+            self.exchange.pull(part.index, self.round, self.round, landing, with_state=False)
+        self.exchange.run(part.index for part in self.layout.slices)
+        return flat[: self.shape.numel()].view(self.shape)
+
+
+_named: dict[tuple[int, str], NamedTensor] = {}
+
+
+def init(
+    servers: str | list[str] | None = None,
+    *,
+    job: str | None = None,
+    rank: int | None = None,
+    num_workers: int | None = None,
+) -> None:
+    """Joins a job; what is not given comes from the environment (`environment.py`).
+
+    Raises:
+        PacelineError: The shards do not answer, or refuse this worker.
+    """
+    context.join(servers=servers, job=job, rank=rank, num_workers=num_workers)
+
+
+def shutdown() -> None:
+    """Leaves the job in order. Models keep the global weights."""
+    context.shutdown()
+
+
+def rank() -> int:
+    """Returns the 0-based rank of this worker."""
+    return context.current().session.rank
+
+
+def size() -> int:
+    """Returns the number of workers of the job."""
+    return context.current().session.num_workers
+
+
+def barrier(name: str = "barrier") -> None:
+    """Waits until all workers that are still there have come here."""
+    context.current().session.barrier(name)
+
+
+def push(tensor: torch.Tensor, name: str) -> None:
+    """Contributes a tensor to the current round of `name`; does not wait for others."""
+    _tensor(name, tensor).push(tensor)
+
+
+def pull(name: str, out: torch.Tensor) -> torch.Tensor:
+    """Waits for the value of `name` and copies it into `out`."""
+    with torch.no_grad():
+        return out.copy_(_tensor(name, out).pull())
+
+
+def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
+    """Returns the mean (or the sum) of all workers' tensors, in this one's type and device."""
+    named = _tensor(name, tensor)
+    named.push(tensor)
+    value = named.pull()
+    if not average:
+        value = value * size()
+    return value.to(device=tensor.device, dtype=tensor.dtype)
+
+
+def broadcast_parameters(
+    parameters: Iterable[tuple[str, torch.Tensor]], root_rank: int = 0
+) -> None:
+    """Copies one worker's tensors to all others, in place.
+
+    `DistributedOptimizer` does so by itself for what it trains; this is for the rest (frozen
+    parameters, buffers).
+    """
+    if not 0 <= root_rank < size():
+        raise ConfigError(f"root_rank is {root_rank}, must be in 0..{size() - 1}")
+    for name, tensor in parameters:
+        named = _tensor(f"broadcast.{name}", tensor)
+        named.push(tensor, weight=1.0 if rank() == root_rank else 0.0)
+        with torch.no_grad():
+            tensor.copy_(named.pull())
+
+
+def _tensor(name: str, like: torch.Tensor) -> NamedTensor:
+    key = (id(context.current()), name)
+    if key not in _named:
+        _named[key] = NamedTensor(name, like)
+    named = _named[key]
+    if named.shape != like.shape:
+        raise ConfigError(
+            f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(named.shape)}"
+        )
+    return named

@@ -1,0 +1,324 @@
+"""`DistributedOptimizer`: wraps a torch optimizer; the training loop does not change.
+
+`zero_grad`, `backward`, `step` and any `lr_scheduler` work as before. `step` sends this worker's
+gradients to the shards, which run the wrapped optimizer on the mean (or as the mode says), and
+brings the weights for the next forward pass into the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pscore.compressors import parse_compressor
+from pscore.compressors.base import Compressor
+from pscore.errors import ConfigError
+from pscore.optimizers import from_torch, hyper_rows
+from pscore.partition import make_layout
+from pscore.rules import parse_mode
+from pscore.rules.base import Rule
+from pscore.types import Role
+from psworker import context
+from psworker.bucket import Bucket, describe
+from psworker.buffers import Buffers
+from psworker.exchange import Exchange
+from psworker.overlap import Overlap
+from psworker.replica import Replica
+from psworker.state import load_torch_state, torch_state
+
+TABLE = "model"
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose steps are made by parameter-server shards."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        mode: str | Rule = "ssgd",
+        compression: str | Compressor = "none",
+        servers: str | list[str] | None = None,
+        job: str | None = None,
+        model: torch.nn.Module | None = None,
+        buffers: str = "rank0",
+        overlap: bool | str = "auto",
+        samples: float = 1.0,
+    ) -> None:
+        """Joins the job, and brings rank 0's weights into the model.
+
+        Args:
+            optimizer: SGD, Adam or AdamW; its groups' hyper-parameters travel with each push.
+            named_parameters: As `model.named_parameters()` gives them, on every worker alike.
+            mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`.
+            compression: A compressor: `"none"`, `"fp16"`, or a `Compressor`.
+            servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
+                are started on this machine and end with the job.
+            job: Name of the job; else PACELINE_JOB; else torchrun's run id.
+            model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
+            buffers: What `global_weights` puts into the float buffers of `model`: `rank0` (rank
+                0's), `mean` (of all workers), or `local` (each worker its own).
+            overlap: Whether gradients leave during backward: True, False (needed for gradient
+                clipping and accumulation), or `auto`, which finds out in the first steps.
+            samples: Weight of this worker's gradient in the mean; its batch size if workers'
+                batches differ. May be set anew before each step (`optimizer.samples = 17`).
+
+        Raises:
+            UnsupportedOptimizerError: The shards do not implement the optimizer or an argument.
+            ConfigError: An argument is wrong.
+            RemoteProtocolError: The shards refuse this worker; says why.
+            ServerUnavailableError: No shard answers.
+        """
+        self._inner = optimizer
+        self.rule = parse_mode(mode)
+        self.compressor = parse_compressor(compression)
+        self.plugin, _ = from_torch(optimizer)
+        self._names, parameters, groups = _trained(optimizer, named_parameters)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.samples = samples
+        self._context = context.join(servers=servers, job=job)
+        self.session = self._context.session
+        tensors = describe(list(zip(self._names, parameters, strict=True)), groups)
+        layout = make_layout(tensors, len(self.session.links))
+        self.exchange = Exchange(
+            self.session,
+            self._context.table_name(TABLE),
+            layout,
+            self.rule,
+            self.compressor,
+            self.plugin,
+            len(self.param_groups),
+        )
+        self.bucket = Bucket(parameters, layout)
+        self.replica = Replica(
+            layout,
+            self.rule,
+            self.plugin,
+            len(self.param_groups),
+            self.bucket.weights,
+            self.session.rank,
+        )
+        self._overlap = Overlap(overlap, self._names)
+        self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._missing = [0] * len(layout.slices)  # Gradients of each slice still to come.
+        self._slices_of: list[list[int]] = [[] for _ in parameters]
+        for spec in layout.slices:
+            for segment in spec.segments:
+                self._slices_of[segment.tensor].append(spec.index)
+        self._reset_missing()
+        self._gathered: set[int] = set()
+        self._pushed: set[int] = set()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook) for parameter in parameters
+        ]
+        self._buffers = Buffers(model, buffers, self.session)
+        self._upload()
+        self._context.at_close(self.close)
+
+    # ----- the training loop
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Ends one step: sends what has not left yet, and brings in the weights for the next.
+
+        Raises:
+            GradientError: A gradient holds NaN or Inf, or was changed after it had left.
+            PacelineError: A shard refused something, or nobody answers.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._overlap.finish(self.bucket.parameters)
+        self._set_hyper()
+        for index, parameter in enumerate(self.bucket.parameters):
+            if index not in self._gathered:
+                self._gather(index, parameter)
+        for index in range(len(self.replica.parts)):
+            if index not in self._pushed:
+                self._push(index)
+        plan = self.replica.plan()
+        if plan.inner:
+            self._inner.step()
+        grads = [self.bucket.grads_of(index) for index in range(len(self.replica.parts))]
+        self.exchange.run(self.replica.finish(grads, self.exchange))
+        self.bucket.scatter_weights()
+        self._buffers.post(self.samples)
+        self._gathered.clear()
+        self._pushed.clear()
+        self._reset_missing()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, as torch does."""
+        super().zero_grad(set_to_none=set_to_none)
+
+    @contextlib.contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Brings the global weights into the model for evaluation or a checkpoint.
+
+        Inside, the model holds the shards' weights with this worker's last step in them (in the
+        synchronous and delayed modes: with everybody's), and the shared buffers; afterwards
+        training goes on from where it was.
+        """
+        self.exchange.flush()
+        kept = None
+        if self.replica.local is not None:
+            kept = self.bucket.weights.clone()
+            self.exchange.run(self.replica.peek(self.bucket.weights, self.exchange))
+            self.bucket.scatter_weights()
+        with self._buffers.shared():
+            try:
+                yield
+            finally:
+                if kept is not None:
+                    self.bucket.weights.copy_(kept)
+                    self.bucket.scatter_weights()
+
+    def close(self) -> None:
+        """Ends training: the model keeps the global weights, and nobody waits for this worker."""
+        if self._handles:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+            self.exchange.flush()
+            self.exchange.run(self.replica.fetch(self.replica.newest(), self.exchange))
+            self.bucket.scatter_weights()
+
+    # ----- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the shards' optimizer state in torch's format, and this worker's own.
+
+        What `torch.optim` would hold is under the usual keys, so that a plain optimizer can load
+        it; `paceline` holds the step, the mode and what error feedback owes.
+        """
+        return torch_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the shards' optimizer state and the model's weights on all workers.
+
+        Every worker calls it, after it has loaded the model's weights; rank 0's go to the shards.
+        """
+        load_torch_state(self, state_dict)
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """Returns what `torch.optim.Optimizer.state_dict` does: groups, and no state."""
+        return super().state_dict()
+
+    def plain_load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Does what `torch.optim.Optimizer.load_state_dict` does, for the wrapped one too."""
+        super().load_state_dict(state_dict)
+        self._inner.param_groups = self.param_groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group while the wrapper is made; later the layout is fixed.
+
+        Raises:
+            ConfigError: The wrapper is ready.
+        """
+        if hasattr(self, "exchange"):
+            raise ConfigError("parameter groups cannot be added after DistributedOptimizer is made")
+        super().add_param_group(param_group)
+
+    # ----- inside
+
+    def _hook(self, parameter: torch.Tensor) -> None:
+        """Is called by autograd when the gradient of `parameter` is complete."""
+        index = self._index[id(parameter)]
+        self._overlap.made(index, self.bucket.parameters[index])
+        if not self._overlap.is_early:
+            return
+        if not self._gathered:
+            self._set_hyper()
+        self._gather(index, self.bucket.parameters[index])
+        for part in self._slices_of[index]:
+            self._missing[part] -= 1
+            if self._missing[part] == 0:
+                self._push(part)
+
+    def _gather(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Brings one gradient into the flat vector, after the former one has left it."""
+        for part in self._slices_of[index]:
+            self.exchange.left(part)
+        if parameter.grad is None:
+            self.bucket.clear_grad(index)
+        else:
+            self.bucket.gather_grad(index, self.replica.step)
+        self._gathered.add(index)
+
+    def _push(self, index: int) -> None:
+        part = self.replica.parts[index]
+        present = 0
+        for position, segment in enumerate(self.bucket.layout.slices[index].segments):
+            has_grad = self.bucket.parameters[segment.tensor].grad is not None
+            part.active[position] = has_grad
+            present |= has_grad << position
+        grad = self.bucket.grads_of(index)
+        self.replica.push(index, grad, present, self.samples, self.exchange)
+        self._pushed.add(index)
+
+    def _set_hyper(self) -> None:
+        rows = hyper_rows(self.plugin, self.param_groups)
+        for part in self.replica.parts:
+            part.hyper = rows
+
+    def _reset_missing(self) -> None:
+        for spec in self.bucket.layout.slices:
+            self._missing[spec.index] = len(spec.segments)
+
+    def _upload(self) -> None:
+        """Rank 0 uploads its weights; everybody takes them."""
+        if self.session.rank == 0:
+            self.load(Role.WEIGHTS, [])
+        self._set_hyper()
+        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.bucket.scatter_weights()
+
+    def load(self, role: Role, state: list[np.ndarray], counts: Sequence[int] = ()) -> None:
+        """Uploads the model's weights, with flat state arrays `(numel,)` for `Role.STATE`."""
+        self.bucket.gather_weights()
+        weights = self.bucket.weights.cpu().numpy()
+        for spec in self.bucket.layout.slices:
+            arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
+            steps = [counts[segment.tensor] for segment in spec.segments] if counts else []
+            self.exchange.load(spec.index, role, arrays, steps)
+        self.exchange.flush()
+
+
+def _trained(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
+) -> tuple[list[str], list[torch.nn.Parameter], list[int]]:
+    """Returns names, parameters and groups of what is trained, in the order of `named`.
+
+    Raises:
+        ConfigError: The optimizer has a parameter without a name, or there is nothing to train.
+    """
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    names: list[str] = []
+    parameters: list[torch.nn.Parameter] = []
+    known: set[int] = set()
+    for name, parameter in named:
+        if parameter.requires_grad and id(parameter) in group_of and id(parameter) not in known:
+            known.add(id(parameter))
+            names.append(name)
+            parameters.append(parameter)
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {position} of group {index} {list(parameter.shape)} is in the "
+                    "optimizer but not in named_parameters; pass model.named_parameters() of the "
+                    "whole model"
+                )
+    if not parameters:
+        raise ConfigError("the optimizer has no parameter that requires a gradient")
+    return names, parameters, [group_of[id(parameter)] for parameter in parameters]

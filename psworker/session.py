@@ -1,0 +1,230 @@
+"""A worker's part in a job: it joins every shard, keeps its leases, declares tables, and leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from pscore import wire
+from pscore.compressors.base import Compressor
+from pscore.errors import PacelineError, ProtocolVersionError, ShardMapError
+from pscore.optimizers.base import Optimizer
+from pscore.partition import Layout
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules.base import Rule
+from psworker.environment import Environment
+from psworker.link import Link
+
+log = logging.getLogger("paceline")
+BARRIER_WAIT_MS = 5_000
+LEAVE_TIMEOUT_S = 3.0
+
+
+class Session:
+    """This process as a worker of one job.
+
+    Attributes:
+        job: Name of the job.
+        rank: 0-based, of this worker.
+        num_workers: Workers of the job.
+        links: One per shard, in the order of the shards.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        *,
+        job: str,
+        rank: int,
+        num_workers: int,
+        restart: int = 0,
+        patience_s: float = 30.0,
+    ) -> None:
+        """Joins every shard, and starts to renew the leases.
+
+        Args:
+            servers: Addresses in the order of the shards.
+            job: Name of the job.
+            rank: Of this worker; -1 lets the first shard decide.
+            num_workers: Workers of the job.
+            restart: How often this worker has been started again.
+            patience_s: How long nobody may answer, in seconds.
+
+        Raises:
+            ServerUnavailableError: Nobody answers at an address.
+            ShardMapError: The addresses are not the shards of one cluster, in order.
+            RemoteProtocolError: A shard refuses this worker.
+        """
+        self.job = job
+        self.num_workers = num_workers
+        self.incarnation = time.time_ns()
+        self.links = [Link(address, patience_s=patience_s) for address in servers]
+        self.rank = rank
+        self._rounds: dict[str, int] = {}
+        self._stop = threading.Event()
+        self._failure: PacelineError | None = None
+        try:
+            self._check_shards()
+            for link in self.links:
+                self._join(link, restart)
+        except BaseException:
+            self._close_links()
+            raise
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heart.start()
+
+    @classmethod
+    def from_environment(cls, servers: Sequence[str], environment: Environment) -> Session:
+        """Joins the job that the environment describes."""
+        return cls(
+            servers,
+            job=environment.job,
+            rank=environment.rank,
+            num_workers=environment.num_workers,
+            restart=environment.restart,
+        )
+
+    # ----- what a job needs
+
+    def define(
+        self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
+        num_groups: int,
+    ) -> int:  # fmt: skip
+        """Declares a table at every shard and returns its index.
+
+        Raises:
+            JobMismatchError: The job's table of this name is another one; says in what.
+        """
+        table = pb.Table(
+            name=name,
+            tensors=[
+                pb.Tensor(name=t.name, shape=t.shape, dtype=t.dtype, group=t.group)
+                for t in layout.tensors
+            ],
+            num_shards=layout.num_shards,
+            rule=pb.Plugin(name=rule.name, arguments=json.dumps(rule.arguments())),
+            compressor=pb.Plugin(
+                name=compressor.name, arguments=json.dumps(compressor.arguments())
+            ),
+            optimizer=optimizer.name,
+            num_groups=num_groups,
+            fingerprint=layout.fingerprint,
+        )
+        request = pb.DefineRequest(
+            job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
+        )
+        tables = {link.call(link.control.Define, request).table for link in self.links}
+        if len(tables) != 1:
+            raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
+        return tables.pop()
+
+    def barrier(self, name: str = "barrier") -> None:
+        """Waits until every worker that is still there has come to the same barrier.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or nobody answers.
+        """
+        number = self._rounds.get(name, 0)
+        self._rounds[name] = number + 1
+        link = self.links[0]
+        request = pb.BarrierRequest(
+            job=self.job,
+            worker=self.rank,
+            incarnation=self.incarnation,
+            name=name,
+            round=number,
+            wait_ms=BARRIER_WAIT_MS,
+        )
+        started_s = time.monotonic()
+        while not (reply := link.call(link.control.Barrier, request)).done:
+            waited_s = time.monotonic() - started_s
+            log.warning(
+                "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
+            )
+
+    def check(self) -> None:
+        """Raises what a heartbeat was refused with, if one was.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def leave(self, reason: str = "finished") -> None:
+        """Leaves the job at every shard; nobody waits for this worker any more."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        request = pb.LeaveRequest(
+            job=self.job, worker=self.rank, incarnation=self.incarnation, reason=reason
+        )
+        for link in self.links:
+            link.patience_s = 0.0
+            try:
+                link.call(link.control.Leave, request, timeout_s=LEAVE_TIMEOUT_S)
+            except PacelineError as error:
+                log.info("could not say good-bye to %s: %s", link.address, error)
+        self._close_links()
+        if threading.current_thread() is not self._heart:
+            self._heart.join(LEAVE_TIMEOUT_S)
+
+    # ----- inside
+
+    def _check_shards(self) -> None:
+        """Checks that the addresses are the shards of one cluster, in their order."""
+        replies = [link.call(link.control.Describe, pb.DescribeRequest()) for link in self.links]
+        listed = ", ".join(
+            f"{link.address} is shard {reply.shard} of {reply.num_shards}"
+            for link, reply in zip(self.links, replies, strict=True)
+        )
+        for link, reply in zip(self.links, replies, strict=True):
+            if reply.protocol != wire.PROTOCOL:
+                raise ProtocolVersionError(
+                    f"{link.address} speaks protocol {reply.protocol} (paceline {reply.version}), "
+                    f"this worker speaks {wire.PROTOCOL}: install one version on both sides"
+                )
+        if len({reply.cluster for reply in replies}) > 1:
+            raise ShardMapError(f"the servers were not started together: {listed}")
+        if any(reply.num_shards != len(replies) for reply in replies):
+            raise ShardMapError(
+                f"{len(replies)} server addresses for {replies[0].num_shards} shards: {listed}"
+            )
+        if [reply.shard for reply in replies] != list(range(len(replies))):
+            raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
+
+    def _join(self, link: Link, restart: int) -> None:
+        reply = link.call(
+            link.control.Join,
+            pb.JoinRequest(
+                job=self.job,
+                rank=self.rank,
+                num_workers=self.num_workers,
+                incarnation=self.incarnation,
+                restart=restart,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                protocol=wire.PROTOCOL,
+            ),
+        )
+        self.rank = reply.rank
+        self._interval_s = reply.lease_s / 5
+
+    def _beat(self) -> None:
+        """Renews the leases until the session ends; other messages renew them too."""
+        request = pb.HeartbeatRequest(job=self.job, worker=self.rank, incarnation=self.incarnation)
+        while not self._stop.wait(self._interval_s):
+            for link in self.links:
+                try:
+                    link.beat(request, timeout_s=self._interval_s)
+                except PacelineError as error:
+                    self._failure = error
+
+    def _close_links(self) -> None:
+        for link in self.links:
+            link.close()

@@ -1,0 +1,140 @@
+"""`state_dict` and `load_state_dict` of the wrapper: torch's format, with the shards' state in it.
+
+What `torch.optim` would hold stands under the usual keys, so that a plain torch optimizer can load
+it and a plain torch optimizer's can be loaded here. Under `paceline` stand the step, the mode and
+what error feedback owes, as one flat vector in the model's own order, which is the same for any
+number of shards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from pscore.errors import ConfigError
+from pscore.types import Role
+from psworker.replica import Landing
+
+if TYPE_CHECKING:
+    from psworker.optimizer import DistributedOptimizer
+
+
+def torch_state(wrapper: DistributedOptimizer) -> dict[str, Any]:
+    """Returns the state of the wrapper and of the shards' optimizer."""
+    flat, counts = _pull_state(wrapper)
+    plugin, bucket = wrapper.plugin, wrapper.bucket
+    order = _torch_order(wrapper)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for index, steps in enumerate(counts):
+        if steps == 0:
+            continue
+        entry = {name: bucket.state_view(flat[name], index).clone() for name in plugin.state_names}
+        if plugin.torch_has_step:
+            entry["step"] = torch.tensor(float(steps))
+        if entry:
+            state[order[index]] = entry
+    wrapper.exchange.flush()
+    residual = torch.zeros(bucket.layout.numel)
+    for index, owed in wrapper.exchange.residuals().items():
+        spec = bucket.layout.slices[index]
+        residual[spec.start : spec.stop] = torch.from_numpy(owed)
+    return {
+        "state": state,
+        "param_groups": wrapper.plain_state_dict()["param_groups"],
+        "paceline": {
+            "step": wrapper.replica.step,
+            "mode": str(wrapper.rule),
+            "compression": str(wrapper.compressor),
+            "counts": torch.tensor(counts),
+            "residual": residual if wrapper.exchange.residuals() else torch.zeros(0),
+        },
+    }
+
+
+def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+    """Restores what `torch_state` returned; all workers call it, rank 0's goes to the shards.
+
+    Raises:
+        ConfigError: The state is of another model or optimizer.
+    """
+    plugin, bucket = wrapper.plugin, wrapper.bucket
+    order = _torch_order(wrapper)
+    own = state_dict.get("paceline", {})
+    flat = {name: np.zeros(bucket.layout.numel, dtype=np.float32) for name in plugin.state_names}
+    counts = [0] * len(order)
+    for index, position in order.items():
+        entry = state_dict["state"].get(position)
+        if entry is None:
+            continue
+        counts[index] = int(own["counts"][index]) if "counts" in own else int(entry.get("step", 1))
+        for name in plugin.state_names:
+            _fill(bucket.state_view(flat[name], index), entry.get(name), wrapper, index, name)
+    wrapper.plain_load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+    wrapper.exchange.flush()
+    wrapper.exchange.run(wrapper.replica.settle())
+    wrapper.session.barrier("load_state_dict")
+    if wrapper.session.rank == 0:
+        wrapper.load(Role.STATE, [flat[name] for name in plugin.state_names], counts)
+    wrapper.session.barrier("load_state_dict")
+    wrapper.exchange.run(wrapper.replica.fetch(0, wrapper.exchange))
+    wrapper.bucket.scatter_weights()
+    wrapper.replica.step = int(own.get("step", wrapper.replica.step))
+    residual = own.get("residual")
+    if residual is not None and residual.numel():
+        for spec in bucket.layout.slices:
+            wrapper.exchange.set_residual(spec.index, residual[spec.start : spec.stop].numpy())
+
+
+def _fill(
+    target: torch.Tensor, value: Any, wrapper: DistributedOptimizer, index: int, name: str
+) -> None:
+    """Copies one state tensor; an absent momentum is zero."""
+    if value is None:
+        return
+    tensor = torch.as_tensor(value)
+    if tensor.shape != target.shape:
+        raise ConfigError(
+            f"{name} of {wrapper.bucket.layout.tensors[index].name!r} has shape "
+            f"{list(tensor.shape)} in the state, {list(target.shape)} in the model"
+        )
+    target.copy_(tensor)
+
+
+def _torch_order(wrapper: DistributedOptimizer) -> dict[int, int]:
+    """Returns, for each parameter of the layout, its number in torch's state dict."""
+    number, numbers = 0, {}
+    for group in wrapper.param_groups:
+        for parameter in group["params"]:
+            numbers[id(parameter)] = number
+            number += 1
+    return {i: numbers[id(parameter)] for i, parameter in enumerate(wrapper.bucket.parameters)}
+
+
+def _pull_state(wrapper: DistributedOptimizer) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Pulls the optimizer's state; returns flat `(numel,)` tensors, and steps per parameter."""
+    layout, names = wrapper.bucket.layout, wrapper.plugin.state_names
+    flat = {name: torch.zeros(layout.numel) for name in names}
+    scratch = torch.zeros(layout.numel)
+    landings = []
+    wrapper.exchange.flush()
+    wrapper.exchange.run(wrapper.replica.settle())
+    for spec in layout.slices:
+        part = slice(spec.start, spec.stop)
+        landing = Landing(weights=scratch[part], state=[flat[name][part] for name in names])
+        landings.append(landing)
+        wrapper.exchange.pull(
+            spec.index,
+            wrapper.replica.clock,
+            wrapper.replica.newest(),
+            landing,
+            with_state=True,
+        )
+    wrapper.exchange.run(index for index in range(len(landings)))
+    counts = [0] * len(layout.tensors)
+    for spec, landing in zip(layout.slices, landings, strict=True):
+        assert landing.counts is not None
+        for segment, steps in zip(spec.segments, landing.counts, strict=True):
+            counts[segment.tensor] = int(steps)
+    return flat, counts
