@@ -43,7 +43,7 @@ class Mirror(LocalUpdate):
         self.mirror = mirror
         self.pulls_state = mirror == "exact"
 
-    def wants_state(self, last_of_warmup: bool) -> bool:
+    def wants_state(self, *, last_of_warmup: bool) -> bool:
         """Returns whether the optimizer's state has to travel with a pull.
 
         Args:

@@ -48,7 +48,7 @@ def objective(seed: int, steps: int, momentum: float, local: LocalUpdate | None)
             if local is None:
                 part.weights.copy_(shard.weights)
                 continue
-            seeded = isinstance(local, Mirror) and local.wants_state(version == WARMUP)
+            seeded = isinstance(local, Mirror) and local.wants_state(last_of_warmup=version == WARMUP)
             local.rebase(part, shard.weights, [velocity] if seeded else [], version)
             part.version = version
             part.counts[:] = shard.counts

@@ -64,8 +64,8 @@ def test_what_a_pull_brought_is_copied() -> None:
 def test_kept_asks_for_state_at_the_end_of_the_warm_up_only() -> None:
     kept, exact = Mirror("kept"), Mirror("exact")
     assert (kept.pulls_state, exact.pulls_state) == (False, True)
-    assert [kept.wants_state(last) for last in (False, True)] == [False, True]
-    assert [exact.wants_state(last) for last in (False, True)] == [True, True]
+    assert [kept.wants_state(last_of_warmup=last) for last in (False, True)] == [False, True]
+    assert [exact.wants_state(last_of_warmup=last) for last in (False, True)] == [True, True]
 
 
 @pytest.mark.parametrize(
