@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from pscore.local import LocalSlice, LocalUpdate
-from pscore.local.mirror import Mirror
 from pscore.optimizers.sgd import SGD
 from pscore.types import SegmentTable
 
@@ -48,8 +47,8 @@ def objective(seed: int, steps: int, momentum: float, local: LocalUpdate | None)
             if local is None:
                 part.weights.copy_(shard.weights)
                 continue
-            seeded = isinstance(local, Mirror) and local.wants_state(last_of_warmup=version == WARMUP)
-            local.rebase(part, shard.weights, [velocity] if seeded else [], version)
+            with_state = local.wants_state(last_of_warmup=version == WARMUP)
+            local.rebase(part, shard.weights, [velocity] if with_state else [], version)
             part.version = version
             part.counts[:] = shard.counts
 
