@@ -1,0 +1,1 @@
+"""The server side of Paceline: shards that hold the weights, and the command `psserver`."""

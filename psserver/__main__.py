@@ -1,0 +1,30 @@
+"""The command `psserver`."""
+
+from __future__ import annotations
+
+import sys
+
+from psserver.exits import Exit
+
+
+def main() -> None:
+    """Runs one command and ends the process with its exit code."""
+    if not __debug__:
+        sys.stderr.write(
+            "psserver: it relies on its assertions, which python -O and PYTHONOPTIMIZE strip; "
+            "start it without\n"
+        )
+        sys.exit(Exit.USAGE)
+    if sys.argv[1:2] == ["shard"]:
+        # Started by a supervisor, which waits: nothing of the command line is loaded.
+        from psserver import daemon
+
+        daemon.main(sys.argv[2])
+    else:
+        from psserver import cli
+
+        cli.main()
+
+
+if __name__ == "__main__":
+    main()

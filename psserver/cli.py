@@ -1,0 +1,133 @@
+"""The commands of `psserver`: flags to settings, and errors to exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pscore.errors import ConfigError
+from psserver.exits import MEANINGS, CommandError, Exit
+
+if TYPE_CHECKING:
+    from psserver.settings import Settings
+
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>2}  {MEANINGS[code]}" for code in Exit)
+
+app = typer.Typer(
+    help="Parameter server of Paceline: starts shards, and shows how they do.",
+    epilog=EPILOG,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Port = Annotated[int | None, typer.Option(help="Port of shard 0 [7070]; 0 takes free ports.")]
+StateDir = Annotated[
+    Path | None, typer.Option(help="Directory of run file and logs, if not the default one.")
+]
+Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
+Servers = Annotated[
+    str | None,
+    typer.Option(envvar="PACELINE_SERVERS", help="Addresses, host:port,host:port,..."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def start(
+    *,
+    shards: Annotated[int | None, typer.Option(help="Number of shards [1].")] = None,
+    port: Port = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
+    state_dir: StateDir = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of a shard [cores/shards].")] = None,
+    lease_s: Annotated[float | None, typer.Option(help="Silence until a worker is lost.")] = None,
+    grace_s: Annotated[float | None, typer.Option(help="Time for requests under way.")] = None,
+    restart: Annotated[
+        bool | None, typer.Option(help="Start shards that die again [--restart].")
+    ] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Allow a host that is not loopback.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of the metrics page [port+1000]; 0 is off.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    config: Config = None,
+) -> None:
+    """Start shards, one process each, on ports P..P+N-1."""
+    from psserver.launch import launch
+
+    flags = {k: v for k, v in locals().items() if k not in ("detach", "launch")}
+    sys.exit(launch(_settings(flags), detach=detach))
+
+
+@app.command()
+def embedded(
+    *,
+    shards: Annotated[int, typer.Option(help="Number of shards.", min=1, max=64)] = 1,
+    lease_s: Annotated[float, typer.Option(envvar="PACELINE_LEASE_S", min=0.5, max=3600.0)] = 10.0,
+    log_level: Annotated[str, typer.Option(envvar="PACELINE_LOG_LEVEL")] = "error",
+) -> None:
+    """Start shards that end when standard input does; print their addresses as JSON."""
+    from psserver.embedded import start_embedded, wait_for_end
+
+    servers = start_embedded(shards, lease_s=lease_s, log_level=log_level)
+    sys.stdout.write(json.dumps({"addresses": servers.addresses}) + "\n")
+    sys.stdout.flush()
+    sys.exit(wait_for_end(servers))
+
+
+@app.command()
+def rules(*, as_json: AsJson = False) -> None:
+    """List the modes there are, with their arguments and sources."""
+    from psserver import listing
+
+    sys.stdout.write(listing.rules(as_json=as_json))
+
+
+@config_app.command(
+    "show", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def config_show(context: typer.Context, *, as_json: AsJson = False) -> None:
+    """Print each setting and where it comes from; takes the flags of start."""
+    from psserver import listing
+
+    command = typer.main.get_command(app)
+    given = command.commands["start"].make_context("start", list(context.args)).params  # type: ignore[attr-defined]
+    settings = _settings({key: value for key, value in given.items() if key != "detach"})
+    sys.stdout.write(listing.settings(settings, as_json=as_json))
+
+
+def _settings(flags: dict[str, Any]) -> Settings:
+    """Returns the settings from flags by their names in `start`."""
+    from psserver.settings import resolve
+
+    file = flags.pop("config")
+    return resolve({_setting(name): value for name, value in flags.items()}, file)
+
+
+def _setting(flag: str) -> str:
+    section, _, field = flag.partition("_")
+    return f"{section}.{field}" if section in ("metrics", "log") else f"server.{flag}"
+
+
+def main() -> None:
+    """Runs one command; an error ends the process with its code and one line."""
+    try:
+        app()
+    except CommandError as problem:
+        sys.stderr.write(f"psserver: {problem.message}\n")
+        sys.exit(problem.code)
+    except ConfigError as problem:
+        sys.stderr.write(f"psserver: {problem}\n")
+        sys.exit(Exit.USAGE)

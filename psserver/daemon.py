@@ -1,0 +1,283 @@
+"""One shard's process: binds, serves, reports, and ends in order.
+
+It ends when it gets SIGTERM or SIGINT, when a Drain request comes, or when its parent is gone: the
+supervisor holds the other end of standard input. Ending means: no new requests, those under way are
+answered, exit code 0. A broken invariant ends it too, at once and with a log line: other shards
+go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # We say ourselves why a port cannot be had.
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.rpc import SERVER_OPTIONS
+from psserver import logs
+from psserver.driver import Driver
+from psserver.exits import CommandError, Exit
+from psserver.metrics import MetricsPage
+from psserver.plan import Ready, Refused, Report, ShardPlan, join_address, report_to_json
+from psserver.servicer import ControlServicer, data_handler
+from psserver.shard import Shard
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+log = structlog.get_logger()
+
+TICK_S = 1.0
+QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
+POLL_S = 0.05
+STATUS = health_pb2.HealthCheckResponse
+NAMES = ("", "liveness", "readiness")
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Ends the process when a request fails by our own fault."""
+
+    def __init__(self, broke: Callable[[BaseException], None]) -> None:
+        """Calls `broke` with what no servicer expected."""
+        self._broke = broke
+        self._guarded: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Returns the method's handler inside ours; each is made once."""
+        method = str(handler_call_details.method)
+        if method in self._guarded:
+            return self._guarded[method]
+        handler = await continuation(handler_call_details)
+        if not handler or not handler.unary_unary:  # No such method, or the watch on our health.
+            return handler
+        self._guarded[method] = self._guard(handler)
+        return self._guarded[method]
+
+    def _guard(self, handler: Handler) -> Handler:
+        inner = cast("Callable[[object, object], Awaitable[object]]", handler.unary_unary)
+
+        async def call(request: object, context: object) -> object:
+            try:
+                return await inner(request, context)
+            except grpc.aio.AbortError:
+                raise  # A refusal: the peer's fault.
+            except Exception as problem:
+                self._broke(problem)
+                raise
+
+        return grpc.unary_unary_rpc_method_handler(
+            cast("Any", call), handler.request_deserializer, handler.response_serializer
+        )
+
+
+class Daemon:
+    """One shard that listens."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        """Makes the shard; nothing is bound yet. Must be called inside the event loop."""
+        self.plan = plan
+        self.code = Exit.OK
+        self._loop = asyncio.get_running_loop()
+        self._ending = asyncio.Event()
+        self._grace_s = plan.grace_s
+        self._parent = os.getppid()
+        self.driver = Driver(
+            Shard(plan.index, plan.num_shards, plan.lease_s),
+            num_threads=plan.num_threads,
+            broke=self.broke,
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._server = self._make_server()
+        self._page = MetricsPage(self.driver, is_ready=lambda: not self._ending.is_set())
+
+    def _make_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Guard(self.broke)])
+        server.add_generic_rpc_handlers((data_handler(self.driver),))
+        servicer = ControlServicer(self.driver, self.plan.cluster, secrets.randbits(63), self.drain)
+        control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        return server
+
+    async def start(self) -> Ready:
+        """Binds, and answers from then on.
+
+        Raises:
+            CommandError: A port cannot be had; says which and why.
+        """
+        port = self._bind()
+        metrics_port = None
+        if self.plan.metrics_port is not None:
+            try:
+                metrics_port = await self._page.start(self.plan.host, self.plan.metrics_port)
+            except OSError as problem:
+                raise bind_error(
+                    problem, self.plan.host, self.plan.metrics_port, "--metrics-port"
+                ) from problem
+        for name in NAMES:
+            await self._health.set(name, STATUS.SERVING)
+        await self._server.start()
+        log.info("shard ready", address=join_address(self.plan.host, port))
+        return Ready(port=port, metrics_port=metrics_port)
+
+    async def run(self) -> None:
+        """Serves until asked to end, then lets the requests under way be answered."""
+        self._watch()
+        ticking = asyncio.create_task(self._tick())
+        ticking.add_done_callback(self._check)
+        await self._ending.wait()
+        if self.code is Exit.BUG:
+            return
+        ticking.cancel()
+        log.info("shard draining", grace_s=self._grace_s)
+        for name in ("", "readiness"):
+            await self._health.set(name, STATUS.NOT_SERVING)
+        await self._finish()
+        await self._page.stop()
+        log.info("shard ended")
+
+    def drain(self, grace_s: float) -> None:
+        """Ends the process in order, within `grace_s` seconds at most."""
+        self._grace_s = min(max(grace_s, 0.0), self.plan.grace_s)
+        self._ending.set()
+
+    def broke(self, problem: BaseException) -> None:
+        """Ends the process at once: an invariant is broken. May be called from any thread."""
+        log.error("shard broke and ends; this is a bug in Paceline", exc_info=problem)
+        self.code = Exit.BUG
+        self._loop.call_soon_threadsafe(self._ending.set)
+
+    def _bind(self) -> int:
+        try:
+            return self._server.add_insecure_port(join_address(self.plan.host, self.plan.port))
+        except RuntimeError as problem:
+            reason = probe(self.plan.host, self.plan.port)
+            raise bind_error(reason, self.plan.host, self.plan.port, "--port") from problem
+
+    def _watch(self) -> None:
+        """Ends on a signal, or when the parent has closed our standard input."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._ending.set)
+        self._loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 1 << 10):
+            self._loop.remove_reader(sys.stdin.fileno())
+            self._ending.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.driver.tick()
+            # A process that the parent forked may keep our standard input open after its death.
+            if os.getppid() != self._parent:
+                self._ending.set()
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            self.broke(problem)
+
+    async def _finish(self) -> None:
+        """Stops the server when nothing moves any more, or when the grace period is over."""
+        stopping = asyncio.create_task(self._server.stop(self._grace_s))
+        quiet_s = 0.0
+        while not stopping.done() and quiet_s < QUIET_S:
+            await asyncio.wait([stopping], timeout=POLL_S)
+            quiet_s = 0.0 if self.driver.is_busy else quiet_s + POLL_S
+        await self._server.stop(0)
+        await stopping
+
+
+def probe(host: str, port: int) -> OSError:
+    """Returns the system's reason for not letting us listen."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen()
+    except OSError as problem:
+        return problem
+    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # Free again by now.
+
+
+def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandError:
+    """Returns what a person needs to know about a port that cannot be had."""
+    address = join_address(host, port)
+    if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
+        return CommandError(
+            Exit.HOST,
+            f"cannot listen on {address}: {host!r} is not an address of this machine; "
+            "give --host one that is, or 127.0.0.1",
+        )
+    if problem.errno == errno.EADDRINUSE:
+        return CommandError(
+            Exit.PORT_TAKEN,
+            f"cannot listen on {address}: another process does; stop it (psserver status shows "
+            f"ours), or choose other ports with {flag}",
+        )
+    if problem.errno in (errno.EACCES, errno.EPERM):
+        return CommandError(
+            Exit.NOT_PERMITTED,
+            f"cannot listen on {address}: {os.strerror(problem.errno).lower()}; ports below 1024 "
+            f"need rights that this user lacks, choose one above with {flag}",
+        )
+    return CommandError(Exit.HOST, f"cannot listen on {address}: {problem.strerror or problem}")
+
+
+async def serve(plan: ShardPlan) -> Exit:
+    """Runs one shard until it ends; returns the exit code."""
+    daemon = Daemon(plan)
+    try:
+        ready = await daemon.start()
+    except CommandError as refusal:
+        tell(Refused(code=refusal.code, message=refusal.message))
+        return refusal.code
+    tell(ready)
+    await daemon.run()
+    return daemon.code
+
+
+def tell(report: Report) -> None:
+    """Reports to the supervisor; that it is gone is seen at standard input."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(report_to_json(report) + "\n")
+        sys.stdout.flush()
+
+
+def log_crash(
+    kind: type[BaseException], problem: BaseException, trace: TracebackType | None
+) -> None:
+    """Is the last line of a process that nothing else has caught."""
+    log.error("shard crashed; this is a bug in Paceline", exc_info=problem)
+    os._exit(Exit.BUG)
+
+
+def main(text: str) -> None:
+    """Is the process of one shard; `text` is its plan."""
+    plan = ShardPlan.from_json(text)
+    logs.configure(plan.log_format, plan.log_level, shard=plan.index)
+    sys.excepthook = log_crash
+    code = asyncio.run(serve(plan))
+    sys.stderr.flush()
+    if code is Exit.BUG:
+        os._exit(code)  # A lane may be stuck for good; its thread would be waited for.
+    sys.exit(code)

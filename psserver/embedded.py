@@ -1,0 +1,112 @@
+"""Shards for one process: on free ports of this machine, gone when that process is, in any way."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import sys
+from types import TracebackType
+
+from pscore.errors import ConfigError
+from psserver.exits import Exit
+from psserver.plan import Ready, ShardPlan, join_address
+from psserver.supervisor import ShardProcess, stop, wait_ready
+
+SHARDS_MAX = 64
+GRACE_S = 2.0
+PARENT_POLL_S = 1.0
+
+
+class EmbeddedServers:
+    """Shards that this process has started; a context manager."""
+
+    def __init__(self, shards: list[ShardProcess]) -> None:
+        """Takes shards that are ready."""
+        self._shards = shards
+        self.addresses = [
+            join_address(shard.plan.host, shard.report.port)
+            for shard in shards
+            if isinstance(shard.report, Ready)
+        ]
+
+    def stop(self) -> None:
+        """Ends the shards; again is of no effect."""
+        shards, self._shards = self._shards, []
+        stop(shards, GRACE_S)
+
+    def has_died(self) -> bool:
+        """Whether a shard has ended by itself."""
+        return any(shard.wait(0) is not None for shard in self._shards)
+
+    def __enter__(self) -> EmbeddedServers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def start_embedded(
+    num_shards: int,
+    *,
+    host: str = "127.0.0.1",
+    lease_s: float = 10.0,
+    log_format: str = "text",
+    log_level: str = "error",
+) -> EmbeddedServers:
+    """Starts shards and returns when all of them answer.
+
+    Raises:
+        ConfigError: The number of shards is not one that there can be.
+        CommandError: They could not be started.
+    """
+    if not 1 <= num_shards <= SHARDS_MAX:
+        raise ConfigError(f"number of shards is {num_shards}, must be in 1..{SHARDS_MAX}")
+    cluster = secrets.token_hex(4)
+    plans = [
+        ShardPlan(
+            index=index,
+            num_shards=num_shards,
+            cluster=cluster,
+            host=host,
+            port=0,
+            metrics_port=None,
+            num_threads=max(1, (os.cpu_count() or 1) // num_shards),
+            lease_s=lease_s,
+            grace_s=GRACE_S,
+            log_format=log_format,
+            log_level=log_level,
+        )
+        for index in range(num_shards)
+    ]
+    shards: list[ShardProcess] = []
+    is_ready = False
+    try:
+        for plan in plans:
+            shards.append(ShardProcess(plan))
+        is_ready = wait_ready(shards)
+    finally:
+        if not is_ready:
+            stop(shards, 0.0)
+    return EmbeddedServers(shards)
+
+
+def wait_for_end(servers: EmbeddedServers) -> Exit:
+    """Waits until standard input ends, the parent is gone, SIGTERM comes or a shard dies."""
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when its servers may go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.OK))
+    with servers:
+        while os.getppid() == parent:
+            readable, _, _ = select.select([sys.stdin], [], [], PARENT_POLL_S)
+            if readable and not os.read(sys.stdin.fileno(), 1 << 10):
+                return Exit.OK
+            if servers.has_died():
+                return Exit.SHARD_DIED
+    return Exit.OK

@@ -1,0 +1,48 @@
+"""How `psserver` ends: its exit codes, and the error that carries one."""
+
+from __future__ import annotations
+
+import enum
+
+from pscore.errors import PacelineError
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of every `psserver` command; `MEANINGS` says what they mean."""
+
+    OK = 0
+    UNHEALTHY = 1
+    USAGE = 2
+    PORT_TAKEN = 3
+    NOT_PERMITTED = 4
+    STATE_DIR = 5
+    NO_ANSWER = 6
+    ALREADY_RUNNING = 7
+    SHARD_DIED = 8
+    BUG = 9
+    HOST = 10
+
+
+MEANINGS: dict[Exit, str] = {
+    Exit.OK: "done",
+    Exit.UNHEALTHY: "health: a shard is not ready",
+    Exit.USAGE: "a flag, variable or configuration file is wrong",
+    Exit.PORT_TAKEN: "another process listens on a port",
+    Exit.NOT_PERMITTED: "no rights for a port or a signal",
+    Exit.STATE_DIR: "the state or run directory cannot be used",
+    Exit.NO_ANSWER: "nobody answers at an address, or nothing runs here",
+    Exit.ALREADY_RUNNING: "servers already run on this port",
+    Exit.SHARD_DIED: "a shard died, or did not start or stop in time",
+    Exit.BUG: "an invariant broke: please report it with the log",
+    Exit.HOST: "the host is not an address of this machine",
+}
+
+
+class CommandError(PacelineError):
+    """A command cannot do what it was asked to; the process ends with `code`."""
+
+    def __init__(self, code: Exit, message: str) -> None:
+        """Carries an exit code and one sentence for a person."""
+        super().__init__(message)
+        self.code = code
+        self.message = message

@@ -1,0 +1,232 @@
+"""`psserver start`: checks, the run file, and whether we stay in the foreground or detach."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import structlog
+
+from psserver import logs, runfile
+from psserver.exits import CommandError, Exit
+from psserver.plan import Ready, ShardPlan, join_address
+from psserver.runfile import Run, RunDirectory, ShardRun
+from psserver.settings import Settings, metrics_ports
+from psserver.supervisor import ShardProcess, Supervisor
+
+log = structlog.get_logger()
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What the person who started the shards is told."""
+
+    servers: str  # `host:port,host:port`, as workers take it.
+    hints: list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Launch:
+    """One `psserver start`."""
+
+    settings: Settings
+    tell: Callable[[Started], None]
+    folder: Path | None
+    detached: bool
+    cluster: str = field(default_factory=lambda: secrets.token_hex(4))
+    is_told: bool = False
+
+    def run(self) -> Exit:
+        """Supervises the shards until they end.
+
+        Raises:
+            CommandError: They cannot be started.
+        """
+        settings = self.settings
+        logs.configure(settings.log.format, settings.log.level, shard="all")
+        supervisor = Supervisor(
+            plans=self._plans(),
+            log_files=[self._log_file(f"shard-{i}") for i in range(settings.server.shards)],
+            restart=settings.server.restart,
+            on_ready=self._on_ready,
+            on_end=self._on_end,
+        )
+        return supervisor.run()
+
+    def _plans(self) -> list[ShardPlan]:
+        server = self.settings.server
+        return [
+            ShardPlan(
+                index=index,
+                num_shards=server.shards,
+                cluster=self.cluster,
+                host=server.host,
+                port=server.port + index if server.port else 0,
+                metrics_port=metrics_port,
+                num_threads=server.threads_each,
+                lease_s=server.lease_s,
+                grace_s=server.grace_s,
+                log_format=self.settings.log.format,
+                log_level=self.settings.log.level,
+            )
+            for index, metrics_port in enumerate(metrics_ports(self.settings))
+        ]
+
+    def _on_ready(self, shards: list[ShardProcess]) -> None:
+        run = self._run(shards)
+        if self.folder is not None:
+            runfile.write(self.folder, run)
+        if not self.is_told:
+            self.is_told = True
+            self.tell(self._started(run))
+
+    def _on_end(self) -> None:
+        if self.folder is not None:
+            runfile.remove(self.folder)
+
+    def _run(self, shards: list[ShardProcess]) -> Run:
+        server = self.settings.server
+        entries = [
+            ShardRun(
+                index=shard.plan.index,
+                pid=shard.pid,
+                port=shard.report.port,
+                metrics_port=shard.report.metrics_port,
+                log=None if shard.log_file is None else str(shard.log_file),
+            )
+            for shard in shards
+            if isinstance(shard.report, Ready)
+        ]
+        supervisor_log = self._log_file("supervisor")
+        host = WILDCARDS.get(server.host, server.host)
+        return Run(
+            pid=os.getpid(),
+            created_s=psutil.Process().create_time(),
+            cluster=self.cluster,
+            host=server.host,
+            port=entries[0].port,
+            addresses=[join_address(host, entry.port) for entry in entries],
+            grace_s=server.grace_s,
+            detached=self.detached,
+            supervisor_log=None if supervisor_log is None else str(supervisor_log),
+            shards=entries,
+        )
+
+    def _started(self, run: Run) -> Started:
+        host = socket.gethostname() if run.host in WILDCARDS else run.host
+        servers = ",".join(join_address(host, shard.port) for shard in run.shards)
+        pages = ", ".join(
+            f"http://{join_address(host, shard.metrics_port)}/metrics"
+            for shard in run.shards
+            if shard.metrics_port is not None
+        )
+        hints = [
+            f"{len(run.shards)} shards are ready (cluster {run.cluster}, process {run.pid})",
+            "connect: set the variable above for the workers, or pass servers= in the script",
+            f"look and end: psserver status --port {run.port}, psserver stop --port {run.port}",
+        ]
+        if pages:
+            hints.append(f"metrics: {pages}")
+        if self.detached:
+            hints.append(f"logs: psserver logs --port {run.port} ({self.folder})")
+        return Started(servers=servers, hints=hints)
+
+    def _log_file(self, name: str) -> Path | None:
+        return self.folder / f"{name}.log" if self.detached and self.folder is not None else None
+
+
+def launch(settings: Settings, *, detach: bool) -> Exit:
+    """Starts shards as the settings say; with `detach` returns as soon as they are ready.
+
+    Raises:
+        CommandError: They cannot be started.
+    """
+    server = settings.server
+    directory = RunDirectory(server.state_dir)
+    for run in directory.runs():
+        if run.port == server.port:
+            raise CommandError(
+                Exit.ALREADY_RUNNING,
+                f"psserver already runs on port {run.port} (process {run.pid}, "
+                f"{len(run.shards)} shards); stop it with: psserver stop --port {run.port}",
+            )
+    folder = _folder(directory, settings, detach=detach)
+    if detach:
+        assert folder is not None
+        return _detach(settings, folder)
+    return Launch(settings=settings, tell=show, folder=folder, detached=False).run()
+
+
+def show(started: Started) -> None:
+    """Prints the variable that workers read, and for a person how to go on."""
+    sys.stdout.write(f"PACELINE_SERVERS={started.servers}\n")
+    sys.stdout.flush()
+    sys.stderr.write("".join(f"{hint}\n" for hint in started.hints))
+
+
+def _folder(directory: RunDirectory, settings: Settings, *, detach: bool) -> Path | None:
+    """Returns where the run file goes; None if that is only a convenience and cannot be had."""
+    server = settings.server
+    try:
+        return directory.make(str(server.port) if server.port else f"free-{os.getpid()}")
+    except CommandError as problem:
+        if detach or server.state_dir is not None:
+            raise
+        sys.stderr.write(f"psserver: no run file, so give --servers to status: {problem}\n")
+        return None
+
+
+def _detach(settings: Settings, folder: Path) -> Exit:
+    """Leaves the supervisor behind in a session of its own, once the shards are ready."""
+    read_fd, write_fd = os.pipe()
+    if os.fork() == 0:
+        os.close(read_fd)
+        _be_supervisor(settings, folder, write_fd)
+    os.close(write_fd)
+    with os.fdopen(read_fd, encoding="utf-8") as pipe:
+        line = pipe.readline()
+    if not line:
+        raise CommandError(
+            Exit.SHARD_DIED, f"the supervisor ended early; see {folder / 'supervisor.log'}"
+        )
+    values = json.loads(line)
+    if "code" in values:
+        raise CommandError(Exit(values["code"]), values["message"])
+    show(Started(**values))
+    return Exit.OK
+
+
+def _be_supervisor(settings: Settings, folder: Path, write_fd: int) -> None:
+    """Is the detached process; does not return."""
+
+    def tell(started: Started) -> None:
+        answer({"servers": started.servers, "hints": started.hints})
+
+    def answer(values: dict[str, object]) -> None:
+        os.write(write_fd, (json.dumps(values) + "\n").encode())
+        os.close(write_fd)
+
+    os.setsid()
+    log_fd = os.open(folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    for target, fd in ((0, null_fd), (1, null_fd), (2, log_fd)):
+        os.dup2(fd, target)
+    code = Exit.BUG
+    try:
+        code = Launch(settings=settings, tell=tell, folder=folder, detached=True).run()
+    except CommandError as problem:
+        log.error("start failed", reason=problem.message)
+        answer({"code": int(problem.code), "message": problem.message})
+        code = problem.code
+    finally:
+        if code is Exit.BUG:
+            sys.excepthook(*sys.exc_info())
+        os._exit(code)

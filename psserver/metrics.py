@@ -1,0 +1,161 @@
+"""The metrics page of one shard, for Prometheus: `/metrics`, and `/healthz` beside it.
+
+Nothing is kept here. The page reads the driver's tally and the shard's state when it is asked for,
+inside the event loop that changes them, so that counting costs the pushes next to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from pscore import wire
+from pscore.types import Verdict
+from psserver.driver import Driver
+from psserver.membership import Presence
+from psserver.tally import Histogram
+
+if TYPE_CHECKING:
+    from prometheus_client.core import HistogramMetricFamily, Metric
+
+REQUEST_NBYTES_MAX = 8 << 10
+REQUEST_S_MAX = 5.0
+TEXT = "text/plain; charset=utf-8"
+
+
+class ShardCollector:
+    """Reads one shard when Prometheus asks."""
+
+    def __init__(self, driver: Driver) -> None:
+        """Reads `driver`."""
+        self._driver = driver
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric of the shard."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+        tally, shard = self._driver.tally, self._driver.shard
+        pushes = CounterMetricFamily(
+            "paceline_push_requests", "Pushes answered, by verdict.", labels=["verdict"]
+        )
+        for verdict in Verdict:
+            pushes.add_metric([verdict.name.lower()], tally.pushes[verdict])
+        pushes.add_metric(["refused"], tally.num_pushes_refused)
+        yield pushes
+        pulls = CounterMetricFamily(
+            "paceline_pull_requests", "Pulls answered, with weights or not yet.", labels=["answer"]
+        )
+        pulls.add_metric(["weights"], tally.num_pulls_answered)
+        pulls.add_metric(["not_yet"], tally.num_pulls_put_off)
+        yield pulls
+        wire_bytes = CounterMetricFamily(
+            "paceline_wire_bytes", "Bytes of push and pull frames.", labels=["direction"]
+        )
+        wire_bytes.add_metric(["received"], tally.received_nbytes)
+        wire_bytes.add_metric(["sent"], tally.sent_nbytes)
+        yield wire_bytes
+        yield CounterMetricFamily(
+            "paceline_updates", "Updates of slices by the optimizer.", value=tally.num_updates
+        )
+        yield _histogram(
+            "paceline_apply_seconds",
+            "Seconds to decode and add one push, with the update where both are one pass.",
+            tally.apply_s,
+        )
+        yield _histogram(
+            "paceline_staleness_steps",
+            "Updates between the weights a gradient was made from and those it is applied to.",
+            tally.staleness,
+        )
+        yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(shard.jobs))
+        workers = GaugeMetricFamily(
+            "paceline_workers_live", "Workers that hold a lease.", labels=["job"]
+        )
+        for job in shard.jobs.values():
+            members = job.membership.members.values()
+            live = sum(member.presence is Presence.LIVE for member in members)
+            workers.add_metric([job.name], live)
+        yield workers
+        about = {
+            "version": metadata.version("paceline"),
+            "protocol": str(wire.PROTOCOL),
+            "shard": str(shard.index),
+            "num_shards": str(shard.num_shards),
+        }
+        yield InfoMetricFamily("paceline_build", "What runs here.", value=about)
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    from prometheus_client.core import HistogramMetricFamily
+
+    running, buckets = 0, []
+    for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
+        running += count
+        buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", running))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=histogram.total)
+
+
+class MetricsPage:
+    """A small HTTP server inside the shard's event loop."""
+
+    def __init__(self, driver: Driver, is_ready: Callable[[], bool]) -> None:
+        """Shows `driver`; `/healthz` says 503 unless `is_ready`."""
+        self._driver = driver
+        self._is_ready = is_ready
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens, and returns the port.
+
+        Raises:
+            OSError: The port cannot be had.
+        """
+        self._server = await asyncio.start_server(self._serve, host, port, limit=REQUEST_NBYTES_MAX)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Listens no more."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(
+            OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
+        ):
+            async with asyncio.timeout(REQUEST_S_MAX):
+                request = await reader.readuntil(b"\r\n\r\n")
+                writer.write(await self._answer(request))
+                await writer.drain()
+        writer.close()
+
+    async def _answer(self, request: bytes) -> bytes:
+        method, _, rest = request.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method not in (b"GET", b"HEAD"):
+            status, kind, body = "405 Method Not Allowed", TEXT, b"GET or HEAD\n"
+        elif path == b"/metrics":
+            status, (kind, body) = "200 OK", await self._metrics()
+        elif path == b"/healthz":
+            ready = self._is_ready()
+            status, kind = ("200 OK" if ready else "503 Service Unavailable"), TEXT
+            body = b"ready\n" if ready else b"draining\n"
+        else:
+            status, kind, body = "404 Not Found", TEXT, b"/metrics or /healthz\n"
+        head = (
+            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        return head.encode() + (b"" if method == b"HEAD" else body)
+
+    async def _metrics(self) -> tuple[str, bytes]:
+        # Its import takes longer than a push may wait.
+        prometheus = await asyncio.to_thread(importlib.import_module, "prometheus_client")
+        self._driver.tally.settle()
+        registry = prometheus.CollectorRegistry(auto_describe=False)
+        registry.register(ShardCollector(self._driver))
+        prometheus.ProcessCollector(registry=registry)
+        return str(prometheus.CONTENT_TYPE_LATEST), bytes(prometheus.generate_latest(registry))

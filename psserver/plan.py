@@ -1,0 +1,83 @@
+"""What one shard process is told, and what it reports: the seam between supervisor and daemon.
+
+The plan travels as one JSON argument. The process reports one JSON line on its standard output,
+`Ready` or `Refused`, and ends when its standard input does. This module imports nothing of size,
+because both sides wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from psserver.exits import Exit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """Everything that one shard process has to know."""
+
+    index: int
+    num_shards: int
+    cluster: str
+    host: str
+    port: int  # 0: any free one.
+    metrics_port: int | None  # None: no metrics page; 0: any free port.
+    num_threads: int
+    lease_s: float
+    grace_s: float
+    log_format: str
+    log_level: str
+
+    def to_json(self) -> str:
+        """Returns the plan as an argument of a command line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ShardPlan:
+        """Returns the plan that `to_json` wrote."""
+        return ShardPlan(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The shard answers, and its health service says SERVING."""
+
+    port: int
+    metrics_port: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The shard could not start, and this is why."""
+
+    code: Exit
+    message: str
+
+
+Report = Ready | Refused
+
+
+def report_to_json(report: Report) -> str:
+    """Returns a report as one line."""
+    return json.dumps(asdict(report))
+
+
+def report_from_json(line: str) -> Report:
+    """Returns the report that `report_to_json` wrote.
+
+    Raises:
+        ValueError: The line is not a report.
+    """
+    try:
+        values = json.loads(line)
+        if "code" in values:
+            return Refused(code=Exit(values["code"]), message=str(values["message"]))
+        return Ready(port=values["port"], metrics_port=values["metrics_port"])
+    except (TypeError, KeyError) as problem:
+        raise ValueError(f"not a report: {line!r}") from problem
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns `host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,248 @@
+"""Settings of the server side: flags > environment > file > defaults, bounded, with their origin.
+
+Each class is one section: `[server]` in the file, `PACELINE_...` in the environment. A wrong value
+is refused with a message that names section, field, value and range.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from pscore.errors import ConfigError
+
+SHARDS_MAX = 64
+METRICS_OFFSET = 1000
+PORT_MAX = 65535
+
+
+def _config(prefix: str) -> SettingsConfigDict:
+    return SettingsConfigDict(
+        env_prefix=prefix,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class ServerSettings(BaseSettings):
+    """Section `server`: where the shards listen and what they may use."""
+
+    model_config = _config("PACELINE_")
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs `insecure`."""
+    port: int = Field(default=7070, ge=0, le=PORT_MAX)
+    """Port of shard 0; the others follow. 0 takes free ports."""
+    shards: int = Field(default=1, ge=1, le=SHARDS_MAX)
+    """Number of shard processes. About one for each two cores is enough."""
+    threads: int | None = Field(default=None, ge=1, le=256)
+    """Threads for the numeric work of each shard. By default cores divided by shards."""
+    lease_s: float = Field(default=10.0, ge=0.5, le=3600.0)
+    """Seconds of silence until a worker is declared lost. Shorter frees its peers earlier."""
+    grace_s: float = Field(default=10.0, ge=0.0, le=600.0)
+    """Seconds that requests under way may take when the shards end."""
+    state_dir: Path | None = None
+    """Directory for the run file and logs. By default one below $XDG_RUNTIME_DIR or the
+    directory for temporary files."""
+    restart: bool = True
+    """Whether a shard that dies is started again."""
+    insecure: bool = False
+    """Whether others than this machine may connect without TLS and token."""
+
+    @property
+    def threads_each(self) -> int:
+        """Threads of one shard."""
+        return self.threads or max(1, (os.cpu_count() or 1) // self.shards)
+
+
+class MetricsSettings(BaseSettings):
+    """Section `metrics`: the page for Prometheus."""
+
+    model_config = _config("PACELINE_METRICS_")
+
+    port: int | None = Field(default=None, ge=0, le=PORT_MAX)
+    """Port of shard 0's page; the others follow. 0 is off. By default server.port + 1000."""
+
+
+class LogSettings(BaseSettings):
+    """Section `log`: what is written to standard error."""
+
+    model_config = _config("PACELINE_LOG_")
+
+    format: Literal["text", "json"] = "text"
+    """Lines for people or for machines."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The lowest level that is written."""
+
+
+SECTIONS: dict[str, type[BaseSettings]] = {
+    "server": ServerSettings,
+    "metrics": MetricsSettings,
+    "log": LogSettings,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All sections, and where each value came from."""
+
+    server: ServerSettings
+    metrics: MetricsSettings
+    log: LogSettings
+    origins: Mapping[str, str]  # "server.port" -> "flag --port".
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns name, value and origin of every setting."""
+        return [
+            (f"{section}.{field}", _shown(getattr(getattr(self, section), field)), origin)
+            for name, origin in self.origins.items()
+            for section, field in [name.split(".")]
+        ]
+
+
+def resolve(flags: Mapping[str, object] | None = None, file: Path | None = None) -> Settings:
+    """Returns the settings from all sources.
+
+    Args:
+        flags: By name, `server.port`; None where a flag is not given.
+        file: A TOML file with the sections as tables.
+
+    Raises:
+        ConfigError: A value is out of its range, unknown, or does not go with another.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    tables = _read(file)
+    sections: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for section, kind in SECTIONS.items():
+        from_flags = {n.split(".")[1]: v for n, v in given.items() if n.startswith(f"{section}.")}
+        from_env = EnvSettingsSource(kind)()
+        from_file = tables.pop(section, {})
+        for field in kind.model_fields:
+            variable = f"{kind.model_config['env_prefix']}{field.upper()}"
+            origins[f"{section}.{field}"] = (
+                f"flag --{_flag(section, field)}"
+                if field in from_flags
+                else f"environment {variable}"
+                if field in from_env
+                else f"file {file}"
+                if field in from_file
+                else "default"
+            )
+        try:
+            sections[section] = kind(**{**from_file, **from_env, **from_flags})
+        except ValidationError as problem:
+            raise ConfigError(_sentence(section, kind, problem, origins)) from problem
+    if tables:
+        listed = ", ".join(f"[{name}]" for name in SECTIONS)
+        raise ConfigError(f"{file} has {sorted(tables)}, known are {listed}")
+    settings = Settings(**sections, origins=origins)
+    _check(settings)
+    return settings
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def metrics_ports(settings: Settings) -> list[int | None]:
+    """Returns the port of each shard's metrics page: None for off, 0 for a free one."""
+    num_shards, port, first = settings.server.shards, settings.server.port, settings.metrics.port
+    if first is None:
+        first = port + METRICS_OFFSET if port else None
+        if first is None:
+            return [0] * num_shards
+    return [first + index if first else None for index in range(num_shards)]
+
+
+def _check(settings: Settings) -> None:
+    """Raises a `ConfigError` if values do not go together."""
+    server = settings.server
+    if not is_loopback(server.host) and not server.insecure:
+        raise ConfigError(
+            f"server.host is {server.host!r}: others than this machine could connect, and there is "
+            "no TLS and no token yet; give --insecure if the network is yours alone, or --host "
+            "127.0.0.1"
+        )
+    for name, first in (("server.port", server.port), ("metrics.port", settings.metrics.port)):
+        last = (first or 0) + server.shards - 1
+        if last > PORT_MAX:
+            raise ConfigError(
+                f"{name} is {first} for {server.shards} shards, the last would have {last}, must "
+                f"be at most {PORT_MAX}"
+            )
+    last_metrics = server.port + METRICS_OFFSET + server.shards - 1
+    if settings.metrics.port is None and last_metrics > PORT_MAX:
+        raise ConfigError(
+            f"metrics.port is by default server.port + {METRICS_OFFSET} = {last_metrics}, must be "
+            f"at most {PORT_MAX}; give --metrics-port, 0 is off"
+        )
+
+
+def _read(file: Path | None) -> dict[str, dict[str, object]]:
+    if file is None:
+        return {}
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"cannot read {file}: {problem.strerror}") from problem
+    except ValueError as problem:
+        raise ConfigError(f"{file} is not TOML: {problem}") from problem
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{file} has {name!r} outside of a table such as [server]")
+    return tables
+
+
+def _sentence(
+    section: str, kind: type[BaseSettings], problem: ValidationError, origins: Mapping[str, str]
+) -> str:
+    """Returns the first problem as `server.shards is 0, must be in 1..64`."""
+    first = problem.errors()[0]
+    field, value = str(first["loc"][0]), first["input"]
+    name = f"{section}.{field}"
+    if field not in kind.model_fields:
+        known = ", ".join(kind.model_fields)
+        return f"{name} is unknown; section {section} has {known}"
+    hint = ""
+    if isinstance(value, str) and value.startswith("tcp://"):
+        hint = "; Kubernetes sets it for a service of this name: set enableServiceLinks to false"
+    return f"{name} is {value!r} ({origins[name]}), must be {_wanted(kind, field, first)}{hint}"
+
+
+def _wanted(kind: type[BaseSettings], field: str, error: Mapping[str, Any]) -> str:
+    bounds = {
+        key: getattr(item, key)
+        for item in kind.model_fields[field].metadata
+        for key in ("ge", "le")
+        if hasattr(item, key)
+    }
+    if len(bounds) == 2:  # noqa: PLR2004
+        return f"in {bounds['ge']:g}..{bounds['le']:g}"
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"]).replace("'", "")
+    message = str(error["msg"])
+    return message.removeprefix("Input should be ").partition(",")[0]
+
+
+def _flag(section: str, field: str) -> str:
+    name = field.replace("_", "-")
+    return name if section == "server" else f"{section}-{name}"
+
+
+def _shown(value: object) -> str:
+    return "auto" if value is None else str(value)

@@ -1,0 +1,50 @@
+"""What one shard has done since its process began: plain numbers, read by the metrics page."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pscore.types import Verdict
+
+APPLY_BOUNDS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+KEPT_MAX = 1 << 16  # Times kept between two ticks; more would be of no use to anybody.
+
+
+class Histogram:
+    """Counts of values by upper bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Counts nothing yet; `bounds` are increasing, and inclusive."""
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # The last: above all bounds.
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts that only rise; all but `times_s` belong to the event loop's thread."""
+
+    pushes: list[int] = field(default_factory=lambda: [0] * len(Verdict))  # By verdict.
+    num_pushes_refused: int = 0
+    num_pulls_answered: int = 0
+    num_pulls_put_off: int = 0
+    num_updates: int = 0
+    received_nbytes: int = 0
+    sent_nbytes: int = 0
+    staleness: Histogram = field(default_factory=lambda: Histogram(STALENESS_BOUNDS))
+    apply_s: Histogram = field(default_factory=lambda: Histogram(APPLY_BOUNDS_S))
+    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_MAX))  # Any thread.
+
+    def settle(self) -> None:
+        """Moves the times that the lanes have left into the histogram."""
+        for _ in range(len(self.times_s)):
+            self.apply_s.observe(self.times_s.popleft())
