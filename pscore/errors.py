@@ -12,7 +12,7 @@
     |   |-- JobMismatchError        another model, mode, compressor or optimizer than the job's
     |   |-- RankTakenError          another live process holds this rank
     |   |-- LimitError              a limit of the shard would be passed
-    |   |-- UnknownJobError         the shard does not know this job or table (it may have restarted)
+    |   |-- UnknownJobError         the shard does not know this job or table
     |   `-- ReplacedError           a newer incarnation took this worker's place
     `-- TransportError              the network or the peer's process failed; a retry may help
         |-- ServerUnavailableError  nobody answers at this address

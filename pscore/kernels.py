@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -15,8 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def kernel(function: F) -> F:
     """Compiles a loop at its first call; keeps the machine code on disk; lets the GIL go."""
-    compiled: F = numba.njit(nogil=True, cache=True, fastmath=False)(function)
-    return compiled
+    return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
 
 
 @kernel
@@ -50,21 +49,28 @@ def _add_scaled(source: FloatArray, out: FloatArray, scale: np.float32) -> None:
         out[i] += source[i] * scale
 
 
+def read_only(array: FloatArray) -> FloatArray:
+    """Returns a view that cannot be written, so that a kernel is compiled for one kind only."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def copy_checked(source: FloatArray, out: FloatArray) -> bool:
     """Copies `(numel,) float32` and returns whether all of it is finite."""
-    return bool(_copy_checked(source, out))
+    return bool(_copy_checked(read_only(source), out))
 
 
 def all_finite(source: FloatArray) -> bool:
     """Returns whether `(numel,) float32` holds neither NaN nor Inf."""
-    return bool(_all_finite(source))
+    return bool(_all_finite(read_only(source)))
 
 
 def assign_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:
     """Sets `out = scale * source`; scale 1 is exact."""
-    _assign_scaled(source, out, np.float32(scale))
+    _assign_scaled(read_only(source), out, np.float32(scale))
 
 
 def add_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:
     """Adds `scale * source` to `out`."""
-    _add_scaled(source, out, np.float32(scale))
+    _add_scaled(read_only(source), out, np.float32(scale))

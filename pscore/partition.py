@@ -11,6 +11,7 @@ compare its fingerprint.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,12 +126,12 @@ def _cuts(numel: int, num_shards: int) -> list[int]:
 def _slices(
     tensors: Sequence[TensorSpec], offsets: Sequence[int], cuts: Sequence[int], num_shards: int
 ) -> tuple[SliceSpec, ...]:
-    """Returns the slices; each goes to the shard with the fewest bytes so far, lowest index first."""
+    """Returns the slices; each goes to the shard with the fewest bytes so far."""
     order = sorted(range(len(tensors)), key=lambda index: offsets[index])
     owned = [0] * num_shards
     slices: list[SliceSpec] = []
     first = 0
-    for index, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for index, (start, stop) in enumerate(itertools.pairwise(cuts)):
         while offsets[order[first]] + tensors[order[first]].numel <= start:
             first += 1
         segments: list[Segment] = []

@@ -42,7 +42,7 @@ def make_plugin(
         wanted = type(known[key].default)
         number = isinstance(value, int) and not isinstance(value, bool)
         if wanted is float and number:
-            value = float(value)  # noqa: PLW2901
+            value = float(value)
         if type(value) is not wanted:
             raise ConfigError(f"{name}.{key} is {value!r}, must be of type {wanted.__name__}")
         checked[key] = value

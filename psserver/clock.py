@@ -174,7 +174,7 @@ class SliceClock:
         return self._answers()
 
     def forget(self, token: Token) -> bool:
-        """Drops a pull whose requester no longer waits; returns False if its answer is under way."""
+        """Drops a pull whose requester no longer waits; False if its answer is under way."""
         return self._waiting.pop(token, None) is not None
 
     def recheck(self) -> list[Action]:

@@ -123,7 +123,7 @@ class Membership:
         return over
 
     def expected(self) -> list[int]:
-        """Returns the ranks that a step waits for, in order: the live ones and those yet to come."""
+        """Returns the ranks that a step waits for, in order: live ones and those yet to come."""
         return [
             rank
             for rank in range(self.num_workers)

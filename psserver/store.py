@@ -118,7 +118,7 @@ class SliceStore:
             self.update(update)
 
     def read(self, worker: int, *, with_state: bool) -> Sequence[FloatArray]:
-        """Returns the newest weights and, if asked, the state, as views that the next action ends."""
+        """Returns the newest weights and, if asked, the state: views until the next action."""
         if self._rule.remembers_pulls:
             self._rule.on_pull(worker, self._remember())
         return [self._weights, *self.state] if with_state else [self._weights]

@@ -78,7 +78,7 @@ def join(
         ConfigError: It exists already with other arguments, or something is missing.
         PacelineError: The shards do not answer, or refuse this worker.
     """
-    global _current  # noqa: PLW0603 - one worker is one process, as in torch.distributed
+    global _current
     if _current is not None:
         if job not in (None, _current.session.job):
             raise ConfigError(
@@ -115,7 +115,7 @@ def current() -> Context:
 
 def shutdown() -> None:
     """Ends this process's part of the job in order; does nothing if there is none."""
-    global _current  # noqa: PLW0603
+    global _current
     if _current is not None:
         context, _current = _current, None
         context.close()
@@ -123,7 +123,7 @@ def shutdown() -> None:
 
 def _at_exit() -> None:
     """The script has ended, in whatever way: nobody shall wait for this worker."""
-    global _current  # noqa: PLW0603
+    global _current
     if _current is not None:
         context, _current = _current, None
         context.abandon("its process ended")

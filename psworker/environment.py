@@ -2,7 +2,7 @@
 
 | setting | ours | torchrun | DMLC |
 |---|---|---|---|
-| servers | PACELINE_SERVERS=host:port,host:port | | DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_SERVER |
+| servers | PACELINE_SERVERS=host:port,... | | DMLC_PS_ROOT_URI, _PORT, DMLC_NUM_SERVER |
 | rank | PACELINE_RANK | RANK | DMLC_WORKER_ID |
 | workers | PACELINE_NUM_WORKERS | WORLD_SIZE | DMLC_NUM_WORKER |
 | job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |

@@ -145,7 +145,7 @@ class Exchange:
         if future is not None:
             address = self._link(index).address
             reply = self._wait(future, f"room for slice {index} at {address}: others are behind")
-            self.traffic.num_too_late += reply.verdict == Verdict.TOO_LATE
+            self.traffic.num_too_late += Verdict(int(reply.verdict)) is Verdict.TOO_LATE
 
     def flush(self) -> None:
         """Waits until every push is acknowledged."""
@@ -169,7 +169,7 @@ class Exchange:
         header = data_pb2.PushHeader(
             sender=self._sender(),
             slice=index,
-            role=data_pb2.Role.ValueType(int(role)),
+            role=data_pb2.Role.Name(int(role)),
             counts=counts,
         )
 
@@ -220,7 +220,7 @@ class Exchange:
             slice=index,
             step=push.step,
             base_version=push.base_version,
-            role=data_pb2.Role.ValueType(int(push.role)),
+            role=data_pb2.Role.Name(int(push.role)),
             samples=push.samples,
             present=wire.pack_bits(push.present, len(spec.segments)),
             hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
@@ -248,7 +248,7 @@ class Exchange:
             if compressor.keeps_residual and sender.residual is None:
                 sender.residual = np.zeros(len(grad), dtype=np.float32)
             drawn_for = f"{self.session.job}/{self.table}/{push.worker}/{index}/{push.step}"
-            seed = xxhash.xxh3_64_intdigest(drawn_for)
+            seed = xxhash.xxh3_64_intdigest(drawn_for.encode())
             nbytes = compressor.encode(grad, sender.residual, sender.buffer, seed)
             return wire.as_bytes(sender.buffer[:nbytes])
 
@@ -273,7 +273,7 @@ def _on_host(grad: torch.Tensor) -> Callable[[], FloatArray]:
         return grad.numpy
     host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True)
     host.copy_(grad, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
 
     def ready() -> FloatArray:

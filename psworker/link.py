@@ -92,8 +92,8 @@ class Link:
         self.patience_s = patience_s
         self._channels = [grpc.insecure_channel(address, rpc.CHANNEL_OPTIONS) for _ in range(3)]
         self.control = control_pb2_grpc.ControlStub(self._channels[0])
-        self._push = self._channels[1].unary_unary(f"/{rpc.DATA_SERVICE}/Push")
-        self._pull = self._channels[2].unary_unary(f"/{rpc.DATA_SERVICE}/Pull")
+        self._push = self._channels[1].unary_unary(f"/{rpc.DATA_SERVICE}/Push", None, None)
+        self._pull = self._channels[2].unary_unary(f"/{rpc.DATA_SERVICE}/Pull", None, None)
         self._pushers = Crew(num_threads, "push")
         self._pullers = Crew(num_threads, "pull")
         self._is_closed = False
@@ -189,7 +189,7 @@ class Link:
                 if waited_s >= said_s:
                     said_s *= 2
                     log.warning("%s has not answered for %.0f s", self.address, waited_s)
-            time.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311
+            time.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(2 * delay_s, RETRY_DELAY_S_MAX)
 
     def _unavailable(self, waited_s: float, error: PacelineError) -> ServerUnavailableError:

@@ -1,4 +1,4 @@
-"""The classic verbs on named tensors: `init`, `push`, `pull`, `push_pull`, `barrier`, `rank`, `size`.
+"""The classic verbs on named tensors: `push`, `pull`, `push_pull`, and what belongs to them.
 
 Each name is a table of its own on the shards. A push contributes this worker's tensor to the
 name's current round; the round is complete when every worker has pushed, and then its value is the

@@ -114,7 +114,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gathered: set[int] = set()
         self._pushed: set[int] = set()
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook) for parameter in parameters
+            parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
+            for parameter in parameters
         ]
         self._buffers = Buffers(model, buffers, self.session)
         self._upload()

@@ -1,9 +1,9 @@
 """What a worker does at each step: a state machine that sends, and says what it waits for.
 
 A `Replica` holds one worker's copy of the weights and follows the rule's plan. It knows no threads
-and no network: it sends through an `Outbox`, and where it has to wait it yields the slice whose pull
-it needs, to be resumed when that pull has landed. The optimizer wrapper drives it with real shards;
-the simulator drives many of them in one thread.
+and no network: it sends through an `Outbox`, and where it has to wait it yields the slice whose
+pull it needs, to be resumed when that pull has landed. The optimizer wrapper drives it with real
+shards; the simulator drives many of them in one thread.
 """
 
 from __future__ import annotations

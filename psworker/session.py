@@ -121,7 +121,7 @@ class Session:
         tables = {link.call(link.control.Define, request).table for link in self.links}
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
-        return tables.pop()
+        return int(tables.pop())
 
     def barrier(self, name: str = "barrier") -> None:
         """Waits until every worker that is still there has come to the same barrier.

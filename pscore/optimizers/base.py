@@ -69,14 +69,14 @@ class Optimizer(ABC):
         """Makes one step on the CPU without holding the GIL.
 
         Args:
-            weights: `(numel,) float32`, the weights before the step; not changed unless it is `out`.
+            weights: `(numel,) float32`, the weights before the step; kept unless it is `out`.
             out: `(numel,) float32`, receives the weights after the step, all elements of it:
                 inactive segments and padding are copied.
             grad: `(numel,) float32`, the sum of the gradients; not changed.
             scale: What `grad` is multiplied by: one over the sum of the gradients' weights.
             state: One `(numel,) float32` for each of `state_names`, changed in place.
             segments: The parameters in this slice.
-            counts: `(num_segments,) int64`, steps made so far per segment; active ones go up by one.
+            counts: `(num_segments,) int64`, steps made so far per segment; active ones count up.
             active: `(num_segments,) int64`, not 0 where the segment has a gradient in this step.
             hyper: `(num_groups, len(hyper_names)) float64`.
         """

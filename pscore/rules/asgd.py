@@ -1,6 +1,7 @@
 """Asynchronous SGD: every gradient is an update of its own, on arrival.
 
-Jeffrey Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD), NeurIPS 2012, section 4.1.
+Jeffrey Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD), NeurIPS
+2012, section 4.1.
 
     W <- opt(W, g_i)
 

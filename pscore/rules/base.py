@@ -103,10 +103,10 @@ class Rule(ABC):
         """Returns the factor on a gradient that is `staleness` updates old."""
         return 1.0
 
-    def compensate(self, grad: FloatArray, worker: int, memory: Memory) -> None:
+    def compensate(self, grad: FloatArray, worker: int, memory: Memory) -> None:  # noqa: B027
         """Corrects one gradient `(numel,) float32` in place, before it is added to others."""
 
-    def on_pull(self, worker: int, memory: Memory) -> None:
+    def on_pull(self, worker: int, memory: Memory) -> None:  # noqa: B027
         """Is called when `memory.weights` are about to be sent to `worker`."""
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:
