@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -69,6 +70,90 @@ def start(
 
     flags = {k: v for k, v in locals().items() if k not in ("detach", "launch")}
     sys.exit(launch(_settings(flags), detach=detach))
+
+
+@app.command()
+def status(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show shards, jobs, workers, and what waits for whom."""
+    from psserver import remote
+    from psserver import status as picture
+    from psserver.find import find
+
+    found = find(servers, port, state_dir)
+    combined = picture.combine(found.addresses, remote.statuses(found.addresses))
+    if as_json:
+        sys.stdout.write(json.dumps(combined, indent=1) + "\n")
+    else:
+        picture.show(combined)
+
+
+@app.command()
+def health(*, port: Port = None, state_dir: StateDir = None, servers: Servers = None) -> None:
+    """Exit with 0 if every shard is ready, else with 1."""
+    from psserver import remote
+    from psserver.find import find
+
+    try:
+        addresses = find(servers, port, state_dir).addresses
+    except CommandError as problem:
+        raise CommandError(
+            problem.code if problem.code is Exit.USAGE else Exit.UNHEALTHY, problem.message
+        ) from problem
+    ready = remote.readiness(addresses)
+    for address, is_ready in zip(addresses, ready, strict=True):
+        sys.stdout.write(f"{address} {'ready' if is_ready else 'not ready'}\n")
+    sys.exit(Exit.OK if all(ready) else Exit.UNHEALTHY)
+
+
+@app.command()
+def stop(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+    grace_s: Annotated[
+        float, typer.Option(help="With --servers: time for requests under way.", min=0.0)
+    ] = 10.0,
+) -> None:
+    """End shards once the requests under way are answered."""
+    from psserver import remote
+    from psserver.find import end, find
+
+    found = find(servers, port, state_dir)
+    if found.run is not None:
+        end(found.run)
+    else:
+        remote.drain(found.addresses, grace_s)
+    sys.stdout.write(f"stopped {', '.join(found.addresses)}\n")
+
+
+@app.command()
+def logs(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    shard: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until they end.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="At most so many.", min=1)] = 1000,
+) -> None:
+    """Print the logs of detached shards of this machine."""
+    from psserver import logview
+    from psserver.find import find_run
+
+    run = find_run(port, state_dir)
+    view = logview.LogView(logview.files(run, shard))
+    sys.stdout.writelines(view.read()[-lines:])
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        for news in view.follow(run) if follow else ():
+            sys.stdout.writelines(news)
+            sys.stdout.flush()
 
 
 @app.command()

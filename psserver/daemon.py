@@ -58,7 +58,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
         """Returns the method's handler inside ours; each is made once."""
@@ -66,8 +66,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if method in self._guarded:
             return self._guarded[method]
         handler = await continuation(handler_call_details)
-        if not handler or not handler.unary_unary:  # No such method, or the watch on our health.
-            return handler
+        if handler is None or handler.unary_unary is None:
+            return cast("Handler", handler)  # No such method, or a stream: the watch on health.
         self._guarded[method] = self._guard(handler)
         return self._guarded[method]
 
@@ -143,9 +143,12 @@ class Daemon:
         ticking = asyncio.create_task(self._tick())
         ticking.add_done_callback(self._check)
         await self._ending.wait()
-        if self.code is Exit.BUG:
-            return
         ticking.cancel()
+        if self.code is not Exit.BUG:
+            await self.end()
+
+    async def end(self) -> None:
+        """Takes no new requests, and returns when those under way are answered."""
         log.info("shard draining", grace_s=self._grace_s)
         for name in ("", "readiness"):
             await self._health.set(name, STATUS.NOT_SERVING)

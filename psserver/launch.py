@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,10 +16,10 @@ import structlog
 
 from psserver import logs, runfile
 from psserver.exits import CommandError, Exit
-from psserver.plan import Ready, ShardPlan, join_address
+from psserver.plan import ShardPlan, join_address
 from psserver.runfile import Run, RunDirectory, ShardRun
 from psserver.settings import Settings, metrics_ports
-from psserver.supervisor import ShardProcess, Supervisor
+from psserver.supervisor import Post, Supervisor
 
 log = structlog.get_logger()
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -80,8 +80,8 @@ class Launch:
             for index, metrics_port in enumerate(metrics_ports(self.settings))
         ]
 
-    def _on_ready(self, shards: list[ShardProcess]) -> None:
-        run = self._run(shards)
+    def _on_ready(self, posts: Sequence[Post]) -> None:
+        run = self._run(posts)
         if self.folder is not None:
             runfile.write(self.folder, run)
         if not self.is_told:
@@ -92,18 +92,17 @@ class Launch:
         if self.folder is not None:
             runfile.remove(self.folder)
 
-    def _run(self, shards: list[ShardProcess]) -> Run:
+    def _run(self, posts: Sequence[Post]) -> Run:
         server = self.settings.server
         entries = [
             ShardRun(
-                index=shard.plan.index,
-                pid=shard.pid,
-                port=shard.report.port,
-                metrics_port=shard.report.metrics_port,
-                log=None if shard.log_file is None else str(shard.log_file),
+                index=post.plan.index,
+                pid=None if post.process is None else post.process.pid,
+                port=post.plan.port,
+                metrics_port=post.plan.metrics_port,
+                log=None if post.log_file is None else str(post.log_file),
             )
-            for shard in shards
-            if isinstance(shard.report, Ready)
+            for post in posts
         ]
         supervisor_log = self._log_file("supervisor")
         host = WILDCARDS.get(server.host, server.host)

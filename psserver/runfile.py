@@ -10,6 +10,7 @@ this user alone below the one for temporary files. A run file whose process is g
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -30,7 +31,7 @@ class ShardRun:
     """One shard in a run file."""
 
     index: int
-    pid: int
+    pid: int | None  # None while it is down.
     port: int
     metrics_port: int | None
     log: str | None
@@ -78,6 +79,8 @@ class RunDirectory:
         """
         folder = self.path / name
         try:
+            if self.path.exists() and not self.path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{self.path} is not a directory")
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._require_ours()
             folder.mkdir(mode=0o700, exist_ok=True)

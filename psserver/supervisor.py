@@ -189,7 +189,7 @@ class Wake:
 class Post:
     """The place of one shard: its process, or when the next one is due."""
 
-    plan: ShardPlan
+    plan: ShardPlan  # With the ports that the first process got.
     log_file: Path | None
     process: ShardProcess | None = None
     due_s: float = 0.0
@@ -203,7 +203,7 @@ class Supervisor:
     plans: Sequence[ShardPlan]
     log_files: Sequence[Path | None]
     restart: bool
-    on_ready: Callable[[list[ShardProcess]], None]  # After the start, and after each restart.
+    on_ready: Callable[[Sequence[Post]], None]  # After the start, and after each restart.
     on_end: Callable[[], None]
     posts: list[Post] = field(default_factory=list)
 
@@ -221,7 +221,7 @@ class Supervisor:
                     return Exit.OK
                 for post in self.posts:
                     post.plan = _fixed(post)
-                self.on_ready(self._processes())
+                self.on_ready(self.posts)
                 code = self._keep(wake)
                 return code if self._stop() else Exit.SHARD_DIED
             finally:
@@ -261,7 +261,7 @@ class Supervisor:
                 shard=process.plan.index,
                 pid=process.pid,
             )
-            self.on_ready(self._processes())
+            self.on_ready(self.posts)
         return True
 
     def _bury(self, process: ShardProcess) -> bool:

@@ -1,0 +1,110 @@
+"""Which running servers a command means: by address, by port, or the only ones there are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from psserver import remote
+from psserver.exits import CommandError, Exit
+from psserver.runfile import Run, RunDirectory
+
+PORT = 7070
+POLL_S = 0.02
+STOP_MARGIN_S = 10.0  # More than the supervisor's own, so that it can still kill what hangs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The servers that a command is about."""
+
+    addresses: list[str]
+    run: Run | None  # Known if they were started on this machine by this user.
+
+
+def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found:
+    """Returns the servers that are meant.
+
+    Args:
+        servers: Addresses with commas between them; they are believed.
+        port: Port of shard 0 on this machine.
+        state_dir: As given to `start`.
+
+    Raises:
+        CommandError: There are none, or several and it is not clear which.
+    """
+    if servers and port is None and state_dir is None:
+        addresses = [part.strip() for part in servers.split(",") if part.strip()]
+        for address in addresses:
+            _require_address(address)
+        return Found(addresses=addresses, run=None)
+    runs = RunDirectory(_state_dir(state_dir)).runs()
+    chosen = [run for run in runs if port in (None, run.port)]
+    if len(chosen) == 1:
+        return Found(addresses=chosen[0].addresses, run=chosen[0])
+    if chosen:
+        listed = ", ".join(str(run.port) for run in chosen)
+        raise CommandError(
+            Exit.USAGE, f"servers run on ports {listed}; say which with --port, or with --servers"
+        )
+    # Started by another user, in a container, or with another --state-dir.
+    return Found(addresses=remote.neighbours("127.0.0.1", PORT if port is None else port), run=None)
+
+
+def find_run(port: int | None, state_dir: Path | None) -> Run:
+    """Returns the run on this machine that is meant.
+
+    Raises:
+        CommandError: There is none, or several.
+    """
+    directory = RunDirectory(_state_dir(state_dir))
+    runs = [run for run in directory.runs() if port in (None, run.port)]
+    if len(runs) > 1:
+        listed = ", ".join(str(run.port) for run in runs)
+        raise CommandError(Exit.USAGE, f"servers run on ports {listed}; say which with --port")
+    if not runs:
+        where = "" if port is None else f" on port {port}"
+        raise CommandError(
+            Exit.NO_ANSWER,
+            f"no psserver runs{where} according to {directory.path}; if it was started with "
+            "--state-dir, give the same",
+        )
+    return runs[0]
+
+
+def end(run: Run) -> None:
+    """Ends a run of this machine in order, and returns when it has ended.
+
+    Raises:
+        CommandError: It is another user's, or does not end in time.
+    """
+    try:
+        os.kill(run.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    except PermissionError as problem:
+        raise CommandError(
+            Exit.NOT_PERMITTED, f"process {run.pid} belongs to another user"
+        ) from problem
+    deadline_s = time.monotonic() + run.grace_s + STOP_MARGIN_S
+    while run.is_alive():
+        if time.monotonic() > deadline_s:
+            raise CommandError(
+                Exit.SHARD_DIED,
+                f"process {run.pid} has not ended within {run.grace_s + STOP_MARGIN_S:g} s",
+            )
+        time.sleep(POLL_S)
+
+
+def _state_dir(flag: Path | None) -> Path | None:
+    variable = os.environ.get("PACELINE_STATE_DIR")
+    return flag or (Path(variable) if variable else None)
+
+
+def _require_address(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not port.isdecimal():
+        raise CommandError(Exit.USAGE, f"address {address!r} must look like host:port")

@@ -1,0 +1,76 @@
+"""`psserver logs`: the log files of one run in the order of their time stamps."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from psserver.exits import CommandError, Exit
+from psserver.runfile import Run
+
+POLL_S = 0.2
+STAMP = re.compile(r'^(?:\{.*?"timestamp": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
+TAIL_NBYTES_MAX = 8 << 20  # Of each file.
+
+
+def files(run: Run, shard: int | None) -> list[Path]:
+    """Returns the log files of a run, or of one of its shards.
+
+    Raises:
+        CommandError: It logs to its terminal, or has no such shard.
+    """
+    if not run.detached:
+        raise CommandError(
+            Exit.USAGE, f"process {run.pid} was started without --detach, it logs to its terminal"
+        )
+    if shard is not None and shard not in {entry.index for entry in run.shards}:
+        raise CommandError(Exit.USAGE, f"shard is {shard}, must be in 0..{len(run.shards) - 1}")
+    chosen = [entry.log for entry in run.shards if shard in (None, entry.index)]
+    if shard is None:
+        chosen.append(run.supervisor_log)
+    return [Path(name) for name in chosen if name is not None]
+
+
+class LogView:
+    """Reads files on from where it last was."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Starts near the end of long files, else at the beginning."""
+        self._offsets = {
+            path: max(0, path.stat().st_size - TAIL_NBYTES_MAX) if path.exists() else 0
+            for path in paths
+        }
+
+    def read(self) -> list[str]:
+        """Returns the lines that are new, oldest first."""
+        stamped: list[tuple[str, str]] = []
+        for path in self._offsets:
+            stamp = ""
+            for line in self._lines(path):
+                match = STAMP.search(line)
+                stamp = match[1] if match else stamp  # A traceback stays with its line.
+                stamped.append((stamp, line))
+        stamped.sort(key=lambda entry: entry[0])
+        return [line for _, line in stamped]
+
+    def follow(self, run: Run) -> Iterator[list[str]]:
+        """Yields new lines until the run ends."""
+        is_alive = True
+        while is_alive:
+            is_alive = run.is_alive()
+            if lines := self.read():
+                yield lines
+            elif is_alive:
+                time.sleep(POLL_S)
+
+    def _lines(self, path: Path) -> list[str]:
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._offsets[path])
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[path] += len(whole)
+        return whole.decode(errors="replace").splitlines(keepends=True)

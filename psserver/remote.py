@@ -1,0 +1,119 @@
+"""Asks shards over the network, all of them at once: how they do, if they are ready, to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.rpc import CHANNEL_OPTIONS
+from psserver.exits import CommandError, Exit
+from psserver.plan import join_address
+
+ANSWER_S_MAX = 5.0
+POLL_S = 0.05
+
+
+def statuses(addresses: Sequence[str]) -> list[pb.StatusReply]:
+    """Returns the status of the shards at `addresses`, in this order.
+
+    Raises:
+        CommandError: One of them does not answer; says which, and for how long it was asked.
+    """
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = control_pb2_grpc.ControlStub(channel)
+        return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)
+
+    return _ask_all(addresses, ask)
+
+
+def neighbours(host: str, port: int) -> list[str]:
+    """Returns the addresses of all shards of a start whose shard 0 listens on `port`.
+
+    Raises:
+        CommandError: Nobody answers there.
+    """
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = control_pb2_grpc.ControlStub(channel)
+        return stub.Describe.future(pb.DescribeRequest(), timeout=ANSWER_S_MAX)
+
+    (about,) = _ask_all([join_address(host, port)], ask)
+    first = port - about.shard
+    return [join_address(host, first + index) for index in range(about.num_shards)]
+
+
+def drain(addresses: Sequence[str], grace_s: float) -> None:
+    """Asks shards to end, and returns when they no longer answer.
+
+    Raises:
+        CommandError: One of them does not answer at first, or still does in the end.
+    """
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = control_pb2_grpc.ControlStub(channel)
+        return stub.Drain.future(pb.DrainRequest(grace_s=grace_s), timeout=ANSWER_S_MAX)
+
+    _ask_all(addresses, ask)
+    deadline_s = time.monotonic() + grace_s + ANSWER_S_MAX
+    while any(readiness(addresses, names=("liveness",))):
+        if time.monotonic() > deadline_s:
+            raise CommandError(
+                Exit.SHARD_DIED, f"{', '.join(addresses)}: still there after {grace_s:g} s of grace"
+            )
+        time.sleep(POLL_S)
+
+
+def readiness(addresses: Sequence[str], names: Sequence[str] = ("readiness",)) -> list[bool]:
+    """Returns for each shard whether it answers that it serves."""
+    found: list[bool] = []
+    for address in addresses:
+        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                replies = [
+                    stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=ANSWER_S_MAX)
+                    for name in names
+                ]
+            except grpc.RpcError:
+                found.append(False)
+            else:
+                serving = health_pb2.HealthCheckResponse.SERVING
+                found.append(all(reply.status == serving for reply in replies))
+    return found
+
+
+def _ask_all(addresses: Sequence[str], ask: Callable[[grpc.Channel], Any]) -> list[Any]:
+    started_s = time.monotonic()
+    channels = [grpc.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
+    try:
+        calls = [ask(channel) for channel in channels]
+        return [
+            _answer(address, call, started_s)
+            for address, call in zip(addresses, calls, strict=True)
+        ]
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def _answer(address: str, call: Any, started_s: float) -> Any:
+    try:
+        return call.result()
+    except grpc.RpcError as problem:
+        waited_s = time.monotonic() - started_s
+        port = address.rpartition(":")[2]
+        how = f"start servers with: psserver start --port {port}"
+        if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+            what = f"{address} is another service, not a shard of psserver"
+        elif call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            what = f"nobody answers at {address} (waited {waited_s:.1f} s)"
+        else:
+            what = f"{address} answers {call.code().name}: {call.details()}"
+        raise CommandError(Exit.NO_ANSWER, f"{what}; {how}") from problem

@@ -1,0 +1,193 @@
+"""What all shards together say about themselves and their jobs: one picture, as table or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+
+LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
+
+
+def combine(addresses: Sequence[str], replies: Sequence[pb.StatusReply]) -> dict[str, Any]:
+    """Returns the answers of all shards as one value for JSON.
+
+    Bytes and counts are added up over the shards; a worker's step, staleness and silence are the
+    largest that any shard has seen; versions are the oldest and newest of any slice.
+    """
+    names = sorted({job.job for reply in replies for job in reply.jobs})
+    return {
+        "cluster": replies[0].shard.cluster,
+        "version": replies[0].shard.version,
+        "protocol": replies[0].shard.protocol,
+        "shards": [
+            {
+                "index": reply.shard.shard,
+                "address": address,
+                "pid": reply.pid,
+                "uptime_s": round(reply.uptime_s, 1),
+                "memory_nbytes": reply.memory_nbytes,
+            }
+            for address, reply in zip(addresses, replies, strict=True)
+        ],
+        "jobs": [
+            _job(name, [job for reply in replies for job in reply.jobs if job.job == name])
+            for name in names
+        ],
+    }
+
+
+def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
+    ranks = sorted({worker.rank for part in parts for worker in part.workers})
+    tables = dict.fromkeys(table.name for part in parts for table in part.tables)
+    return {
+        "name": name,
+        "num_workers": parts[0].num_workers,
+        "num_pushes": sum(part.num_pushes for part in parts),
+        "num_updates": sum(part.num_updates for part in parts),
+        "pushed_nbytes": sum(part.pushed_nbytes for part in parts),
+        "pulled_nbytes": sum(part.pulled_nbytes for part in parts),
+        "workers": [
+            _worker([w for part in parts for w in part.workers if w.rank == rank]) for rank in ranks
+        ],
+        "tables": [
+            _table([t for part in parts for t in part.tables if t.name == table])
+            for table in tables
+        ],
+    }
+
+
+def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
+    states = {worker.state for worker in seen}
+    return {
+        "rank": seen[0].rank,
+        "host": seen[0].host,
+        "pid": seen[0].pid,
+        "state": next(s for s in ("lost", "live", "left", *sorted(states)) if s in states),
+        "step": max(worker.step for worker in seen),
+        "staleness": max(worker.staleness for worker in seen),
+        "last_heard_s": round(max(worker.last_heard_s for worker in seen), 1),
+    }
+
+
+def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
+    holding = [part for part in parts if part.num_slices] or parts
+    return {
+        "name": parts[0].name,
+        "mode": parts[0].mode,
+        "compressor": parts[0].compressor,
+        "optimizer": parts[0].optimizer,
+        "num_slices": sum(part.num_slices for part in parts),
+        "nbytes": sum(part.nbytes for part in parts),
+        "version_min": min(part.version_min for part in holding),
+        "version_max": max(part.version_max for part in holding),
+        "waiting_for": [part.waiting_for for part in parts if part.waiting_for],
+    }
+
+
+def show(status: dict[str, Any]) -> None:
+    """Prints the picture as tables."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=False, highlight=False)
+    about = f"cluster {status['cluster']}, paceline {status['version']}"
+    console.print(
+        _grid(
+            about,
+            ("shard", "address", "process", "up", "memory"),
+            (
+                (
+                    s["index"],
+                    s["address"],
+                    s["pid"],
+                    _time(s["uptime_s"]),
+                    _nbytes(s["memory_nbytes"]),
+                )
+                for s in status["shards"]
+            ),
+        )
+    )
+    for job in status["jobs"]:
+        _show_job(console, job)
+    if not status["jobs"]:
+        console.print("no jobs yet")
+
+
+def _show_job(console: Any, job: dict[str, Any]) -> None:
+    console.print(
+        _grid(
+            f"job {job['name']}: {job['num_workers']} workers, {job['num_pushes']} pushes "
+            f"({_nbytes(job['pushed_nbytes'])}), {job['num_updates']} updates, "
+            f"{_nbytes(job['pulled_nbytes'])} pulled",
+            ("worker", "host", "process", "state", "step", "staleness", "heard"),
+            (
+                (
+                    w["rank"],
+                    w["host"],
+                    w["pid"],
+                    w["state"],
+                    w["step"],
+                    w["staleness"],
+                    f"{_time(w['last_heard_s'])} ago",
+                )
+                for w in job["workers"]
+            ),
+        )
+    )
+    console.print(
+        _grid(
+            None,
+            ("table", "mode", "compression", "optimizer", "slices", "weights", "version"),
+            (
+                (
+                    t["name"],
+                    t["mode"],
+                    t["compressor"],
+                    t["optimizer"],
+                    t["num_slices"],
+                    _nbytes(t["nbytes"]),
+                    _versions(t["version_min"], t["version_max"]),
+                )
+                for t in job["tables"][:LISTED_MAX]
+            ),
+        )
+    )
+    if len(job["tables"]) > LISTED_MAX:
+        console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
+    waiting = dict.fromkeys(text for table in job["tables"] for text in table["waiting_for"])
+    for text in list(waiting)[:LISTED_MAX]:
+        console.print(f"waits for {text}", markup=False)
+
+
+def _grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    grid = Table(box=box.SIMPLE_HEAD, title=title and escape(title), title_justify="left")
+    for column in columns:
+        grid.add_column(column)
+    for row in rows:
+        grid.add_row(*(escape(str(cell)) for cell in row))
+    return grid
+
+
+def _versions(low: int, high: int) -> str:
+    if high < 0:
+        return "no weights"
+    return str(low) if low == high else f"{low}..{high}"
+
+
+def _time(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _nbytes(count: float) -> str:
+    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= length:
+            return f"{count / length:.1f} {unit}"
+    return f"{count:.0f} B"
