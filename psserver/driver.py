@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 import numpy as np
 import structlog
@@ -21,8 +22,8 @@ from google.protobuf.message import Message
 from pscore import wire
 from pscore.compressors.none import NoCompression
 from pscore.errors import DecodeError, RemoteProtocolError
-from pscore.pb.ps.v1 import data_pb2
 from pscore.optimizers import warm_up
+from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Pull, Push, Role, Verdict
 from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token, Update
 from psserver.lanes import Lane
@@ -31,6 +32,7 @@ from psserver.shard import Actions, Address, Job, Shard, Table, TableSpec
 from psserver.store import Payload, SliceStore
 from psserver.tally import Tally
 
+H = TypeVar("H", bound=Message)
 log = structlog.get_logger()
 RAW = NoCompression()
 WAIT_MS_MAX = 10_000
@@ -288,7 +290,7 @@ class Driver:
         """Answers a push."""
         assert isinstance(action.token, Request)
         reply = data_pb2.PushReply(
-            verdict=data_pb2.Verdict.ValueType(int(action.verdict)),
+            verdict=cast("data_pb2.Verdict", int(action.verdict)),
             version=max(0, action.version),
         )
         action.token.resolve(wire.encode(reply.SerializeToString()))
@@ -310,7 +312,7 @@ class Driver:
 
     # ----- inside
 
-    def _decode(self, frame: bytes, header: Message) -> tuple[Message, memoryview]:
+    def _decode(self, frame: bytes, header: H) -> tuple[H, memoryview]:
         raw, payload = wire.decode(frame)
         try:
             header.ParseFromString(bytes(raw))
@@ -318,7 +320,9 @@ class Driver:
             raise DecodeError(f"header of {len(raw)} bytes is not a message") from problem
         return header, payload
 
-    def _address(self, header: Message) -> tuple[Job, Table, Address]:
+    def _address(
+        self, header: data_pb2.PushHeader | data_pb2.PullHeader
+    ) -> tuple[Job, Table, Address]:
         sender = header.sender
         job = self.shard.heard(sender.job, sender.worker, sender.incarnation, self.now())
         table = job.table(sender.table)

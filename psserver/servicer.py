@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
@@ -24,7 +25,8 @@ from psserver.driver import Driver
 from psserver.membership import Member
 from psserver.shard import Job, Table, TableSpec, make_spec
 
-Context = grpc.aio.ServicerContext
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def refuse(context: Context, error: PacelineError) -> None:
@@ -32,7 +34,7 @@ async def refuse(context: Context, error: PacelineError) -> None:
     await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
 
 
-def data_handler(driver: Driver) -> grpc.GenericRpcHandler:
+def data_handler(driver: Driver) -> grpc.GenericRpcHandler[Any, Any]:
     """Returns the service that carries frames as raw bytes."""
 
     async def push(frame: bytes, context: Context) -> bytes:
