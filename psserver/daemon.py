@@ -16,6 +16,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -29,6 +30,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pscore.pb.ps.v1 import control_pb2_grpc
 from pscore.rpc import SERVER_OPTIONS
 from psserver import logs
+from psserver.bulk import BulkServer
 from psserver.driver import Driver
 from psserver.exits import CommandError, Exit
 from psserver.metrics import MetricsPage
@@ -77,8 +79,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def call(request: object, context: object) -> object:
             try:
                 return await inner(request, context)
-            except grpc.aio.AbortError:
-                raise  # A refusal: the peer's fault.
+            except grpc.aio.BaseError:
+                raise  # A refusal, or a connection that is gone.
             except Exception as problem:
                 self._broke(problem)
                 raise
@@ -104,17 +106,32 @@ class Daemon:
             num_threads=plan.num_threads,
             broke=self.broke,
         )
+        self._instance = secrets.randbits(63)
+        self._bulk: BulkServer | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._server = self._make_server()
         self._page = MetricsPage(self.driver, is_ready=lambda: not self._ending.is_set())
 
     def _make_server(self) -> grpc.aio.Server:
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Guard(self.broke)])
         server.add_generic_rpc_handlers((data_handler(self.driver),))
-        servicer = ControlServicer(self.driver, self.plan.cluster, secrets.randbits(63), self.drain)
+        servicer = ControlServicer(
+            self.driver, self.plan.cluster, self._instance, self.drain, self._bulk
+        )
         control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
+
+    def _make_bulk(self) -> BulkServer:
+        """Binds the bulk data plane to any free port; workers learn it from this shard.
+
+        Raises:
+            CommandError: The host is not one of this machine.
+        """
+        local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
+        try:
+            return BulkServer(self.driver, self.plan.host, 0, local)
+        except OSError as problem:
+            raise bind_error(problem, self.plan.host, 0, "--port") from problem
 
     async def start(self) -> Ready:
         """Binds, and answers from then on.
@@ -122,6 +139,8 @@ class Daemon:
         Raises:
             CommandError: A port cannot be had; says which and why.
         """
+        self._bulk = self._make_bulk()
+        self._server = self._make_server()
         port = self._bind()
         metrics_port = None
         if self.plan.metrics_port is not None:
@@ -134,6 +153,7 @@ class Daemon:
         for name in NAMES:
             await self._health.set(name, STATUS.SERVING)
         await self._server.start()
+        self._bulk.start()
         log.info("shard ready", address=join_address(self.plan.host, port))
         return Ready(port=port, metrics_port=metrics_port)
 
@@ -153,6 +173,8 @@ class Daemon:
         for name in ("", "readiness"):
             await self._health.set(name, STATUS.NOT_SERVING)
         await self._finish()
+        if self._bulk is not None:
+            self._bulk.stop()
         await self._page.stop()
         log.info("shard ended")
 
@@ -175,7 +197,8 @@ class Daemon:
             raise bind_error(reason, self.plan.host, self.plan.port, "--port") from problem
 
     def _watch(self) -> None:
-        """Ends on a signal, or when the parent has closed our standard input."""
+        """Ends on a signal, when the parent has closed our standard input, or a thread fails."""
+        threading.excepthook = self._on_thread
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._ending.set)
         self._loop.add_reader(sys.stdin.fileno(), self._on_stdin)
@@ -192,6 +215,10 @@ class Daemon:
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
                 self._ending.set()
+
+    def _on_thread(self, failed: threading.ExceptHookArgs) -> None:
+        assert failed.exc_value is not None
+        self.broke(failed.exc_value)
 
     def _check(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (problem := task.exception()) is not None:

@@ -6,25 +6,30 @@ methods, Push and Pull, carry frames (pscore/wire.py) as raw bytes.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+import numpy as np
 import psutil
+from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore import wire
-from pscore.errors import ConfigError, PacelineError, ProtocolVersionError
+from pscore.errors import ConfigError, DecodeError, PacelineError, ProtocolVersionError
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rpc import DATA_SERVICE, ERROR_KEY, code_of
-from pscore.types import TensorSpec
-from psserver.driver import Driver
+from pscore.types import FloatArray, TensorSpec
+from psserver.bulk import BulkServer
+from psserver.driver import WAIT_S_MAX, Driver
 from psserver.membership import Member
 from psserver.shard import Job, Table, TableSpec, make_spec
 
+H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -34,23 +39,65 @@ async def refuse(context: Context, error: PacelineError) -> None:
     await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
 
 
+class GrpcReply:
+    """Answers one request of the portable data plane, from any thread."""
+
+    def __init__(self) -> None:
+        """Must be made on the event loop's thread."""
+        self._loop = asyncio.get_running_loop()
+        self.frame: asyncio.Future[bytes] = self._loop.create_future()
+
+    def pushed(self, reply: data_pb2.PushReply) -> None:
+        """Answers a push."""
+        self._resolve(wire.encode(reply.SerializeToString()))
+
+    def pulled(
+        self,
+        reply: data_pb2.PullReply,
+        arrays: Sequence[FloatArray],
+        release: Callable[[], None] | None,
+    ) -> None:
+        """Answers a pull; the arrays are copied here."""
+        parts = [wire.as_bytes(array) for array in arrays]
+        self._resolve(wire.encode(reply.SerializeToString(), *parts))
+        if release is not None:
+            release()
+
+    def _resolve(self, frame: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._set, frame)
+
+    def _set(self, frame: bytes) -> None:
+        if not self.frame.done():
+            self.frame.set_result(frame)
+
+
 def data_handler(driver: Driver) -> grpc.GenericRpcHandler[Any, Any]:
     """Returns the service that carries frames as raw bytes."""
 
     async def push(frame: bytes, context: Context) -> bytes:
+        reply = GrpcReply()
         try:
-            return await driver.push(frame)
+            header, payload = _parse(frame, data_pb2.PushHeader())
+            driver.intake.push(header, np.frombuffer(payload, dtype=np.uint8), reply)
         except PacelineError as error:
             driver.tally.num_pushes_refused += 1
             await refuse(context, error)
             raise
+        return await reply.frame
 
     async def pull(frame: bytes, context: Context) -> bytes:
+        reply = GrpcReply()
         try:
-            return await driver.pull(frame)
+            header, _ = _parse(frame, data_pb2.PullHeader())
+            driver.intake.pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX))
         except PacelineError as error:
             await refuse(context, error)
             raise
+        try:
+            return await reply.frame
+        finally:
+            if not reply.frame.done() or reply.frame.cancelled():
+                driver.intake.forget(lambda other: other is reply)
 
     handlers = {
         "Push": grpc.unary_unary_rpc_method_handler(push),
@@ -59,11 +106,25 @@ def data_handler(driver: Driver) -> grpc.GenericRpcHandler[Any, Any]:
     return grpc.method_handlers_generic_handler(DATA_SERVICE, handlers)
 
 
+def _parse(frame: bytes, header: H) -> tuple[H, memoryview]:
+    raw, payload = wire.decode(frame)
+    try:
+        header.ParseFromString(bytes(raw))
+    except ProtobufDecodeError as problem:
+        raise DecodeError(f"header of {len(raw)} bytes is not a message") from problem
+    return header, payload
+
+
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """The control service of one shard."""
 
     def __init__(
-        self, driver: Driver, cluster: str, instance: int, drain: Callable[[float], None]
+        self,
+        driver: Driver,
+        cluster: str,
+        instance: int,
+        drain: Callable[[float], None],
+        bulk: BulkServer | None = None,
     ) -> None:
         """Serves `driver`.
 
@@ -72,11 +133,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             cluster: Name that all shards of one start share.
             instance: Random number of this start of this shard.
             drain: Called with the seconds of grace when somebody asks the shard to stop.
+            bulk: The bulk data plane, if this shard has one.
         """
         self._driver = driver
         self._cluster = cluster
         self._instance = instance
         self._drain = drain
+        self._bulk = bulk
 
     async def Describe(  # noqa: N802
         self, request: pb.DescribeRequest, context: Context
@@ -89,6 +152,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             protocol=wire.PROTOCOL,
             version=metadata.version("paceline"),
             instance=self._instance,
+            bulk_port=0 if self._bulk is None else self._bulk.port,
+            bulk_local="" if self._bulk is None else self._bulk.local,
         )
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:  # noqa: N802
@@ -172,9 +237,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.DrainReply()
 
     def _heard(self, request: pb.DefineRequest | pb.HeartbeatRequest | pb.BarrierRequest) -> Job:
-        return self._driver.shard.heard(
-            request.job, request.worker, request.incarnation, self._driver.now()
-        )
+        return self._driver.heard(request.job, request.worker, request.incarnation)
 
     def _job_status(self, job: Job) -> pb.JobStatus:
         now_s = self._driver.now()
@@ -241,7 +304,7 @@ def _spec(table: pb.Table) -> TableSpec:
 def _plugin(plugin: pb.Plugin) -> tuple[str, dict[str, object]]:
     try:
         arguments = json.loads(plugin.arguments or "{}")
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"arguments of {plugin.name!r} are not JSON") from problem
     if not isinstance(arguments, dict):
         raise ConfigError(f"arguments of {plugin.name!r} are not an object")
