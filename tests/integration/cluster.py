@@ -1,0 +1,326 @@
+"""Real shards and real workers for tests: processes on free ports that end with the test.
+
+A worker is a function that runs in a process of its own, forked from a server that has imported
+torch and psworker, with the variables that a launcher would set. It gets a `Station`: its rank, and
+a line to the test, so that both can wait for each other without a clock. What it returns is the
+result; what it raises fails the test, with all it wrote. For what only a whole interpreter shows
+(exit status, Ctrl-C, a script that just ends) there is `Script`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, BinaryIO
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60.0
+PR_SET_PDEATHSIG = 1
+_forks = multiprocessing.get_context("forkserver")
+_numbers = itertools.count()
+
+
+class WorkerError(AssertionError):
+    """A worker raised, died or did not come to its end; the message holds what it wrote."""
+
+
+class Station:
+    """What a worker function is given."""
+
+    def __init__(self, rank: int, num_workers: int, line: Connection) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self._line = line
+
+    def tell(self, value: Any = None) -> None:
+        """Sends something to the test (`Worker.hear`)."""
+        self._line.send(("said", value))
+
+    def hear(self) -> Any:
+        """Waits for what the test sends (`Worker.tell`)."""
+        return self._line.recv()
+
+
+class Worker:
+    """One worker process, as the test sees it."""
+
+    def __init__(
+        self, function: Callable[..., Any], rank: int, args: Sequence[Any], env: Mapping[str, str]
+    ) -> None:
+        self.rank = rank
+        self._line, theirs = multiprocessing.Pipe()
+        self._written = tempfile.NamedTemporaryFile(prefix=f"worker-{rank}-")
+        num_workers = int(env["WORLD_SIZE"])
+        self._process = _forks.Process(
+            target=_work,
+            args=(function, rank, num_workers, tuple(args), dict(env), theirs, self._written.name),
+            daemon=True,
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def written(self) -> str:
+        """Returns what the worker has written to standard output and error."""
+        return Path(self._written.name).read_text(encoding="utf-8", errors="replace")
+
+    def tell(self, value: Any = None) -> None:
+        """Sends something to the worker (`Station.hear`)."""
+        self._line.send(value)
+
+    def hear(self, deadline_s: float = DEADLINE_S) -> Any:
+        """Returns the next thing that the worker tells."""
+        kind, value = self._receive(deadline_s)
+        if kind != "said":
+            raise WorkerError(f"worker {self.rank} {kind} {value!r} early\n{self.written()}")
+        return value
+
+    def result(self, deadline_s: float = DEADLINE_S) -> Any:
+        """Waits for the end of the worker function and returns its result."""
+        kind, value = self._receive(deadline_s)
+        while kind == "said":
+            kind, value = self._receive(deadline_s)
+        self._process.join(deadline_s)
+        if kind != "returned":
+            raise WorkerError(f"worker {self.rank} raised\n{value}\n{self.written()}")
+        return value
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to the worker; after SIGKILL it is gone when this returns."""
+        os.kill(self.pid, number)
+        if number is signal.SIGKILL:
+            self._process.join()
+
+    def close(self) -> None:
+        """Ends the process in any case."""
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._line.close()
+        self._written.close()
+
+    def _receive(self, deadline_s: float) -> tuple[str, Any]:
+        if not self._line.poll(deadline_s):
+            raise WorkerError(
+                f"worker {self.rank} did nothing for {deadline_s:g} s\n{self.written()}"
+            )
+        try:
+            kind, value = self._line.recv()
+        except EOFError:
+            self._process.join(DEADLINE_S)
+            raise WorkerError(
+                f"worker {self.rank} ended with {self._process.exitcode}\n{self.written()}"
+            ) from None
+        return kind, value
+
+
+def _work(
+    function: Callable[..., Any],
+    rank: int,
+    num_workers: int,
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    line: Connection,
+    written: str,
+) -> None:
+    """Is the worker process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # None outlives the test.
+    fd = os.open(written, os.O_WRONLY | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    for name in [name for name in os.environ if name.startswith("PACELINE_")]:
+        del os.environ[name]
+    os.environ.update(env)
+    from tests.integration import preload  # noqa: PLC0415 - the test itself may do without torch
+
+    try:
+        value = function(Station(rank, num_workers, line), *args)
+        preload.psworker.shutdown()
+    except BaseException:  # noqa: BLE001 - whatever it is, the test has to see it
+        line.send(("raised", traceback.format_exc()))
+    else:
+        line.send(("returned", value))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+class Shards:
+    """A cluster of real shard processes on free ports; ends when closed, or with this process."""
+
+    def __init__(self, num_shards: int = 2, *, lease_s: float = 10.0) -> None:
+        options = ["--shards", str(num_shards), "--lease-s", str(lease_s)]
+        self._written: BinaryIO = tempfile.TemporaryFile()
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "psserver", "embedded", *options, "--log-level", "warning"],
+            cwd=ROOT,
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._written,
+            text=True,
+        )
+        assert self._popen.stdout is not None
+        line = self._popen.stdout.readline()
+        assert line, f"shards did not start\n{self.written()}"
+        self.addresses: list[str] = json.loads(line)["addresses"]
+
+    @property
+    def servers(self) -> str:
+        """The addresses as PACELINE_SERVERS holds them."""
+        return ",".join(self.addresses)
+
+    def written(self) -> str:
+        """Returns what the shards have logged: warnings and worse."""
+        self._written.seek(0)
+        return self._written.read().decode(errors="replace")
+
+    def environment(self, rank: int, num_workers: int, job: str) -> dict[str, str]:
+        """Returns what a launcher would set for one worker."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(num_workers),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(num_workers),
+            "PACELINE_SERVERS": self.servers,
+            "PACELINE_JOB": job,
+        }
+
+    @contextmanager
+    def workers(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        num_workers: int = 2,
+        ranks: Sequence[int] | None = None,
+        job: str | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Iterator[list[Worker]]:
+        """Starts workers of one job (all ranks of it, or some), and ends them in any case."""
+        job = job or new_job()
+        started: list[Worker] = []
+        try:
+            for rank in range(num_workers) if ranks is None else ranks:
+                variables = self.environment(rank, num_workers, job) | dict(env or {})
+                started.append(Worker(function, rank, args, variables))
+            yield started
+        finally:
+            for worker in started:
+                worker.close()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, num_workers: int = 2, **options: Any
+    ) -> list[Any]:
+        """Runs a function as every worker of a job and returns the results by rank."""
+        with self.workers(function, *args, num_workers=num_workers, **options) as workers:
+            return [worker.result() for worker in workers]
+
+    def close(self) -> None:
+        """Ends the shards in order."""
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._popen.stdin.close()
+        self._popen.stdout.close()
+        try:
+            self._popen.wait(DEADLINE_S)
+        finally:
+            self._popen.kill()
+            self._popen.wait()
+            self._written.close()
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Script:
+    """A Python script in an interpreter of its own, as a user starts it; a context manager."""
+
+    def __init__(
+        self, path: Path, *arguments: object, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._stderr = Path(self._folder.name) / "stderr"
+        with self._stderr.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, str(path), *map(str, arguments)],
+                cwd=self._folder.name,
+                env={**clean_environment(), "PYTHONPATH": str(ROOT), **(env or {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+
+    def line(self) -> str:
+        """Returns the next line that the script prints."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().rstrip("\n")
+        assert line, f"the script ended early\n{self.stderr()}"
+        return line
+
+    def stderr(self) -> str:
+        """Returns what the script has written to standard error."""
+        return self._stderr.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Waits for the end of the script and returns its exit status."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise WorkerError(f"the script has not ended\n{self.stderr()}") from None
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._folder.cleanup()
+
+
+def clean_environment() -> dict[str, str]:
+    """Returns this process's environment without what would make it a worker."""
+    launcher = ("PACELINE_", "DMLC_", "TORCHELASTIC_")
+    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(launcher) and name not in torchrun
+    }
+
+
+def new_job() -> str:
+    """Returns a job name that nobody else has."""
+    return f"test-{os.getpid()}-{next(_numbers)}"
+
+
+def wait_until(claim: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Waits for something that only looking can tell, such as the end of a foreign process."""
+    end_s = time.monotonic() + deadline_s
+    while not claim():
+        assert time.monotonic() < end_s, f"not within {deadline_s:g} s"
+        time.sleep(0.02)

@@ -1,0 +1,14 @@
+"""What every worker of the tests needs, done once: the fork server imports this and then forks."""
+
+import torch
+
+import psworker
+from pscore.local import LOCAL_UPDATES
+from pscore.optimizers import OPTIMIZERS, warm_up
+
+torch.set_num_threads(1)  # A thread pool would not survive the fork.
+torch.optim.SGD([torch.zeros(1)], lr=0.1).zero_grad()  # Torch imports its compiler at the first.
+assert LOCAL_UPDATES
+assert psworker.__all__
+for optimizer in OPTIMIZERS.values():
+    warm_up(optimizer())
