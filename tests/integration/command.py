@@ -1,0 +1,111 @@
+"""Runs `psserver` as a user does, on free ports, and leaves no process behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+WAIT_S = 30.0
+
+
+def eventually(claim: Callable[[], T], wait_s: float = WAIT_S) -> T:
+    """Returns the first true value of `claim`, or fails after `wait_s`."""
+    deadline_s = time.monotonic() + wait_s
+    while not (value := claim()):
+        assert time.monotonic() < deadline_s, f"not within {wait_s} s"
+        time.sleep(0.01)
+    return value
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class Command:
+    """`psserver` with a run directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        self.environment = {**kept, "XDG_RUNTIME_DIR": str(folder), "COLUMNS": "200"}
+
+    def line(self, *arguments: object) -> list[str]:
+        return [sys.executable, "-m", "psserver", *map(str, arguments)]
+
+    def run(
+        self, *arguments: object, code: int = 0, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command to its end, which must be exit code `code`."""
+        done = subprocess.run(
+            self.line(*arguments),
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+        )
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done
+
+    @contextmanager
+    def spawn(self, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+        """Runs a command beside the test; ends it, in order if it can, when the test is over."""
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            self.line(*arguments),
+            env=self.environment,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.communicate(timeout=WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                raise
+
+    @contextmanager
+    def detached(self, *arguments: object) -> Iterator[dict[str, Any]]:
+        """Starts detached shards on free ports; yields the run file's content."""
+        self.run("start", "--port", 0, "--detach", *arguments)
+        run = self.run_file()
+        try:
+            yield run
+        finally:
+            for pid in [run["pid"]]:
+                if not gone(pid):
+                    os.kill(pid, signal.SIGTERM)
+                eventually(lambda: gone(run["pid"]))
+
+    def run_file(self) -> dict[str, Any]:
+        """Returns the only run file there is."""
+        (path,) = self.folder.rglob("run.json")
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content
+
+
+def taken_port() -> socket.socket:
+    """Returns a socket that listens on a port of loopback."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener

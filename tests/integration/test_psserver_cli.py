@@ -1,0 +1,470 @@
+"""`psserver` as its users see it: real processes, free ports, exit codes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pscore.pb.ps.v1 import data_pb2
+from tests.integration.command import Command, eventually, gone, taken_port
+from tests.integration.worker import Worker, nested
+
+
+@pytest.fixture
+def psserver(tmp_path: Path) -> Command:
+    return Command(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, dict[str, Any]]]:
+    """Two detached shards that no test changes; a job with one worker on shard 0."""
+    command = Command(tmp_path_factory.mktemp("run"))
+    with command.detached("--shards", 2) as run:
+        worker = Worker(run["addresses"][0])
+        worker.join()
+        worker.define(num_shards=2)
+        yield command, run
+        worker.close()
+
+
+def servers(run: dict[str, Any]) -> str:
+    return ",".join(run["addresses"])
+
+
+# ----- start and stop
+
+
+def test_start_in_the_foreground_prints_the_addresses_and_sigint_ends_it_with_0(
+    psserver: Command,
+) -> None:
+    with psserver.spawn("start", "--shards", 2, "--port", 0) as process:
+        assert process.stdout is not None
+        name, _, addresses = process.stdout.readline().strip().partition("=")
+        assert name == "PACELINE_SERVERS"
+        psserver.run("health", PACELINE_SERVERS=addresses)
+        shards = [shard["pid"] for shard in psserver.run_file()["shards"]]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert all(map(gone, shards))
+    assert not list(psserver.folder.rglob("run.json"))
+
+
+def test_stop_ends_what_start_detached(psserver: Command) -> None:
+    with psserver.detached("--shards", 2) as run:
+        assert len(run["addresses"]) == 2
+        done = psserver.run("stop")
+        assert done.stdout == f"stopped {', '.join(run['addresses'])}\n"
+        assert all(gone(pid) for pid in [run["pid"], *(s["pid"] for s in run["shards"])])
+    psserver.run("stop", "--port", run["port"], code=6)
+
+
+def test_stop_by_address_drains_every_shard_and_so_ends_the_supervisor(psserver: Command) -> None:
+    with psserver.detached("--shards", 2) as run:
+        psserver.run("stop", "--servers", servers(run))
+        eventually(lambda: gone(run["pid"]))
+
+
+def test_several_runs_have_to_be_told_apart(psserver: Command) -> None:
+    with psserver.detached() as first:
+        psserver.run("start", "--port", 0, "--detach")
+        runs = [json.loads(path.read_text()) for path in psserver.folder.rglob("run.json")]
+        (second,) = [run for run in runs if run["pid"] != first["pid"]]
+        refused = psserver.run("stop", code=2)
+        assert f"{first['port']}" in refused.stderr
+        assert "--port" in refused.stderr
+        psserver.run("stop", "--port", second["port"])
+        psserver.run("health", "--port", first["port"])
+
+
+def test_sigterm_gives_up_on_pulls_that_nothing_can_answer_and_exits_0(psserver: Command) -> None:
+    with psserver.spawn("start", "--port", 0, "--log-level", "error") as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip().partition("=")[2]
+        worker = Worker(address, num_workers=2)
+        worker.join()
+        worker.define()
+        worker.push_weights()
+        codes: list[grpc.StatusCode] = []
+
+        def wait() -> None:
+            with pytest.raises(grpc.RpcError) as caught:
+                worker.pull(min_version=1, wait_ms=10_000)
+            codes.append(caught.value.code())
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        eventually(lambda: "waiting_for" in psserver.run("status", "--json").stdout)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(8) == 0
+        waiting.join()
+        worker.close()
+    assert codes == [grpc.StatusCode.UNAVAILABLE]
+
+
+def test_a_worker_may_join_no_shard_that_drains(psserver: Command) -> None:
+    with psserver.detached() as run:
+        worker = Worker(run["addresses"][0])
+        psserver.run("stop")
+        with pytest.raises(grpc.RpcError):
+            worker.join()
+        worker.close()
+
+
+# ----- failures of start
+
+
+def test_a_taken_port_is_named(psserver: Command) -> None:
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        for extra in ([], ["--detach"]):
+            done = psserver.run("start", "--port", port, "--metrics-port", 0, *extra, code=3)
+            assert f"127.0.0.1:{port}" in done.stderr
+            assert "--port" in done.stderr
+            assert not done.stdout
+
+
+def test_a_taken_metrics_port_is_named(psserver: Command) -> None:
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        done = psserver.run("start", "--port", 0, "--metrics-port", port, code=3)
+        assert f"127.0.0.1:{port}" in done.stderr
+        assert "--metrics-port" in done.stderr
+
+
+def test_a_host_of_another_machine_is_named(psserver: Command) -> None:
+    # 192.0.2.0/24 is for documentation: RFC 5737.
+    done = psserver.run("start", "--port", 0, "--host", "192.0.2.1", "--insecure", code=10)
+    assert "192.0.2.1" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv to give up rights with")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give up root's rights")
+def test_a_privileged_port_is_not_for_everybody(psserver: Command) -> None:
+    limit = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
+    if int(limit.read_text()) <= 80:
+        pytest.skip(f"{limit} lets everybody have port 80")
+    line = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *psserver.line("start")]
+    done = subprocess.run(
+        [*line, "--port", "80", "--metrics-port", "0"],
+        env=psserver.environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "127.0.0.1:80" in done.stderr
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_a_state_directory_that_is_a_file_is_named(psserver: Command, detach: list[str]) -> None:
+    file = psserver.folder / "state"
+    file.touch()
+    done = psserver.run("start", "--port", 0, "--state-dir", file, *detach, code=5)
+    assert f"{file} is not a directory" in done.stderr
+    psserver.run("start", "--port", 0, "--state-dir", "/proc/paceline", *detach, code=5)
+
+
+def test_a_second_start_on_the_port_says_that_the_first_runs(psserver: Command) -> None:
+    with psserver.detached() as run:
+        done = psserver.run("start", "--port", run["port"], "--detach", code=7)
+        assert f"process {run['pid']}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--shards", "0"], "server.shards is 0"),
+        (["--shards", "65"], "must be in 1..64"),
+        (["--host", "0.0.0.0"], "--insecure"),
+        (["--log-format", "xml"], "log.format is 'xml'"),
+        (["--config", "nonesuch.toml"], "nonesuch.toml"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(
+    psserver: Command, arguments: list[str], named: str
+) -> None:
+    assert named in psserver.run("start", *arguments, code=2).stderr
+
+
+def test_python_without_assertions_is_refused(psserver: Command) -> None:
+    done = psserver.run("start", code=2, PYTHONOPTIMIZE="1")
+    assert "PYTHONOPTIMIZE" in done.stderr
+
+
+# ----- a shard that dies
+
+
+def test_a_killed_shard_comes_back_on_its_port(psserver: Command) -> None:
+    with psserver.detached("--shards", 2) as run:
+        victim = run["shards"][1]["pid"]
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: psserver.run_file()["shards"][1]["pid"] != victim)
+        assert psserver.run_file()["addresses"] == run["addresses"]
+        psserver.run("health", "--servers", servers(run))
+        logged = psserver.run("logs").stdout
+        assert "shard died" in logged
+        assert "SIGKILL" in logged
+        assert "its weights and workers are gone" in logged
+
+
+def test_a_killed_shard_ends_all_without_restart(psserver: Command) -> None:
+    with psserver.spawn("start", "--shards", 2, "--port", 0, "--no-restart") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        shards = [shard["pid"] for shard in psserver.run_file()["shards"]]
+        os.kill(shards[0], signal.SIGKILL)
+        assert process.wait(30) == 8
+    assert all(map(gone, shards))
+
+
+def test_shards_end_when_their_supervisor_is_killed(psserver: Command) -> None:
+    with psserver.detached("--shards", 2) as run:
+        os.kill(run["pid"], signal.SIGKILL)
+        eventually(lambda: all(gone(shard["pid"]) for shard in run["shards"]))
+        psserver.run("logs", code=6)  # The run file that is left does not count.
+
+
+def test_what_no_worker_sends_is_refused_and_stops_nothing(psserver: Command) -> None:
+    with psserver.detached() as run:
+        worker = Worker(run["addresses"][0])
+        worker.join()
+        with pytest.raises(grpc.RpcError, match="not JSON"):
+            worker.define(arguments=nested(100_000))
+        worker.define()
+        worker.push_weights()
+        for wrong in ({"role": 9}, {"role": 3, "counts": [1, 2, 3]}, {"slice": 5}):
+            with pytest.raises(grpc.RpcError):
+                worker.push(worker.header(**wrong), b"")
+        assert worker.push_gradient().verdict == data_pb2.VERDICT_ACCEPTED
+        worker.close()
+        assert psserver.run_file()["shards"] == run["shards"]
+
+
+# ----- looking
+
+
+def test_status_as_json_has_shards_jobs_workers_and_tables(
+    running: tuple[Command, dict[str, Any]],
+) -> None:
+    command, run = running
+    status = json.loads(command.run("status", "--json").stdout)
+    assert [shard["address"] for shard in status["shards"]] == run["addresses"]
+    assert [shard["pid"] for shard in status["shards"]] == [s["pid"] for s in run["shards"]]
+    assert status["cluster"] == run["cluster"]
+    (job,) = status["jobs"]
+    (worker,) = job["workers"]
+    (table,) = job["tables"]
+    assert worker == {
+        "rank": 0,
+        "host": "here",
+        "pid": 1,
+        "state": worker["state"],
+        "step": 0,
+        "staleness": 0,
+        "last_heard_s": worker["last_heard_s"],
+    }
+    assert table["mode"].startswith("ssgd")
+    assert table["version_min"] == -1
+    assert set(job) == {
+        "name",
+        "num_workers",
+        "num_pushes",
+        "num_updates",
+        "pushed_nbytes",
+        "pulled_nbytes",
+        "workers",
+        "tables",
+    }
+
+
+def test_status_shows_tables_to_a_person(running: tuple[Command, dict[str, Any]]) -> None:
+    command, run = running
+    shown = command.run("status", "--servers", servers(run)).stdout
+    assert run["addresses"][1] in shown
+    assert "job train: 1 workers" in shown
+    assert "no weights" in shown
+
+
+def test_status_names_what_a_pull_waits_for(psserver: Command) -> None:
+    with psserver.detached() as run:
+        worker = Worker(run["addresses"][0], num_workers=2)
+        worker.join()
+        worker.define()
+        worker.push_weights()
+        pulling = threading.Thread(target=worker.pull, args=(1, 3_000))
+        pulling.start()
+        text = eventually(
+            lambda: json.loads(psserver.run("status", "--json").stdout)["jobs"][0]["tables"][0][
+                "waiting_for"
+            ]
+        )
+        assert "worker 1 (has not joined yet)" in text[0]
+        pulling.join()
+        worker.close()
+
+
+def test_a_wrong_address_is_one_clear_line(psserver: Command) -> None:
+    with taken_port() as listener:
+        free = listener.getsockname()[1]
+    for command in ("status", "stop"):
+        done = psserver.run(command, "--servers", f"127.0.0.1:{free}", code=6)
+        (line,) = done.stderr.splitlines()
+        assert f"nobody answers at 127.0.0.1:{free} (waited " in line
+        assert f"psserver start --port {free}" in line
+    psserver.run("status", "--servers", "nonsense", code=2)
+
+
+def test_health_by_command_and_by_the_standard_service(
+    running: tuple[Command, dict[str, Any]],
+) -> None:
+    command, run = running
+    assert command.run("health").stdout.splitlines() == [f"{a} ready" for a in run["addresses"]]
+    with grpc.insecure_channel(run["addresses"][1]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "liveness", "readiness"):
+            reply = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    with taken_port() as listener:
+        free = listener.getsockname()[1]
+    broken = f"{run['addresses'][0]},127.0.0.1:{free}"
+    done = command.run("health", "--servers", broken, code=1)
+    assert done.stdout.splitlines()[1] == f"127.0.0.1:{free} not ready"
+
+
+def test_the_metrics_page_counts_what_a_worker_does(psserver: Command) -> None:
+    with psserver.detached() as run:
+        worker = Worker(run["addresses"][0])
+        worker.join()
+        worker.define()
+        worker.push_weights()
+        worker.push_gradient()
+        worker.push_gradient()
+        worker.pull(min_version=1, wait_ms=1000)
+        worker.close()
+        port = run["shards"][0]["metrics_port"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+            assert answer.read() == b"ready\n"
+    for line in (
+        'paceline_push_requests_total{verdict="accepted"} 2.0',
+        'paceline_push_requests_total{verdict="duplicate"} 1.0',
+        'paceline_pull_requests_total{answer="weights"} 1.0',
+        "paceline_updates_total 1.0",
+        'paceline_staleness_steps_bucket{le="0"} 1.0',
+        "paceline_apply_seconds_count 2.0",
+        "paceline_jobs 1.0",
+        'paceline_workers_live{job="train"} 1.0',
+    ):
+        assert line in lines
+    assert any(line.startswith("paceline_build_info{") for line in lines)
+    sent = next(
+        line for line in lines if line.startswith("paceline_wire_bytes_total") and "sent" in line
+    )
+    assert float(sent.split()[1]) >= 4 * 4096
+
+
+def test_logs_of_a_detached_start_carry_the_shard(psserver: Command) -> None:
+    with psserver.detached("--shards", 2, "--log-format", "json") as run:
+        lines = [json.loads(line) for line in psserver.run("logs").stdout.splitlines()]
+        assert sorted(line["shard"] for line in lines if line["event"] == "shard ready") == [0, 1]
+        only = psserver.run("logs", "--shard", 1).stdout.splitlines()
+        assert {json.loads(line)["shard"] for line in only} == {1}
+        psserver.run("logs", "--shard", 2, code=2)
+        with psserver.spawn("logs", "--follow") as following:
+            assert following.stdout is not None
+            following.stdout.readline()
+            psserver.run("stop", "--port", run["port"])
+            assert "shard ended" in following.stdout.read()
+            assert following.wait(10) == 0
+
+
+def test_rules_and_settings_are_listed(psserver: Command) -> None:
+    rules = {rule["name"]: rule for rule in json.loads(psserver.run("rules", "--json").stdout)}
+    assert rules["ssgd"]["source"]
+    assert {a["name"] for a in rules["ssd"]["arguments"]} >= {"steps", "warmup"}
+    shown = json.loads(
+        psserver.run("config", "show", "--json", "--port", 9000, PACELINE_SHARDS="3").stdout
+    )
+    assert shown["server.port"] == {"value": "9000", "origin": "flag --port"}
+    assert shown["server.shards"] == {"value": "3", "origin": "environment PACELINE_SHARDS"}
+    assert shown["log.level"]["origin"] == "default"
+
+
+# ----- embedded
+
+
+def read_addresses(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    addresses = json.loads(process.stdout.readline())["addresses"]
+    assert isinstance(addresses, list)
+    return addresses
+
+
+def test_embedded_shards_say_only_their_addresses_and_end_with_standard_input(
+    psserver: Command,
+) -> None:
+    with psserver.spawn("embedded", "--shards", 2) as process:
+        addresses = read_addresses(process)
+        psserver.run("health", "--servers", ",".join(addresses))
+        out, err = process.communicate(timeout=30)  # Closes standard input.
+        assert (process.returncode, out, err) == (0, "", "")
+        psserver.run("health", "--servers", ",".join(addresses), code=1)
+
+
+PARENT = """
+import os, sys
+from psserver.embedded import start_embedded
+servers = start_embedded(2)
+if os.fork() == 0:  # Holds the pipes open, as a data loader's process would.
+    print(os.getpid(), *servers.addresses, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_embedded_shards_end_with_a_parent_that_is_killed(psserver: Command) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        env=psserver.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child, *addresses = parent.stdout.readline().split()
+    psserver.run("health", "--servers", ",".join(addresses))
+    parent.kill()
+    parent.wait()
+    eventually(lambda: psserver_is_gone(psserver, addresses))
+    assert not gone(int(child))
+    os.kill(int(child), signal.SIGKILL)
+    parent.communicate()
+
+
+def psserver_is_gone(psserver: Command, addresses: list[str]) -> bool:
+    with grpc.insecure_channel(addresses[0]) as channel:
+        try:
+            stub = health_pb2_grpc.HealthStub(channel)
+            stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
+        except grpc.RpcError:
+            return True
+    return False
+
+
+def test_embedded_servers_are_a_context_manager(psserver: Command) -> None:
+    from psserver.embedded import start_embedded
+
+    with start_embedded(1) as embedded:
+        psserver.run("health", "--servers", ",".join(embedded.addresses))
+    assert psserver_is_gone(psserver, embedded.addresses)
