@@ -101,8 +101,11 @@ class Counted:
         return step < self.clock or step in self.ahead
 
     def add(self, step: int) -> None:
-        """Counts `step`."""
+        """Counts `step`; a worker that has left out steps long ago will not send them any more."""
         self.ahead.add(step)
+        if self.clock < step - LATE_KEPT:
+            self.clock = step - LATE_KEPT
+            self.ahead = {other for other in self.ahead if other >= self.clock}
         while self.clock in self.ahead:
             self.ahead.remove(self.clock)
             self.clock += 1
@@ -130,7 +133,11 @@ class SliceClock:
             rule: The job's mode.
             expected: Returns the ranks that a step waits for, in order.
             num_workers: Workers that the job was made for.
+
+        Raises:
+            ConfigError: The mode's arguments do not fit that number.
         """
+        rule.require_workers(num_workers)
         self.rule = rule
         self.version = -1  # Updates decided; -1 until the initial weights are here.
         self.counted: dict[int, Counted] = {}
@@ -179,7 +186,10 @@ class SliceClock:
 
     def recheck(self) -> list[Action]:
         """Decides again after the membership has changed."""
-        actions = [action for step in sorted(self._bins) for action in self._fill(step)]
+        if self.rule.by_step:
+            actions = [action for step in sorted(self._bins) for action in self._fill(step)]
+        else:
+            actions = self._close_if_full()
         return actions + self._proceed()
 
     # ----- what a rule may ask
@@ -254,8 +264,8 @@ class SliceClock:
     def _arrive(self, push: Push, token: Token) -> list[Action]:
         """An asynchronous mode: adds on arrival, updates after `fan_in` of them."""
         bin_ = self._bins.setdefault(0, Bin())
-        fan_in = self._fan_in(bin_)
-        weight = push.samples if fan_in > 1 else 1.0
+        is_mean = self.rule.fan_in(self._num_workers, self._num_workers) > 1
+        weight = push.samples if is_mean else 1.0
         factor = self.rule.scale(self.version - push.base_version)
         bin_.added.append((push, weight))
         actions: list[Action] = [
@@ -267,9 +277,14 @@ class SliceClock:
                 is_first=len(bin_.added) == 1,
             )
         ]
-        if len(bin_.added) >= fan_in:
-            actions.append(self._close(0))
+        actions += self._close_if_full()
         return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
+
+    def _close_if_full(self) -> list[Action]:
+        """An asynchronous mode: updates if the bin holds as many as there are workers left."""
+        bin_ = self._bins.get(0)
+        fan_in = self.rule.fan_in(max(1, len(self._expected())), self._num_workers)
+        return [self._close(0)] if bin_ is not None and len(bin_.added) >= fan_in else []
 
     def _fan_in(self, bin_: Bin) -> int:
         num_expected = len(bin_.ranks() | set(self._expected()))

@@ -15,11 +15,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pscore.errors import GradientError
 from pscore.local.base import LocalSlice
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
-from pscore.types import IntArray, Push, SegmentTable
+from pscore.types import IntArray, Push, Role, SegmentTable
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,8 +36,18 @@ class Landing:
 class Outbox(Protocol):
     """How a replica sends. Neither call waits."""
 
-    def push(self, index: int, push: Push, grad: torch.Tensor, *, compress: bool) -> None:
-        """Sends `(numel,) float32`, which stays unchanged until it has left."""
+    def push(
+        self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
+    ) -> None:
+        """Sends `(numel,) float32`, which stays unchanged until it has left.
+
+        Args:
+            index: The slice.
+            push: What a shard decides about.
+            grad: The gradient, or what the weights moved by.
+            compress: Whether the job's compressor is used.
+            flush: What error feedback owes goes along, uncompressed, and becomes zero.
+        """
 
     def pull(
         self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
@@ -50,10 +61,15 @@ Waits = Generator[int, None, None]
 class Replica:
     """One worker's copy of the weights, slice by slice.
 
+    In a mode whose workers run the user's own optimizer between rounds, whoever drives the replica
+    makes that step, on the weights, before `finish`; what is pushed is how far they have moved.
+
     Attributes:
         parts: The slices, by index.
         step: Steps finished; 0-based number of the step under way.
-        clock: Pushes made per slice: the `step` of the next one on the wire.
+        clocks: For each slice, the `step` of its next push on the wire: pushes made so far, or
+            more where steps have closed without this worker.
+        num_inner: Steps of the user's own optimizer since the last pull.
     """
 
     def __init__(
@@ -78,7 +94,8 @@ class Replica:
         self.rule = rule
         self.rank = rank
         self.step = 0
-        self.clock = 0
+        self.clocks = [0] * len(layout.slices)
+        self.num_inner = 0
         self.local = rule.local_update()
         self.weights = weights
         self.parts = [
@@ -92,7 +109,10 @@ class Replica:
             )
             for spec in layout.slices
         ]
+        self._starts = [spec.start for spec in layout.slices]
         self._num_state = len(optimizer.state_names)
+        self._reference = torch.empty_like(weights) if rule.outer_optimizer else None
+        self._samples = 0.0  # Of the round so far.
         self._landings: dict[int, Landing] = {}
         self._pending: set[int] = set()
 
@@ -105,7 +125,7 @@ class Replica:
     def push(
         self, index: int, grad: torch.Tensor, present: int, samples: float, outbox: Outbox
     ) -> None:
-        """Sends this step's gradient of one slice; may be called before `finish`.
+        """Sends this step's gradient of one slice, if the plan says so; may precede `finish`.
 
         Args:
             index: The slice; its `hyper` is this step's.
@@ -114,55 +134,74 @@ class Replica:
             samples: Weight in the mean of the step.
             outbox: Where it is sent.
         """
-        plan = self.plan()
-        if plan.push is None:
-            return
-        part = self.parts[index]
-        push = Push(
-            worker=self.rank,
-            step=self.clock,
-            base_version=max(0, part.version),
-            role=plan.push,
-            samples=samples,
-            present=present,
-            hyper=part.hyper,
-        )
-        outbox.push(index, push, grad, compress=plan.compress)
+        if self.plan().push is Role.GRADIENT:
+            self._send(index, Role.GRADIENT, grad, present, samples, outbox)
 
-    def finish(self, grads: Sequence[torch.Tensor], outbox: Outbox) -> Waits:
+    def finish(self, grads: Sequence[torch.Tensor], outbox: Outbox, samples: float = 1.0) -> Waits:
         """Ends the step: local update, pulls, and the waits that the plan asks for.
 
         Args:
-            grads: This step's gradient of each slice, `(numel,) float32`.
+            grads: This step's gradient of each slice, `(numel,) float32`. Where weights' moves are
+                pushed, they are written into it.
             outbox: Where pulls are sent.
+            samples: Weight of this step in the mean of a round.
 
         Yields:
             The slice whose pull has to land before the generator is resumed.
+
+        Raises:
+            GradientError: The weights hold NaN or Inf at the end of a round.
         """
         plan = self.plan()
-        if plan.push is not None:
-            self.clock += 1
+        if plan.inner:
+            self.num_inner += 1
+            self._samples += samples
+        if plan.push is Role.GRADIENT:
+            self.clocks = [self._next_push(index) + 1 for index in self._indices()]
         for index in self.front_first():
             if index in self._pending:
                 yield index
                 self._rebase(index)
-            if plan.local:
+            if plan.local and not self._has_own(index):
                 self.local.update(self.parts[index], grads[index])
+                self.parts[index].num_local += 1
+        if plan.push is Role.DELTA:
+            self._push_moves(grads, outbox)
         if plan.pull:
-            min_version = self.rule.min_version(self.clock - 1)
             with_state = self._wants_state(plan)
             for index in self.front_first():
-                self._ask(index, min_version, outbox, with_state=with_state)
+                self._ask(index, self.newest(index), outbox, with_state=with_state)
         self.step += 1
         if plan.block:
             yield from self.settle()
 
-    def fetch(self, min_version: int, outbox: Outbox) -> Waits:
-        """Takes the global weights as they are on the shards, whatever the plan."""
+    def end_round(self, grads: Sequence[torch.Tensor], outbox: Outbox) -> None:
+        """Pushes what the weights have moved by in a round that is not over; for the last of all.
+
+        Args:
+            grads: As for `finish`: where the moves are written.
+            outbox: Where they are sent.
+        """
+        if self.num_inner:
+            self._push_moves(grads, outbox)
+
+    def take_reference(self) -> None:
+        """Takes the weights as they are for those of the last pull: a model may round them."""
+        if self._reference is not None:
+            self._reference.copy_(self.weights)
+
+    def fetch(self, min_version: int | None, outbox: Outbox) -> Waits:
+        """Takes the global weights as they are on the shards, whatever the plan.
+
+        Args:
+            min_version: The oldest that will do; None: this worker's last push is in it.
+            outbox: Where pulls are sent.
+        """
         yield from self.settle()
         with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
-            self._ask(index, min_version, outbox, with_state=with_state)
+            oldest = self.newest(index) if min_version is None else min_version
+            self._ask(index, oldest, outbox, with_state=with_state)
         yield from self.settle()
 
     def settle(self) -> Waits:
@@ -180,25 +219,32 @@ class Replica:
             target: `(layout.numel,) float32`.
             outbox: Where pulls are sent.
         """
-        version = self.newest()
         landings = {}
         for index in self.front_first():
             if index in self._pending:
                 landings[index] = self._landings[index]
             else:
-                weights = self._landing(index, with_state=False).weights
+                weights = target[self._span(index)]
+                if target.device.type != "cpu":
+                    weights = self._landing(index, with_state=False).weights
                 landings[index] = Landing(weights=weights, state=[])
-                outbox.pull(index, self.clock, version, landings[index], with_state=False)
-        start = 0
-        for index, part in enumerate(self.parts):
+                clock, version = self.clocks[index], self.newest(index)
+                outbox.pull(index, clock, version, landings[index], with_state=False)
+        for index in self._indices():
             yield index
-            stop = start + len(part.weights)
-            target[start:stop].copy_(landings[index].weights)
-            start = stop
+            landed = landings[index].weights
+            if landed.data_ptr() != target[self._span(index)].data_ptr():
+                target[self._span(index)].copy_(landed)
 
-    def newest(self) -> int:
-        """Returns the oldest version that has this worker's last push in it; 0 is any."""
-        return self.rule.min_version(self.clock - 1) if self.clock else 0
+    def newest(self, index: int = 0) -> int:
+        """Returns the oldest version of a slice that has this worker's last push in it."""
+        clock = self.clocks[index]
+        return self.rule.min_version(clock - 1) if clock else 0
+
+    @property
+    def drifts(self) -> bool:
+        """Whether the weights here are not those of the shards between two pulls."""
+        return self.local is not None or self._reference is not None
 
     def front_first(self) -> range:
         """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
@@ -206,10 +252,68 @@ class Replica:
 
     # ----- inside
 
+    def _indices(self) -> range:
+        return range(len(self.parts))
+
+    def _span(self, index: int) -> slice:
+        """Returns where a slice lies in the flat vector."""
+        start = self._starts[index]
+        return slice(start, start + len(self.parts[index].weights))
+
+    def _next_push(self, index: int) -> int:
+        """Returns the step of the next push of a slice.
+
+        A step that has closed without this worker takes nothing more, so it goes on with the one
+        that its weights are for: it was late (backup workers), or began when others had begun.
+        """
+        closed = self.parts[index].version if self.rule.by_step else 0
+        return max(self.clocks[index], closed)
+
+    def _has_own(self, index: int) -> bool:
+        """Whether the pulled weights have this step's gradient in them: others were that fast."""
+        return self.rule.by_step and self.parts[index].version >= self.clocks[index]
+
+    def _send(
+        self,
+        index: int,
+        role: Role,
+        values: torch.Tensor,
+        present: int,
+        samples: float,
+        outbox: Outbox,
+    ) -> None:
+        plan, part = self.plan(), self.parts[index]
+        push = Push(
+            worker=self.rank,
+            step=self._next_push(index),
+            base_version=max(0, part.version),
+            role=role,
+            samples=samples,
+            present=present,
+            hyper=part.hyper,
+        )
+        outbox.push(index, push, values, compress=plan.compress, flush=plan.flush)
+
+    def _push_moves(self, moves: Sequence[torch.Tensor], outbox: Outbox) -> None:
+        """Pushes the weights of the last pull minus the weights now, weighed by mean samples."""
+        assert self._reference is not None
+        for index, part in enumerate(self.parts):
+            torch.sub(self._reference[self._span(index)], part.weights, out=moves[index])
+            if not bool(torch.isfinite(moves[index]).all()):
+                raise GradientError(
+                    f"the weights of slice {index} hold NaN or Inf at step {self.step}, at the "
+                    "end of a round; nothing of it was pushed"
+                )
+        for index in self.front_first():
+            samples = self._samples / self.num_inner
+            self._send(index, Role.DELTA, moves[index], -1, samples, outbox)
+        self.clocks = [self._next_push(index) + 1 for index in self._indices()]
+        self.num_inner, self._samples = 0, 0.0
+
     def _ask(self, index: int, min_version: int, outbox: Outbox, *, with_state: bool) -> None:
         landing = self._landing(index, with_state=with_state)
         self._pending.add(index)
-        outbox.pull(index, self.clock, min_version, landing, with_state=with_state)
+        outbox.pull(index, self.clocks[index], min_version, landing, with_state=with_state)
 
     def _wants_state(self, plan: Plan) -> bool:
         """Whether the shard's optimizer state is needed with the pull of this step."""
@@ -249,7 +353,9 @@ class Replica:
             self.local.rebase(part, landing.weights, state, landing.version)
         elif landing.weights.data_ptr() != part.weights.data_ptr():
             part.weights.copy_(landing.weights, non_blocking=True)
-        part.version = landing.version
+        if self._reference is not None:
+            self._reference[self._span(index)].copy_(part.weights)
+        part.version, part.num_local = landing.version, 0
 
 
 def _host_buffer(like: torch.Tensor) -> torch.Tensor:

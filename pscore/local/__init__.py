@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pscore.local.base import LocalSlice, LocalUpdate
+from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
 from pscore.local.mirror import Mirror
 from pscore.local.sgd import PlainSGD
 
 LOCAL_UPDATES: dict[str, type[LocalUpdate]] = {
-    update.name: update for update in (GLU, Mirror, PlainSGD)
+    update.name: update for update in (DC, AdaptiveDC, GLU, Mirror, PlainSGD)
 }
 
 __all__ = ["LOCAL_UPDATES", "LocalSlice", "LocalUpdate", "make_local_update"]

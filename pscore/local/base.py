@@ -29,6 +29,7 @@ class LocalSlice:
     active: IntArray  # (num_segments,) int64; replaced at each step.
     counts: IntArray  # (num_segments,) int64: optimizer steps the weights have had.
     version: int = -1  # Of the newest pull that has landed; -1 before the first.
+    num_local: int = 0  # Local updates since that pull.
     state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.
 
     def __post_init__(self) -> None:

@@ -17,10 +17,11 @@ from pscore.optimizers.adamw import AdamW
 from pscore.optimizers.assign import Assign
 from pscore.optimizers.base import Optimizer
 from pscore.optimizers.sgd import SGD
+from pscore.optimizers.slowmo import SlowMo
 from pscore.types import HyperArray, SegmentTable
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    optimizer.name: optimizer for optimizer in (SGD, Adam, AdamW, Assign)
+    optimizer.name: optimizer for optimizer in (SGD, Adam, AdamW, Assign, SlowMo)
 }
 
 __all__ = ["OPTIMIZERS", "Optimizer", "from_torch", "hyper_rows", "warm_up"]

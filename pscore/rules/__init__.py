@@ -8,20 +8,39 @@ from typing import Any
 from pscore.plugins import make_plugin, parse_plugin
 from pscore.rules.asgd import ASGD
 from pscore.rules.base import Memory, Plan, Rule, SliceClocks
+from pscore.rules.cd import CD
+from pscore.rules.dcasgd import DCASGD
+from pscore.rules.diloco import DiLoCo
+from pscore.rules.local import LocalSGD
+from pscore.rules.od import OD
+from pscore.rules.slowmo import SlowMo
 from pscore.rules.ssd import SSD
 from pscore.rules.ssgd import SSGD
+from pscore.rules.ssp import SSP
+from pscore.rules.staleness import Staleness
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SSGD, ASGD, SSD)}
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule
+    for rule in (SSGD, ASGD, Staleness, DCASGD, SSP, OD, SSD, CD, LocalSGD, SlowMo, DiLoCo)
+}
 
 __all__ = [
     "ASGD",
+    "CD",
+    "DCASGD",
+    "OD",
     "RULES",
     "SSD",
     "SSGD",
+    "SSP",
+    "DiLoCo",
+    "LocalSGD",
     "Memory",
     "Plan",
     "Rule",
     "SliceClocks",
+    "SlowMo",
+    "Staleness",
     "make_rule",
     "parse_mode",
 ]

@@ -7,6 +7,9 @@ Jeffrey Dean et al., "Large Scale Distributed Deep Networks" (Downpour SGD), Neu
 
 A worker waits for its own update only. The learning rate is that of one update: N workers make N
 updates in the time of one synchronous step, so divide it by about N, and lower the momentum.
+
+Differs from the paper: a worker pulls after each push (n_fetch = n_push = 1), and the optimizer is
+the user's, where the paper has Adagrad.
 """
 
 from __future__ import annotations

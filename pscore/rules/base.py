@@ -72,14 +72,24 @@ class Rule(ABC):
         by_step: Only pushes of one step go into one update, and steps close in order.
         compensates: `compensate` has to be called for each push.
         remembers_pulls: `on_pull` has to be called before a pull is answered.
+        outer_optimizer: Name of the shards' optimizer in a mode whose workers run the user's own
+            torch optimizer between rounds; empty where the shards run the user's.
     """
 
     name: ClassVar[str]
     source: ClassVar[str] = ""  # The paper, as `psserver rules` prints it.
     compensates: ClassVar[bool] = False
     remembers_pulls: ClassVar[bool] = False
+    outer_optimizer: ClassVar[str] = ""
 
     # ----- server half
+
+    def require_workers(self, num_workers: int) -> None:  # noqa: B027
+        """Is called when a job is made for `num_workers` workers.
+
+        Raises:
+            ConfigError: The arguments do not fit that number.
+        """
 
     @property
     def by_step(self) -> bool:
@@ -107,7 +117,11 @@ class Rule(ABC):
         """Corrects one gradient `(numel,) float32` in place, before it is added to others."""
 
     def on_pull(self, worker: int, memory: Memory) -> None:  # noqa: B027
-        """Is called when `memory.weights` are about to be sent to `worker`."""
+        """Is called when `memory.weights` are about to be sent to `worker`, to train on.
+
+        A pull that asks for the optimizer's state is one for a checkpoint, unless the mode has a
+        local update; it is not remembered.
+        """
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:
         """Returns whether a pull of `worker`, which has pushed `clock` steps, can be answered."""
@@ -126,6 +140,15 @@ class Rule(ABC):
     def min_version(self, step: int) -> int:
         """Returns the oldest version that answers the pull issued at `step`; 0 is any."""
         return step + 1 if self.by_step else 0
+
+    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the shards' optimizer's parameter group at `step`, as torch would have it.
+
+        Args:
+            step: 0-based.
+            group: The user's own parameter group, as it is now.
+        """
+        return group
 
     # ----- as a value
 

@@ -24,18 +24,18 @@ from typing import Any, ClassVar
 
 from pscore.local import LOCAL_UPDATES, make_local_update
 from pscore.rules.base import Plan, require_one_of, require_range
-from pscore.rules.ssgd import SSGD
+from pscore.rules.ssgd import Synchronous
 
 
 @dataclass(frozen=True)
-class SSD(SSGD):
+class SSD(Synchronous):
     """Several-steps-delay SGD.
 
     Attributes:
         steps: k, steps from one pull to the next, 1..1024. More hides a slower network and lets
             the workers' weights drift further apart.
         warmup: Steps of plain synchronous SGD before the delay starts.
-        local: Local update between pulls: `mirror`, `glu` or `sgd`.
+        local: Local update between pulls: `mirror`, `glu`, `sgd`, `dc` or `dc_adaptive`.
         lr_scale: Learning rate of the local update over the optimizer's.
         alpha: `glu`: factor of the worker's own gradient.
         beta: `glu`: factor of the global update read off two pulls.

@@ -1,11 +1,19 @@
-"""Synchronous SGD: one update per step, from the mean gradient of all workers.
+"""Synchronous SGD: one update per step, from the mean gradient of all workers, or of the fastest.
 
-Jianmin Chen et al., "Revisiting Distributed Synchronous SGD", arXiv:1604.00981, section 2.
+Jianmin Chen et al., "Revisiting Distributed Synchronous SGD", arXiv:1604.00981, section 2 and, for
+backup workers, section 3.
 
-    W <- opt(W, (1/N) sum_i g_i)
+    W <- opt(W, (1/N) sum_i g_i)              i: all workers; with b backup workers the N of N + b
+                                              whose gradient of this step came first
 
-Every worker waits for the update of its own step. Its gradients are added in the order of the
-ranks, so that the same seed gives the same bits whatever the order of arrival.
+Every worker waits for the update of its own step. Without backup workers its gradients are added in
+the order of the ranks, so that the same seed gives the same bits whatever the order of arrival;
+with them they are added as they come. A gradient that comes after its step has closed never enters
+the weights: its worker is told TOO_LATE, pulls, and goes on with the newest step.
+
+Differs from the paper: the first N are chosen slice by slice, so that the late gradient of a large
+model may still count in the slices that were in time. Where fewer than N workers are left, a step
+takes all of them.
 """
 
 from __future__ import annotations
@@ -13,15 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pscore.rules.base import Rule, SliceClocks
+from pscore.errors import ConfigError
+from pscore.rules.base import Rule, SliceClocks, require_range
 
 
 @dataclass(frozen=True)
-class SSGD(Rule):
-    """Synchronous SGD."""
-
-    name: ClassVar[str] = "ssgd"
-    source: ClassVar[str] = "Chen et al., arXiv:1604.00981"
+class Synchronous(Rule):
+    """The server half of every mode that collects gradients by step."""
 
     @property
     def by_step(self) -> bool:
@@ -39,3 +45,41 @@ class SSGD(Rule):
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:
         """The update asked for is there; the worker's own push may have been too late for it."""
         return clocks.version >= min_version
+
+
+@dataclass(frozen=True)
+class SSGD(Synchronous):
+    """Synchronous SGD, with backup workers if asked for.
+
+    Attributes:
+        backup: b, workers whose gradient a step need not wait for, 0 to the number of workers
+            less one. About 4 % of the workers is usual.
+    """
+
+    backup: int = 0
+
+    name: ClassVar[str] = "ssgd"
+    source: ClassVar[str] = "Chen et al., arXiv:1604.00981"
+
+    def __post_init__(self) -> None:
+        """Checks the argument.
+
+        Raises:
+            ConfigError: It is out of its range.
+        """
+        require_range("ssgd.backup", self.backup, 0, 4095)
+
+    def require_workers(self, num_workers: int) -> None:
+        """Refuses more backup workers than leave one to wait for.
+
+        Raises:
+            ConfigError: There are.
+        """
+        if self.backup >= num_workers:
+            raise ConfigError(
+                f"ssgd.backup is {self.backup}, must be less than the {num_workers} workers"
+            )
+
+    def fan_in(self, num_expected: int, num_workers: int) -> int:
+        """All but the backup workers, or everybody if fewer are left."""
+        return min(num_expected, max(1, num_workers - self.backup))

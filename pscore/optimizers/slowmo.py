@@ -1,0 +1,95 @@
+"""The slow step of SlowMo: momentum over rounds, kept in units of gradients. An outer optimizer.
+
+Jianyu Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
+ICLR 2020, arXiv:1910.00643, algorithm 1.
+
+    d = scale * g                      g: sum of what the workers' weights moved by in the round
+    u = slow_momentum * u + d / lr
+    w = w - slow_lr * lr * u           slow_momentum = 0: w - slow_lr * d, and u is left alone
+
+The division by the inner learning rate is what makes it another optimizer than SGD with momentum:
+when a schedule changes lr, the momentum of earlier rounds shrinks along with it.
+
+Differs from the paper: with lr = 0, where the weights have not moved, nothing is divided: u decays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pscore.kernels import kernel, read_only
+from pscore.optimizers.base import Optimizer
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+
+LR, SLOW_LR, SLOW_MOMENTUM = range(3)
+
+
+class SlowMo(Optimizer):
+    """The slow step; `lr` is the inner learning rate of the round."""
+
+    name: ClassVar[str] = "slowmo"
+    hyper_names: ClassVar[tuple[str, ...]] = ("lr", "slow_lr", "slow_momentum")
+    state_names: ClassVar[tuple[str, ...]] = ("slow_momentum_buffer",)
+
+    @classmethod
+    def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """Returns one row of hyper-parameters, from a group that the mode has made."""
+        return tuple(float(group[name]) for name in cls.hyper_names)
+
+    def step(
+        self,
+        weights: FloatArray,
+        out: FloatArray,
+        grad: FloatArray,
+        scale: float,
+        state: Sequence[FloatArray],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes one step on the CPU in one pass over memory."""
+        written = 0
+        for index, (start, stop) in enumerate(segments.bounds.tolist()):
+            if not active[index]:
+                continue
+            lr, slow_lr, slow_momentum = hyper[segments.groups[index]].tolist()
+            np.copyto(out[written:start], weights[written:start])
+            written = stop
+            counts[index] += 1
+            _step(
+                read_only(weights[start:stop]),
+                out[start:stop],
+                read_only(grad[start:stop]),
+                state[0][start:stop],
+                np.float32(scale),
+                np.float32(1.0 / lr if lr else 0.0),
+                np.float32(slow_lr * lr),
+                np.float32(slow_lr),
+                np.float32(slow_momentum),
+            )
+        np.copyto(out[written:], weights[written:])
+
+
+@kernel
+def _step(
+    weights: FloatArray,
+    out: FloatArray,
+    grad: FloatArray,
+    buffer: FloatArray,
+    scale: np.float32,
+    inverse: np.float32,
+    rate: np.float32,
+    slow_lr: np.float32,
+    momentum: np.float32,
+) -> None:
+    if momentum == 0.0:
+        for i in range(len(out)):
+            out[i] = weights[i] - slow_lr * (grad[i] * scale)
+        return
+    for i in range(len(out)):
+        buffer[i] = momentum * buffer[i] + grad[i] * scale * inverse
+        out[i] = weights[i] - rate * buffer[i]

@@ -1,0 +1,70 @@
+"""DiLoCo: local steps as in local SGD, and Nesterov momentum over the rounds on the shards.
+
+Arthur Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+arXiv:2311.08105, algorithm 1; also as in the code of OpenDiLoCo (repository
+PrimeIntellect-ai/OpenDiloco).
+
+    worker, each step:       w_i <- inner(w_i, g_i)                          AdamW in the paper
+    each H-th step:          push D_i = w_ref - w_i;  pull W;  w_ref = w_i = W
+    shard:                   D = (1/N) sum_i D_i
+                             V <- m * V + D;   W <- W - outer_lr * (D + m * V)
+
+The inner optimizer is the wrapped torch optimizer, and its state stays on the worker.
+
+Differs from the paper: Nesterov momentum is that of torch, which is what the reference code uses.
+The warm-up is rounds of one step without outer momentum, the plain mean; the paper starts from a
+model that was trained before. Rounds are weighed by `samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pscore.rules.base import require_range
+from pscore.rules.local import LocalSGD
+
+
+@dataclass(frozen=True)
+class DiLoCo(LocalSGD):
+    """DiLoCo.
+
+    Attributes:
+        steps: H, steps from one round to the next, 1 or more.
+        warmup: Steps that are rounds of their own, of which the shards take the plain mean,
+            before rounds of H steps begin.
+        outer_lr: Learning rate of the rounds, without unit: 1 is the whole way to the mean.
+        outer_momentum: m, momentum over the rounds, 0 to below 1.
+        nesterov: Whether that momentum is Nesterov's.
+    """
+
+    steps: int = 500
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+
+    name: ClassVar[str] = "diloco"
+    source: ClassVar[str] = "Douillard et al., arXiv:2311.08105"
+
+    def __post_init__(self) -> None:
+        """Checks every argument.
+
+        Raises:
+            ConfigError: One of them is out of its range.
+        """
+        super().__post_init__()
+        require_range("diloco.outer_lr", self.outer_lr, 0.0, 1e6)
+        require_range("diloco.outer_momentum", self.outer_momentum, 0.0, 1.0 - 1e-9)
+
+    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """SGD with Nesterov momentum after the warm-up."""
+        mean = super().outer_group(step, group)
+        if step < self.warmup:
+            return mean
+        return {
+            **mean,
+            "lr": self.outer_lr,
+            "momentum": self.outer_momentum,
+            "nesterov": self.nesterov and self.outer_momentum > 0,
+        }

@@ -1,0 +1,75 @@
+"""Local SGD: H steps of the user's own optimizer on each worker, then the mean of the weights.
+
+Sebastian Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv:1805.09767;
+the warm-up is that of post-local SGD: Tao Lin et al., "Don't Use Large Mini-Batches, Use Local
+SGD", ICLR 2020, arXiv:1808.07217.
+
+    worker, each step:       w_i <- inner(w_i, g_i)
+    each H-th step:          push w_ref - w_i;  pull W;  w_ref = w_i = W
+    shard:                   W <- W - (1/N) sum_i (w_ref - w_i)              the mean of the w_i
+
+Nothing is sent between rounds. The inner optimizer is the wrapped torch optimizer, whichever it is,
+and its state stays on the worker. In the warm-up every step is a round: with plain SGD, with or
+without momentum, that is synchronous SGD up to rounding; with Adam each worker keeps its own
+moments.
+
+Differs from the paper: what travels is the difference to the weights of the last pull and not the
+weights, so that a round can be weighed, compressed, or given to another outer optimizer. The
+warm-up is no different program, as it is in post-local SGD, but rounds of one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pscore.rules.base import Plan, require_range
+from pscore.rules.ssgd import Synchronous
+from pscore.types import Role
+
+STEPS_MAX = 1_000_000
+
+
+@dataclass(frozen=True)
+class LocalSGD(Synchronous):
+    """Local SGD.
+
+    Attributes:
+        steps: H, steps from one round to the next, 1 or more.
+        warmup: Steps that are rounds of their own, of which the shards take the plain mean,
+            before rounds of H steps begin.
+    """
+
+    steps: int = 8
+    warmup: int = 0
+
+    name: ClassVar[str] = "local"
+    source: ClassVar[str] = "Stich, arXiv:1805.09767"
+    outer_optimizer: ClassVar[str] = "sgd"
+
+    def __post_init__(self) -> None:
+        """Checks every argument.
+
+        Raises:
+            ConfigError: One of them is out of its range.
+        """
+        require_range(f"{self.name}.steps", self.steps, 1, STEPS_MAX)
+        require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)
+
+    def plan(self, step: int) -> Plan:
+        """The user's optimizer at every step; a push and a pull at the end of a round."""
+        if step < self.warmup or (step - self.warmup) % self.steps == self.steps - 1:
+            return Plan(push=Role.DELTA, inner=True)
+        return Plan(push=None, inner=True, pull=False, block=False)
+
+    def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The mean: a step of plain SGD with learning rate 1."""
+        return {
+            "lr": 1.0,
+            "momentum": 0.0,
+            "dampening": 0.0,
+            "weight_decay": 0.0,
+            "nesterov": False,
+            "maximize": False,
+        }
