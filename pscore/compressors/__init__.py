@@ -6,12 +6,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from pscore.compressors.base import Compressor
+from pscore.compressors.bf16 import BF16
+from pscore.compressors.dgc import DGC
 from pscore.compressors.fp16 import FP16
+from pscore.compressors.int8 import Int8
+from pscore.compressors.natural import Natural
 from pscore.compressors.none import NoCompression
+from pscore.compressors.one_bit import OneBit
+from pscore.compressors.qsgd import QSGD
+from pscore.compressors.randomk import RandomK
+from pscore.compressors.terngrad import TernGrad
+from pscore.compressors.topk import TopK
+from pscore.compressors.two_bit import TwoBit
 from pscore.plugins import make_plugin, parse_plugin
 
 COMPRESSORS: dict[str, type[Compressor]] = {
-    compressor.name: compressor for compressor in (NoCompression, FP16)
+    compressor.name: compressor
+    for compressor in (
+        NoCompression,
+        FP16,
+        BF16,
+        Int8,
+        TwoBit,
+        OneBit,
+        QSGD,
+        TernGrad,
+        TopK,
+        RandomK,
+        DGC,
+        Natural,
+    )
 }
 
 __all__ = ["COMPRESSORS", "Compressor", "make_compressor", "parse_compressor"]

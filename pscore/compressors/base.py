@@ -1,18 +1,32 @@
 """The protocol of a compressor: one file each; bytes out, and back into an accumulator.
 
-A compressor is an immutable value that never talks to the network. Error feedback is part of
-`encode`, because on the hot path gradient and residual are read once and written once:
-`u = grad + residual; send C(u); residual = u - D(C(u))` (ALGORITHMS: the EF template; Karimireddy
-et al., arXiv:1901.09847). Decoding adds straight into the shard's accumulator, in one pass.
+A compressor is an immutable value that never talks to the network. What it remembers of a slice is
+in arrays by name that its caller keeps (and saves); what it draws depends on the seed it is given.
+Error feedback is part of `encode`, because on the hot path gradient and residual are read once and
+the residual is written once (Karimireddy et al., arXiv:1901.09847):
+
+    u = grad + residual;  send C(u);  residual = u - D(C(u))
+
+Decoding adds straight into the shard's accumulator, in one pass.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import numpy as np
+
+from pscore.errors import GradientError
+from pscore.kernels import read_only
 from pscore.types import ByteArray, FloatArray
+
+RESIDUAL = "residual"
+EMPTY: FloatArray = np.empty(0, dtype=np.float32)
+
+State = Mapping[str, FloatArray]  # By the names in `state_names`, each `(numel,) float32`.
 
 
 @dataclass(frozen=True)
@@ -21,12 +35,21 @@ class Compressor(ABC):
 
     Attributes:
         name: Its name in `COMPRESSORS`, in `compression=` and on the wire.
-        keeps_residual: Whether `encode` needs a residual (error feedback).
+        source: The paper, as the docs print it.
     """
 
     name: ClassVar[str]
     source: ClassVar[str] = ""
-    keeps_residual: ClassVar[bool] = False
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Arrays that the worker keeps of each slice; `residual` is what is still owed."""
+        return (RESIDUAL,)
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether what is not sent now is sent later."""
+        return RESIDUAL in self.state_names
 
     @abstractmethod
     def payload_nbytes_max(self, numel: int) -> int:
@@ -42,16 +65,19 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(
-        self, grad: FloatArray, residual: FloatArray | None, out: ByteArray, seed: int
+        self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
     ) -> int:
         """Writes the payload of `grad` and returns its length in bytes.
 
         Args:
-            grad: `(numel,) float32`; not changed.
-            residual: `(numel,) float32`, what is owed; replaced by what is owed afterwards.
-                None sends without error feedback.
-            out: `(>= payload_nbytes_max(numel),) uint8`.
-            seed: Of this (job, worker, slice, step), for compressors that draw.
+            grad: `(numel,) float32`, finite; not changed.
+            state: The arrays of `state_names`, changed in place.
+            out: `(>= payload_nbytes_max(numel),) uint8`, aligned to 8 bytes.
+            seed: Of this (job, worker, slice, step), 64 bits, for compressors that draw.
+            step: Of the worker, for compressors whose ratio is warmed up.
+
+        Raises:
+            GradientError: The gradient and what is owed are too large for float32 together.
         """
 
     @abstractmethod
@@ -75,3 +101,18 @@ class Compressor(ABC):
         """Returns the compressor as `parse_compressor` reads it."""
         inner = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
         return f"{self.name}({inner})" if inner else self.name
+
+
+def aligned(payload: ByteArray, dtype: str) -> Any:
+    """Returns a part of a payload as `dtype`, not writable; copied if it is not aligned."""
+    array = payload.view(dtype)
+    return read_only(array if array.flags.aligned else array.copy())
+
+
+def require_finite(ok: bool, name: str) -> None:
+    """Raises a `GradientError` if an encoder has met what float32 cannot hold."""
+    if not ok:
+        raise GradientError(
+            f"{name}: gradient + residual is beyond float32; the gradient diverges, or the "
+            "threshold is far too small for it"
+        )

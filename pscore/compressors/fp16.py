@@ -1,8 +1,14 @@
 """Half precision: each element as IEEE binary16, little-endian, 2 bytes.
 
 Paulius Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740 (the number format and
-its range); as a compressor in Horovod and BytePS. What rounding and the range of +-65504 cut off
-stays in the residual, so nothing is lost over steps (error feedback, arXiv:1901.09847).
+its range); as a compressor in Horovod and BytePS.
+
+    u = g + r;  h = half(clip(u, -65504, 65504)), to the nearest, ties to even;  r = u - float(h)
+
+Payload of n elements: 2 * n bytes, none of them NaN or Inf.
+
+Differs from Horovod and BytePS: what rounding and the range cut off stays in the residual (error
+feedback, arXiv:1901.09847), so that no loss scale is needed, and sums are made in float32.
 """
 
 from __future__ import annotations
@@ -12,12 +18,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from pscore import kernels
-from pscore.compressors.base import Compressor
+from pscore.compressors import blocks
+from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, require_finite
+from pscore.compressors.blocks import BLOCK, INF_BITS
 from pscore.errors import DecodeError
+from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
-FP16_MAX = 65504.0
+MAX = np.float32(65504.0)
+NORMAL_MIN = np.int32(113 << 23)  # Bits of 2^-14, the smallest normal half.
+HALF_ULP = np.float32(0.5)  # Its last bit is the last bit of a subnormal half: 2^-24.
+HALF_ULP_BITS = np.int32(126 << 23)
+REBIAS = np.int32((127 - 15) << 23)
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,6 @@ class FP16(Compressor):
 
     name: ClassVar[str] = "fp16"
     source: ClassVar[str] = "Micikevicius et al., arXiv:1710.03740"
-    keeps_residual: ClassVar[bool] = True
 
     def payload_nbytes_max(self, numel: int) -> int:
         """2 bytes per element."""
@@ -34,28 +45,88 @@ class FP16(Compressor):
 
     def check(self, payload: ByteArray, numel: int) -> None:
         """2 bytes per element, all of them finite."""
-        if payload.nbytes != 2 * numel:
-            raise DecodeError(f"{payload.nbytes} bytes of fp16, {2 * numel} wanted")
-        if not np.isfinite(payload.view("<f2")).all():
+        blocks.check_nbytes(self.name, payload, 2 * numel, numel)
+        if _has_special(aligned(payload, "<u2")):
             raise DecodeError("fp16 payload holds NaN or Inf")
 
     def encode(
-        self, grad: FloatArray, residual: FloatArray | None, out: ByteArray, seed: int
+        self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
     ) -> int:
         """Rounds to the nearest half."""
-        half = out[: 2 * len(grad)].view("<f2")
-        owed = grad if residual is None else np.add(grad, residual, out=residual)
-        np.clip(owed, -FP16_MAX, FP16_MAX, out=half, casting="unsafe")
-        if residual is not None:
-            np.subtract(owed, half, out=residual)
+        half = out[: 2 * len(grad)].view("<u2")
+        require_finite(_encode(read_only(grad), state[RESIDUAL], half), self.name)
         return 2 * len(grad)
 
     def decode_add(
         self, payload: ByteArray, out: FloatArray, scale: float, *, assign: bool
     ) -> None:
         """Widens and adds."""
-        grad = payload.view("<f2").astype(np.float32)
+        _decode(aligned(payload, "<u2"), out, np.float32(scale), assign)
+
+
+@kernel
+def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> bool:
+    clipped, raised = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    largest = np.int32(0)
+    for start in range(0, grad.size, BLOCK):
+        stop = min(start + BLOCK, grad.size)
+        r, half = residual[start:stop], out[start:stop]
+        blocks.take(grad[start:stop], r)
+        largest = max(largest, blocks.max_bits(r))
+        for i in range(r.size):
+            # Below 2^-14 the addition of 0.5 rounds, and leaves the half in the lowest bits.
+            clipped[i] = min(max(r[i], -MAX), MAX)
+            raised[i] = min(abs(r[i]), MAX) + HALF_ULP
+        _narrow(clipped, raised, half)
+        _widen(half, clipped)
+        for i in range(r.size):
+            r[i] -= clipped[i]
+    return largest < INF_BITS
+
+
+@kernel
+def _narrow(clipped: FloatArray, raised: FloatArray, half: np.ndarray) -> None:
+    """Rounds on the bits: Numba has no half on the CPU, and CUDA has to agree."""
+    bits, small = clipped.view(np.int32), raised.view(np.int32)
+    for i in range(half.size):
+        b = bits[i] & np.int32(0x7FFFFFFF)
+        sign = bits[i] >> np.int32(16) & np.int32(0x8000)
+        # Nearest, ties to even: half of the last bit less one, and one more if the last bit is odd.
+        normal = (b - REBIAS + np.int32(0xFFF) + (b >> np.int32(13) & np.int32(1))) >> np.int32(13)
+        magnitude = small[i] - HALF_ULP_BITS if b < NORMAL_MIN else normal
+        half[i] = np.uint16(sign | magnitude)
+
+
+@kernel
+def _widen(half: np.ndarray, out: FloatArray) -> None:
+    bits = out.view(np.int32)
+    for i in range(half.size):
+        h = np.int32(half[i])
+        magnitude = (h & np.int32(0x7FFF)) << np.int32(13)
+        small = magnitude < np.int32(0x400 << 13)
+        bits[i] = magnitude + (NORMAL_MIN if small else REBIAS)
+        # A subnormal half has become 2^-14 * (1 + fraction): take the one away again.
+        if small:
+            out[i] -= np.float32(2.0**-14)
+        bits[i] |= (h & np.int32(0x8000)) << np.int32(16)
+
+
+@kernel
+def _decode(half: np.ndarray, out: FloatArray, scale: np.float32, assign: bool) -> None:
+    scratch = np.empty(BLOCK, np.float32)
+    for start in range(0, out.size, BLOCK):
+        stop = min(start + BLOCK, out.size)
+        part, wide = out[start:stop], scratch[: stop - start]
+        _widen(half[start:stop], wide)
         if assign:
-            kernels.assign_scaled(grad, out, scale)
-        else:
-            kernels.add_scaled(grad, out, scale)
+            blocks.clear(part)
+        for i in range(part.size):
+            part[i] += wide[i] * scale
+
+
+@kernel
+def _has_special(half: np.ndarray) -> bool:
+    largest = np.uint16(0)
+    for i in range(half.size):
+        largest = max(largest, half[i] & np.uint16(0x7FFF))
+    return largest >= np.uint16(0x7C00)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from pscore import kernels
-from pscore.compressors.base import Compressor
+from pscore.compressors.base import RESIDUAL, Compressor, State
 from pscore.types import ByteArray, FloatArray
 from pscore.wire import floats
 
@@ -27,11 +27,17 @@ class NoCompression(Compressor):
         """Any 4 bytes are a float32; NaN and Inf are refused by the worker that sends them."""
         floats(memoryview(payload), 1, numel)
 
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Nothing: it is all sent."""
+        return ()
+
     def encode(
-        self, grad: FloatArray, residual: FloatArray | None, out: ByteArray, seed: int
+        self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
     ) -> int:
-        """Copies; a residual goes along and becomes zero."""
+        """Copies; a residual, if there is one, goes along and becomes zero."""
         flat = out[: 4 * len(grad)].view("<f4")
+        residual = state.get(RESIDUAL)
         if residual is None:
             np.copyto(flat, grad)
         else:

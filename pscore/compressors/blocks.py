@@ -1,0 +1,242 @@
+"""Blocks of 2048 elements: what the compressors with a scale for each block share. Paceline's own.
+
+Tim Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, has this
+size. A block fits the first-level cache, so that it is read from memory once although statistics,
+quantisation and packing are loops of their own, each of which the compiler turns into SIMD code.
+
+Payload of a compressor with scales: `num_blocks` float32 scales, then the codes of all elements,
+packed; both little-endian. The last block may be short; unused bits are zero.
+
+Sums over a block have one order, in float64, which is part of the contract because CUDA makes the
+same payload bit for bit: row r of a block is its elements 1024 r to 1024 r + 1023 (zeros where
+there are none), and
+
+    lane[j]  = x[j] + x[1024 + j]                                           j < 1024
+    lane4[t] = (lane[4t] + lane[4t + 1]) + (lane[4t + 2] + lane[4t + 3])    t < 256
+    for s in 128, 64 ... 1:  lane4[t] += lane4[t + s]                       t < s
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pscore.compressors.base import aligned
+from pscore.errors import DecodeError
+from pscore.kernels import kernel
+from pscore.types import ByteArray, FloatArray
+
+BLOCK = 2048
+ROW = 1024
+SCALE_MIN = np.float32(2.0**-100)  # Below it a block is sent as zeros: 127 / scale must be finite.
+ABS_BITS = np.int32(0x7FFFFFFF)
+INF_BITS = np.int32(0x7F800000)
+PACK_2 = np.uint32(0x40100401)  # Moves bits 0..1 of bytes 0, 1, 2, 3 to bits 30, 28, 26, 24.
+PACK_1 = np.uint64(0x8040201008040201)  # Moves bit 0 of bytes 0..7 to bits 63..56.
+SPREAD_1 = np.uint64(0x0101010101010101)
+SELECT_1 = np.uint64(0x0102040810204080)  # Byte k of eight keeps bit 7 - k.
+
+
+def num_blocks(numel: int) -> int:
+    """Returns how many blocks hold `numel` elements."""
+    return -(-numel // BLOCK)
+
+
+def split(payload: ByteArray, numel: int) -> tuple[FloatArray, ByteArray]:
+    """Returns scales `(num_blocks,) float32` and codes of a payload whose length was checked."""
+    nbytes = 4 * num_blocks(numel)
+    return aligned(payload[:nbytes], "<f4"), aligned(payload[nbytes:], "<u1")
+
+
+def check_nbytes(name: str, payload: ByteArray, wanted: int, numel: int) -> None:
+    """Refuses a payload of another length.
+
+    Raises:
+        DecodeError: Says both lengths.
+    """
+    if payload.nbytes != wanted:
+        raise DecodeError(
+            f"{name} payload of {payload.nbytes} bytes, {wanted} wanted for {numel} elements"
+        )
+
+
+def check_scales(name: str, scales: FloatArray) -> None:
+    """Refuses scales that are negative, NaN or Inf.
+
+    Raises:
+        DecodeError: Names the first one.
+    """
+    bad = ~(np.isfinite(scales) & (scales >= 0))
+    if bad.any():
+        block = int(bad.argmax())
+        raise DecodeError(f"{name} scale of block {block} is {float(scales[block])!r}")
+
+
+# ----- one block
+
+
+@kernel
+def take(grad: FloatArray, owed: FloatArray) -> None:
+    """Sets `owed += grad`."""
+    for i in range(grad.size):
+        owed[i] += grad[i]
+
+
+@kernel
+def copy(grad: FloatArray, owed: FloatArray) -> None:
+    """Sets `owed = grad`."""
+    for i in range(grad.size):
+        owed[i] = grad[i]
+
+
+@kernel
+def clear(out: FloatArray) -> None:
+    """Sets `out = 0`."""
+    for i in range(out.size):
+        out[i] = np.float32(0.0)
+
+
+@kernel
+def max_bits(owed: FloatArray) -> np.int32:
+    """Returns the largest `abs(owed)` as its bits, which order like the numbers; Inf is largest."""
+    bits = owed.view(np.int32)
+    largest = np.int32(0)
+    for i in range(bits.size):
+        largest = max(largest, bits[i] & ABS_BITS)
+    return largest
+
+
+@kernel
+def sum_abs(owed: FloatArray, lanes: np.ndarray) -> float:
+    """Returns the sum of `abs(owed)` in the order of the contract; `lanes` is scratch."""
+    for j in range(ROW):
+        lanes[j] = 0.0
+    for first in range(0, owed.size, ROW):
+        row = owed[first : min(first + ROW, owed.size)]
+        for j in range(row.size):
+            lanes[j] += np.float64(abs(row[j]))
+    return _fold(lanes)
+
+
+@kernel
+def sum_squares(owed: FloatArray, lanes: np.ndarray) -> float:
+    """Returns the sum of `owed ** 2` in the order of the contract; `lanes` is scratch."""
+    for j in range(ROW):
+        lanes[j] = 0.0
+    for first in range(0, owed.size, ROW):
+        row = owed[first : min(first + ROW, owed.size)]
+        for j in range(row.size):
+            value = np.float64(row[j])
+            lanes[j] += value * value
+    return _fold(lanes)
+
+
+@kernel
+def _fold(lanes: np.ndarray) -> float:
+    for t in range(ROW // 4):
+        lanes[t] = (lanes[4 * t] + lanes[4 * t + 1]) + (lanes[4 * t + 2] + lanes[4 * t + 3])
+    half = ROW // 8
+    while half:
+        low, high = lanes[:half], lanes[half : 2 * half]
+        for t in range(half):
+            low[t] += high[t]
+        half //= 2
+    return float(lanes[0])
+
+
+# ----- codes, one byte each, and bits
+
+
+@kernel
+def clear_tail(codes: ByteArray, numel: int) -> None:
+    """Sets the codes behind a short last block to zero."""
+    for i in range(numel, codes.size):
+        codes[i] = np.uint8(0)
+
+
+@kernel
+def pack_2(codes: ByteArray, out: ByteArray) -> None:
+    """Packs 4 codes of 2 bits into each byte of `out`, first code in the highest bits."""
+    words = codes.view(np.uint32)
+    for i in range(out.size):
+        out[i] = np.uint8((words[i] * PACK_2) >> np.uint32(24))
+
+
+@kernel
+def unpack_2(data: ByteArray, codes: ByteArray) -> None:
+    """Undoes `pack_2`."""
+    words = codes.view(np.uint32)
+    for i in range(data.size):
+        x = np.uint32(data[i])
+        words[i] = (
+            x >> np.uint32(6)
+            | (x & np.uint32(0x30)) << np.uint32(4)
+            | (x & np.uint32(0x0C)) << np.uint32(14)
+            | (x & np.uint32(0x03)) << np.uint32(24)
+        )
+
+
+@kernel
+def pack_1(codes: ByteArray, out: ByteArray) -> None:
+    """Packs 8 codes of 1 bit into each byte of `out`, first code in the highest bit."""
+    words = codes.view(np.uint64)
+    for i in range(out.size):
+        out[i] = np.uint8((words[i] * PACK_1) >> np.uint64(56))
+
+
+@kernel
+def unpack_1(data: ByteArray, codes: ByteArray) -> None:
+    """Undoes `pack_1`, but for a code that is not zero where the bit is set."""
+    words = codes.view(np.uint64)
+    for i in range(data.size):
+        words[i] = (np.uint64(data[i]) * SPREAD_1) & SELECT_1
+
+
+@kernel
+def add_ternary(codes: ByteArray, value: np.float32, out: FloatArray) -> None:
+    """Adds `value` where the code is 3 and takes it away where it is 2."""
+    for i in range(out.size):
+        code = codes[i]
+        if code == np.uint8(3):
+            out[i] += value
+        elif code == np.uint8(2):
+            out[i] -= value
+
+
+def check_ternary(name: str, data: ByteArray, numel: int) -> None:
+    """Refuses 2-bit codes of which one is 01, or one behind the last element is not 00.
+
+    Raises:
+        DecodeError: Says which.
+    """
+    if _has_unused(data):
+        raise DecodeError(f"{name} payload holds the unused code 01")
+    used, rest = divmod(numel, 4)
+    behind = data[used:].copy()
+    if rest:
+        behind[0] &= 0xFF >> 2 * rest
+    if behind.any():
+        raise DecodeError(f"{name} payload holds codes behind its {numel} elements")
+
+
+@kernel
+def _has_unused(data: ByteArray) -> bool:
+    found = np.uint8(0)
+    for i in range(data.size):
+        found |= data[i] & ~(data[i] >> np.uint8(1)) & np.uint8(0x55)
+    return found != 0
+
+
+@kernel
+def decode_ternary(
+    scales: FloatArray, data: ByteArray, out: FloatArray, scale: np.float32, assign: bool
+) -> None:
+    """Adds packed ternary codes times their block's scale; one scale serves all blocks."""
+    codes = np.empty(BLOCK, np.uint8)
+    for start in range(0, out.size, BLOCK):
+        stop = min(start + BLOCK, out.size)
+        unpack_2(data[start // 4 : (stop + 3) // 4], codes)
+        part = out[start:stop]
+        if assign:
+            clear(part)
+        value = scales[start // BLOCK] if scales.size > 1 else scales[0]
+        add_ternary(codes, value * scale, part)

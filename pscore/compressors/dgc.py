@@ -1,0 +1,150 @@
+"""DGC: top-k of a velocity that is kept on the worker, so that what waits gathers momentum.
+
+Yujun Lin et al., "Deep Gradient Compression", ICLR 2018, arXiv:1712.01887; details as in the
+authors' code (repository synxlin/deep-gradient-compression).
+
+    g = g * min(1, clip / ||g||)
+    m = momentum * m + g;           v = v + m           nesterov: m = momentum * (m + g); v += m + g
+    S = the k largest |v|;  send (i, v[i]) for i in S;  v = 0 and m = 0 in S (factor masking)
+
+The payload is that of `sparse.py`; v is the state `residual`, m is `momentum`. Sent + v is what the
+velocities sum to, not what the gradients do. The optimizer on the shard has to be SGD without
+momentum: the momentum is in here.
+
+The ratio is warmed up as in the paper: 25 %, 6.25 %, 1.56 % and 0.39 % of the elements in the four
+quarters of `warmup` steps, never less than `ratio`.
+
+Differs from the paper: clipping is by the norm of a slice's gradient and not of the model's; the
+threshold of a sample is used once, as in `sparse.py`, and not adapted; warm-up is counted in steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from pscore.compressors import blocks, sparse
+from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite
+from pscore.compressors.blocks import BLOCK, INF_BITS
+from pscore.kernels import kernel, read_only
+from pscore.rules.base import require_one_of, require_range
+from pscore.types import ByteArray, FloatArray
+
+MOMENTUM = "momentum"
+RATIO_MIN = 1e-6
+CLIP_MAX = 1e30
+WARMUP_MAX = 1 << 40
+STAGES = 4
+STAGE_RATIO = 0.25
+
+
+@dataclass(frozen=True)
+class DGC(Compressor):
+    """Top-k with momentum correction.
+
+    Attributes:
+        ratio: Share of the elements that are sent after the warm-up.
+        momentum: Of the velocity.
+        nesterov: Whether it is Nesterov's.
+        clip: Largest norm of a slice's gradient; 0 does not clip.
+        warmup: Steps until the ratio is reached.
+        select: `sampled` or `exact`.
+    """
+
+    name: ClassVar[str] = "dgc"
+    source: ClassVar[str] = "Lin et al., arXiv:1712.01887"
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float = 0.0
+    warmup: int = 0
+    select: str = "sampled"
+
+    def __post_init__(self) -> None:
+        require_range("dgc.ratio", self.ratio, RATIO_MIN, 1.0)
+        require_range("dgc.momentum", self.momentum, 0.0, 1.0)
+        require_range("dgc.clip", self.clip, 0.0, CLIP_MAX)
+        require_range("dgc.warmup", self.warmup, 0, WARMUP_MAX)
+        require_one_of("dgc.select", self.select, dict.fromkeys(sparse.SELECTS))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The velocity, which is what is owed, and the momentum."""
+        return (RESIDUAL, MOMENTUM)
+
+    def payload_nbytes_max(self, numel: int) -> int:
+        """Eight bytes per element that is sent in the first stage of the warm-up."""
+        return sparse.payload_nbytes(self._limit(numel))
+
+    def check(self, payload: ByteArray, numel: int) -> None:
+        """The exact length, indices in range and increasing, values that are numbers."""
+        sparse.check(self.name, payload, numel, self._limit(numel))
+
+    def ratio_at(self, step: int) -> float:
+        """Returns the share of the elements that is sent at a step."""
+        if step >= self.warmup:
+            return self.ratio
+        stage = STAGES * step // self.warmup
+        return max(self.ratio, STAGE_RATIO ** (1 + stage))
+
+    def encode(
+        self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
+    ) -> int:
+        """Corrects by momentum, selects and clears."""
+        velocity, momentum = state[RESIDUAL], state[MOMENTUM]
+        grad = read_only(grad)
+        norm = math.sqrt(_sum_squares(grad)) if self.clip else 0.0
+        factor = self.clip / norm if norm > self.clip else 1.0
+        mu = np.float32(self.momentum)
+        _correct(grad, np.float32(factor), mu, self.nesterov, momentum, velocity)
+        require_finite(blocks.max_bits(read_only(velocity)) < INF_BITS, self.name)
+        k = sparse.num_sent(self.ratio_at(step), len(grad))
+        nbytes, indices = sparse.encode(velocity, k, self.select, out)
+        _mask(indices, momentum)
+        return nbytes
+
+    def decode_add(
+        self, payload: ByteArray, out: FloatArray, scale: float, *, assign: bool
+    ) -> None:
+        """Scatters."""
+        sparse.decode_add(payload, out, scale, assign=assign)
+
+    def _limit(self, numel: int) -> int:
+        return sparse.limit(self.ratio_at(0), numel, self.select)
+
+
+@kernel
+def _sum_squares(grad: FloatArray) -> float:
+    lanes = np.empty(blocks.ROW)
+    total = 0.0
+    for start in range(0, grad.size, BLOCK):
+        total += blocks.sum_squares(grad[start : min(start + BLOCK, grad.size)], lanes)
+    return total
+
+
+@kernel
+def _correct(
+    grad: FloatArray,
+    factor: np.float32,
+    mu: np.float32,
+    nesterov: bool,
+    momentum: FloatArray,
+    velocity: FloatArray,
+) -> None:
+    ahead = mu if nesterov else np.float32(1.0)
+    own = np.float32(1.0) if nesterov else np.float32(0.0)
+    for i in range(grad.size):
+        g = grad[i] * factor
+        m = mu * momentum[i] + ahead * g
+        momentum[i] = m
+        velocity[i] += m + own * g
+
+
+@kernel
+def _mask(indices: np.ndarray, momentum: FloatArray) -> None:
+    for j in range(indices.size):
+        momentum[np.int64(indices[j])] = np.float32(0.0)

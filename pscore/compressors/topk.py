@@ -1,0 +1,72 @@
+"""Top-k: the elements that are largest, by index and value; the others wait in the residual.
+
+Sebastian Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599; Alham Fikri Aji
+and Kenneth Heafield, "Sparse Communication for Distributed Gradient Descent", arXiv:1704.05021.
+
+    u = g + r;  S = the k largest |u|;  send (i, u[i]) for i in S;  r = u, and 0 in S
+
+The payload is that of `sparse.py`. k is `ratio` of the slice's elements, rounded up. With
+`select="sampled"` the threshold is estimated from a sample, and up to 2 k elements are sent.
+
+Differs from the papers: the k largest of each slice and not of each tensor or of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from pscore.compressors import blocks, sparse
+from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite
+from pscore.compressors.blocks import INF_BITS
+from pscore.kernels import read_only
+from pscore.rules.base import require_one_of, require_range
+from pscore.types import ByteArray, FloatArray
+
+RATIO_MIN = 1e-6
+
+
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """The largest elements.
+
+    Attributes:
+        ratio: Share of the elements that are sent.
+        select: `exact`, or `sampled`, which is faster and sends about as many.
+    """
+
+    name: ClassVar[str] = "topk"
+    source: ClassVar[str] = "Stich et al., arXiv:1809.07599"
+
+    ratio: float = 0.01
+    select: str = "exact"
+
+    def __post_init__(self) -> None:
+        require_range("topk.ratio", self.ratio, RATIO_MIN, 1.0)
+        require_one_of("topk.select", self.select, dict.fromkeys(sparse.SELECTS))
+
+    def payload_nbytes_max(self, numel: int) -> int:
+        """Eight bytes per element that is sent."""
+        return sparse.payload_nbytes(sparse.limit(self.ratio, numel, self.select))
+
+    def check(self, payload: ByteArray, numel: int) -> None:
+        """The exact length, indices in range and increasing, values that are numbers."""
+        sparse.check(self.name, payload, numel, sparse.limit(self.ratio, numel, self.select))
+
+    def encode(
+        self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
+    ) -> int:
+        """Selects and clears."""
+        owed = state[RESIDUAL]
+        blocks.take(read_only(grad), owed)
+        require_finite(blocks.max_bits(read_only(owed)) < INF_BITS, self.name)
+        nbytes, _ = sparse.encode(owed, sparse.num_sent(self.ratio, len(grad)), self.select, out)
+        return nbytes
+
+    def decode_add(
+        self, payload: ByteArray, out: FloatArray, scale: float, *, assign: bool
+    ) -> None:
+        """Scatters."""
+        sparse.decode_add(payload, out, scale, assign=assign)
