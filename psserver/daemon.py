@@ -46,6 +46,7 @@ log = structlog.get_logger()
 TICK_S = 1.0
 QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
 POLL_S = 0.05
+MOMENT_S = 0.002
 STATUS = health_pb2.HealthCheckResponse
 NAMES = ("", "liveness", "readiness")
 
@@ -173,8 +174,6 @@ class Daemon:
         for name in ("", "readiness"):
             await self._health.set(name, STATUS.NOT_SERVING)
         await self._finish()
-        if self._bulk is not None:
-            self._bulk.stop()
         await self._page.stop()
         log.info("shard ended")
 
@@ -225,7 +224,8 @@ class Daemon:
             self.broke(problem)
 
     async def _finish(self) -> None:
-        """Stops the server when nothing moves any more, or when the grace period is over."""
+        """Stops the servers when nothing moves any more, or when the grace period is over."""
+        deadline_s = self._loop.time() + self._grace_s
         stopping = asyncio.create_task(self._server.stop(self._grace_s))
         quiet_s = 0.0
         while not stopping.done() and quiet_s < QUIET_S:
@@ -233,6 +233,10 @@ class Daemon:
             quiet_s = 0.0 if self.driver.is_busy else quiet_s + POLL_S
         await self._server.stop(0)
         await stopping
+        while self.driver.is_busy and self._loop.time() < deadline_s:
+            await asyncio.sleep(MOMENT_S)
+        if self._bulk is not None:
+            self._bulk.stop()
 
 
 def probe(host: str, port: int) -> OSError:
@@ -308,6 +312,4 @@ def main(text: str) -> None:
     sys.excepthook = log_crash
     code = asyncio.run(serve(plan))
     sys.stderr.flush()
-    if code is Exit.BUG:
-        os._exit(code)  # A lane may be stuck for good; its thread would be waited for.
-    sys.exit(code)
+    os._exit(code)  # Without waiting for threads: of lanes that are stuck, or connections.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psutil
 
 T = TypeVar("T")
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def eventually(claim: Callable[[], T], wait_s: float = WAIT_S) -> T:
