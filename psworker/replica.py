@@ -29,7 +29,7 @@ class Landing:
 
     weights: torch.Tensor  # (numel,) float32
     state: list[torch.Tensor]  # One (numel,) float32 for each state array, if asked for.
-    version: int = -1
+    version: int = -1  # -1 while it is under way.
     counts: IntArray | None = None  # With state: optimizer steps of each segment.
 
 
@@ -127,6 +127,10 @@ class Replica:
     ) -> None:
         """Sends this step's gradient of one slice, if the plan says so; may precede `finish`.
 
+        A pull of the slice that is under way has to land first (`land`): with this gradient the
+        shard can make a newer version than the one that the pull is for, and then what it brings
+        would depend on who was faster.
+
         Args:
             index: The slice; its `hyper` is this step's.
             grad: `(numel,) float32` on the model's device.
@@ -135,7 +139,13 @@ class Replica:
             outbox: Where it is sent.
         """
         if self.plan().push is Role.GRADIENT:
+            assert self._has_landed(index)
             self._send(index, Role.GRADIENT, grad, present, samples, outbox)
+
+    def land(self, index: int) -> Waits:
+        """Lets a pull of one slice that is under way land; it is not the base yet."""
+        if not self._has_landed(index):
+            yield index
 
     def finish(self, grads: Sequence[torch.Tensor], outbox: Outbox, samples: float = 1.0) -> Waits:
         """Ends the step: local update, pulls, and the waits that the plan asks for.
@@ -159,9 +169,8 @@ class Replica:
         if plan.push is Role.GRADIENT:
             self.clocks = [self._next_push(index) + 1 for index in self._indices()]
         for index in self.front_first():
-            if index in self._pending:
-                yield index
-                self._rebase(index)
+            yield from self.land(index)
+            self._rebase(index)
             if plan.local and not self._has_own(index):
                 self.local.update(self.parts[index], grads[index])
                 self.parts[index].num_local += 1
@@ -206,8 +215,8 @@ class Replica:
 
     def settle(self) -> Waits:
         """Lets pulls that are still on their way land and takes them as the base."""
-        for index in [index for index in self.front_first() if index in self._pending]:
-            yield index
+        for index in self.front_first():
+            yield from self.land(index)
             self._rebase(index)
 
     def peek(self, target: torch.Tensor, outbox: Outbox) -> Waits:
@@ -312,8 +321,12 @@ class Replica:
 
     def _ask(self, index: int, min_version: int, outbox: Outbox, *, with_state: bool) -> None:
         landing = self._landing(index, with_state=with_state)
+        landing.version = -1
         self._pending.add(index)
         outbox.pull(index, self.clocks[index], min_version, landing, with_state=with_state)
+
+    def _has_landed(self, index: int) -> bool:
+        return index not in self._pending or self._landings[index].version >= 0
 
     def _wants_state(self, plan: Plan) -> bool:
         """Whether the shard's optimizer state is needed with the pull of this step."""
@@ -342,7 +355,9 @@ class Replica:
         return landing
 
     def _rebase(self, index: int) -> None:
-        """Takes a pull that has landed."""
+        """Takes a pull that has landed, if there is one."""
+        if index not in self._pending:
+            return
         self._pending.discard(index)
         part, landing = self.parts[index], self._landings[index]
         state: list[torch.Tensor] = []
