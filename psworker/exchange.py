@@ -135,6 +135,10 @@ class Exchange:
         if event is not None and not event.wait(SAY_AFTER_S):
             self.acknowledged(index)
 
+    def has_landed(self, index: int) -> bool:
+        """Whether no pull of a slice is under way."""
+        return index not in self._pulls or self._pulls[index].done()
+
     def is_busy(self) -> bool:
         """Whether a push has not been acknowledged yet."""
         return any(not future.done() for future in self._pushes.values())

@@ -139,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for index, parameter in enumerate(self.bucket.parameters):
             if index not in self._gathered:
                 self._gather(index, parameter)
-        for index in range(len(self.replica.parts)):
+        for index in self.replica.front_first():
             if index not in self._pushed:
                 self._push(index)
         plan = self.replica.plan()
@@ -239,8 +239,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gather(index, self.bucket.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1
-            if self._missing[part] == 0:
-                self._push(part)
+            if self._missing[part] == 0 and self.exchange.has_landed(part):
+                self._push(part)  # Else `step` does, which may wait.
 
     def _gather(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Brings one gradient into the flat vector, after the former one has left it."""
@@ -253,6 +253,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gathered.add(index)
 
     def _push(self, index: int) -> None:
+        """Sends one slice, after a pull of it that is still under way."""
+        self.exchange.run(self.replica.land(index))
         part = self.replica.parts[index]
         present = 0
         for position, segment in enumerate(self.bucket.layout.slices[index].segments):
