@@ -235,6 +235,10 @@ class Daemon:
         await stopping
         while self.driver.is_busy and self._loop.time() < deadline_s:
             await asyncio.sleep(MOMENT_S)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the bulk connections."""
         if self._bulk is not None:
             self._bulk.stop()
 
@@ -283,6 +287,7 @@ async def serve(plan: ShardPlan) -> Exit:
     try:
         ready = await daemon.start()
     except CommandError as refusal:
+        daemon.close()
         tell(Refused(code=refusal.code, message=refusal.message))
         return refusal.code
     tell(ready)

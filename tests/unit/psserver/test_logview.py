@@ -1,0 +1,52 @@
+"""Logs of several files in one order, and what comes after."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from psserver.exits import CommandError
+from psserver.logview import LogView, files
+from psserver.runfile import ShardRun
+from tests.unit.psserver.test_runfile import make_run
+
+
+def test_lines_come_in_the_order_of_their_stamps_and_tracebacks_stay_together(
+    tmp_path: Path,
+) -> None:
+    one, two = tmp_path / "one.log", tmp_path / "two.log"
+    one.write_text("2026-01-01T00:00:01.5Z a\nTraceback\n  more\n2026-01-01T00:00:03.5Z c\n")
+    two.write_text('{"event": "b", "timestamp": "2026-01-01T00:00:02.5Z"}\n')
+    lines = LogView([one, two, tmp_path / "none.log"]).read()
+    assert [line.split()[-1] for line in lines[:3]] == ["a", "Traceback", "more"]
+    assert '"b"' in lines[3]
+    assert lines[4].endswith("c\n")
+
+
+def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "shard-0.log"
+    view = LogView([path])
+    assert view.read() == []
+    path.write_text("first\nsec")
+    assert view.read() == ["first\n"]
+    path.write_text("first\nsecond\n")
+    assert view.read() == ["second\n"]
+    assert view.read() == []
+
+
+def test_following_ends_with_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "shard-0.log"
+    path.write_text("last words\n")
+    ended = replace(make_run(), created_s=0.0)
+    assert list(LogView([path]).follow(ended)) == [["last words\n"]]
+
+
+def test_only_a_detached_run_has_files() -> None:
+    shard = ShardRun(index=0, pid=1, port=1, metrics_port=None, log="/tmp/shard-0.log")
+    run = replace(make_run(), shards=[shard], supervisor_log="/tmp/supervisor.log")
+    assert [path.name for path in files(run, None)] == ["shard-0.log", "supervisor.log"]
+    assert [path.name for path in files(run, 0)] == ["shard-0.log"]
+    with pytest.raises(CommandError, match=r"must be in 0\.\.0"):
+        files(run, 1)
+    with pytest.raises(CommandError, match="without --detach"):
+        files(replace(run, detached=False), None)

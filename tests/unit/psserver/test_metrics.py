@@ -1,0 +1,118 @@
+"""The metrics page over a shard in this process."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pscore.types import Verdict
+from psserver.driver import Driver
+from psserver.membership import Member
+from psserver.metrics import REQUEST_NBYTES_MAX, MetricsPage
+from psserver.shard import Shard
+
+
+def make_driver() -> Driver:
+    driver = Driver(Shard(1, 3, lease_s=10.0), num_threads=1, now=lambda: 0.0)
+    for rank in range(2):
+        member = Member(rank=rank, incarnation=1, restart=0, host="h", pid=1, heard_s=0.0)
+        driver.join("train", 2, member)
+    driver.leave("train", 1, 1, "done")
+    return driver
+
+
+async def ask(page: MetricsPage, *requests: bytes) -> list[bytes]:
+    port = await page.start("127.0.0.1", 0)
+    answers = []
+    for request in requests:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        answers.append(await reader.read())
+        writer.close()
+    await page.stop()
+    return answers
+
+
+def get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode()
+
+
+def samples(body: str) -> dict[str, float]:
+    return {
+        " ".join([sample.name, *(f"{k}={v}" for k, v in sorted(sample.labels.items()))]): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+    }
+
+
+def test_the_page_shows_the_tally_and_the_shard() -> None:
+    driver = make_driver()
+    tally = driver.tally
+    tally.pushes[Verdict.ACCEPTED] = 5
+    tally.pushes[Verdict.TOO_LATE] = 1
+    tally.num_pushes_refused = 2
+    tally.num_pulls_answered, tally.num_pulls_put_off = 7, 3
+    tally.received_nbytes, tally.sent_nbytes, tally.num_updates = 100, 200, 4
+    tally.staleness.observe(3)
+    tally.times_s.append(2e-3)
+    (answer,) = asyncio.run(ask(MetricsPage(driver, lambda: True), get("/metrics")))
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 OK\r\n")
+    shown = samples(body)
+    assert {
+        "paceline_push_requests_total verdict=accepted": 5,
+        "paceline_push_requests_total verdict=too_late": 1,
+        "paceline_push_requests_total verdict=refused": 2,
+        "paceline_pull_requests_total answer=weights": 7,
+        "paceline_pull_requests_total answer=not_yet": 3,
+        "paceline_wire_bytes_total direction=received": 100,
+        "paceline_wire_bytes_total direction=sent": 200,
+        "paceline_updates_total": 4,
+        "paceline_staleness_steps_bucket le=2": 0,
+        "paceline_staleness_steps_bucket le=4": 1,
+        "paceline_staleness_steps_bucket le=+Inf": 1,
+        "paceline_staleness_steps_sum": 3,
+        "paceline_apply_seconds_bucket le=0.001": 0,
+        "paceline_apply_seconds_bucket le=0.003": 1,
+        "paceline_apply_seconds_count": 1,
+        "paceline_jobs": 1,
+        "paceline_workers_live job=train": 1,
+    }.items() <= shown.items()
+    (build,) = [name for name in shown if name.startswith("paceline_build_info")]
+    assert "num_shards=3" in build
+    assert "shard=1" in build
+    assert "process_resident_memory_bytes" in shown
+
+
+def test_healthz_tells_ready_from_draining() -> None:
+    states: Iterator[bool] = iter([True, False])
+    page = MetricsPage(make_driver(), lambda: next(states))
+    ready, draining = asyncio.run(ask(page, get("/healthz"), get("/healthz?x=1")))
+    assert ready.startswith(b"HTTP/1.1 200")
+    assert draining.startswith(b"HTTP/1.1 503")
+
+
+@pytest.mark.parametrize(
+    ("request_", "begins"),
+    [
+        (get("/"), b"HTTP/1.1 404"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405"),
+        (b"\r\n\r\n", b"HTTP/1.1 405"),
+        (b"x" * (2 * REQUEST_NBYTES_MAX), b""),
+    ],
+)
+def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
+    try:
+        (answer,) = asyncio.run(ask(MetricsPage(make_driver(), lambda: True), request_))
+    except ConnectionResetError:
+        answer = b""
+    assert answer[: len(begins) or None] == begins
+
+
+def test_head_has_no_body() -> None:
+    page = MetricsPage(make_driver(), lambda: True)
+    (answer,) = asyncio.run(ask(page, b"HEAD /healthz HTTP/1.1\r\n\r\n"))
+    assert answer.endswith(b"\r\n\r\n")

@@ -1,0 +1,109 @@
+"""Run files: found while their process lives, and in nobody else's directory."""
+
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from psserver import runfile
+from psserver.exits import CommandError, Exit
+from psserver.runfile import Run, RunDirectory, ShardRun
+
+OURS = psutil.Process()
+
+
+def make_run(port: int = 7070) -> Run:
+    shard = ShardRun(index=0, pid=1, port=port, metrics_port=None, log=None)
+    return Run(
+        pid=OURS.pid,
+        created_s=OURS.create_time(),
+        cluster="c",
+        host="127.0.0.1",
+        port=port,
+        addresses=[f"127.0.0.1:{port}"],
+        grace_s=1.0,
+        detached=True,
+        supervisor_log=None,
+        shards=[shard],
+    )
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "state")
+    runs = [make_run(7071), make_run(7070)]
+    for run in runs:
+        runfile.write(directory.make(str(run.port)), run)
+    assert directory.runs() == sorted(runs, key=lambda run: run.port)
+    runfile.remove(directory.path / "7070")
+    runfile.remove(directory.path / "7070")
+    assert directory.runs() == [runs[0]]
+
+
+def test_a_process_that_is_gone_or_another_one_does_not_count(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    directory = RunDirectory(tmp_path)
+    for number, run in enumerate(
+        [
+            replace(make_run(), pid=ended.pid),
+            replace(make_run(), created_s=OURS.create_time() - 100),
+        ]
+    ):
+        runfile.write(directory.make(str(number)), run)
+    assert directory.runs() == []
+
+
+def test_a_zombie_does_not_count() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.read()  # It has ended, and nobody has waited for it.
+    created_s = psutil.Process(child.pid).create_time()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not replace(make_run(), pid=child.pid, created_s=created_s).is_alive()
+    child.wait()
+    child.stdout.close()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"shards": [{}]}', "[1]"])
+def test_what_is_no_run_file_is_passed_over(tmp_path: Path, text: str) -> None:
+    directory = RunDirectory(tmp_path)
+    (directory.make("7070") / runfile.FILE).write_text(text)
+    assert directory.runs() == []
+
+
+def test_the_default_directory_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory = RunDirectory(None)
+    directory.make("7070")
+    assert directory.path == tmp_path / f"paceline-{os.getuid()}"
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    directory.path.chmod(0o777)
+    with pytest.raises(CommandError, match="another user") as caught:
+        directory.make("7070")
+    assert caught.value.code is Exit.STATE_DIR
+
+
+def test_a_link_in_place_of_the_default_directory_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "paceline").symlink_to(tmp_path / "theirs")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(CommandError):
+        RunDirectory(None).make("7070")
+
+
+def test_a_state_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(CommandError, match="is not a directory") as caught:
+        RunDirectory(file).make("7070")
+    assert caught.value.code is Exit.STATE_DIR

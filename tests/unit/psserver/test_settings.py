@@ -1,0 +1,143 @@
+"""Settings: one order of sources, bounds, and messages that name what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from pscore.errors import ConfigError
+from psserver.settings import is_loopback, metrics_ports, resolve
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.startswith("PACELINE_")]:
+        monkeypatch.delenv(name)
+
+
+def test_flags_come_before_environment_before_file_before_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "paceline.toml"
+    file.write_text("[server]\nshards = 2\nport = 7001\nlease_s = 5\n[log]\nlevel = 'debug'\n")
+    monkeypatch.setenv("PACELINE_PORT", "7002")
+    monkeypatch.setenv("PACELINE_SHARDS", "3")
+    settings = resolve({"server.shards": 4}, file)
+    assert settings.server.shards == 4
+    assert settings.server.port == 7002
+    assert settings.server.lease_s == 5.0
+    assert settings.log.level == "debug"
+    assert settings.server.grace_s == 10.0
+    assert settings.origins["server.shards"] == "flag --shards"
+    assert settings.origins["server.port"] == "environment PACELINE_PORT"
+    assert settings.origins["server.lease_s"] == f"file {file}"
+    assert settings.origins["log.level"] == f"file {file}"
+    assert settings.origins["server.grace_s"] == "default"
+
+
+def test_a_flag_that_is_not_given_is_none() -> None:
+    assert resolve({"server.shards": None}).server.shards == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "outside", "bounds"),
+    [
+        ("server.shards", (1, 64), (0, 65), "1..64"),
+        ("server.port", (0, 64000), (-1, 65536), "0..65535"),
+        ("server.threads", (1, 256), (0, 257), "1..256"),
+        ("server.lease_s", (0.5, 3600.0), (0.4, 3601.0), "0.5..3600"),
+        ("server.grace_s", (0.0, 600.0), (-0.1, 601.0), "0..600"),
+        ("metrics.port", (0, 65535), (-1, 65536), "0..65535"),
+    ],
+)
+def test_bounds_are_reached_and_not_passed(
+    name: str, inside: tuple[float, ...], outside: tuple[float, ...], bounds: str
+) -> None:
+    for value in inside:
+        resolve({name: value})
+    for value in outside:
+        with pytest.raises(ConfigError) as caught:
+            resolve({name: value})
+        assert f"{name} is {value!r}" in str(caught.value)
+        assert f"must be in {bounds}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"log.format": "xml"}, "log.format is 'xml' (flag --log-format), must be text or json"),
+        ({"server.shards": "two"}, "server.shards is 'two' (flag --shards), must be in 1..64"),
+        ({"server.host": "0.0.0.0"}, "--insecure"),
+        ({"server.host": "gpu7"}, "--insecure"),
+        ({"server.port": 65530, "server.shards": 7}, "the last would have 65536"),
+        ({"metrics.port": 65535, "server.shards": 2}, "metrics.port is 65535"),
+        ({"server.port": 65000}, "metrics.port is by default"),
+    ],
+)
+def test_what_does_not_go_is_refused(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(flags)
+    assert message in str(caught.value)
+
+
+def test_what_goes_together_is_taken() -> None:
+    resolve({"server.host": "0.0.0.0", "server.insecure": True})
+    resolve({"server.port": 65000, "metrics.port": 0})
+    resolve({"server.port": 65530, "server.shards": 6, "metrics.port": 0})
+
+
+def test_a_port_that_kubernetes_sets_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_PORT", "tcp://10.0.0.1:7070")
+    with pytest.raises(ConfigError, match="enableServiceLinks"):
+        resolve()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[server]\nprot = 1\n", "server.prot is unknown"),
+        ("[sever]\nport = 1\n", "['sever']"),
+        ("port = 1\n", "'port' outside of a table"),
+        ("[server\n", "is not TOML"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "paceline.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolve(file=file)
+    assert message in str(caught.value)
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_PORT", "")
+    assert resolve().server.port == 7070
+
+
+def test_loopback_is_told_from_the_rest() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "gpu7", "")))
+
+
+def test_metrics_follow_the_port_unless_told_otherwise() -> None:
+    assert metrics_ports(resolve({"server.shards": 2})) == [8070, 8071]
+    assert metrics_ports(resolve({"server.shards": 2, "metrics.port": 9000})) == [9000, 9001]
+    assert metrics_ports(resolve({"server.shards": 2, "metrics.port": 0})) == [None, None]
+    assert metrics_ports(resolve({"server.shards": 2, "server.port": 0})) == [0, 0]
+
+
+def test_threads_are_the_cores_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert resolve({"server.shards": 3}).server.threads_each == 2
+    assert resolve({"server.shards": 16}).server.threads_each == 1
+    assert resolve({"server.threads": 5}).server.threads_each == 5
+
+
+def test_every_setting_is_shown_with_its_origin() -> None:
+    rows = resolve({"server.port": 8000}).rows()
+    assert ("server.port", "8000", "flag --port") in rows
+    assert ("metrics.port", "auto", "default") in rows
+    assert len({name for name, _, _ in rows}) == len(rows) == 12

@@ -1,0 +1,100 @@
+"""What several shards say becomes one picture."""
+
+from typing import Any
+
+import pytest
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver import status
+
+
+def worker(rank: int, **values: object) -> pb.WorkerStatus:
+    defaults = {"rank": rank, "host": "h", "pid": 9, "state": "live"}
+    return pb.WorkerStatus(**{**defaults, **values})  # type: ignore[arg-type]
+
+
+def table(**values: object) -> pb.TableStatus:
+    defaults = {"name": "model", "mode": "ssgd", "compressor": "none", "optimizer": "sgd"}
+    return pb.TableStatus(**{**defaults, **values})  # type: ignore[arg-type]
+
+
+def reply(index: int, *jobs: pb.JobStatus) -> pb.StatusReply:
+    about = pb.DescribeReply(cluster="c", shard=index, num_shards=2, version="1", protocol=1)
+    return pb.StatusReply(shard=about, jobs=jobs, pid=70 + index, uptime_s=1, memory_nbytes=1 << 20)
+
+
+def combined() -> dict[str, Any]:
+    first = pb.JobStatus(
+        job="train",
+        num_workers=2,
+        workers=[worker(0, step=5, staleness=1), worker(1, step=4, last_heard_s=2.0)],
+        tables=[
+            table(num_slices=2, nbytes=100, version_min=3, version_max=4, waiting_for="step 4")
+        ],
+        num_pushes=10,
+        pushed_nbytes=1000,
+    )
+    second = pb.JobStatus(
+        job="train",
+        num_workers=2,
+        workers=[worker(0, step=4, staleness=3), worker(1, step=5, state="lost")],
+        tables=[table(num_slices=1, nbytes=50, version_min=4, version_max=5)],
+        num_pushes=5,
+        pushed_nbytes=500,
+    )
+    return status.combine(["a:1", "b:2"], [reply(0, first), reply(1, second)])
+
+
+def test_counts_add_up_and_workers_are_as_late_as_the_latest_shard_says() -> None:
+    (job,) = combined()["jobs"]
+    assert (job["num_pushes"], job["pushed_nbytes"]) == (15, 1500)
+    zero, one = job["workers"]
+    assert (zero["step"], zero["staleness"], zero["state"]) == (5, 3, "live")
+    assert (one["step"], one["last_heard_s"], one["state"]) == (5, 2.0, "lost")
+    (model,) = job["tables"]
+    assert (model["num_slices"], model["nbytes"]) == (3, 150)
+    assert (model["version_min"], model["version_max"]) == (3, 5)
+    assert model["waiting_for"] == ["step 4"]
+
+
+def test_a_shard_without_slices_of_a_table_has_no_say_about_its_version() -> None:
+    one = pb.JobStatus(job="j", tables=[table(num_slices=1, version_min=7, version_max=7)])
+    none = pb.JobStatus(job="j", tables=[table(num_slices=0, version_min=-1, version_max=-1)])
+    picture = status.combine(["a:1", "b:2"], [reply(0, one), reply(1, none)])
+    (model,) = picture["jobs"][0]["tables"]
+    assert (model["version_min"], model["version_max"]) == (7, 7)
+
+
+def test_a_job_that_one_shard_does_not_know_is_shown() -> None:
+    picture = status.combine(
+        ["a:1", "b:2"], [reply(0), reply(1, pb.JobStatus(job="j", num_workers=1))]
+    )
+    assert [job["name"] for job in picture["jobs"]] == ["j"]
+
+
+def test_a_person_sees_what_is_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status.show(combined())
+    shown = capsys.readouterr().out
+    for text in ("cluster c", "a:1", "job train: 2 workers, 15 pushes", "3..5", "waits for step 4"):
+        assert text in shown
+
+
+def test_markup_in_a_name_is_only_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    job = pb.JobStatus(job="[red]x[/nonesuch]", workers=[worker(0, host="[/]")])
+    status.show(status.combine(["a:1"], [reply(0, job)]))
+    assert "[red]x[/nonesuch]" in capsys.readouterr().out
+
+
+def test_tables_beyond_a_few_are_only_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    tables = [table(name=f"tensor{i}") for i in range(status.LISTED_MAX + 2)]
+    status.show(status.combine(["a:1"], [reply(0, pb.JobStatus(job="j", tables=tables))]))
+    assert "and 2 more tables" in capsys.readouterr().out
