@@ -61,16 +61,19 @@ class Membership:
 
         Raises:
             RankTakenError: Another live process holds the rank, or there is none free.
-            ReplacedError: A newer incarnation holds it.
+            ReplacedError: A newer incarnation holds it, or this one was declared lost.
         """
         if member.rank < 0:
-            member.rank = self._free_rank()
+            member.rank = self._free_rank(member.incarnation)
         if member.rank >= self.num_workers:
             raise RankTakenError(
                 f"rank {member.rank} wanted in a job of {self.num_workers} workers"
             )
         held = self.members.get(member.rank)
-        if held is not None and held.incarnation != member.incarnation:
+        if held is not None and held.incarnation == member.incarnation:
+            # The same request again; if it comes after the worker has gone, it stays gone.
+            return self.heard(member.rank, member.incarnation, member.heard_s).rank
+        if held is not None:
             if (held.restart, held.incarnation) > (member.restart, member.incarnation):
                 raise ReplacedError(f"rank {member.rank} is held by a newer incarnation")
             if held.presence is Presence.LIVE and held.restart == member.restart:
@@ -144,9 +147,19 @@ class Membership:
             return f"worker {rank} (has not joined yet)"
         return f"worker {rank} (process {member.pid} on {member.host})"
 
-    def _free_rank(self) -> int:
+    def rank_of(self, incarnation: int) -> int | None:
+        """Returns the rank that a process has, or had, in this job."""
+        for rank, member in self.members.items():
+            if member.incarnation == incarnation:
+                return rank
+        return None
+
+    def _free_rank(self, incarnation: int) -> int:
+        """Returns the rank that this process has already, or the lowest that nobody has had."""
+        former = self.rank_of(incarnation)
+        if former is not None:
+            return former
         for rank in range(self.num_workers):
-            held = self.members.get(rank)
-            if held is None or held.presence is not Presence.LIVE:
+            if rank not in self.members:
                 return rank
         raise RankTakenError(f"all {self.num_workers} ranks of the job are taken")

@@ -1,0 +1,190 @@
+"""Who is expected, who may take a rank, and what a lease is."""
+
+import pytest
+
+from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
+from psserver.membership import WORKERS_MAX, Member, Membership, Presence
+
+
+def member(rank: int, incarnation: int = 1, *, restart: int = 0, heard_s: float = 0.0) -> Member:
+    return Member(
+        rank=rank,
+        incarnation=incarnation,
+        restart=restart,
+        host="gpu7",
+        pid=70 + rank,
+        heard_s=heard_s,
+    )
+
+
+def joined(num_workers: int, *ranks: int) -> Membership:
+    membership = Membership(num_workers, lease_s=10.0)
+    for rank in ranks:
+        membership.join(member(rank))
+    return membership
+
+
+@pytest.mark.parametrize("num_workers", [-1, 0, WORKERS_MAX + 1])
+def test_a_job_has_between_one_and_4096_workers(num_workers: int) -> None:
+    with pytest.raises(ConfigError, match=rf"number of workers is {num_workers}, must be in 1\.\."):
+        Membership(num_workers, lease_s=10.0)
+    assert Membership(WORKERS_MAX, lease_s=10.0).expected()[-1] == WORKERS_MAX - 1
+
+
+# ----- expected
+
+
+def test_workers_yet_to_come_are_expected() -> None:
+    assert joined(3, 1).expected() == [0, 1, 2]
+
+
+def test_a_worker_that_left_is_not_expected() -> None:
+    membership = joined(3, 0, 1, 2)
+    assert membership.leave(1, 1, "finished")
+    assert membership.expected() == [0, 2]
+    assert membership.members[1].reason == "finished"
+
+
+def test_leaving_twice_changes_nothing() -> None:
+    membership = joined(2, 0)
+    assert membership.leave(0, 1, "finished")
+    assert not membership.leave(0, 1, "again")
+    assert membership.members[0].reason == "finished"
+
+
+def test_only_the_worker_itself_leaves() -> None:
+    membership = joined(2, 0)
+    assert not membership.leave(0, 2, "another incarnation")
+    assert not membership.leave(1, 1, "never joined")
+    assert membership.expected() == [0, 1]
+
+
+# ----- ranks
+
+
+def test_a_rank_is_given_to_one_process() -> None:
+    membership = joined(2, 0)
+    with pytest.raises(RankTakenError, match=r"rank 0 is held by process 70 on gpu7, last heard 3"):
+        membership.join(member(0, 2, heard_s=3.0))
+
+
+def test_a_rank_beyond_the_job_is_refused() -> None:
+    with pytest.raises(RankTakenError, match="rank 2 wanted in a job of 2 workers"):
+        joined(2).join(member(2))
+
+
+def test_the_lowest_free_rank_is_given_on_request() -> None:
+    membership = joined(3, 0)
+    assert membership.join(member(-1, 2)) == 1
+    assert membership.join(member(-1, 3)) == 2
+    with pytest.raises(RankTakenError, match="all 3 ranks of the job are taken"):
+        membership.join(member(-1, 4))
+
+
+def test_a_restarted_worker_takes_its_own_place() -> None:
+    membership = joined(2, 0, 1)
+    assert membership.join(member(0, 2, restart=1)) == 0
+    with pytest.raises(ReplacedError, match="rank 0 is now process 70"):
+        membership.heard(0, 1, 1.0)
+    with pytest.raises(ReplacedError, match="rank 0 is held by a newer incarnation"):
+        membership.join(member(0, 1))
+
+
+# ----- repeated joins: the second time changes nothing
+
+
+def test_a_repeated_join_is_the_same_worker() -> None:
+    membership = joined(2)
+    assert membership.join(member(0, 5)) == 0
+    assert membership.join(member(0, 5, heard_s=4.0)) == 0
+    assert membership.members[0].heard_s == 4.0
+    assert len(membership.members) == 1
+
+
+def test_a_repeated_request_for_any_rank_gets_the_same_rank() -> None:
+    membership = joined(3)
+    assert membership.join(member(-1, 5)) == 0
+    assert membership.join(member(-1, 5)) == 0
+    assert membership.expected() == [0, 1, 2]
+    assert list(membership.members) == [0]
+
+
+def test_a_join_that_arrives_again_after_the_worker_left_does_not_bring_it_back() -> None:
+    """Else everybody would wait for a lease of a process that is gone."""
+    membership = joined(2, 0, 1)
+    membership.leave(0, 1, "finished")
+    assert membership.join(member(0)) == 0
+    assert membership.expected() == [1]
+    assert membership.members[0].presence is Presence.LEFT
+
+
+def test_a_join_that_arrives_again_after_the_lease_does_not_bring_the_worker_back() -> None:
+    membership = joined(2, 0)
+    membership.expire(11.0)
+    with pytest.raises(ReplacedError, match="declared lost"):
+        membership.join(member(0, heard_s=12.0))
+    assert membership.expected() == [1]
+
+
+def test_a_rank_that_was_left_is_not_handed_out_while_others_go_on() -> None:
+    """A shard refuses it by number as well: the others have counted its steps."""
+    membership = joined(2, 0, 1)
+    membership.leave(0, 1, "finished")
+    with pytest.raises(RankTakenError, match="all 2 ranks"):
+        membership.join(member(-1, 2))
+
+
+# ----- leases
+
+
+def test_silence_is_allowed_for_exactly_the_lease() -> None:
+    membership = joined(2, 0)
+    assert membership.expire(10.0) == []
+    (lost,) = membership.expire(10.001)
+    assert (lost.rank, lost.presence) == (0, Presence.LOST)
+    assert membership.expected() == [1]
+    assert membership.expire(99.0) == []
+
+
+def test_any_message_renews_a_lease() -> None:
+    membership = joined(2, 0)
+    membership.heard(0, 1, 8.0)
+    assert membership.expire(18.0) == []
+    assert [lost.rank for lost in membership.expire(18.5)] == [0]
+
+
+def test_a_worker_that_left_is_not_lost() -> None:
+    membership = joined(1, 0)
+    membership.leave(0, 1, "finished")
+    assert membership.expire(99.0) == []
+    assert membership.members[0].presence is Presence.LEFT
+
+
+def test_a_worker_that_was_declared_lost_is_told_so() -> None:
+    membership = joined(2, 0)
+    membership.expire(11.0)
+    with pytest.raises(ReplacedError, match="rank 0 was silent for more than its lease of 10 s"):
+        membership.heard(0, 1, 12.0)
+
+
+def test_a_stranger_is_told_so() -> None:
+    with pytest.raises(UnknownJobError, match="no worker has joined at rank 1"):
+        joined(2, 0).heard(1, 1, 0.0)
+
+
+# ----- the whole
+
+
+def test_a_job_is_over_when_everybody_who_came_has_gone() -> None:
+    membership = joined(2)
+    assert not membership.is_over
+    membership.join(member(0))
+    assert not membership.is_over
+    membership.leave(0, 1, "finished")
+    assert membership.is_over
+
+
+def test_workers_are_described_for_people() -> None:
+    membership = joined(2, 0)
+    assert membership.describe(0) == "worker 0 (process 70 on gpu7)"
+    assert membership.describe(1) == "worker 1 (has not joined yet)"
