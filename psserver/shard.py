@@ -27,12 +27,13 @@ from pscore.partition import Layout, first_difference, make_layout
 from pscore.rules import make_rule
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, SliceSpec, TensorSpec
-from psserver.clock import Action, SliceClock, Token
+from psserver.clock import Action, SliceClock, Token, Update
 from psserver.membership import Member, Membership, Presence
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
 GROUPS_MAX = 1024
+BARRIERS_MAX = 1024  # Per job; older ones are forgotten, and all workers have passed them.
 NAME_LENGTH_MAX = 256
 
 
@@ -158,9 +159,7 @@ class Shard:
             raise ConfigError(f"job name {name!r} must have 1..{NAME_LENGTH_MAX} characters")
         job = self.jobs.get(name)
         if job is None or (job.membership.is_over and not self._is_repeated(job, member)):
-            self._make_room(name)
             job = Job(name=name, membership=Membership(num_workers, self.lease_s))
-            self.jobs[name] = job
         if job.membership.num_workers != num_workers:
             raise JobMismatchError(
                 f"job {name!r} has {job.membership.num_workers} workers, this one was started "
@@ -174,6 +173,9 @@ class Shard:
                 "wait until they have ended, or use another job name"
             )
         job.membership.join(member)
+        if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
+            self._make_room(name)
+            self.jobs[name] = job
         return job
 
     def heard(self, name: str, rank: int, incarnation: int, now_s: float) -> Job:
@@ -237,7 +239,7 @@ class Shard:
             raise ConfigError(f"no optimizer {spec.optimizer!r} on the shards; there are {listed}")
         if not 1 <= spec.num_groups <= GROUPS_MAX:
             raise ConfigError(f"{spec.num_groups} parameter groups, must be 1..{GROUPS_MAX}")
-        if any(tensor.group >= spec.num_groups for tensor in spec.tensors):
+        if any(not 0 <= tensor.group < spec.num_groups for tensor in spec.tensors):
             raise ConfigError(f"a tensor is in a group beyond the {spec.num_groups} declared")
         layout = make_layout(spec.tensors, self.num_shards)
         specs = {part.index: part for part in layout.of_shard(self.index)}
@@ -300,7 +302,11 @@ class Shard:
 
     def barrier(self, job: Job, name: str, number: int, rank: int) -> tuple[bool, list[int]]:
         """Arrives at round `number` of a barrier. Returns whether all have, and who has not."""
-        round_ = job.barriers.setdefault((name, number), Round())
+        round_ = job.barriers.get((name, number))
+        if round_ is None:
+            while len(job.barriers) >= BARRIERS_MAX:
+                del job.barriers[next(iter(job.barriers))]
+            round_ = job.barriers[name, number] = Round()
         round_.arrived.add(rank)
         for key in [k for k in job.barriers if k[0] == name and k[1] < number - 1]:
             del job.barriers[key]
@@ -311,17 +317,20 @@ class Shard:
 
     def _recheck(self, job: Job) -> Actions:
         """Decides again, for every slice of a job, after its membership has changed."""
-        return [
+        actions = [
             (Address(job.name, table.index, index), action)
             for table in job.tables.values()
             for index, clock in table.clocks.items()
             for action in clock.recheck()
         ]
+        job.counters.num_updates += sum(isinstance(action, Update) for _, action in actions)
+        return actions
 
     @staticmethod
     def _is_repeated(job: Job, member: Member) -> bool:
         """Whether a join has been sent twice."""
-        held = job.membership.members.get(member.rank)
+        rank = job.membership.rank_of(member.incarnation) if member.rank < 0 else member.rank
+        held = None if rank is None else job.membership.members.get(rank)
         return held is not None and held.incarnation == member.incarnation
 
     def _make_room(self, name: str) -> None:
