@@ -109,7 +109,7 @@ def aligned(payload: ByteArray, dtype: str) -> Any:
     return read_only(array if array.flags.aligned else array.copy())
 
 
-def require_finite(ok: bool, name: str) -> None:
+def require_finite(ok: bool | np.bool, name: str) -> None:
     """Raises a `GradientError` if an encoder has met what float32 cannot hold."""
     if not ok:
         raise GradientError(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy import uint32
 
 from pscore.compressors import blocks
 from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, require_finite
@@ -25,7 +26,7 @@ from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
-LARGEST = np.int32(0x7F7F)
+LARGEST = uint32(0x7F7F)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class BF16(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> bool:
+def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
     scratch = np.empty(BLOCK, np.float32)
     largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):
@@ -78,19 +79,21 @@ def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> bool:
 
 @kernel
 def _narrow(r: FloatArray, upper: np.ndarray) -> None:
-    bits = r.view(np.int32)
+    bits = r.view(np.uint32)
     for i in range(bits.size):
-        b = bits[i] & np.int32(0x7FFFFFFF)
-        odd = b >> np.int32(16) & np.int32(1)
-        rounded = min((b + np.int32(0x7FFF) + odd) >> np.int32(16), LARGEST)
-        upper[i] = np.uint16(rounded | (bits[i] >> np.int32(16) & np.int32(0x8000)))
+        b = uint32(bits[i] & uint32(0x7FFFFFFF))
+        sign = uint32(uint32(bits[i] >> uint32(16)) & uint32(0x8000))
+        odd = uint32(uint32(b >> uint32(16)) & uint32(1))
+        rounded = uint32(uint32(uint32(b + uint32(0x7FFF)) + odd) >> uint32(16))
+        magnitude = LARGEST if rounded > LARGEST else rounded
+        upper[i] = np.uint16(uint32(sign | magnitude))
 
 
 @kernel
 def _widen(upper: np.ndarray, out: FloatArray) -> None:
-    bits = out.view(np.int32)
+    bits = out.view(np.uint32)
     for i in range(upper.size):
-        bits[i] = np.int32(upper[i]) << np.int32(16)
+        bits[i] = uint32(uint32(upper[i]) << uint32(16))
 
 
 @kernel
@@ -107,7 +110,7 @@ def _decode(upper: np.ndarray, out: FloatArray, scale: np.float32, assign: bool)
 
 
 @kernel
-def _has_special(upper: np.ndarray) -> bool:
+def _has_special(upper: np.ndarray) -> np.bool:
     largest = np.uint16(0)
     for i in range(upper.size):
         largest = max(largest, upper[i] & np.uint16(0x7FFF))

@@ -108,25 +108,29 @@ def max_bits(owed: FloatArray) -> np.int32:
 @kernel
 def sum_abs(owed: FloatArray, lanes: np.ndarray) -> float:
     """Returns the sum of `abs(owed)` in the order of the contract; `lanes` is scratch."""
-    for j in range(ROW):
+    num_second = max(0, owed.size - ROW)
+    first, second = owed[: owed.size - num_second], owed[owed.size - num_second :]
+    for j in range(num_second):
+        lanes[j] = np.float64(abs(first[j])) + np.float64(abs(second[j]))
+    for j in range(num_second, first.size):
+        lanes[j] = np.float64(abs(first[j]))
+    for j in range(first.size, ROW):
         lanes[j] = 0.0
-    for first in range(0, owed.size, ROW):
-        row = owed[first : min(first + ROW, owed.size)]
-        for j in range(row.size):
-            lanes[j] += np.float64(abs(row[j]))
     return _fold(lanes)
 
 
 @kernel
 def sum_squares(owed: FloatArray, lanes: np.ndarray) -> float:
     """Returns the sum of `owed ** 2` in the order of the contract; `lanes` is scratch."""
-    for j in range(ROW):
+    num_second = max(0, owed.size - ROW)
+    first, second = owed[: owed.size - num_second], owed[owed.size - num_second :]
+    for j in range(num_second):
+        low, high = np.float64(first[j]), np.float64(second[j])
+        lanes[j] = low * low + high * high
+    for j in range(num_second, first.size):
+        lanes[j] = np.float64(first[j]) * np.float64(first[j])
+    for j in range(first.size, ROW):
         lanes[j] = 0.0
-    for first in range(0, owed.size, ROW):
-        row = owed[first : min(first + ROW, owed.size)]
-        for j in range(row.size):
-            value = np.float64(row[j])
-            lanes[j] += value * value
     return _fold(lanes)
 
 
@@ -194,12 +198,10 @@ def unpack_1(data: ByteArray, codes: ByteArray) -> None:
 @kernel
 def add_ternary(codes: ByteArray, value: np.float32, out: FloatArray) -> None:
     """Adds `value` where the code is 3 and takes it away where it is 2."""
+    zero = np.float32(0.0)
     for i in range(out.size):
         code = codes[i]
-        if code == np.uint8(3):
-            out[i] += value
-        elif code == np.uint8(2):
-            out[i] -= value
+        out[i] += value if code == np.uint8(3) else (-value if code == np.uint8(2) else zero)
 
 
 def check_ternary(name: str, data: ByteArray, numel: int) -> None:
@@ -223,7 +225,7 @@ def _has_unused(data: ByteArray) -> bool:
     found = np.uint8(0)
     for i in range(data.size):
         found |= data[i] & ~(data[i] >> np.uint8(1)) & np.uint8(0x55)
-    return found != 0
+    return bool(found)
 
 
 @kernel

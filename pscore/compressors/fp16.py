@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy import uint32
 
 from pscore.compressors import blocks
 from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, require_finite
@@ -26,10 +27,11 @@ from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
 MAX = np.float32(65504.0)
-NORMAL_MIN = np.int32(113 << 23)  # Bits of 2^-14, the smallest normal half.
+SMALL = np.float32(2.0**-14)  # The smallest normal half.
+NORMAL_MIN = uint32(113 << 23)  # Its bits in float32.
 HALF_ULP = np.float32(0.5)  # Its last bit is the last bit of a subnormal half: 2^-24.
-HALF_ULP_BITS = np.int32(126 << 23)
-REBIAS = np.int32((127 - 15) << 23)
+HALF_ULP_BITS = uint32(126 << 23)
+REBIAS = uint32((127 - 15) << 23)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class FP16(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> bool:
+def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
     clipped, raised = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):
@@ -87,28 +89,31 @@ def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> bool:
 @kernel
 def _narrow(clipped: FloatArray, raised: FloatArray, half: np.ndarray) -> None:
     """Rounds on the bits: Numba has no half on the CPU, and CUDA has to agree."""
-    bits, small = clipped.view(np.int32), raised.view(np.int32)
+    bits, small = clipped.view(np.uint32), raised.view(np.uint32)
     for i in range(half.size):
-        b = bits[i] & np.int32(0x7FFFFFFF)
-        sign = bits[i] >> np.int32(16) & np.int32(0x8000)
+        b = uint32(bits[i] & uint32(0x7FFFFFFF))
+        sign = uint32(uint32(bits[i] >> uint32(16)) & uint32(0x8000))
         # Nearest, ties to even: half of the last bit less one, and one more if the last bit is odd.
-        normal = (b - REBIAS + np.int32(0xFFF) + (b >> np.int32(13) & np.int32(1))) >> np.int32(13)
-        magnitude = small[i] - HALF_ULP_BITS if b < NORMAL_MIN else normal
-        half[i] = np.uint16(sign | magnitude)
+        odd = uint32(uint32(b >> uint32(13)) & uint32(1))
+        normal = uint32(uint32(uint32(b - REBIAS) + uint32(0xFFF)) + odd)
+        below = uint32(small[i] - HALF_ULP_BITS)
+        magnitude = below if b < NORMAL_MIN else uint32(normal >> uint32(13))
+        half[i] = np.uint16(uint32(sign | magnitude))
 
 
 @kernel
 def _widen(half: np.ndarray, out: FloatArray) -> None:
-    bits = out.view(np.int32)
+    bits = out.view(np.uint32)
+    zero = np.float32(0.0)
     for i in range(half.size):
-        h = np.int32(half[i])
-        magnitude = (h & np.int32(0x7FFF)) << np.int32(13)
-        small = magnitude < np.int32(0x400 << 13)
-        bits[i] = magnitude + (NORMAL_MIN if small else REBIAS)
+        magnitude = uint32(uint32(uint32(half[i]) & uint32(0x7FFF)) << uint32(13))
+        is_small = magnitude < uint32(0x400 << 13)
+        bits[i] = uint32(magnitude + (NORMAL_MIN if is_small else REBIAS))
+    for i in range(half.size):
         # A subnormal half has become 2^-14 * (1 + fraction): take the one away again.
-        if small:
-            out[i] -= np.float32(2.0**-14)
-        bits[i] |= (h & np.int32(0x8000)) << np.int32(16)
+        is_small = (half[i] & np.uint16(0x7FFF)) < np.uint16(0x400)
+        value = out[i] - (SMALL if is_small else zero)
+        out[i] = -value if half[i] >= np.uint16(0x8000) else value
 
 
 @kernel
@@ -125,7 +130,7 @@ def _decode(half: np.ndarray, out: FloatArray, scale: np.float32, assign: bool) 
 
 
 @kernel
-def _has_special(half: np.ndarray) -> bool:
+def _has_special(half: np.ndarray) -> np.bool:
     largest = np.uint16(0)
     for i in range(half.size):
         largest = max(largest, half[i] & np.uint16(0x7FFF))

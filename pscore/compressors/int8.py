@@ -69,7 +69,7 @@ class Int8(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: np.ndarray) -> bool:
+def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: np.ndarray) -> np.bool:
     zero = np.float32(0.0)
     largest = np.int32(0)
     limit = np.empty(1, np.float32)

@@ -2,7 +2,8 @@
 
 Samuel Horvath et al., "Natural Compression for Distributed Deep Learning", arXiv:1905.10988.
 
-    |u| = 2^e * (1 + f), 0 <= f < 1:  send sign(u) * 2^(e + 1) with probability f, else sign(u) * 2^e
+    |u| = 2^e * (1 + f), 0 <= f < 1
+    send sign(u) * 2^(e + 1) with probability f, else sign(u) * 2^e
 
 It is unbiased, and E[C(u)^2] <= 9/8 u^2. Payload of n elements: n bytes. The highest bit is the
 sign, the lower seven are c: 0 is zero, 1 to 127 is 2^(c - 110), that is 2^-109 to 2^17. 0x80 (minus
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy import int32, uint32
 
 from pscore.compressors import blocks, draw
 from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, aligned, require_finite
@@ -58,7 +60,7 @@ class Natural(Compressor):
     def check(self, payload: ByteArray, numel: int) -> None:
         """The exact length, and no minus zero."""
         blocks.check_nbytes(self.name, payload, numel, numel)
-        if _has_minus_zero(read_only(payload)):
+        if _has_minus_zero(aligned(payload, "<u1")):
             raise DecodeError(f"{self.name} payload holds 0x80, minus zero")
 
     def encode(
@@ -66,9 +68,7 @@ class Natural(Compressor):
     ) -> int:
         """Draws one number for each element."""
         residual, data = state.get(RESIDUAL, EMPTY), out[: len(grad)]
-        require_finite(
-            _encode(read_only(grad), residual, *draw.halves(seed), data), self.name
-        )
+        require_finite(_encode(read_only(grad), residual, *draw.halves(seed), data), self.name)
         return len(grad)
 
     def decode_add(
@@ -81,7 +81,7 @@ class Natural(Compressor):
 @kernel
 def _encode(
     grad: FloatArray, residual: FloatArray, low: np.uint32, high: np.uint32, out: ByteArray
-) -> bool:
+) -> np.bool:
     scratch, sent = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):
@@ -102,25 +102,27 @@ def _encode(
 
 
 @kernel
-def _round(
-    owed: FloatArray, start: int, low: np.uint32, high: np.uint32, out: ByteArray
-) -> None:
+def _round(owed: FloatArray, start: int, low: np.uint32, high: np.uint32, out: ByteArray) -> None:
     bits = owed.view(np.uint32)
     for i in range(bits.size):
-        magnitude = bits[i] & np.uint32(0x7FFFFFFF)
-        noise = draw.bits_32(np.uint32(start + i), low, high) & FRACTION
-        code = min(np.int32((magnitude + noise) >> np.uint32(23)) - OFFSET, CODE_MAX)
-        sign = np.int32(bits[i] >> np.uint32(24)) & np.int32(0x80)
-        out[i] = np.uint8(sign | code if code > 0 else np.int32(0))
+        magnitude = uint32(bits[i] & uint32(0x7FFFFFFF))
+        index = uint32(uint32(start) + uint32(i))
+        noise = uint32(draw.bits_32(index, low, high) & FRACTION)
+        exponent = int32(uint32(uint32(magnitude + noise) >> uint32(23)))
+        code = int32(exponent - OFFSET)
+        code = CODE_MAX if code > CODE_MAX else code
+        sign = int32(int32(uint32(bits[i] >> uint32(24))) & int32(0x80))
+        out[i] = np.uint8(int32(sign | code)) if code > int32(0) else np.uint8(0)
 
 
 @kernel
 def _widen(data: ByteArray, out: FloatArray) -> None:
-    bits = out.view(np.int32)
+    bits = out.view(np.uint32)
     for i in range(data.size):
-        code = np.int32(data[i]) & CODE_MAX
-        sign = (np.int32(data[i]) & np.int32(0x80)) << np.int32(24)
-        bits[i] = sign | (code + OFFSET) << np.int32(23) if code > 0 else np.int32(0)
+        code = uint32(uint32(data[i]) & uint32(CODE_MAX))
+        sign = uint32(uint32(uint32(data[i]) & uint32(0x80)) << uint32(24))
+        power = uint32(uint32(code + uint32(OFFSET)) << uint32(23))
+        bits[i] = uint32(sign | power) if code > uint32(0) else uint32(0)
 
 
 @kernel

@@ -1,8 +1,8 @@
 """1-bit: the sign of each element, and for each block of 2048 the mean magnitude, with feedback.
 
-Shuai Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback",
-arXiv:1905.10936 (blocks with a scale each); Sai Praneeth Karimireddy et al., "Error Feedback Fixes
-SignSGD", arXiv:1901.09847.
+Shuai Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with
+Error-Feedback", arXiv:1905.10936 (blocks with a scale each); Sai Praneeth Karimireddy et al.,
+"Error Feedback Fixes SignSGD", arXiv:1901.09847.
 
     u = g + r;  s = mean(|u|) of the block;  send sign(u) * s;  r = u - sign(u) * s
 
@@ -73,7 +73,7 @@ class OneBit(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray) -> bool:
+def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray) -> np.bool:
     codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.ROW)
     largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):

@@ -6,7 +6,7 @@ NeurIPS 2017, arXiv:1610.02132.
     m = max(|u|) of the block;  x = |u| * (levels / m);  l = floor(x)
     q = l + 1 with probability x - l, else l;  send sign(u) * q;  D = sign(u) * q * (m / levels)
 
-Payload of n elements, little-endian: ceil(n / 2048) float32 scales m / levels, then n bytes, signed,
+Payload of n elements, little-endian: ceil(n / 2048) float32 scales m / levels, then n signed bytes
 of at most `levels`. A block with m below 2^-100 is sent as zeros. The probability is compared with
 `draw.unit(i)` of the push's seed, i the element's number in the slice.
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy import int32, uint32
 
 from pscore.compressors import blocks, draw
 from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, require_finite
@@ -107,7 +108,7 @@ def _encode(
     high: np.uint32,
     scales: FloatArray,
     out: np.ndarray,
-) -> bool:
+) -> np.bool:
     zero = np.float32(0.0)
     largest = np.int32(0)
     scratch, limit = np.empty(BLOCK, np.float32), np.empty(1, np.float32)
@@ -143,9 +144,10 @@ def _round(
     for i in range(owed.size):
         u = owed[i]
         x = abs(u) * inverse
-        floor = np.int32(x)
-        goes_up = draw.unit(np.uint32(start + i), low, high) < x - np.float32(floor)
-        level = min(floor + np.int32(goes_up), levels)
-        level = -level if u < np.float32(0.0) else level
+        floor = int32(x)
+        goes_up = draw.unit(uint32(uint32(start) + uint32(i)), low, high) < x - np.float32(floor)
+        level = int32(floor + int32(1)) if goes_up else floor
+        level = levels if level > levels else level
+        level = int32(-level) if u < np.float32(0.0) else level
         out[i] = np.int8(level)
         owed[i] = u - np.float32(level) * scale

@@ -1,13 +1,13 @@
 """Random-k: elements drawn from a seed that travels, so that no index does; the others wait.
 
-Sebastian Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599; the shared seed
-as in GRACE (Xu et al., ICDCS 2021).
+Sebastian Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599; the shared
+seed as in GRACE (Xu et al., ICDCS 2021).
 
     u = g + r;  S = k elements drawn from the seed;  send u[i] for i in S;  r = u, and 0 in S
 
-Payload of n elements, little-endian: the seed, uint64, then k float32 values, k being `ratio` of n,
-rounded up. Value j is of element b(j) + draw.bits_32(j) mod (b(j + 1) - b(j)), b(j) = floor(j n / k):
-one from each of k equal parts of the slice.
+Payload of n elements, little-endian: the seed, uint64, then k float32 values, k being `ratio` of
+n, rounded up. Value j is of element b(j) + draw.bits_32(j) mod (b(j + 1) - b(j)), where
+b(j) = floor(j n / k): one from each of k equal parts of the slice.
 
 Differs from the papers: one element from each part and not k of all, so that indices are distinct
 and in order, and nothing is kept of them; each element's chance is the same. Values are not scaled

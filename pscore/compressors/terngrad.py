@@ -6,9 +6,10 @@ NeurIPS 2017, arXiv:1705.07878.
     sigma = sqrt(mean(u^2)) of the block;  s = min(max(|u|), 2.5 * sigma);  x = min(|u|, s)
     send sign(u) * s with probability x / s, else 0
 
-Payload of n elements, little-endian: ceil(n / 2048) float32 scales s, then 4 * ceil(n / 16) bytes of
-codes as in `two_bit.py`: 11 is +s, 10 is -s, 00 is 0. A block with s below 2^-100 is sent as zeros.
-An element is sent where `draw.unit(i) * s < x`, with the push's seed and i its number in the slice.
+Payload of n elements, little-endian: ceil(n / 2048) float32 scales s, then 4 * ceil(n / 16) bytes
+of codes as in `two_bit.py`: 11 is +s, 10 is -s, 00 is 0. A block with s below 2^-100 is sent as
+zeros. An element is sent where `draw.unit(i) * s < x`, with the push's seed and i its number in
+the slice.
 
 Differs from the paper: blocks of 2048 elements stand for layers; sigma is taken around zero; scales
 are not shared between workers. With `feedback=True` what is cut off is kept and sent later, which
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy import uint32
 
 from pscore.compressors import blocks, draw
 from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, require_finite
@@ -90,7 +92,7 @@ def _encode(
     high: np.uint32,
     scales: FloatArray,
     out: ByteArray,
-) -> bool:
+) -> np.bool:
     codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.ROW)
     scratch, limit = np.empty(BLOCK, np.float32), np.empty(1, np.float32)
     largest = np.int32(0)
@@ -127,7 +129,7 @@ def _draw(
     for i in range(owed.size):
         u = owed[i]
         x = min(abs(u), scale)
-        is_sent = draw.unit(np.uint32(start + i), low, high) * scale < x
+        is_sent = draw.unit(uint32(uint32(start) + uint32(i)), low, high) * scale < x
         is_negative = u < zero
         code = np.uint8(2) if is_negative else np.uint8(3)
         value = -scale if is_negative else scale

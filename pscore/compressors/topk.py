@@ -1,7 +1,7 @@
 """Top-k: the elements that are largest, by index and value; the others wait in the residual.
 
-Sebastian Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599; Alham Fikri Aji
-and Kenneth Heafield, "Sparse Communication for Distributed Gradient Descent", arXiv:1704.05021.
+Sebastian Stich et al., "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599; Alham Fikri
+Aji and Kenneth Heafield, "Sparse Communication for Distributed Gradient Descent", arXiv:1704.05021.
 
     u = g + r;  S = the k largest |u|;  send (i, u[i]) for i in S;  r = u, and 0 in S
 
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
-
-import numpy as np
 
 from pscore.compressors import blocks, sparse
 from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite

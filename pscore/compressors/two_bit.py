@@ -1,8 +1,8 @@
 r"""2-bit: each element as +threshold, 0 or -threshold; what is left waits in the residual.
 
-MXNet's 2-bit compressor (Apache MXNet, "Gradient Compression", 2018, and `gradient_compression-inl.h`
-at b84609d3); the idea goes back to Nikko Strom, "Scalable distributed DNN training using commodity
-GPU cloud computing", Interspeech 2015.
+MXNet's 2-bit compressor (Apache MXNet, "Gradient Compression", 2018; its code at b84609d3,
+`gradient_compression-inl.h`); the idea goes back to Nikko Strom, "Scalable distributed DNN training
+using commodity GPU cloud computing", Interspeech 2015.
 
     u = g + r
     u >=  t: send +t, r = u - t      u <= -t: send -t, r = u + t      else: send 0, r = u
@@ -27,7 +27,7 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.compressors import blocks
-from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite
+from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, require_finite
 from pscore.compressors.blocks import BLOCK, INF_BITS, SCALE_MIN
 from pscore.kernels import kernel, read_only
 from pscore.rules.base import require_range
@@ -91,13 +91,13 @@ class TwoBit(Compressor):
         if not self.threshold:
             return blocks.split(payload, numel)
         scales = np.array([self.threshold], dtype=np.float32)
-        return read_only(scales), read_only(payload)
+        return read_only(scales), aligned(payload, "<u1")
 
 
 @kernel
 def _encode(
     grad: FloatArray, residual: FloatArray, fixed: np.float32, scales: FloatArray, out: ByteArray
-) -> bool:
+) -> np.bool:
     codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.ROW)
     largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):
