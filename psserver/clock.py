@@ -233,16 +233,20 @@ class SliceClock:
         ]
 
     def _park(self, push: Push, token: Token) -> list[Action]:
-        """Keeps a push that is too far ahead; a repeated one takes the place of the first."""
+        """Keeps a push that is too far ahead; a repeated one takes the place of the first.
+
+        The first is not answered: whoever sent it again waits for the second, and an answer now
+        would say that the push is counted.
+        """
         key = (push.worker, push.step)
-        former = self._parked.pop(key, None)
+        self._parked.pop(key, None)
         if sum(worker == push.worker for worker, _ in self._parked) >= PARKED_MAX:
             raise RemoteProtocolError(
                 f"worker {push.worker} pushed step {push.step}, {PARKED_MAX} of its pushes wait "
                 f"already for version {self.version}"
             )
         self._parked[key] = (push, token)
-        return [] if former is None else [self._acknowledge(former[1], Verdict.DUPLICATE)]
+        return []
 
     def _count(self, push: Push, token: Token) -> list[Action]:
         """Counts a push that has not been counted; its gradient enters a bin, or is too late."""
@@ -251,13 +255,15 @@ class SliceClock:
         self.staleness[push.worker] = self.version - push.base_version
         if not self.rule.by_step:
             return self._arrive(push, token)
-        if push.step < self.version:
+        bin_ = self._bins.get(push.step, Bin())
+        if push.step < self.version or self._is_full(bin_, push.worker):
             counted.late.add(push.step)
             counted.late -= {step for step in counted.late if step < push.step - LATE_KEPT}
             return [self._acknowledge(token, Verdict.TOO_LATE)]
-        self._bins.setdefault(push.step, Bin()).held[push.worker] = (push, token)
+        self._bins[push.step] = bin_
+        bin_.held[push.worker] = (push, token)
         actions = self._fill(push.step)
-        if push.worker in self._bins[push.step].held:
+        if push.worker in bin_.held:
             actions.append(Hold(token=token))
         return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
 
@@ -289,6 +295,11 @@ class SliceClock:
     def _fan_in(self, bin_: Bin) -> int:
         num_expected = len(bin_.ranks() | set(self._expected()))
         return self.rule.fan_in(max(1, num_expected), self._num_workers)
+
+    def _is_full(self, bin_: Bin, worker: int) -> bool:
+        """Whether a step has all that it takes, and only waits for an earlier one to close."""
+        num_expected = len(bin_.ranks() | {worker} | set(self._expected()))
+        return len(bin_.added) >= self.rule.fan_in(num_expected, self._num_workers)
 
     def _fill(self, step: int) -> list[Action]:
         """Adds what is held of a step: in the order of the ranks if all of them are waited for."""

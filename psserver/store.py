@@ -1,12 +1,14 @@
 """The numbers of one slice, and how a clock's actions change them. No decisions, no I/O.
 
 The weights are kept twice: an update reads one copy and writes the other, so that the newest
-weights can be read while the next are made. Actions of one slice are carried out one after the
+weights can be read while the next are made; a reader that is still sending from a copy has a lease
+on it, and then the update takes another. Actions of one slice are carried out one after the
 other; different slices in parallel, without the GIL.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,19 +34,50 @@ class Payload:
     counts: tuple[int, ...] = ()  # Role STATE: optimizer steps of each segment.
 
 
+class Buffer:
+    """One copy of the weights, and how many readers still send from it."""
+
+    __slots__ = ("array", "leases", "number")
+
+    def __init__(self, array: FloatArray, number: int) -> None:
+        """Wraps an array; `number` is 1 or 2 in the table's segment, 0 outside."""
+        self.array = array
+        self.leases = 0
+        self.number = number
+
+
 class SliceStore:
     """Weights, optimizer state and open sums of one slice; all arrays `(numel,) float32`."""
 
-    def __init__(self, spec: SliceSpec, rule: Rule, optimizer: Optimizer) -> None:
-        """Allocates the weights and the optimizer's state, all zero."""
+    def __init__(
+        self,
+        spec: SliceSpec,
+        rule: Rule,
+        optimizer: Optimizer,
+        buffers: Sequence[FloatArray] | None = None,
+        versions: IntArray | None = None,
+    ) -> None:
+        """Starts with zeros.
+
+        Args:
+            spec: The slice.
+            rule: The job's mode.
+            optimizer: The server's.
+            buffers: Two arrays for the weights, in shared memory; else private ones are made.
+            versions: `(2,) int64`, where the versions of these buffers are published.
+        """
         self.numel = spec.numel
         self.segments = SegmentTable.of(spec)
         self.state = [self._zeros() for _ in optimizer.state_names]
         self.counts: IntArray = np.zeros(len(self.segments), dtype=np.int64)
         self._rule = rule
         self._optimizer = optimizer
-        self._weights = self._zeros()
-        self._spare = self._zeros()
+        arrays = buffers or (self._zeros(), self._zeros())
+        shared = buffers is not None
+        self._buffers = [Buffer(array, i + 1 if shared else 0) for i, array in enumerate(arrays)]
+        self._newest = self._buffers[0]
+        self._versions = versions
+        self._leasing = threading.Lock()
         self._bins: dict[int, FloatArray] = {}
         self._free: list[FloatArray] = []
         self._memory: Memory | None = None
@@ -52,15 +85,27 @@ class SliceStore:
     @property
     def weights(self) -> FloatArray:
         """The newest weights."""
-        return self._weights
+        return self._newest.array
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = [self._weights, self._spare, *self.state, *self._bins.values(), *self._free]
+        arrays = [buffer.array for buffer in self._buffers]
+        arrays += [*self.state, *self._bins.values(), *self._free]
         if self._memory is not None:
             arrays += [self._memory.scratch, *self._memory.state.values()]
         return sum(array.nbytes for array in arrays)
+
+    def lease(self) -> Buffer:
+        """Returns the newest weights' buffer; it stays as it is until `release`."""
+        with self._leasing:
+            self._newest.leases += 1
+            return self._newest
+
+    def release(self, buffer: Buffer) -> None:
+        """Ends a lease; may be called from any thread."""
+        with self._leasing:
+            buffer.leases -= 1
 
     def check(self, payload: Payload, role: Role) -> None:
         """Refuses a payload that cannot be of this slice, before anything is counted.
@@ -78,7 +123,9 @@ class SliceStore:
         """Takes weights, and with `Role.STATE` the optimizer's state, as they are."""
         num_arrays = 1 if action.role is Role.WEIGHTS else 1 + len(self.state)
         weights, *state = floats(memoryview(payload.data), num_arrays, self.numel)
-        np.copyto(self._weights, weights)
+        spare = self._spare()
+        np.copyto(spare.array, weights)
+        self._publish(spare, action.version)
         for array, value in zip(self.state, state, strict=False):
             np.copyto(array, value)
         if payload.counts:
@@ -117,19 +164,20 @@ class SliceStore:
             self.add(add, payload)
             self.update(update)
 
-    def read(self, worker: int, *, with_state: bool) -> Sequence[FloatArray]:
+    def read(self, worker: int, *, with_state: bool) -> list[FloatArray]:
         """Returns the newest weights and, if asked, the state: views until the next action."""
-        if self._rule.remembers_pulls:
+        if self._rule.remembers_pulls and not with_state:
             self._rule.on_pull(worker, self._remember())
-        return [self._weights, *self.state] if with_state else [self._weights]
+        return [self.weights, *self.state] if with_state else [self.weights]
 
     def _step(self, grad: FloatArray, update: Update) -> None:
         active = np.array(
             [update.present >> i & 1 for i in range(len(self.segments))], dtype=np.int64
         )
+        spare = self._spare()
         self._optimizer.step(
-            self._weights,
-            self._spare,
+            self.weights,
+            spare.array,
             grad,
             update.scale,
             self.state,
@@ -138,13 +186,31 @@ class SliceStore:
             active,
             update.hyper,
         )
-        self._weights, self._spare = self._spare, self._weights
+        self._publish(spare, update.version)
+
+    def _spare(self) -> Buffer:
+        """Returns a buffer that nobody reads; a slow reader costs one more, and stalls nobody."""
+        with self._leasing:
+            for buffer in self._buffers:
+                if buffer is not self._newest and buffer.leases == 0:
+                    break
+            else:
+                buffer = Buffer(self._zeros(), 0)
+                self._buffers.append(buffer)
+        if self._versions is not None and buffer.number:
+            self._versions[buffer.number - 1] = -1
+        return buffer
+
+    def _publish(self, buffer: Buffer, version: int) -> None:
+        if self._versions is not None and buffer.number:
+            self._versions[buffer.number - 1] = version
+        self._newest = buffer
 
     def _remember(self) -> Memory:
         """Returns the rule's memory; `weights` are the newest at each call."""
         if self._memory is None:
-            self._memory = Memory(weights=self._weights, scratch=self._zeros())
-        self._memory.weights = self._weights
+            self._memory = Memory(weights=self.weights, scratch=self._zeros())
+        self._memory.weights = self.weights
         return self._memory
 
     def _zeros(self) -> FloatArray:

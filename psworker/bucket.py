@@ -15,7 +15,7 @@ import torch
 from pscore import kernels
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout
-from pscore.types import TensorSpec
+from pscore.types import FloatArray, TensorSpec
 
 
 def describe(
@@ -36,12 +36,18 @@ def describe(
 class Bucket:
     """Flat gradients and weights of a model on one device."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], layout: Layout) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        layout: Layout,
+        grads: FloatArray | None = None,
+    ) -> None:
         """Copies the weights into a flat vector and makes the parameters views on it.
 
         Args:
             parameters: In the order of `layout.tensors`.
             layout: Where each of them lies.
+            grads: `(layout.numel,) float32` zeros for the gradients of a model on the CPU.
 
         Raises:
             ConfigError: The parameters are on several devices, or on none that holds numbers.
@@ -53,7 +59,10 @@ class Bucket:
         self.layout = layout
         self.parameters = list(parameters)
         self.device = next(iter(devices))
-        self.grads = torch.zeros(layout.numel, device=self.device)
+        if grads is not None and self.device.type == "cpu":
+            self.grads = torch.from_numpy(grads)
+        else:
+            self.grads = torch.zeros(layout.numel, device=self.device)
         self.weights = torch.zeros(layout.numel, device=self.device)
         self._grads_host = self.grads.numpy() if self.device.type == "cpu" else None
         self._cast: list[int] = []  # Parameters that are not views on the weights.
@@ -63,6 +72,11 @@ class Bucket:
                 parameter.data = self.weight(index).view(parameter.shape)
             else:
                 self._cast.append(index)
+
+    @property
+    def has_casts(self) -> bool:
+        """Whether some parameters are not views on the flat weights."""
+        return bool(self._cast)
 
     def weight(self, index: int) -> torch.Tensor:
         """Returns the part of the flat weights that is parameter `index`, `(numel,) float32`."""

@@ -7,6 +7,7 @@
 | workers | PACELINE_NUM_WORKERS | WORLD_SIZE | DMLC_NUM_WORKER |
 | job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |
 | restart | | TORCHELASTIC_RESTART_COUNT | |
+| data plane | PACELINE_DATA_PLANE=auto, local, tcp, grpc | | |
 
 The first column wins. MASTER_PORT is never bound: it belongs to torch.
 """
@@ -35,6 +36,7 @@ class Environment:
     local_workers: int  # Workers on this machine.
     job: str
     restart: int
+    data_plane: str
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -55,6 +57,7 @@ class Environment:
             ),
             job=variables.get("PACELINE_JOB") or _run_id(variables),
             restart=_number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
+            data_plane=variables.get("PACELINE_DATA_PLANE") or "auto",
         )
 
 

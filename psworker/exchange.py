@@ -1,51 +1,47 @@
-"""The worker's network edge for one table: slices out, slices in, over one link per shard.
+"""The worker's network edge for one table: slices out, slices in, over one data plane per shard.
 
-`Exchange` is the `Outbox` of a replica: it compresses and frames on the links' threads, and keeps
-a future for each slice that is on its way. A slice has at most one push and one pull under way, so
-what is in flight is bounded by the size of the model.
+`Exchange` is the `Outbox` of a replica. It keeps a future for each slice that is on its way; a
+slice has at most one push and one pull under way, so what is in flight is bounded by the size of
+the model. A gradient must stay as it is until its push is acknowledged: until then it is what is
+sent again after a failure, and with shared memory the shard reads it where it lies.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import torch
-import xxhash
 
 from pscore import wire
 from pscore.compressors.base import Compressor
+from pscore.errors import PacelineError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
-from pscore.types import ByteArray, FloatArray, Push, Role, Verdict
-from psworker.link import SAY_AFTER_S, Link
+from pscore.segment import Segment
+from pscore.types import FloatArray, Push, Role, Verdict
+from psworker.feedback import Feedback
 from psworker.replica import Landing
 from psworker.session import Session
+from psworker.transports import PullCall, PushCall, Transport
+from psworker.transports.socket import SocketTransport
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Sender:
-    """What error feedback owes of one slice, and the buffer that its payloads are made in."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    residual: FloatArray | None = None
-    buffer: ByteArray | None = None
+WAIT_MS = 5_000  # A pull that cannot be answered by then is told what is missing.
+SAY_AFTER_S = 9.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Traffic:
-    """What a worker has sent and received, in frames' bytes, and what came of its pushes."""
+    """What a worker has sent and received, in bytes of payload, and what came of its pushes."""
 
     pushed_nbytes: int = 0
     pulled_nbytes: int = 0
@@ -55,7 +51,12 @@ class Traffic:
 
 
 class Exchange:
-    """Pushes and pulls of one table."""
+    """Pushes and pulls of one table.
+
+    Attributes:
+        grads: `(layout.numel,) float32` on the host: what lies in it is pushed without a copy to
+            shards on this host. None unless asked for.
+    """
 
     def __init__(
         self,
@@ -66,8 +67,20 @@ class Exchange:
         compressor: Compressor,
         optimizer: Optimizer,
         num_groups: int,
+        *,
+        share: bool = False,
     ) -> None:
         """Declares the table at every shard.
+
+        Args:
+            session: This worker's part in the job.
+            name: Of the table.
+            layout: Its slices.
+            rule: Its mode.
+            compressor: Of its pushes.
+            optimizer: That the shards run.
+            num_groups: Parameter groups.
+            share: Whether gradients and weights lie in shared memory where that can be.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; says in what.
@@ -76,29 +89,32 @@ class Exchange:
         self.layout = layout
         self.compressor = compressor
         self.traffic = Traffic()
-        self._lock = threading.Lock()
         self.table = session.define(name, layout, rule, compressor, optimizer, num_groups)
-        self._senders = [Sender() for _ in layout.slices]
+        self.grads: FloatArray | None = None
+        self._shared: set[int] = set()  # Shards that have mapped `grads`.
+        self._feedback = self._make_feedback()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
-        self._pulls: dict[int, Future[data_pb2.PullReply]] = {}
-        self._left: dict[int, threading.Event] = {}  # Set when a push's gradient was copied.
+        self._pulls: dict[int, tuple[Future[data_pb2.PullReply], Landing]] = {}
+        if share:
+            self._share()
 
     # ----- Outbox
 
-    def push(self, index: int, push: Push, grad: torch.Tensor, *, compress: bool) -> None:
-        """Sends one slice; `grad` must stay as it is until `left(index)`."""
+    def push(
+        self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
+    ) -> None:
+        """Sends one slice; `grad` must stay as it is until `acknowledged(index)`."""
         self.acknowledged(index)
-        ready = _on_host(grad)
-        compressor = self.compressor if compress else None
-        left = self._left[index] = threading.Event()
+        feedback = self._feedback[index] if compress or flush else None
+        shared = feedback is None and push.present != 0 and self._is_shared(index, grad)
+        ready = self._on_host(index, grad)
 
-        def make_frame() -> bytes:
-            try:
-                return self._frame(index, push, ready(), compressor)
-            finally:
-                left.set()
+        def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
+            return self._make(index, push, ready(), feedback, flush=flush, shared=shared)
 
-        self._pushes[index] = self._link(index).push(make_frame)
+        call = PushCall(make=make, is_shared=shared)
+        self._pushes[index] = call.done
+        self._transport(index).push(call)
 
     def pull(
         self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
@@ -110,13 +126,12 @@ class Exchange:
             clock=clock,
             min_version=min_version,
             with_state=with_state,
-            wait_ms=int(SAY_AFTER_S * 1000),
+            wait_ms=WAIT_MS,
         )
-
-        def land(reply: data_pb2.PullReply, payload: memoryview) -> None:
-            self._land(index, reply, payload, landing)
-
-        self._pulls[index] = self._link(index).pull(header, land)
+        state = [tensor.numpy() for tensor in landing.state] if with_state else []
+        call = PullCall(header=header, weights=landing.weights.numpy(), state=state)
+        self._pulls[index] = (call.done, landing)
+        self._transport(index).pull(call)
 
     # ----- waiting
 
@@ -127,29 +142,33 @@ class Exchange:
             PacelineError: A pull or push was refused, or nobody answers.
         """
         for index in waits:
-            self._wait(self._pulls[index], f"slice {index} from {self._link(index).address}")
-
-    def left(self, index: int) -> None:
-        """Waits until the gradient of a slice's last push has been copied and may be changed."""
-        event = self._left.pop(index, None)
-        if event is not None and not event.wait(SAY_AFTER_S):
-            self.acknowledged(index)
+            future, landing = self._pulls[index]
+            reply = self._wait(future, f"slice {index} from {self._address(index)}")
+            landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
+            landing.version = reply.version
+            nbytes = sum(tensor.nbytes for tensor in (landing.weights, *landing.state))
+            self.traffic.pulled_nbytes += nbytes if reply.counts else landing.weights.nbytes
+            self.traffic.num_pulls += 1
 
     def has_landed(self, index: int) -> bool:
         """Whether no pull of a slice is under way."""
-        return index not in self._pulls or self._pulls[index].done()
+        return index not in self._pulls or self._pulls[index][0].done()
 
     def is_busy(self) -> bool:
         """Whether a push has not been acknowledged yet."""
         return any(not future.done() for future in self._pushes.values())
 
     def acknowledged(self, index: int) -> None:
-        """Waits until the last push of a slice is acknowledged, and so its buffer is free."""
+        """Waits until the last push of a slice is acknowledged: its gradient is free again."""
         future = self._pushes.pop(index, None)
         if future is not None:
-            address = self._link(index).address
-            reply = self._wait(future, f"room for slice {index} at {address}: others are behind")
-            self.traffic.num_too_late += Verdict(int(reply.verdict)) is Verdict.TOO_LATE
+            what = f"room for slice {index} at {self._address(index)}: others are behind"
+            reply = self._wait(future, what)
+            if Verdict(int(reply.verdict)) is Verdict.TOO_LATE:
+                self.traffic.num_too_late += 1
+                feedback = self._feedback[index]
+                if feedback is not None:
+                    feedback.returned()
 
     def flush(self) -> None:
         """Waits until every push is acknowledged."""
@@ -157,14 +176,16 @@ class Exchange:
             self.acknowledged(index)
 
     def _wait(self, future: Future[T], what: str) -> T:
-        started_s, say_s = time.monotonic(), 2 * SAY_AFTER_S - 1.0
-        while not wait([future], timeout=1.0).done:
-            self.session.check()
+        started_s, say_s = time.monotonic(), SAY_AFTER_S
+        while True:
+            try:
+                return future.result(timeout=1.0)
+            except TimeoutError:
+                self.session.check()
             waited_s = time.monotonic() - started_s
             if waited_s >= say_s:
                 say_s *= 2
                 log.warning("worker %d has waited %.0f s for %s", self.session.rank, waited_s, what)
-        return future.result()
 
     # ----- loading
 
@@ -176,34 +197,77 @@ class Exchange:
             role=data_pb2.Role.Name(int(role)),
             counts=counts,
         )
-
-        def make_frame() -> bytes:
-            parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
-            return wire.encode(header.SerializeToString(), *parts)
-
+        parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
         self.acknowledged(index)
-        self._pushes[index] = self._link(index).push(make_frame)
+        call = PushCall(make=lambda: (header, parts))
+        self._pushes[index] = call.done
+        self._transport(index).push(call)
 
     # ----- residuals
 
     def residuals(self) -> dict[int, FloatArray]:
         """Returns what error feedback owes, by slice; pushes must have been flushed."""
         return {
-            index: sender.residual
-            for index, sender in enumerate(self._senders)
-            if sender.residual is not None
+            index: feedback.residual
+            for index, feedback in enumerate(self._feedback)
+            if feedback is not None and feedback.residual is not None
         }
 
     def set_residual(self, index: int, residual: FloatArray) -> None:
         """Replaces what error feedback owes of a slice, `(numel,) float32`."""
-        sender = self._senders[index]
-        with sender.lock:
-            sender.residual = np.array(residual, dtype=np.float32)
+        feedback = self._feedback[index]
+        if feedback is not None:
+            feedback.residual = residual
+
+    def _make_feedback(self) -> list[Feedback | None]:
+        """Returns what error feedback needs of each slice; None where nothing is compressed."""
+        if self.compressor.name == "none":
+            return [None] * len(self.layout.slices)
+        key = f"{self.session.job}/{self.table}/{self.session.rank}"
+        return [
+            Feedback(self.compressor, spec.numel, f"{key}/{spec.index}")
+            for spec in self.layout.slices
+        ]
+
+    # ----- shared memory
+
+    def _share(self) -> None:
+        """Puts the gradients into memory that the shards of this host can map."""
+        nbytes = 4 * self.layout.numel
+        if not any(link.transport.shares_memory for link in self.session.links):
+            self.grads = np.zeros(self.layout.numel, dtype=np.float32)
+            return
+        try:
+            segment = Segment.create(nbytes)
+        except OSError as problem:
+            log.warning("no shared memory for %d bytes of gradients: %s", nbytes, problem)
+            self.grads = np.zeros(self.layout.numel, dtype=np.float32)
+            return
+        self.grads = segment.floats(0, self.layout.numel)
+        for shard, link in enumerate(self.session.links):
+            transport = link.transport
+            if isinstance(transport, SocketTransport) and transport.shares_memory:
+                try:
+                    transport.attach(self._sender(), segment, self.layout.of_shard(shard))
+                    self._shared.add(shard)
+                except PacelineError as problem:
+                    log.warning("no shared memory with %s: %s", link.address, problem)
+
+    def _is_shared(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether a slice's gradient lies, or will lie, where its shard can read it."""
+        spec = self.layout.slices[index]
+        if spec.shard not in self._shared or self.grads is None:
+            return False
+        home = self.grads.ctypes.data + 4 * spec.start
+        return grad.device.type != "cpu" or grad.data_ptr() == home
 
     # ----- inside
 
-    def _link(self, index: int) -> Link:
-        return self.session.links[self.layout.slices[index].shard]
+    def _transport(self, index: int) -> Transport:
+        return self.session.links[self.layout.slices[index].shard].transport
+
+    def _address(self, index: int) -> str:
+        return self.session.links[self.layout.slices[index].shard].address
 
     def _sender(self) -> data_pb2.Sender:
         session = self.session
@@ -214,10 +278,35 @@ class Exchange:
             incarnation=session.incarnation,
         )
 
-    def _frame(
-        self, index: int, push: Push, grad: FloatArray, compressor: Compressor | None
-    ) -> bytes:
-        """Compresses and frames one slice, on a link's thread."""
+    def _on_host(self, index: int, grad: torch.Tensor) -> Callable[[], FloatArray]:
+        """Returns a function that returns `grad` as an array; a copy from a GPU starts now."""
+        if grad.device.type == "cpu":
+            return grad.numpy
+        assert self.grads is not None
+        spec = self.layout.slices[index]
+        host = torch.from_numpy(self.grads[spec.start : spec.stop])
+        host.copy_(grad, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+
+        def ready() -> FloatArray:
+            event.synchronize()
+            array: FloatArray = host.numpy()
+            return array
+
+        return ready
+
+    def _make(
+        self,
+        index: int,
+        push: Push,
+        grad: FloatArray,
+        feedback: Feedback | None,
+        *,
+        flush: bool,
+        shared: bool,
+    ) -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
+        """Returns header and payload of one push, compressed if it is to be."""
         spec = self.layout.slices[index]
         header = data_pb2.PushHeader(
             sender=self._sender(),
@@ -228,61 +317,16 @@ class Exchange:
             samples=push.samples,
             present=wire.pack_bits(push.present, len(spec.segments)),
             hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
+            shared=shared,
         )
+        payload = wire.as_bytes(grad)
+        self.traffic.num_pushes += 1
         if push.present == 0:
-            payload = memoryview(b"")
-        elif compressor is None or compressor.name == "none":
-            payload = wire.as_bytes(grad)
-        else:
-            header.compressor = compressor.name
-            payload = self._compressed(index, push, grad, compressor)
-        frame = wire.encode(header.SerializeToString(), payload)
-        with self._lock:
-            self.traffic.pushed_nbytes += len(frame)
-            self.traffic.num_pushes += 1
-        return frame
-
-    def _compressed(
-        self, index: int, push: Push, grad: FloatArray, compressor: Compressor
-    ) -> memoryview:
-        sender = self._senders[index]
-        with sender.lock:
-            if sender.buffer is None:
-                sender.buffer = np.empty(compressor.payload_nbytes_max(len(grad)), dtype=np.uint8)
-            if compressor.keeps_residual and sender.residual is None:
-                sender.residual = np.zeros(len(grad), dtype=np.float32)
-            drawn_for = f"{self.session.job}/{self.table}/{push.worker}/{index}/{push.step}"
-            seed = xxhash.xxh3_64_intdigest(drawn_for.encode())
-            nbytes = compressor.encode(grad, sender.residual, sender.buffer, seed)
-            return wire.as_bytes(sender.buffer[:nbytes])
-
-    def _land(
-        self, index: int, reply: data_pb2.PullReply, payload: memoryview, landing: Landing
-    ) -> None:
-        numel = self.layout.slices[index].numel
-        weights, *state = wire.floats(payload, 1 + len(landing.state) * bool(reply.counts), numel)
-        np.copyto(landing.weights.numpy(), weights)
-        for tensor, array in zip(landing.state, state, strict=False):
-            np.copyto(tensor.numpy(), array)
-        landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
-        landing.version = reply.version
-        with self._lock:
-            self.traffic.pulled_nbytes += payload.nbytes
-            self.traffic.num_pulls += 1
-
-
-def _on_host(grad: torch.Tensor) -> Callable[[], FloatArray]:
-    """Returns a function that returns `grad` as an array; a copy from a GPU starts now."""
-    if grad.device.type == "cpu":
-        return grad.numpy
-    host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True)
-    host.copy_(grad, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-
-    def ready() -> FloatArray:
-        event.synchronize()
-        array: FloatArray = host.numpy()
-        return array
-
-    return ready
+            return header, ()
+        if feedback is not None and flush:
+            payload = feedback.flush(grad)
+        elif feedback is not None:
+            header.compressor = self.compressor.name
+            payload = feedback.encode(push, grad)
+        self.traffic.pushed_nbytes += payload.nbytes
+        return header, () if shared else (payload,)

@@ -17,7 +17,7 @@ import torch
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
-from pscore.optimizers import from_torch, hyper_rows
+from pscore.optimizers import OPTIMIZERS, from_torch, hyper_rows
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
@@ -77,7 +77,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self.rule = parse_mode(mode)
         self.compressor = parse_compressor(compression)
-        self.plugin, _ = from_torch(optimizer)
+        outer = self.rule.outer_optimizer
+        self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
         self._names, parameters, groups = _trained(optimizer, named_parameters)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.samples = samples
@@ -93,8 +94,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.compressor,
             self.plugin,
             len(self.param_groups),
+            share=True,
         )
-        self.bucket = Bucket(parameters, layout)
+        self.bucket = Bucket(parameters, layout, self.exchange.grads)
         self.replica = Replica(
             layout,
             self.rule,
@@ -136,18 +138,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._overlap.finish(self.bucket.parameters)
         self._set_hyper()
-        for index, parameter in enumerate(self.bucket.parameters):
-            if index not in self._gathered:
-                self._gather(index, parameter)
-        for index in self.replica.front_first():
-            if index not in self._pushed:
-                self._push(index)
         plan = self.replica.plan()
+        if plan.push is Role.GRADIENT:
+            self._push_rest()
         if plan.inner:
             self._inner.step()
-        grads = [self.bucket.grads_of(index) for index in range(len(self.replica.parts))]
-        self.exchange.run(self.replica.finish(grads, self.exchange))
-        self.bucket.scatter_weights()
+            self.bucket.gather_weights()
+        if plan.push is Role.DELTA:
+            self.exchange.flush()  # The moves are written where the former ones were.
+        self.exchange.run(self.replica.finish(self._grads(), self.exchange, self.samples))
+        self.show_weights()
         self._buffers.post(self.samples)
         self._gathered.clear()
         self._pushed.clear()
@@ -168,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.exchange.flush()
         kept = None
-        if self.replica.local is not None:
+        if self.replica.drifts:
             kept = self.bucket.weights.clone()
             self.exchange.run(self.replica.peek(self.bucket.weights, self.exchange))
             self.bucket.scatter_weights()
@@ -187,7 +187,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 handle.remove()
             self._handles = []
             self.exchange.flush()
-            self.exchange.run(self.replica.fetch(self.replica.newest(), self.exchange))
+            self.replica.end_round(self._grads(), self.exchange)
+            self.exchange.run(self.replica.fetch(None, self.exchange))
             self.bucket.scatter_weights()
 
     # ----- state
@@ -230,6 +231,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _hook(self, parameter: torch.Tensor) -> None:
         """Is called by autograd when the gradient of `parameter` is complete."""
+        if self.replica.plan().push is not Role.GRADIENT:
+            return
         index = self._index[id(parameter)]
         self._overlap.made(index, self.bucket.parameters[index])
         if not self._overlap.is_early:
@@ -242,10 +245,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._missing[part] == 0 and self.exchange.has_landed(part):
                 self._push(part)  # Else `step` does, which may wait.
 
+    def _push_rest(self) -> None:
+        """Sends the gradients that have not left during backward."""
+        for index, parameter in enumerate(self.bucket.parameters):
+            if index not in self._gathered:
+                self._gather(index, parameter)
+        for index in self.replica.front_first():
+            if index not in self._pushed:
+                self._push(index)
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [self.bucket.grads_of(index) for index in range(len(self.replica.parts))]
+
     def _gather(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Brings one gradient into the flat vector, after the former one has left it."""
         for part in self._slices_of[index]:
-            self.exchange.left(part)
+            self.exchange.acknowledged(part)
         if parameter.grad is None:
             self.bucket.clear_grad(index)
         else:
@@ -266,7 +281,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pushed.add(index)
 
     def _set_hyper(self) -> None:
-        rows = hyper_rows(self.plugin, self.param_groups)
+        step = self.replica.step
+        groups = [self.rule.outer_group(step, group) for group in self.param_groups]
+        rows = hyper_rows(self.plugin, groups)
         for part in self.replica.parts:
             part.hyper = rows
 
@@ -280,7 +297,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.load(Role.WEIGHTS, [])
         self._set_hyper()
         self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.show_weights()
+
+    def show_weights(self) -> None:
+        """Brings the flat weights into the model; a round begins from what the model holds."""
         self.bucket.scatter_weights()
+        if self.bucket.has_casts and self.replica.num_inner == 0:
+            self.bucket.gather_weights()
+            self.replica.take_reference()
 
     def load(self, role: Role, state: list[np.ndarray], counts: Sequence[int] = ()) -> None:
         """Uploads the model's weights, with flat state arrays `(numel,)` for `Role.STATE`."""

@@ -44,6 +44,7 @@ class Session:
         num_workers: int,
         restart: int = 0,
         patience_s: float = 30.0,
+        data_plane: str = "auto",
     ) -> None:
         """Joins every shard, and starts to renew the leases.
 
@@ -54,6 +55,7 @@ class Session:
             num_workers: Workers of the job.
             restart: How often this worker has been started again.
             patience_s: How long nobody may answer, in seconds.
+            data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
 
         Raises:
             ServerUnavailableError: Nobody answers at an address.
@@ -72,6 +74,7 @@ class Session:
             self._check_shards()
             for link in self.links:
                 self._join(link, restart)
+                link.open(data_plane)
         except BaseException:
             self._close_links()
             raise
@@ -87,6 +90,7 @@ class Session:
             rank=environment.rank,
             num_workers=environment.num_workers,
             restart=environment.restart,
+            data_plane=environment.data_plane,
         )
 
     # ----- what a job needs
@@ -165,7 +169,7 @@ class Session:
             job=self.job, worker=self.rank, incarnation=self.incarnation, reason=reason
         )
         for link in self.links:
-            link.patience_s = 0.0
+            link.patience.limit_s = 0.0
             try:
                 link.call(link.control.Leave, request, timeout_s=LEAVE_TIMEOUT_S)
             except PacelineError as error:

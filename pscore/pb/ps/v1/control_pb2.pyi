@@ -11,20 +11,24 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("cluster", "shard", "num_shards", "protocol", "version", "instance")
+    __slots__ = ("cluster", "shard", "num_shards", "protocol", "version", "instance", "bulk_port", "bulk_local")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
+    BULK_LOCAL_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     shard: int
     num_shards: int
     protocol: int
     version: str
     instance: int
-    def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ...) -> None: ...
+    bulk_port: int
+    bulk_local: str
+    def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., bulk_port: _Optional[int] = ..., bulk_local: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol")

@@ -24,25 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10ps/v1/data.proto\x12\x05ps.v1\"I\n\x06Sender\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\r\x12\x0e\n\x06worker\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\"\xce\x01\n\nPushHeader\x12\x1d\n\x06sender\x18\x01 \x01(\x0b\x32\r.ps.v1.Sender\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x19\n\x04role\x18\x05 \x01(\x0e\x32\x0b.ps.v1.Role\x12\x12\n\ncompressor\x18\x06 \x01(\t\x12\x0f\n\x07samples\x18\x07 \x01(\x01\x12\x0f\n\x07present\x18\x08 \x01(\x0c\x12\r\n\x05hyper\x18\t \x03(\x01\x12\x0e\n\x06\x63ounts\x18\n \x03(\x03\"=\n\tPushReply\x12\x1f\n\x07verdict\x18\x01 \x01(\x0e\x32\x0e.ps.v1.Verdict\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x83\x01\n\nPullHeader\x12\x1d\n\x06sender\x18\x01 \x01(\x0b\x32\r.ps.v1.Sender\x12\r\n\x05slice\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x13\n\x0bmin_version\x18\x04 \x01(\x04\x12\x12\n\nwith_state\x18\x05 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\"P\n\tPullReply\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\x03\x12\x13\n\x0bwaiting_for\x18\x04 \x01(\t*K\n\x04Role\x12\x11\n\rROLE_GRADIENT\x10\x00\x12\x10\n\x0cROLE_WEIGHTS\x10\x01\x12\x0e\n\nROLE_DELTA\x10\x02\x12\x0e\n\nROLE_STATE\x10\x03*_\n\x07Verdict\x12\x14\n\x10VERDICT_ACCEPTED\x10\x00\x12\x15\n\x11VERDICT_DUPLICATE\x10\x01\x12\x14\n\x10VERDICT_TOO_LATE\x10\x02\x12\x11\n\rVERDICT_STALE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x10ps/v1/data.proto\x12\x05ps.v1\"I\n\x06Sender\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\r\x12\x0e\n\x06worker\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\"\xde\x01\n\nPushHeader\x12\x1d\n\x06sender\x18\x01 \x01(\x0b\x32\r.ps.v1.Sender\x12\r\n\x05slice\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x19\n\x04role\x18\x05 \x01(\x0e\x32\x0b.ps.v1.Role\x12\x12\n\ncompressor\x18\x06 \x01(\t\x12\x0f\n\x07samples\x18\x07 \x01(\x01\x12\x0f\n\x07present\x18\x08 \x01(\x0c\x12\r\n\x05hyper\x18\t \x03(\x01\x12\x0e\n\x06\x63ounts\x18\n \x03(\x03\x12\x0e\n\x06shared\x18\x0b \x01(\x08\"=\n\tPushReply\x12\x1f\n\x07verdict\x18\x01 \x01(\x0e\x32\x0e.ps.v1.Verdict\x12\x0f\n\x07version\x18\x02 \x01(\x04\"\x93\x01\n\nPullHeader\x12\x1d\n\x06sender\x18\x01 \x01(\x0b\x32\r.ps.v1.Sender\x12\r\n\x05slice\x18\x02 \x01(\r\x12\r\n\x05\x63lock\x18\x03 \x01(\x04\x12\x13\n\x0bmin_version\x18\x04 \x01(\x04\x12\x12\n\nwith_state\x18\x05 \x01(\x08\x12\x0f\n\x07wait_ms\x18\x06 \x01(\r\x12\x0e\n\x06shared\x18\x07 \x01(\x08\"`\n\tPullReply\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\x03\x12\x13\n\x0bwaiting_for\x18\x04 \x01(\t\x12\x0e\n\x06\x62uffer\x18\x05 \x01(\r\"(\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"7\n\x06\x41ttach\x12\x1d\n\x06sender\x18\x01 \x01(\x0b\x32\r.ps.v1.Sender\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"\x1a\n\x08\x41ttached\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\"\x94\x02\n\x08\x45nvelope\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x04push\x18\x02 \x01(\x0b\x32\x11.ps.v1.PushHeaderH\x00\x12!\n\x04pull\x18\x03 \x01(\x0b\x32\x11.ps.v1.PullHeaderH\x00\x12\"\n\x06pushed\x18\x04 \x01(\x0b\x32\x10.ps.v1.PushReplyH\x00\x12\"\n\x06pulled\x18\x05 \x01(\x0b\x32\x10.ps.v1.PullReplyH\x00\x12 \n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x0e.ps.v1.FailureH\x00\x12\x1f\n\x06\x61ttach\x18\x07 \x01(\x0b\x32\r.ps.v1.AttachH\x00\x12#\n\x08\x61ttached\x18\x08 \x01(\x0b\x32\x0f.ps.v1.AttachedH\x00\x42\x06\n\x04\x62ody*K\n\x04Role\x12\x11\n\rROLE_GRADIENT\x10\x00\x12\x10\n\x0cROLE_WEIGHTS\x10\x01\x12\x0e\n\nROLE_DELTA\x10\x02\x12\x0e\n\nROLE_STATE\x10\x03*_\n\x07Verdict\x12\x14\n\x10VERDICT_ACCEPTED\x10\x00\x12\x15\n\x11VERDICT_DUPLICATE\x10\x01\x12\x14\n\x10VERDICT_TOO_LATE\x10\x02\x12\x11\n\rVERDICT_STALE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ps.v1.data_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=590
-  _globals['_ROLE']._serialized_end=665
-  _globals['_VERDICT']._serialized_start=667
-  _globals['_VERDICT']._serialized_end=762
+  _globals['_ROLE']._serialized_start=1044
+  _globals['_ROLE']._serialized_end=1119
+  _globals['_VERDICT']._serialized_start=1121
+  _globals['_VERDICT']._serialized_end=1216
   _globals['_SENDER']._serialized_start=27
   _globals['_SENDER']._serialized_end=100
   _globals['_PUSHHEADER']._serialized_start=103
-  _globals['_PUSHHEADER']._serialized_end=309
-  _globals['_PUSHREPLY']._serialized_start=311
-  _globals['_PUSHREPLY']._serialized_end=372
-  _globals['_PULLHEADER']._serialized_start=375
-  _globals['_PULLHEADER']._serialized_end=506
-  _globals['_PULLREPLY']._serialized_start=508
-  _globals['_PULLREPLY']._serialized_end=588
+  _globals['_PUSHHEADER']._serialized_end=325
+  _globals['_PUSHREPLY']._serialized_start=327
+  _globals['_PUSHREPLY']._serialized_end=388
+  _globals['_PULLHEADER']._serialized_start=391
+  _globals['_PULLHEADER']._serialized_end=538
+  _globals['_PULLREPLY']._serialized_start=540
+  _globals['_PULLREPLY']._serialized_end=636
+  _globals['_FAILURE']._serialized_start=638
+  _globals['_FAILURE']._serialized_end=678
+  _globals['_ATTACH']._serialized_start=680
+  _globals['_ATTACH']._serialized_end=735
+  _globals['_ATTACHED']._serialized_start=737
+  _globals['_ATTACHED']._serialized_end=763
+  _globals['_ENVELOPE']._serialized_start=766
+  _globals['_ENVELOPE']._serialized_end=1042
 # @@protoc_insertion_point(module_scope)

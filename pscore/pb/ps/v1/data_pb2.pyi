@@ -42,7 +42,7 @@ class Sender(_message.Message):
     def __init__(self, job: _Optional[str] = ..., table: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts")
+    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts", "shared")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class PushHeader(_message.Message):
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     HYPER_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     slice: int
     step: int
@@ -63,7 +64,8 @@ class PushHeader(_message.Message):
     present: bytes
     hyper: _containers.RepeatedScalarFieldContainer[float]
     counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    shared: bool
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("verdict", "version")
@@ -74,29 +76,75 @@ class PushReply(_message.Message):
     def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms")
+    __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms", "shared")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     WITH_STATE_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     slice: int
     clock: int
     min_version: int
     with_state: bool
     wait_ms: int
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    shared: bool
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ..., shared: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("ready", "version", "counts", "waiting_for")
+    __slots__ = ("ready", "version", "counts", "waiting_for", "buffer")
     READY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     version: int
     counts: _containers.RepeatedScalarFieldContainer[int]
     waiting_for: str
-    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    buffer: int
+    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., buffer: _Optional[int] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("kind", "message")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("sender", "nbytes")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    sender: Sender
+    nbytes: int
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ("nbytes",)
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    nbytes: int
+    def __init__(self, nbytes: _Optional[int] = ...) -> None: ...
+
+class Envelope(_message.Message):
+    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    push: PushHeader
+    pull: PullHeader
+    pushed: PushReply
+    pulled: PullReply
+    failed: Failure
+    attach: Attach
+    attached: Attached
+    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ...) -> None: ...

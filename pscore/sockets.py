@@ -1,0 +1,144 @@
+"""Frames (wire.py) on a stream socket, without a copy of a payload in either direction.
+
+A frame's header is read first; the caller then says where the payload goes. The checksum covers
+both and is compared after the last byte has come.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import xxhash
+
+from pscore.errors import DecodeError, TransportError
+from pscore.wire import (
+    CHECKED,
+    HEADER_NBYTES_MAX,
+    MAGIC,
+    PAYLOAD_NBYTES_MAX,
+    PREFIX,
+)
+
+SOCKET_NBYTES = 4 << 20  # Kernel buffers of a bulk connection, as far as the system grants them.
+
+
+def tune(connection: socket.socket) -> None:
+    """Sets what a bulk connection needs: no delay for small frames, and large buffers."""
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_NBYTES)
+
+
+def frame_parts(header: bytes, payload: Sequence[memoryview]) -> list[memoryview]:
+    """Returns a frame as parts for `sendmsg`; the payload is not copied."""
+    start = CHECKED.pack(MAGIC, len(header), sum(part.nbytes for part in payload))
+    digest = xxhash.xxh3_64(start)
+    digest.update(header)
+    for part in payload:
+        digest.update(part)
+    head = b"".join((start, digest.intdigest().to_bytes(8, "little"), header))
+    return [memoryview(head), *(part for part in payload if part.nbytes)]
+
+
+def send_all(connection: socket.socket, parts: Sequence[memoryview]) -> None:
+    """Sends parts one behind the other; waits while the peer does not read.
+
+    Raises:
+        TransportError: The connection broke.
+    """
+    left = list(parts)
+    try:
+        while left:
+            left = advance(left, connection.sendmsg(left))
+    except OSError as problem:
+        raise TransportError(f"connection broke: {problem}") from problem
+
+
+def advance(parts: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Returns what is left of `parts` after their first `nbytes` have gone."""
+    position = 0
+    while position < len(parts) and nbytes >= parts[position].nbytes:
+        nbytes -= parts[position].nbytes
+        position += 1
+    left = parts[position:]
+    if nbytes:
+        left[0] = left[0][nbytes:]
+    return left
+
+
+class Incoming:
+    """One frame that is being read: the header is here, the payload still on its way."""
+
+    def __init__(self, connection: socket.socket, header: bytes, nbytes: int, start: bytes) -> None:
+        """Is made by `read_header`."""
+        self.header = header
+        self.payload_nbytes = nbytes
+        self._connection = connection
+        self._declared = int.from_bytes(start[CHECKED.size :], "little")
+        self._digest = xxhash.xxh3_64(start[: CHECKED.size])
+        self._digest.update(header)
+
+    def read_into(self, *targets: memoryview) -> None:
+        """Reads the payload into `targets`, which are as long as it, and checks the frame.
+
+        Raises:
+            DecodeError: The checksum differs, or the targets have another length.
+            TransportError: The connection broke.
+        """
+        if sum(target.nbytes for target in targets) != self.payload_nbytes:
+            wanted = sum(target.nbytes for target in targets)
+            raise DecodeError(f"payload of {self.payload_nbytes} bytes, {wanted} wanted")
+        for target in targets:
+            receive_into(self._connection, target)
+            self._digest.update(target)
+        if self._digest.intdigest() != self._declared:
+            raise DecodeError(
+                f"checksum of a frame of {self.payload_nbytes} bytes of payload differs from its "
+                "content"
+            )
+
+
+def read_header(connection: socket.socket) -> Incoming | None:
+    """Reads up to a frame's header; returns None if the peer has closed between two frames.
+
+    Raises:
+        DecodeError: What comes is not a frame; nothing has been allocated for it.
+        TransportError: The connection broke.
+    """
+    start = bytearray(PREFIX.size)
+    if not receive_into(connection, memoryview(start), may_end=True):
+        return None
+    magic, header_nbytes, payload_nbytes, _ = PREFIX.unpack(start)
+    if magic != MAGIC:
+        raise DecodeError(f"frame begins with {magic!r}, {MAGIC!r} wanted")
+    if header_nbytes > HEADER_NBYTES_MAX or payload_nbytes > PAYLOAD_NBYTES_MAX:
+        raise DecodeError(
+            f"frame declares {header_nbytes} bytes of header and {payload_nbytes} of payload, "
+            f"at most {HEADER_NBYTES_MAX} and {PAYLOAD_NBYTES_MAX}"
+        )
+    header = bytearray(header_nbytes)
+    receive_into(connection, memoryview(header))
+    return Incoming(connection, bytes(header), payload_nbytes, bytes(start))
+
+
+def receive_into(connection: socket.socket, target: memoryview, *, may_end: bool = False) -> bool:
+    """Fills `target`; returns False if the peer closed before the first byte and `may_end`.
+
+    Raises:
+        TransportError: The connection broke.
+    """
+    filled = 0
+    try:
+        while filled < target.nbytes:
+            count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+            if count == 0:
+                if may_end and filled == 0:
+                    return False
+                raise TransportError(f"connection closed after {filled} of {target.nbytes} bytes")
+            filled += count
+    except OSError as problem:
+        raise TransportError(f"connection broke: {problem}") from problem
+    return True

@@ -1,0 +1,332 @@
+"""Pushes and pulls of one shard: checked, decided under one lock, carried out by the lanes.
+
+Transports (gRPC in servicer.py, sockets in bulk.py) bring headers and payloads from any thread and
+get their answers through a `Reply`. All decisions are made under the driver's lock; the numeric
+work is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from pscore import wire
+from pscore.compressors.none import NoCompression
+from pscore.errors import DecodeError, RemoteProtocolError
+from pscore.pb.ps.v1 import data_pb2
+from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
+from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token, Update
+from psserver.lanes import Lane
+from psserver.shard import Actions, Address, Job, Shard, Table
+from psserver.store import Buffer, Payload, SliceStore
+from psserver.tally import Tally
+
+RAW = NoCompression()
+SAMPLES_MAX = 1e12
+LOADS = (Role.WEIGHTS, Role.STATE)
+
+
+class Reply(Protocol):
+    """Where an answer goes; called once per request, from any thread."""
+
+    def pushed(self, reply: data_pb2.PushReply) -> None:
+        """Answers a push."""
+
+    def pulled(
+        self,
+        reply: data_pb2.PullReply,
+        arrays: Sequence[FloatArray],
+        release: Callable[[], None] | None,
+    ) -> None:
+        """Answers a pull.
+
+        Args:
+            reply: The header.
+            arrays: What follows it.
+            release: Called when the arrays have been sent. None: they are only valid during the
+                call.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One push or pull that is under way; it is its own token."""
+
+    job: Job
+    address: Address
+    clock: SliceClock
+    worker: int
+    reply: Reply
+    payload: Payload | None = None
+    release: Callable[[], None] | None = None  # Gives the payload's memory back.
+    is_shared: bool = False  # The payload lies in the worker's segment, or the answer in ours.
+    deadline_s: float = 0.0  # Of a pull: then it is told what is missing.
+    taken_s: float = 0.0  # When a lane began with the payload.
+
+
+@dataclass(slots=True)
+class Intake:
+    """The data path of one shard."""
+
+    shard: Shard
+    pool: Executor
+    now: Callable[[], float]
+    broke: Callable[[BaseException | None], None]
+    lock: threading.RLock
+    tally: Tally
+    lanes: dict[tuple[int, int, int], Lane] = field(default_factory=dict)  # Job id, table, slice.
+    shared: dict[tuple[int, int, int], FloatArray] = field(default_factory=dict)  # ..., worker.
+    waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
+
+    # ----- requests
+
+    def admit(self, header: data_pb2.PushHeader, nbytes: int) -> None:
+        """Refuses a push whose payload cannot be right, before memory is taken for it.
+
+        Raises:
+            PacelineError: Its sender or slice is not known, or it is longer than any payload.
+        """
+        with self.lock:
+            _, table, address = self._address(header.sender, header.slice)
+        numel = table.specs[address.slice].numel
+        num_arrays = 1 + len(table.optimizer.state_names)
+        longest = table.spec.compressor.payload_nbytes_max(numel)
+        if nbytes > max(longest, num_arrays * 4 * numel):
+            raise DecodeError(
+                f"worker {header.sender.worker} pushed {nbytes} bytes for slice {header.slice} of "
+                f"{numel} elements"
+            )
+
+    def push(
+        self,
+        header: data_pb2.PushHeader,
+        data: ByteArray,
+        reply: Reply,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """Takes one push; its answer may come before this returns.
+
+        Args:
+            header: What it is.
+            data: `(nbytes,) uint8`, its payload; empty if it lies in shared memory.
+            reply: Where the answer goes.
+            release: Called when the payload is no longer needed.
+
+        Raises:
+            PacelineError: The push is refused; nothing was counted.
+        """
+        with self.lock:
+            job, table, address = self._address(header.sender, header.slice)
+            push = _push(header, table)
+            request = Request(
+                job, address, table.clock(header.slice), push.worker, reply, release=release
+            )
+            request.is_shared = header.shared
+            if header.shared:
+                data = self._shared_grad(job, table, address, push.worker)
+            request.payload = _payload(table, header, data)
+            store = self.lanes[id(job), address.table, address.slice].store
+            store.check(request.payload, push.role)
+            actions = self.shard.push(job, address, push, request)
+            job.counters.pushed_nbytes += data.nbytes
+            self.tally.received_nbytes += data.nbytes
+            self.carry_out(job, actions)
+
+    def pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
+        """Takes one pull; answered when it can be, or told what is missing after `wait_s`.
+
+        Raises:
+            PacelineError: The pull is refused.
+        """
+        with self.lock:
+            job, table, address = self._address(header.sender, header.slice)
+            pull = Pull(
+                worker=header.sender.worker,
+                clock=header.clock,
+                min_version=header.min_version,
+                with_state=header.with_state,
+            )
+            request = Request(job, address, table.clock(header.slice), pull.worker, reply)
+            request.deadline_s = self.now() + wait_s
+            request.is_shared = header.shared
+            self.waiting.add(request)
+            self.carry_out(job, self.shard.pull(job, address, pull, request))
+
+    def put_off(self) -> None:
+        """Tells the pulls that have waited long enough what is missing."""
+        with self.lock:
+            now_s = self.now()
+            for request in [r for r in self.waiting if r.deadline_s <= now_s]:
+                if request.clock.forget(request):
+                    self.waiting.discard(request)
+                    text = self.shard.waiting_for(request.job, request.address)
+                    self.tally.num_pulls_put_off += 1
+                    request.reply.pulled(
+                        data_pb2.PullReply(ready=False, waiting_for=text), (), None
+                    )
+
+    def forget(self, reply_of: Callable[[Reply], bool]) -> None:
+        """Drops the waiting pulls whose requester has gone."""
+        with self.lock:
+            for request in [r for r in self.waiting if reply_of(r.reply)]:
+                request.clock.forget(request)
+                self.waiting.discard(request)
+
+    def forget_job(self, key: int) -> None:
+        """Frees what belongs to the job with this id."""
+        self.lanes = {entry: lane for entry, lane in self.lanes.items() if entry[0] != key}
+        self.shared = {entry: grads for entry, grads in self.shared.items() if entry[0] != key}
+
+    # ----- carrying out
+
+    def carry_out(self, job: Job, actions: Actions) -> None:
+        """Gives each slice's actions to its lane, in order; called under the lock."""
+        for address, group in itertools.groupby(actions, key=lambda item: item[0]):
+            lane = self.lanes[id(job), address.table, address.slice]
+            batch = [action for _, action in group]
+            for action in batch:
+                self._count(action)
+            lane.submit(batch)
+
+    def _count(self, action: Action) -> None:
+        if isinstance(action, Update):
+            self.tally.num_updates += 1
+        elif isinstance(action, Answer):
+            assert isinstance(action.token, Request)
+            self.waiting.discard(action.token)
+            self.tally.num_pulls_answered += 1
+        elif isinstance(action, Acknowledge):
+            self.tally.pushes[action.verdict] += 1
+            request = action.token
+            assert isinstance(request, Request)
+            if action.verdict is Verdict.ACCEPTED:
+                staleness = request.clock.staleness.get(request.worker)
+                if staleness is not None:
+                    self.tally.staleness.observe(staleness)
+
+    # ----- Desk: what the lanes call
+
+    def payload(self, token: Token) -> Payload:
+        """Returns the payload of a push."""
+        assert isinstance(token, Request)
+        assert token.payload is not None
+        token.taken_s = time.perf_counter()
+        return token.payload
+
+    def hold(self, token: Token) -> None:
+        """Copies a payload that lies in the worker's memory, which is its own again after this."""
+        assert isinstance(token, Request)
+        if token.is_shared and token.payload is not None:
+            held = token.payload
+            token.payload = Payload(data=held.data.copy(), compressor=held.compressor)
+
+    def done(self, token: Token) -> None:
+        """Lets a payload's memory go."""
+        assert isinstance(token, Request)
+        token.payload = None
+        if token.release is not None:
+            token.release()
+        self.tally.times_s.append(time.perf_counter() - token.taken_s)
+
+    def acknowledge(self, action: Acknowledge) -> None:
+        """Answers a push."""
+        assert isinstance(action.token, Request)
+        verdict = data_pb2.Verdict.Name(int(action.verdict))
+        action.token.reply.pushed(
+            data_pb2.PushReply(verdict=verdict, version=max(0, action.version))
+        )
+
+    def answer(self, action: Answer, store: SliceStore) -> None:
+        """Answers a pull: by reference, from a leased buffer, or with a copy of the state."""
+        request = action.token
+        assert isinstance(request, Request)
+        arrays = store.read(action.worker, with_state=action.with_state)
+        nbytes = sum(array.nbytes for array in arrays)
+        with self.lock:
+            request.job.counters.pulled_nbytes += nbytes
+            self.tally.sent_nbytes += nbytes
+        reply = data_pb2.PullReply(ready=True, version=action.version)
+        if action.with_state:
+            reply.counts.extend(store.counts.tolist())
+            request.reply.pulled(reply, arrays, None)
+            return
+        buffer = store.lease()
+        if request.is_shared and buffer.number:
+            store.release(buffer)
+            reply.buffer = buffer.number
+            request.reply.pulled(reply, (), None)
+        else:
+            request.reply.pulled(reply, [buffer.array], _releaser(store, buffer))
+
+    # ----- inside
+
+    def _address(self, sender: data_pb2.Sender, index: int) -> tuple[Job, Table, Address]:
+        job = self.shard.heard(sender.job, sender.worker, sender.incarnation, self.now())
+        table = job.table(sender.table)
+        table.clock(index)
+        return job, table, Address(sender.job, sender.table, index)
+
+    def _shared_grad(self, job: Job, table: Table, address: Address, worker: int) -> ByteArray:
+        grads = self.shared.get((id(job), address.table, worker))
+        if grads is None:
+            raise RemoteProtocolError(f"worker {worker} has attached no segment for its gradients")
+        spec = table.specs[address.slice]
+        return grads[spec.start : spec.stop].view(np.uint8)
+
+
+def _releaser(store: SliceStore, buffer: Buffer) -> Callable[[], None]:
+    return lambda: store.release(buffer)
+
+
+def _push(header: data_pb2.PushHeader, table: Table) -> Push:
+    """Returns what a header says, checked.
+
+    Raises:
+        DecodeError: A number in it is out of its range.
+    """
+    if not 0 <= header.role < len(Role):
+        raise DecodeError(f"role of a push is {header.role}, must be 0..{len(Role) - 1}")
+    role = Role(header.role)
+    num_segments = len(table.specs[header.slice].segments)
+    if len(header.counts) not in (0, num_segments):
+        raise DecodeError(f"{len(header.counts)} counts of steps for {num_segments} segments")
+    if not 0 <= header.samples <= SAMPLES_MAX:
+        raise DecodeError(f"weight of a push is {header.samples}, must be 0..{SAMPLES_MAX:g}")
+    num_hyper = len(table.optimizer.hyper_names)
+    hyper = None
+    if role not in LOADS:
+        hyper = wire.unpack_hyper(header.hyper, table.spec.num_groups, num_hyper)
+    return Push(
+        worker=header.sender.worker,
+        step=header.step,
+        base_version=header.base_version,
+        role=role,
+        samples=header.samples,
+        present=wire.unpack_bits(header.present, num_segments),
+        hyper=hyper,
+    )
+
+
+def _payload(table: Table, header: data_pb2.PushHeader, data: ByteArray) -> Payload:
+    """Returns the payload with its compressor: the job's, or none where a push says so.
+
+    Raises:
+        RemoteProtocolError: The push is compressed by another one.
+    """
+    if header.compressor not in ("", table.spec.compressor.name):
+        raise RemoteProtocolError(
+            f"worker {header.sender.worker} pushed step {header.step} compressed by "
+            f"{header.compressor!r}, the job has {str(table.spec.compressor)!r}"
+        )
+    return Payload(
+        data=data,
+        compressor=table.spec.compressor if header.compressor else RAW,
+        counts=tuple(header.counts),
+    )

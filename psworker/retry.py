@@ -1,0 +1,68 @@
+"""How long, and how often, a call is repeated while nobody answers."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+
+from pscore import rpc
+from pscore.errors import PacelineError, ServerUnavailableError, TransportError
+
+log = logging.getLogger("paceline")
+T = TypeVar("T")
+CALL_TIMEOUT_S = 20.0
+DELAY_S = 0.1
+DELAY_S_MAX = 2.0
+SAY_AFTER_S = 5.0
+
+
+class Patience:
+    """Repeats calls to one address until somebody answers or the time is over.
+
+    Attributes:
+        limit_s: How long nobody may answer, in seconds.
+    """
+
+    def __init__(self, address: str, limit_s: float) -> None:
+        """Sets the limit for calls to `address`."""
+        self.address = address
+        self.limit_s = limit_s
+        self.is_over = False  # Set when the link closes: then nothing is repeated.
+
+    def insist(self, attempt: Callable[[], T]) -> T:
+        """Returns what `attempt` returns, the first time that it is not a failing network.
+
+        Raises:
+            PacelineError: The peer refused, or nobody answered in time.
+        """
+        started_s = time.monotonic()
+        delay_s, said_s = DELAY_S, SAY_AFTER_S
+        while True:
+            try:
+                return attempt()
+            except grpc.RpcError as failure:
+                error = rpc.error_of(failure, self.address)
+            except TransportError as failure:
+                error = failure
+            if self.is_over or not isinstance(error, TransportError):
+                raise error
+            waited_s = time.monotonic() - started_s
+            if waited_s >= self.limit_s:
+                raise self._unavailable(waited_s, error)
+            if waited_s >= said_s:
+                said_s *= 2
+                log.warning("%s has not answered for %.0f s", self.address, waited_s)
+            time.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, DELAY_S_MAX)
+
+    def _unavailable(self, waited_s: float, error: PacelineError) -> ServerUnavailableError:
+        port = self.address.rpartition(":")[2]
+        return ServerUnavailableError(
+            f"no shard answers at {self.address} after {waited_s:.1f} s ({error}); start one with "
+            f"`psserver start --port {port}`, or set PACELINE_SERVERS or servers= to where it is"
+        )

@@ -1,0 +1,103 @@
+"""The protocol of a data plane: how one table's slices go to one shard and come back.
+
+Neither call waits. A push is repeated until it is acknowledged, over broken connections and
+restarts, so its payload must stay as it is until then; a pull is repeated until it has landed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from pscore.errors import DecodeError
+from pscore.pb.ps.v1 import data_pb2
+from pscore.types import FloatArray
+from pscore.wire import FLOAT_NBYTES, floats
+
+log = logging.getLogger("paceline")
+SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PushCall:
+    """One push: made on the transport's own thread, because compressing takes time."""
+
+    make: Callable[[], tuple[data_pb2.PushHeader, Sequence[memoryview]]]
+    is_shared: bool = False  # The gradient lies in the attached segment and may stay there.
+    done: Future[data_pb2.PushReply] = field(default_factory=Future)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PullCall:
+    """One pull, and where its answer lands."""
+
+    header: data_pb2.PullHeader
+    weights: FloatArray  # (numel,)
+    state: list[FloatArray]  # (numel,) each; may be unused.
+    done: Future[data_pb2.PullReply] = field(default_factory=Future)
+    started_s: float = field(default_factory=time.monotonic)
+    say_s: float = SAY_AFTER_S
+
+    def targets(self, reply: data_pb2.PullReply, nbytes: int) -> list[memoryview]:
+        """Returns where a payload of `nbytes` has to go.
+
+        Raises:
+            DecodeError: It has another length than what was asked for.
+        """
+        arrays = [self.weights, *(self.state if reply.counts else [])]
+        if nbytes != sum(array.nbytes for array in arrays):
+            raise DecodeError(
+                f"payload of {nbytes} bytes for slice {self.header.slice}, "
+                f"{len(arrays)} x {len(self.weights) * FLOAT_NBYTES} wanted"
+            )
+        return [memoryview(array).cast("B") for array in arrays]
+
+    def land(self, reply: data_pb2.PullReply, payload: memoryview) -> None:
+        """Copies a payload to where it has to go."""
+        num_arrays = 1 + (len(self.state) if reply.counts else 0)
+        values = floats(payload, num_arrays, len(self.weights))
+        for array, value in zip((self.weights, *self.state), values, strict=False):
+            np.copyto(array, value)
+
+    def put_off(self, reply: data_pb2.PullReply) -> None:
+        """Says what the shard waits for, less and less often."""
+        waited_s = time.monotonic() - self.started_s
+        if waited_s >= self.say_s - 1.0:
+            self.say_s *= 2
+            log.warning(
+                "worker %d has waited %.0f s for %s",
+                self.header.sender.worker,
+                waited_s,
+                reply.waiting_for,
+            )
+
+
+class Transport(ABC):
+    """A data plane to one shard.
+
+    Attributes:
+        name: How it is called in logs and in `PACELINE_DATA_PLANE`.
+        shares_memory: Whether segments can be attached.
+    """
+
+    name: ClassVar[str]
+    shares_memory: bool = False
+
+    @abstractmethod
+    def push(self, call: PushCall) -> None:
+        """Sends one slice; `call.done` has the reply, or what went wrong."""
+
+    @abstractmethod
+    def pull(self, call: PullCall) -> None:
+        """Asks for one slice; `call.done` has the reply when it has landed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends; calls under way fail."""

@@ -1,0 +1,73 @@
+"""The portable data plane: frames as raw bytes in gRPC's unary calls, on the control plane's port.
+
+Pushes and pulls run on a few threads each, so that a pull that waits never stands in the way of a
+push that somebody else's pull waits for.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import grpc
+
+from pscore import rpc, wire
+from pscore.pb.ps.v1 import data_pb2
+from psworker.crew import Crew
+from psworker.retry import CALL_TIMEOUT_S, Patience
+from psworker.transports.base import PullCall, PushCall, Transport
+
+
+class GrpcTransport(Transport):
+    """Unary calls, with a connection for pushes and one for pulls."""
+
+    name: ClassVar[str] = "grpc"
+
+    def __init__(self, address: str, patience: Patience, num_threads: int = 2) -> None:
+        """Connects lazily.
+
+        Args:
+            address: `host:port` or `unix:///path`.
+            patience: How calls are repeated.
+            num_threads: Pushes, and pulls, that are under way at once.
+        """
+        self._patience = patience
+        self._channels = [grpc.insecure_channel(address, rpc.CHANNEL_OPTIONS) for _ in range(2)]
+        self._push = self._channels[0].unary_unary(f"/{rpc.DATA_SERVICE}/Push", None, None)
+        self._pull = self._channels[1].unary_unary(f"/{rpc.DATA_SERVICE}/Pull", None, None)
+        self._pushers = Crew(num_threads, "push")
+        self._pullers = Crew(num_threads, "pull")
+
+    def push(self, call: PushCall) -> None:
+        """Sends one slice."""
+        self._pushers.submit(lambda: self._push_now(call), call.done)
+
+    def pull(self, call: PullCall) -> None:
+        """Asks for one slice."""
+        self._pullers.submit(lambda: self._pull_now(call), call.done)
+
+    def close(self) -> None:
+        """Ends all calls."""
+        crews = (self._pushers, self._pullers)
+        for crew in crews:
+            crew.close()
+        for channel in self._channels:
+            channel.close()
+        for crew in crews:
+            crew.join()
+
+    def _push_now(self, call: PushCall) -> data_pb2.PushReply:
+        header, payload = call.make()
+        frame = wire.encode(header.SerializeToString(), *payload)
+        answer = self._patience.insist(lambda: self._push(frame, timeout=CALL_TIMEOUT_S))
+        return data_pb2.PushReply.FromString(bytes(wire.decode(answer)[0]))
+
+    def _pull_now(self, call: PullCall) -> data_pb2.PullReply:
+        frame = wire.encode(call.header.SerializeToString())
+        while True:
+            answer = self._patience.insist(lambda: self._pull(frame, timeout=CALL_TIMEOUT_S))
+            raw, payload = wire.decode(answer)
+            reply = data_pb2.PullReply.FromString(bytes(raw))
+            if reply.ready:
+                call.land(reply, payload)
+                return reply
+            call.put_off(reply)

@@ -1,0 +1,381 @@
+"""The bulk data plane: frames on plain sockets, and shared memory on the same host.
+
+The other side is psserver/bulk.py. Two connections per shard, one for pushes and one for pulls, so
+that a small request never stands behind four megabytes going the other way. What has not been
+answered is remembered, and sent again when a connection has broken and somebody answers anew: every
+request may come twice, the second time changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from pscore import errors, sockets, wire
+from pscore.errors import DecodeError, PacelineError, RemoteProtocolError, TransportError
+from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.segment import Segment, WeightsMap
+from pscore.types import FloatArray, IntArray, SliceSpec
+from psworker.crew import Crew
+from psworker.retry import Patience
+from psworker.transports.base import PullCall, PushCall, Transport
+
+DIRECT_NBYTES_MAX = 1 << 16  # Payloads up to this are sent on the caller's thread.
+CONNECT_TIMEOUT_S = 5.0
+CREDENTIALS = struct.Struct("3i")
+ATTACH_SUFFIX = ".attach"
+ATTACHED_NBYTES_MAX = 1 << 16
+
+Call = PushCall | PullCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a shard's bulk data plane listens."""
+
+    host: str
+    port: int
+    local: str  # Abstract Unix socket, if this host can reach it; else empty.
+
+
+@dataclass(slots=True, kw_only=True)
+class Attachment:
+    """A table whose gradients and weights lie in shared memory."""
+
+    sender: pb.Sender
+    grads: Segment
+    layout: WeightsMap
+    specs: Sequence[SliceSpec]
+    weights: Segment | None = None
+    buffers: dict[int, list[FloatArray]]
+    versions: dict[int, IntArray]
+
+
+class Channel:
+    """One connection that is made anew when it breaks."""
+
+    def __init__(self, connect: Callable[[], socket.socket], patience: Patience, name: str) -> None:
+        """Connects on its own thread.
+
+        Args:
+            connect: Returns a connected socket, or raises `TransportError`.
+            patience: How connecting is repeated.
+            name: For the thread.
+        """
+        self._connect = connect
+        self._patience = patience
+        self._numbers = itertools.count(1)
+        self._open: dict[int, tuple[Call, bytes, Sequence[memoryview]]] = {}
+        self._lock = threading.Lock()  # Of `_open`.
+        self._sending = threading.Lock()  # Of `_socket` for sending.
+        self._socket: socket.socket | None = None
+        self._is_closed = False
+        self._failure: PacelineError | None = None
+        self.take: Callable[[pb.Envelope, Call, sockets.Incoming], bool] = lambda *_: True
+        self._thread = threading.Thread(target=self._run, name=f"bulk-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self._thread.start()
+
+    def request(
+        self, call: Call, envelope: pb.Envelope, payload: Sequence[memoryview] = ()
+    ) -> None:
+        """Sends a request; its reply, whenever it comes, goes to `take`."""
+        number = envelope.id = next(self._numbers)
+        header = envelope.SerializeToString()
+        with self._lock:
+            if self._failure is None:
+                self._open[number] = (call, header, payload)
+        if self._failure is not None:
+            call.done.set_exception(self._failure)
+            return
+        with self._sending:
+            if self._socket is not None:
+                self._send(header, payload)
+
+    def close(self) -> None:
+        """Ends the connection; what is under way fails."""
+        self._is_closed = True
+        with self._sending:
+            self._shut()
+        if self._thread is not threading.current_thread():
+            self._thread.join(CONNECT_TIMEOUT_S)
+
+    def _send(self, header: bytes, payload: Sequence[memoryview]) -> None:
+        """Sends under the lock; a connection that breaks is left to the reading thread."""
+        assert self._socket is not None
+        try:
+            sockets.send_all(self._socket, sockets.frame_parts(header, payload))
+        except TransportError:
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                self._socket.close()
+
+    # ----- the reading thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                connection = self._patience.insist(self._connect)
+                with connection:
+                    self._resume(connection)
+                    self._read(connection)
+                with self._sending:
+                    self._socket = None
+            self._fail(TransportError("the connection was closed"))
+        except PacelineError as error:
+            self._fail(error)
+
+    def _resume(self, connection: socket.socket) -> None:
+        """Sends again what has not been answered, in order."""
+        with self._sending:
+            self._socket = connection
+            with self._lock:
+                unanswered = [item for _, item in sorted(self._open.items())]
+            for _, header, payload in unanswered:
+                self._send(header, payload)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            while (incoming := sockets.read_header(connection)) is not None:
+                self._dispatch(connection, incoming)
+        except (TransportError, DecodeError):
+            return  # Connect again; what was under way is asked again.
+
+    def _dispatch(self, connection: socket.socket, incoming: sockets.Incoming) -> None:
+        envelope = pb.Envelope.FromString(incoming.header)
+        with self._lock:
+            item = self._open.get(envelope.id)
+        if item is None:
+            drop(connection, incoming.payload_nbytes)
+            return
+        call = item[0]
+        if envelope.WhichOneof("body") == "failed":
+            self._answered(envelope.id)
+            call.done.set_exception(_error_of(envelope.failed))
+        elif self.take(envelope, call, incoming):
+            self._answered(envelope.id)
+        else:
+            self._answered(envelope.id)
+            assert isinstance(call, PullCall)
+            self.request(call, pb.Envelope(pull=call.header))
+
+    def _answered(self, number: int) -> None:
+        with self._lock:
+            self._open.pop(number, None)
+
+    def _fail(self, error: PacelineError) -> None:
+        with self._lock:
+            self._failure = error
+            unanswered = list(self._open.values())
+            self._open.clear()
+        for call, _, _ in unanswered:
+            if not call.done.done():
+                call.done.set_exception(error)
+
+
+class SocketTransport(Transport):
+    """TCP, or a Unix socket and shared memory."""
+
+    name: ClassVar[str] = "tcp"
+
+    def __init__(
+        self, endpoint: Callable[[], Endpoint], patience: Patience, *, is_local: bool
+    ) -> None:
+        """Connects.
+
+        Args:
+            endpoint: Returns where the shard listens now; asked again when a connection breaks.
+            patience: How connecting is repeated.
+            is_local: Use the Unix socket, and shared memory.
+        """
+        self._endpoint = endpoint
+        self.shares_memory = is_local
+        self._attachments: dict[int, Attachment] = {}  # By table.
+        self._up = Channel(self._connect, patience, "push")
+        self._down = Channel(self._connect, patience, "pull")
+        self._up.take = self._pushed
+        self._down.take = self._pulled
+        self._sender = Crew(1, "bulk-send")
+        self._up.start()
+        self._down.start()
+
+    # ----- Transport
+
+    def push(self, call: PushCall) -> None:
+        """Sends one slice; a small one, or a notice, at once."""
+        if call.is_shared:
+            self._push_now(call)
+        else:
+            self._sender.submit(lambda: self._push_now(call), Future())
+
+    def pull(self, call: PullCall) -> None:
+        """Asks for one slice."""
+        call.header.shared = call.header.sender.table in self._attachments
+        self._down.request(call, pb.Envelope(pull=call.header))
+
+    def attach(self, sender: pb.Sender, grads: Segment, specs: Sequence[SliceSpec]) -> None:
+        """Shares a table's gradients with the shard, and maps its weights.
+
+        Raises:
+            PacelineError: The shard cannot map them.
+        """
+        attachment = Attachment(
+            sender=sender, grads=grads, layout=WeightsMap(specs), specs=specs, buffers={},
+            versions={},
+        )  # fmt: skip
+        _attach(self._endpoint(), attachment)
+        self._attachments[sender.table] = attachment
+
+    def close(self) -> None:
+        """Ends both connections."""
+        self._sender.close()
+        self._up.close()
+        self._down.close()
+        self._sender.join()
+
+    # ----- inside
+
+    def _connect(self) -> socket.socket:
+        endpoint = self._endpoint()
+        connection = connect(endpoint, is_local=self.shares_memory)
+        for attachment in list(self._attachments.values()):
+            _attach(endpoint, attachment)
+        return connection
+
+    def _push_now(self, call: PushCall) -> None:
+        try:
+            header, payload = call.make()
+        except BaseException as problem:  # noqa: BLE001 - the future carries it to its owner
+            call.done.set_exception(problem)
+            return
+        self._up.request(call, pb.Envelope(push=header), payload)
+
+    def _pushed(self, envelope: pb.Envelope, call: Call, incoming: sockets.Incoming) -> bool:
+        incoming.read_into()
+        assert isinstance(call, PushCall)
+        call.done.set_result(envelope.pushed)
+        return True
+
+    def _pulled(self, envelope: pb.Envelope, call: Call, incoming: sockets.Incoming) -> bool:
+        """Lands an answer; returns False if it has to be asked again."""
+        assert isinstance(call, PullCall)
+        reply = envelope.pulled
+        if not reply.ready:
+            incoming.read_into()
+            call.put_off(reply)
+            return False
+        if reply.buffer:
+            incoming.read_into()
+            if not self._copy(call, reply):
+                return False
+        else:
+            incoming.read_into(*call.targets(reply, incoming.payload_nbytes))
+        call.done.set_result(reply)
+        return True
+
+    def _copy(self, call: PullCall, reply: pb.PullReply) -> bool:
+        """Copies weights from shared memory; returns False if they changed meanwhile."""
+        attachment = self._attachments[call.header.sender.table]
+        number = reply.buffer - 1
+        versions = attachment.versions[call.header.slice]
+        np.copyto(call.weights, attachment.buffers[call.header.slice][number])
+        return bool(versions[number] == reply.version)
+
+
+def connect(endpoint: Endpoint, *, is_local: bool) -> socket.socket:
+    """Returns a bulk connection.
+
+    Raises:
+        TransportError: Nobody listens there, or somebody who is not this user.
+    """
+    try:
+        if is_local:
+            return _connect_locally(endpoint.local)
+        connection = socket.create_connection((endpoint.host, endpoint.port), CONNECT_TIMEOUT_S)
+        connection.settimeout(None)
+    except OSError as problem:
+        where = endpoint.local if is_local else f"{endpoint.host}:{endpoint.port}"
+        raise TransportError(f"no bulk connection to {where}: {problem}") from problem
+    sockets.tune(connection)
+    return connection
+
+
+def _connect_locally(name: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(b"\0" + name.encode())
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        uid = CREDENTIALS.unpack(raw)[1]
+        if uid != os.geteuid():
+            raise OSError(f"the shard runs as user {uid}, this worker as user {os.geteuid()}")
+    except OSError:
+        connection.close()
+        raise
+    sockets.tune(connection)
+    return connection
+
+
+def _attach(endpoint: Endpoint, attachment: Attachment) -> None:
+    """Passes the gradients' descriptor to the shard and maps the weights it answers with.
+
+    Raises:
+        TransportError: The connection failed.
+        RemoteProtocolError: The shard refused, or answered something else.
+    """
+    request = pb.Envelope(
+        id=1, attach=pb.Attach(sender=attachment.sender, nbytes=attachment.grads.nbytes)
+    )
+    try:
+        with _connect_locally(endpoint.local + ATTACH_SUFFIX) as connection:
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            frame = wire.encode(request.SerializeToString())
+            socket.send_fds(connection, [frame], [attachment.grads.fd])
+            answer, fds, _, _ = socket.recv_fds(connection, ATTACHED_NBYTES_MAX, 1)
+    except OSError as problem:
+        raise TransportError(f"cannot share memory with the shard: {problem}") from problem
+    envelope = pb.Envelope.FromString(bytes(wire.decode(answer)[0]))
+    if envelope.WhichOneof("body") == "failed":
+        raise _error_of(envelope.failed)
+    if len(fds) != 1 or envelope.attached.nbytes != attachment.layout.nbytes:
+        for fd in fds:
+            os.close(fd)
+        raise RemoteProtocolError(
+            f"the shard shares {envelope.attached.nbytes} bytes of weights, "
+            f"{attachment.layout.nbytes} wanted"
+        )
+    weights = Segment.attach(fds[0], envelope.attached.nbytes)
+    attachment.weights = weights
+    for spec in attachment.specs:
+        attachment.buffers[spec.index] = attachment.layout.buffers(weights, spec.index)
+        attachment.versions[spec.index] = attachment.layout.versions(weights, spec.index)
+
+
+def _error_of(failure: pb.Failure) -> PacelineError:
+    kind = getattr(errors, failure.kind, RemoteProtocolError)
+    known = isinstance(kind, type) and issubclass(kind, PacelineError)
+    return (kind if known else RemoteProtocolError)(failure.message)
+
+
+def drop(connection: socket.socket, nbytes: int) -> None:
+    """Reads a payload that nobody waits for any more."""
+    scratch = memoryview(bytearray(min(nbytes, 1 << 16)))
+    while nbytes:
+        part = scratch[: min(nbytes, scratch.nbytes)]
+        sockets.receive_into(connection, part)
+        nbytes -= part.nbytes
