@@ -23,7 +23,8 @@ ALIGNMENT = 16  # Elements; 64 bytes of float32.
 SLICE_NUMEL_MAX = 1 << 20  # 4 MiB of float32: hides latency, and gRPC is slow beyond 16 MiB.
 SLICE_NUMEL_MIN = 1 << 12  # Below 16 KiB a message costs more than its bytes.
 TENSORS_MAX = 1 << 17
-NUMEL_MAX = 1 << 40
+NUMEL_MAX = 1 << 36  # Of one model: 256 GiB of weights, planned as 65536 slices.
+DIMENSIONS_MAX = 64  # As in torch.
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -111,8 +112,15 @@ def _check(tensors: Sequence[TensorSpec], num_shards: int) -> None:
         seen.add(spec.name)
         if spec.dtype not in DTYPES:
             raise ConfigError(f"{spec.name!r} is {spec.dtype}, must be {', '.join(DTYPES)}")
+        if len(spec.shape) > DIMENSIONS_MAX:
+            raise ConfigError(
+                f"{spec.name!r} has {len(spec.shape)} dimensions, at most {DIMENSIONS_MAX}"
+            )
         if any(size < 0 for size in spec.shape) or not 0 < spec.numel <= NUMEL_MAX:
             raise ConfigError(f"{spec.name!r} has shape {list(spec.shape)}: {spec.numel} elements")
+    numel = sum(spec.numel for spec in tensors)
+    if numel > NUMEL_MAX:  # The plan itself is in proportion to it.
+        raise ConfigError(f"the model has {numel} elements, at most {NUMEL_MAX}")
 
 
 def _cuts(numel: int, num_shards: int) -> list[int]:
