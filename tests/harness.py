@@ -1,0 +1,398 @@
+"""One table of a job in one thread: real replicas, clocks and stores, seeded order of arrival.
+
+Messages of one worker about one slice arrive in the order in which they were sent, as on a
+connection; everything else is interleaved at random. What happened, in the order in which the
+shard saw it, is in `log`, so that a model of the equations can follow the same history.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
+from pscore.optimizers import OPTIMIZERS
+from pscore.partition import Layout
+from pscore.rules.base import Rule
+from pscore.types import Pull, Push, Role, Segment, SliceSpec, TensorSpec, Verdict
+from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token
+from psserver.lanes import carry_out
+from psserver.store import Payload, SliceStore
+from psworker.feedback import Feedback
+from psworker.replica import Landing, Replica
+
+Vector = npt.NDArray[np.float64]
+Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.
+RAW = NoCompression()
+
+TENSORS = (4, 5, 3)  # Elements of the tensors; the second one spans both slices.
+CUTS = (0, 6, 12)
+NUMEL = CUTS[-1]
+SLICES = [slice(CUTS[0], CUTS[1]), slice(CUTS[1], CUTS[2])]
+
+
+def make_layout() -> Layout:
+    """Returns two slices of three tensors, smaller than those of the product."""
+    offsets = [sum(TENSORS[:index]) for index in range(len(TENSORS))]
+    slices = []
+    for index, part in enumerate(SLICES):
+        segments = []
+        for tensor, (offset, numel) in enumerate(zip(offsets, TENSORS, strict=True)):
+            low, high = max(offset, part.start), min(offset + numel, part.stop)
+            if low < high:
+                start, stop = low - part.start, high - part.start
+                segments.append(
+                    Segment(
+                        tensor=tensor, group=0, start=start, stop=stop, tensor_start=low - offset
+                    )
+                )
+        slices.append(
+            SliceSpec(
+                index=index, shard=0, start=part.start, stop=part.stop, segments=tuple(segments)
+            )
+        )
+    return Layout(
+        tensors=tuple(
+            TensorSpec(name=f"t{index}", shape=(numel,), dtype="float32")
+            for index, numel in enumerate(TENSORS)
+        ),
+        offsets=tuple(offsets),
+        numel=NUMEL,
+        num_shards=1,
+        slices=tuple(slices),
+        fingerprint="",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that the shard has seen, or that a worker has done."""
+
+    kind: str  # "compute", "push" (counted in time), "late", "answer" or "leave".
+    worker: int
+    slice: int = -1
+    number: int = -1  # The worker's step, the push's step on the wire, or the answer's version.
+
+
+@dataclass(eq=False)
+class Message:
+    """A push or pull on its way, and its own token."""
+
+    worker: int
+    slice: int
+    push: Push | None = None
+    payload: Payload | None = None
+    pull: Pull | None = None
+    landing: Landing | None = None
+    reply: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    version: int = -1
+    counts: npt.NDArray[np.int64] | None = None
+
+
+class Shard:
+    """The slices, and the desk that their actions are carried out at."""
+
+    def __init__(self, cluster: Cluster, layout: Layout, optimizer: str) -> None:
+        self.cluster = cluster
+        plugin = OPTIMIZERS[optimizer]()
+        rule, num_workers = cluster.rule, cluster.num_workers
+        self.clocks = [SliceClock(rule, cluster.live, num_workers) for _ in layout.slices]
+        self.stores = [SliceStore(spec, rule, plugin) for spec in layout.slices]
+        self.most_open = 0
+
+    def submit(self, index: int, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Acknowledge):
+                message = self.message(action.token)
+                late = action.verdict is Verdict.TOO_LATE
+                step = message.push.step if message.push else -1
+                self.cluster.note("late" if late else "push", message.worker, index, step)
+            elif isinstance(action, Answer):
+                self.cluster.note("answer", action.worker, index, action.version)
+        carry_out(actions, self.stores[index], self)
+        self.most_open = max(self.most_open, len(self.stores[index]._bins))
+
+    def message(self, token: Token) -> Message:
+        assert isinstance(token, Message)
+        return token
+
+    def payload(self, token: Token) -> Payload:
+        payload = self.message(token).payload
+        assert payload is not None
+        return payload
+
+    def hold(self, token: Token) -> None:
+        message = self.message(token)
+        assert message.payload is not None
+        data = message.payload.data.copy()
+        message.payload = Payload(data=data, compressor=message.payload.compressor)
+
+    def done(self, token: Token) -> None:
+        self.message(token).payload = None
+
+    def acknowledge(self, action: Acknowledge) -> None:
+        message = self.message(action.token)
+        worker = self.cluster.workers[message.worker]
+        worker.unacknowledged[message.slice] = False
+        if action.verdict is Verdict.TOO_LATE:
+            worker.num_late += 1
+            worker.feedback[message.slice].returned()
+
+    def answer(self, action: Answer, store: SliceStore) -> None:
+        message = self.message(action.token)
+        arrays = store.read(action.worker, with_state=action.with_state)
+        message.reply = [array.copy() for array in arrays]
+        message.version = action.version
+        message.counts = store.counts.copy() if action.with_state else None
+        self.cluster.workers[message.worker].replies[message.slice].append(message)
+
+    def broke(self, problem: BaseException | None) -> None:
+        raise AssertionError(problem)
+
+
+class Worker:
+    """One replica, and its way to the shard."""
+
+    def __init__(self, cluster: Cluster, layout: Layout, rank: int, optimizer: str) -> None:
+        self.cluster = cluster
+        self.rank = rank
+        self.weights = torch.zeros(NUMEL)
+        self.flat = torch.zeros(NUMEL)
+        self.grads = [self.flat[part] for part in SLICES]
+        self.replica = Replica(layout, cluster.rule, OPTIMIZERS[optimizer](), 1, self.weights, rank)
+        count = len(SLICES)
+        self.feedback = [
+            Feedback(cluster.compressor, part.stop - part.start, f"{rank}/{index}")
+            for index, part in enumerate(SLICES)
+        ]
+        self.channels: list[deque[Message]] = [deque() for _ in range(count)]
+        self.replies: list[deque[Message]] = [deque() for _ in range(count)]
+        self.unacknowledged = [False] * count
+        self.landed = [True] * count
+        self.seen: list[npt.NDArray[np.float32]] = []  # Weights of each step's gradient.
+        self.ready: Callable[[], bool] = lambda: True
+        self.num_late = 0
+        self.is_done = False
+        self.life = self._live()
+
+    # ----- Outbox
+
+    def push(
+        self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
+    ) -> None:
+        assert not self.unacknowledged[index]
+        self.unacknowledged[index] = True
+        values, compressor = grad.numpy(), RAW if not compress else self.cluster.compressor
+        if flush:
+            data = np.frombuffer(self.feedback[index].flush(values), np.uint8).copy()
+        elif compressor is not RAW and compressor.name != "none":
+            data = np.frombuffer(self.feedback[index].encode(push, values), np.uint8).copy()
+        else:
+            data = values.view(np.uint8).copy()
+        payload = Payload(data=data, compressor=RAW if flush else compressor)
+        self.channels[index].append(Message(self.rank, index, push=push, payload=payload))
+
+    def pull(
+        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+    ) -> None:
+        pull = Pull(worker=self.rank, clock=clock, min_version=min_version, with_state=with_state)
+        self.landed[index] = False
+        self.channels[index].append(Message(self.rank, index, pull=pull, landing=landing))
+
+    # ----- events
+
+    def deliver(self, index: int) -> None:
+        message = self.channels[index].popleft()
+        clock = self.cluster.shard.clocks[index]
+        if message.push is not None:
+            actions = clock.push(message.push, message)
+        else:
+            assert message.pull is not None
+            actions = clock.pull(message.pull, message)
+        self.cluster.shard.submit(index, actions)
+
+    def land(self, index: int) -> None:
+        message = self.replies[index].popleft()
+        assert message.landing is not None
+        weights, *state = message.reply
+        message.landing.weights.copy_(torch.from_numpy(weights))
+        for target, array in zip(message.landing.state, state, strict=False):
+            target.copy_(torch.from_numpy(array))
+        message.landing.version, message.landing.counts = message.version, message.counts
+        self.landed[index] = True
+
+    def resume(self) -> None:
+        try:
+            self.ready = next(self.life)
+        except StopIteration:
+            self.is_done = True
+            self.cluster.leave(self.rank)
+
+    # ----- what a training script and `DistributedOptimizer` do
+
+    def _live(self) -> Generator[Callable[[], bool], None, None]:
+        cluster, replica = self.cluster, self.replica
+        yield from self._wait(replica.fetch(0, self))
+        for step in range(cluster.steps):
+            cluster.note("compute", self.rank, -1, step)
+            self.seen.append(self.weights.numpy().copy())
+            grad = cluster.gradient(self.rank, step, self.weights.numpy().astype(np.float64))
+            for part in replica.parts:
+                part.hyper = cluster.rows(replica.step)
+            samples = cluster.samples(self.rank, step)
+            plan = replica.plan()
+            if plan.push is not None:
+                yield lambda: not any(self.unacknowledged)
+            if plan.push is not Role.DELTA:
+                self.flat.copy_(torch.from_numpy(grad.astype(np.float32)))
+            for index in replica.front_first():
+                replica.push(index, self.grads[index], -1, samples, self)
+            if plan.inner:
+                cluster.inner(self.rank, step, self.weights, grad)
+            yield from self._wait(replica.finish(self.grads, self, samples))
+            yield lambda: True
+        yield lambda: not any(self.unacknowledged)
+        replica.end_round(self.grads, self)
+        yield lambda: not any(self.unacknowledged)
+        yield from self._wait(replica.settle())
+
+    def _wait(self, waits: Any) -> Generator[Callable[[], bool], None, None]:
+        for index in waits:
+            yield lambda index=index: self.landed[index]  # type: ignore[misc]
+
+
+class Cluster:
+    """Workers and one shard; `run` lets them train."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        gradient: Gradient,
+        *,
+        num_workers: int = 3,
+        steps: int = 200,
+        seed: int = 0,
+        start: Vector | None = None,
+        group: Mapping[str, Any] | None = None,
+        lr: Callable[[int], float] | None = None,
+        optimizer: str = "sgd",
+        compressor: Compressor = RAW,
+        samples: Callable[[int, int], float] = lambda worker, step: 1.0,
+        inner: Callable[[int, int, torch.Tensor, Vector], None] | None = None,
+        speeds: tuple[float, ...] = (),
+    ) -> None:
+        self.rule = rule
+        self.gradient = gradient
+        self.num_workers = num_workers
+        self.steps = steps
+        self.group = {**SGD_GROUP, **(group or {})}
+        self.lr = lr
+        self.compressor = compressor
+        self.samples = samples
+        self.inner = inner or (lambda worker, step, weights, grad: None)
+        self.speeds = speeds or (1.0,) * num_workers
+        self.log: list[Event] = []
+        self.gone: set[int] = set()
+        self._rng = np.random.default_rng(seed)
+        self._plugin = OPTIMIZERS[rule.outer_optimizer or optimizer]()
+        layout = make_layout()
+        self.shard = Shard(self, layout, self._plugin.name)
+        self.workers = [
+            Worker(self, layout, rank, self._plugin.name) for rank in range(num_workers)
+        ]
+        begin = (np.zeros(NUMEL) if start is None else start).astype(np.float32)
+        for index, part in enumerate(SLICES):
+            push = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
+            payload = Payload(data=begin[part].view(np.uint8), compressor=RAW)
+            message = Message(0, index, push=push, payload=payload)
+            self.shard.submit(index, self.shard.clocks[index].push(push, message))
+        self.log.clear()
+
+    # ----- what workers and shard ask for
+
+    def live(self) -> list[int]:
+        return [rank for rank in range(self.num_workers) if rank not in self.gone]
+
+    def leave(self, rank: int) -> None:
+        self.gone.add(rank)
+        self.note("leave", rank)
+        for index, clock in enumerate(self.shard.clocks):
+            self.shard.submit(index, clock.recheck())
+
+    def note(self, kind: str, worker: int, index: int = -1, number: int = -1) -> None:
+        self.log.append(Event(kind=kind, worker=worker, slice=index, number=number))
+
+    def rows(self, step: int) -> npt.NDArray[np.float64]:
+        group = dict(self.group)
+        if self.lr is not None:
+            group["lr"] = self.lr(step)
+        row = self._plugin.hyper_from_torch(self.rule.outer_group(step, group))
+        return np.array([row])
+
+    # ----- time
+
+    def choices(self) -> list[tuple[Callable[..., None], tuple[int, ...], float]]:
+        found: list[tuple[Callable[..., None], tuple[int, ...], float]] = []
+        for worker in self.workers:
+            if not worker.is_done and worker.ready():
+                found.append((worker.resume, (), self.speeds[worker.rank]))
+            for index in range(len(SLICES)):
+                if worker.channels[index]:
+                    found.append((worker.deliver, (index,), 1.0))
+                if worker.replies[index]:
+                    found.append((worker.land, (index,), 1.0))
+        return found
+
+    def run(self, events: int = 1_000_000) -> Cluster:
+        """Lets everything happen, at most so many events; a standstill is an error."""
+        for _ in range(events):
+            found = self.choices()
+            if not found:
+                break
+            act, arguments, speed = found[self._rng.integers(len(found))]
+            if speed >= 1.0 or self._rng.random() < speed:
+                act(*arguments)
+        stuck = [worker.rank for worker in self.workers if not worker.is_done]
+        assert events < 1_000_000 or not stuck, (stuck, [c.missing() for c in self.shard.clocks])
+        return self
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        """The global weights."""
+        return np.concatenate([store.weights for store in self.shard.stores])
+
+    def seen(self) -> npt.NDArray[np.float32]:
+        """Returns `(workers, steps, numel)`: the weights that gradients were computed from."""
+        return np.array([worker.seen for worker in self.workers])
+
+
+SGD_GROUP = {
+    "lr": 0.05,
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "maximize": False,
+}
+CURVATURE = np.linspace(0.25, 1.0, NUMEL)
+
+
+def quadratic(worker: int, step: int, weights: Vector) -> Vector:
+    """A noisy quadratic of which every worker has its own minimum; the gradient of a minibatch."""
+    rng = np.random.default_rng([worker, step])
+    target = np.cos(np.arange(NUMEL) * (1.0 + worker))
+    grad: Vector = CURVATURE * (weights - target) + 0.3 * rng.standard_normal(NUMEL)
+    return grad
+
+
+def assert_follows(cluster: Cluster, seen: Vector, weights: Vector) -> None:
+    """Compares what every worker saw at every step, and where the shard ended, with a model."""
+    np.testing.assert_allclose(cluster.seen(), seen, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(cluster.weights, weights, rtol=2e-4, atol=2e-5)
