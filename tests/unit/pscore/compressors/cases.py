@@ -1,0 +1,63 @@
+"""Every compressor by name, as all tests run them, and what they need to run one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pscore.compressors import COMPRESSORS, Compressor, parse_compressor
+from pscore.types import ByteArray, FloatArray
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "2bit": ("", "(threshold=0.02)"),
+    "qsgd": ("", "(levels=5, feedback=True)"),
+    "terngrad": ("", "(feedback=True)"),
+    "natural": ("", "(feedback=True)"),
+    "topk": ("(ratio=0.03)", "(ratio=0.03, select=sampled)"),
+    "randomk": ("(ratio=0.03)",),
+    "dgc": ("(ratio=0.03)", "(ratio=0.03, momentum=0.0, select=exact)"),
+}
+NAMES = [name + arguments for name in COMPRESSORS for arguments in ARGUMENTS.get(name, ("",))]
+# What is owed by these is what was not sent; dgc with momentum owes velocities.
+OWING = [
+    name for name in NAMES if parse_compressor(name).keeps_residual and name != "dgc(ratio=0.03)"
+]
+SIZES = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 1023, 1025, 2047, 2048, 2049, 4097, 6000)
+
+
+class Sender:
+    """A worker's side of one slice."""
+
+    def __init__(self, compressor: Compressor, numel: int) -> None:
+        self.compressor = compressor
+        self.state = {n: np.zeros(numel, dtype=np.float32) for n in compressor.state_names}
+        self.buffer = np.full(compressor.payload_nbytes_max(numel), 0xA5, dtype=np.uint8)
+
+    def encode(self, grad: FloatArray, *, seed: int = 0, step: int = 0) -> ByteArray:
+        """Returns a copy of the payload, and asserts that the gradient is as before."""
+        before = grad.copy()
+        nbytes = self.compressor.encode(grad, self.state, self.buffer, seed=seed, step=step)
+        assert np.array_equal(before.view(np.uint32), grad.view(np.uint32))
+        assert nbytes <= len(self.buffer)
+        return self.buffer[:nbytes].copy()
+
+    @property
+    def residual(self) -> FloatArray:
+        """What is owed."""
+        return self.state["residual"]
+
+
+def decode(compressor: Compressor, payload: ByteArray, numel: int) -> FloatArray:
+    """Returns what a checked payload says."""
+    compressor.check(payload, numel)
+    out = np.full(numel, np.nan, dtype=np.float32)
+    compressor.decode_add(payload, out, 1.0, assign=True)
+    return out
+
+
+def normal(numel: int, seed: int = 0, scale: float = 0.05) -> FloatArray:
+    """Returns normally distributed numbers."""
+    rng: Any = np.random.default_rng(seed)
+    values: FloatArray = (rng.standard_normal(numel) * scale).astype(np.float32)
+    return values

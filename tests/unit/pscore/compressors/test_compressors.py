@@ -1,0 +1,148 @@
+"""What holds for every compressor: nothing is lost, nothing else changes, sizes are right."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pscore.compressors import COMPRESSORS, make_compressor, parse_compressor
+from pscore.errors import ConfigError, GradientError
+from pscore.types import FloatArray
+from tests.unit.pscore.compressors.cases import NAMES, OWING, SIZES, Sender, decode, normal
+
+MODERATE = st.floats(-(2.0**99), 2.0**99, width=32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compressor_survives_its_text(name: str) -> None:
+    compressor = parse_compressor(name)
+    assert parse_compressor(str(compressor)) == compressor
+    assert make_compressor(compressor.name, compressor.arguments()) == compressor
+    assert COMPRESSORS[compressor.name].source or compressor.name == "none"
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("name", OWING)
+def test_what_was_sent_and_what_is_owed_is_what_came_in(name: str, numel: int) -> None:
+    compressor = parse_compressor(name)
+    sender = Sender(compressor, numel)
+    for step in range(4):
+        grad = normal(numel, seed=step)
+        given_ = grad.astype(np.float64) + sender.residual
+        payload = sender.encode(grad, seed=step << 33 | 5, step=step)
+        sent = decode(compressor, payload, numel)
+        # u = g + r is rounded once and r = u - D once more.
+        size = np.maximum(np.abs(given_), np.maximum(np.abs(sent), np.abs(sender.residual)))
+        slack = np.spacing(size.astype(np.float32)).astype(np.float64)
+        assert (np.abs(sent.astype(np.float64) + sender.residual - given_) <= slack).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_adds_what_assigning_sets(name: str) -> None:
+    compressor, numel = parse_compressor(name), 3000
+    payload = Sender(compressor, numel).encode(normal(numel))
+    sent = decode(compressor, payload, numel)
+    out = normal(numel, seed=9)
+    expected = out + sent * np.float32(0.25)  # 0.25 is exact, so that the order cannot matter.
+    compressor.decode_add(payload, out, 0.25, assign=False)
+    assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unaligned_payload_decodes_alike(name: str) -> None:
+    compressor, numel = parse_compressor(name), 2100
+    payload = Sender(compressor, numel).encode(normal(numel))
+    for shift in (1, 2, 3):
+        moved = np.zeros(len(payload) + shift, dtype=np.uint8)
+        moved[shift:] = payload
+        moved.flags.writeable = False
+        again = decode(compressor, moved[shift:], numel)
+        assert np.array_equal(again, decode(compressor, payload, numel))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_cost_nothing_and_say_zero(name: str) -> None:
+    compressor, numel = parse_compressor(name), 2500
+    sender = Sender(compressor, numel)
+    assert not decode(compressor, sender.encode(np.zeros(numel, np.float32)), numel).any()
+    assert not any(array.any() for array in sender.state.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seed_makes_the_same_bytes_and_another_size_fits(name: str) -> None:
+    compressor = parse_compressor(name)
+    for numel in SIZES:
+        first, second = (Sender(compressor, numel).encode(normal(numel), seed=7) for _ in "ab")
+        assert np.array_equal(first, second)
+        assert decode(compressor, first, numel).shape == (numel,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(values=st.lists(MODERATE, min_size=1, max_size=70), seed=st.integers(0, 2**64 - 1))
+@example(values=[1e-45, -1e-45, 1e-38, -1e-40], seed=0)
+@example(values=[1e30, 1e-30, -1e30, 0.0, -0.0], seed=1)
+@example(values=[65504.0, 65519.0, 65520.0, -7e4, 6.1e-5, 6e-8, 2.9e-8, 3e-8], seed=2)
+@example(values=[2.0**-100, -(2.0**-101)] * 9, seed=3)
+def test_any_moderate_gradient_is_sent_or_owed(name: str, values: list[float], seed: int) -> None:
+    compressor, numel = parse_compressor(name), len(values)
+    sender = Sender(compressor, numel)
+    grad = np.array(values, dtype=np.float32)
+    sent = decode(compressor, sender.encode(grad, seed=seed), numel)
+    assert np.isfinite(sent).all()
+    if name in OWING:
+        slack = np.spacing(np.maximum(np.abs(sent), np.abs(grad))).astype(np.float64)
+        assert (np.abs(sent.astype(np.float64) + sender.residual - grad) <= slack).all()
+
+
+@pytest.mark.parametrize("name", OWING)
+def test_what_float32_cannot_hold_is_reported(name: str) -> None:
+    compressor = parse_compressor(name)
+    sender = Sender(compressor, 40)
+    sender.residual[3] = 3e38
+    grad = normal(40)
+    grad[3] = 3e38
+    with pytest.raises(GradientError, match="beyond float32"):
+        sender.encode(grad)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"none", *OWING}])
+def test_compressors_without_a_residual_owe_nothing(name: str) -> None:
+    compressor = parse_compressor(name)
+    assert compressor.name == "dgc" or not compressor.state_names
+
+
+@pytest.mark.parametrize("name", ["qsgd", "qsgd(levels=3)", "terngrad", "natural"])
+def test_stochastic_rounding_is_unbiased(name: str) -> None:
+    compressor, numel, num_draws = parse_compressor(name), 64, 4000
+    grad: FloatArray = np.linspace(-1.0, 1.0, numel).astype(np.float32)
+    sender, total = Sender(compressor, numel), np.zeros(numel)
+    squares = np.zeros(numel)
+    for draw in range(num_draws):
+        sent = decode(compressor, sender.encode(grad, seed=draw * 0x9E3779B97F4A7C15 % 2**64), 64)
+        total += sent
+        squares += sent.astype(np.float64) ** 2
+    mean = total / num_draws
+    deviation = np.sqrt(np.maximum(squares / num_draws - mean**2, 1e-12) / num_draws)
+    assert (np.abs(mean - grad) < 5 * deviation + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2bit(threshold=-1)",
+        "qsgd(levels=0)",
+        "qsgd(levels=128)",
+        "topk(ratio=0)",
+        "topk(ratio=1.5)",
+        "topk(select=some)",
+        "randomk(ratio=2)",
+        "dgc(momentum=1.5)",
+        "dgc(clip=-1)",
+        "dgc(warmup=-1)",
+        "dgc(select=all)",
+        "3bit",
+    ],
+)
+def test_arguments_out_of_range_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_compressor(text)

@@ -1,0 +1,210 @@
+"""Each compressor against its formula, with numbers worked by hand."""
+
+import numpy as np
+import pytest
+
+from pscore.compressors import Compressor, draw, parse_compressor, sparse
+from pscore.compressors.dgc import DGC
+from pscore.types import FloatArray
+from tests.unit.pscore.compressors.cases import Sender, decode, normal
+
+
+def floats(*values: float) -> FloatArray:
+    return np.array(values, dtype=np.float32)
+
+
+def send(compressor: Compressor, *values: float) -> tuple[bytes, Sender]:
+    sender = Sender(compressor, len(values))
+    return sender.encode(floats(*values)).tobytes(), sender
+
+
+def test_two_bits_are_in_mxnets_order() -> None:
+    # +t 11, -t 10, 0 00; element i of 16 in byte i / 4, the first in the highest bits.
+    payload, sender = send(parse_compressor("2bit(threshold=0.5)"), 0.5, -0.5, 0.25, 1.75, -0.75)
+    assert payload == bytes([0b11_10_00_11, 0b10_00_00_00, 0, 0])
+    assert sender.residual.tolist() == [0.0, 0.0, 0.25, 1.25, -0.25]
+    # The residual is added before the comparison: 0.25 + 0.25 reaches the threshold.
+    second = sender.encode(floats(0.0, 0.0, 0.25, -1.25, -0.125))
+    assert second.tobytes() == bytes([0b00_00_11_00, 0, 0, 0])
+    assert sender.residual.tolist() == [0.0, 0.0, 0.0, 0.0, -0.375]
+
+
+def test_two_bits_adapt_to_the_mean_magnitude() -> None:
+    payload, sender = send(parse_compressor("2bit"), 1.0, -3.0, 0.0, 4.0)  # Mean 2, threshold 2.5.
+    assert np.frombuffer(payload[:4], "<f4") == 2.5
+    assert payload[4:] == bytes([0b00_10_00_11, 0, 0, 0])
+    assert sender.residual.tolist() == [1.0, -0.5, 0.0, 1.5]
+
+
+def test_each_block_has_its_own_threshold() -> None:
+    compressor = parse_compressor("2bit")
+    grad = np.concatenate([np.full(2048, 1.0, np.float32), np.full(3, 0.5, np.float32)])
+    payload = Sender(compressor, 2051).encode(grad)
+    assert payload[:8].view("<f4").tolist() == [1.25, 0.625]
+
+
+def test_one_bit_sends_signs_and_the_mean_magnitude() -> None:
+    payload, sender = send(parse_compressor("1bit"), 1.0, -2.0, 0.0, -5.0)  # Mean 2.
+    assert np.frombuffer(payload[:4], "<f4") == 2.0
+    assert payload[4:] == bytes([0b0101_0000, 0, 0, 0])
+    assert sender.residual.tolist() == [-1.0, 0.0, -2.0, -3.0]
+
+
+def test_int8_rounds_to_multiples_of_the_largest_over_127() -> None:
+    compressor = parse_compressor("int8")
+    payload, sender = send(compressor, 127.0, -64.4, 0.5, 1.5, -0.25)  # Scale 1, ties to even.
+    assert np.frombuffer(payload[:4], "<f4") == 1.0
+    assert np.frombuffer(payload[4:], np.int8).tolist() == [127, -64, 0, 2, 0]
+    assert sender.residual[:4] == pytest.approx([0.0, -0.4, 0.5, -0.5], abs=1e-5)
+
+
+def test_what_is_too_small_for_a_scale_waits() -> None:
+    for name in ("int8", "2bit", "1bit", "qsgd(feedback=True)", "terngrad(feedback=True)"):
+        compressor = parse_compressor(name)
+        _, sender = send(compressor, 1e-38, -1e-40, 2e-45)
+        assert sender.residual.tolist() == floats(1e-38, -1e-40, 2e-45).tolist()
+
+
+def test_fp16_is_numpys() -> None:
+    exponents = np.ldexp(1.0, np.arange(-27, 17))
+    grad = np.outer(exponents, [1.0, -1.0, 1.0004885, 1.00048828125, 1.5, 1.99999]).astype("f4")
+    values = grad.ravel()[np.abs(grad.ravel()) < 65520]
+    payload = Sender(parse_compressor("fp16"), len(values)).encode(values)
+    expected = np.clip(values, -65504, 65504).astype("<f2")
+    assert np.array_equal(payload.view("<u2"), expected.view("<u2"))
+
+
+def test_fp16_keeps_what_is_beyond_its_range() -> None:
+    payload, sender = send(parse_compressor("fp16"), 70000.0, -1e6)
+    assert np.frombuffer(payload, "<f2").tolist() == [65504.0, -65504.0]
+    assert sender.residual.tolist() == [4496.0, -1e6 + 65504]
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    compressor = parse_compressor("bf16")
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0xBF818000], np.uint32)
+    payload = Sender(compressor, 5).encode(bits.view(np.float32))
+    assert payload.view("<u2").tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0xBF82]
+    largest, sender = send(compressor, 3.4e38)
+    assert np.frombuffer(largest, "<u2")[0] == 0x7F7F
+    assert sender.residual[0] > 0
+
+
+def test_qsgd_draws_between_the_two_nearest_levels() -> None:
+    compressor = parse_compressor("qsgd(levels=4)")
+    payload, _ = send(compressor, 8.0, -8.0, 4.0, 0.0, 3.0)  # Scale 2: levels 4, -4, 2, 0, 1.5.
+    assert np.frombuffer(payload[:4], "<f4") == 2.0
+    goes_up = draw.unit(np.uint32(4), *draw.halves(0)) < 0.5
+    assert np.frombuffer(payload[4:], np.int8).tolist() == [4, -4, 2, 0, 1 + goes_up]
+
+
+def test_terngrad_clips_at_two_and_a_half_sigma() -> None:
+    grad = np.full(64, 1.0, np.float32)
+    grad[0] = 100.0
+    payload = Sender(parse_compressor("terngrad"), 64).encode(grad)
+    sigma = np.sqrt((63 + 100.0**2) / 64)
+    assert payload[:4].view("<f4")[0] == np.float32(2.5 * sigma)
+    assert payload[4] >> 6 == 0b11  # What is clipped is always sent.
+
+
+def test_natural_sends_exponents_and_powers_of_two_as_they_are() -> None:
+    compressor = parse_compressor("natural")
+    payload, _ = send(compressor, 1.0, -2.0, 0.0, 2.0**-109, 2.0**17, 2.0**30, -(2.0**-111))
+    assert list(payload) == [110, 0x80 | 111, 0, 1, 127, 127, 0]
+    sent = decode(compressor, np.frombuffer(payload, np.uint8), 7)
+    assert sent.tolist() == [1.0, -2.0, 0.0, 2.0**-109, 2.0**17, 2.0**17, 0.0]
+
+
+def test_topk_sends_the_largest_and_of_equals_the_first() -> None:
+    payload, sender = send(parse_compressor("topk(ratio=0.5)"), 1.0, -3.0, 2.0, -2.0, 0.5, 2.0)
+    assert np.frombuffer(payload[:16], "<u4").tolist() == [3, 1, 2, 3]
+    assert np.frombuffer(payload[16:], "<f4").tolist() == [-3.0, 2.0, -2.0]
+    assert sender.residual.tolist() == [1.0, 0.0, 0.0, 0.0, 0.5, 2.0]
+
+
+@pytest.mark.parametrize("numel", [1, 70, 5000])
+def test_the_kth_largest_is_that_of_a_sort(numel: int) -> None:
+    values = normal(numel)
+    values[::3] = values[0]
+    ordered = np.sort(np.abs(values))[::-1]
+    for k in {1, 2, numel // 3, numel - 1, numel} - {0}:
+        if k > numel:
+            continue
+        bits, ties = sparse.select_kth(values.view(np.int32), k)
+        assert np.array(bits, np.int32).view(np.float32) == ordered[k - 1]
+        assert ties == k - (ordered > ordered[k - 1]).sum()
+
+
+def test_a_sampled_threshold_sends_about_k_and_never_more_than_twice() -> None:
+    compressor = parse_compressor("topk(ratio=0.01, select=sampled)")
+    numel = 300_000
+    payload = Sender(compressor, numel).encode(normal(numel))
+    assert 2000 < int(payload[:4].view("<u4")[0]) < 4500
+    # Where every sampled element is small and the others are large, the exact k are sent.
+    grad = np.ones(numel, np.float32)
+    grad[:: min(100, numel // 4096)] = 0.25
+    payload = Sender(compressor, numel).encode(grad)
+    assert payload[:4].view("<u4")[0] == 3000
+
+
+def test_randomk_draws_one_of_each_part_and_all_in_time() -> None:
+    compressor = parse_compressor("randomk(ratio=0.1)")
+    sender, sent = Sender(compressor, 100), np.zeros(100)
+    for step in range(120):
+        payload = sender.encode(np.ones(100, np.float32) * (step == 0), seed=step)
+        assert len(payload) == 8 + 4 * 10
+        out = decode(compressor, payload, 100)
+        assert (np.add.reduceat(out != 0, np.arange(0, 100, 10)) <= 1).all()
+        sent += out
+    assert (sent == 1.0).all()
+    assert not sender.residual.any()
+
+
+def test_dgc_corrects_momentum_and_masks_what_it_sent() -> None:
+    compressor = DGC(ratio=0.5, momentum=0.5, select="exact")
+    sender = Sender(compressor, 2)
+    # m = g, v = g: the first is sent; v and m are zeroed there.
+    assert decode(compressor, sender.encode(floats(4.0, 1.0)), 2).tolist() == [4.0, 0.0]
+    assert sender.residual.tolist() == [0.0, 1.0]
+    assert sender.state["momentum"].tolist() == [0.0, 1.0]
+    # m = 0.5 m + g = (1, 1.5), v = v + m = (1, 2.5).
+    assert decode(compressor, sender.encode(floats(1.0, 1.0)), 2).tolist() == [0.0, 2.5]
+    assert sender.residual.tolist() == [1.0, 0.0]
+    assert sender.state["momentum"].tolist() == [1.0, 0.0]
+
+
+def test_dgc_nesterov_and_clipping() -> None:
+    sender = Sender(DGC(ratio=0.5, momentum=0.5, nesterov=True, select="exact", clip=5.0), 2)
+    # The norm of (6, 8) is 10: g = (3, 4); m = 0.5 (0 + g) = (1.5, 2); v = m + g = (4.5, 6).
+    payload = sender.encode(floats(6.0, 8.0))
+    assert decode(sender.compressor, payload, 2).tolist() == [0.0, 6.0]
+    assert sender.residual.tolist() == [4.5, 0.0]
+    assert sender.state["momentum"].tolist() == [1.5, 0.0]
+
+
+def test_dgc_warms_its_ratio_up_as_in_the_paper() -> None:
+    compressor = DGC(ratio=0.001, warmup=8)
+    ratios = [compressor.ratio_at(step) for step in (0, 1, 2, 3, 4, 5, 6, 7, 8, 1000)]
+    quarter = 0.25
+    expected = [quarter] * 2 + [quarter**2] * 2 + [quarter**3] * 2 + [quarter**4] * 2
+    assert ratios == [*expected, 0.001, 0.001]
+    assert DGC(ratio=0.1, warmup=4).ratio_at(3) == 0.1
+
+
+def test_draws_are_uniform_and_differ_between_seeds() -> None:
+    first, second = (
+        np.array([draw.unit(np.uint32(i), *draw.halves(seed)) for i in range(20_000)])
+        for seed in (1, 1 << 32)
+    )
+    for values in (first, second):
+        assert abs(values.mean() - 0.5) < 0.01
+        assert abs(values.var() - 1 / 12) < 0.003
+        assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.03
+        counts, _ = np.histogram(values, bins=20, range=(0, 1))
+        assert counts.min() > 850
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
+    # lowbias32's steps by hand for index 1 of seed 0.
+    x = 0x9E3779B1
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
+    assert int(draw.bits_32(np.uint32(1), np.uint32(0), np.uint32(0))) == x ^ x >> 16
