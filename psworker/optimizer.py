@@ -81,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
         self._names, parameters, groups = _trained(optimizer, named_parameters)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.samples = samples
+        self._samples = samples
         self._context = context.join(servers=servers, job=job)
         self.session = self._context.session
         tensors = describe(list(zip(self._names, parameters, strict=True)), groups)
@@ -125,6 +125,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ----- the training loop
 
+    @property
+    def samples(self) -> float:
+        """Weight of this worker's gradient in the mean."""
+        return self._samples
+
+    @samples.setter
+    def samples(self, samples: float) -> None:
+        if samples != self._samples:
+            self._overlap.changed(f"samples ({self._samples:g}, now {samples:g})")
+            self._samples = samples
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends one step: sends what has not left yet, and brings in the weights for the next.
 
@@ -136,8 +147,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._overlap.finish(self.bucket.parameters)
+        before = self.replica.parts[0].hyper
         self._set_hyper()
+        if not np.array_equal(before, self.replica.parts[0].hyper):
+            self._overlap.changed("a learning rate or other hyper-parameter")
+        self._overlap.finish(self.bucket.parameters)
         plan = self.replica.plan()
         if plan.push is Role.GRADIENT:
             self._push_rest()
@@ -234,11 +248,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.replica.plan().push is not Role.GRADIENT:
             return
         index = self._index[id(parameter)]
+        if not self._overlap.has_begun:
+            self._set_hyper()
         self._overlap.made(index, self.bucket.parameters[index])
         if not self._overlap.is_early:
             return
-        if not self._gathered:
-            self._set_hyper()
         self._gather(index, self.bucket.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1

@@ -2,9 +2,9 @@
 
 A gradient that leaves during backward hides its way behind the rest of backward, but then nobody
 may change it any more: gradient clipping, unscaling, or a second backward pass that accumulates.
-`auto` watches the first steps: if no gradient is touched between its hook and `step()`, and each
-hook fires once a step, pushes leave early from then on. A change that comes later all the same is
-an error that names the parameter, never a silent push of the unchanged gradient.
+`auto` watches the first steps: if no gradient (nor a learning rate, or `samples`) is touched between
+its hook and `step()`, and each hook fires once a step, pushes leave early from then on. A change
+that comes later all the same is an error that names it, never a silent push of what was before.
 """
 
 from __future__ import annotations
@@ -38,6 +38,25 @@ class Overlap:
         self._names = names
         self._seen: dict[int, tuple[int, int]] = {}  # Parameter: identity and version of .grad.
         self._steps = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether backward has made a gradient in this step."""
+        return bool(self._seen)
+
+    def changed(self, what: str) -> None:
+        """Notes that something was changed that travels with every push of a step.
+
+        Raises:
+            GradientError: Some of them may have left already in this step.
+        """
+        if self._seen and self.is_early:
+            raise GradientError(
+                f"{what} was changed after gradients had been pushed during backward; change it "
+                "before backward(), or pass overlap=False to DistributedOptimizer"
+            )
+        if self._seen:
+            self._watches = False
 
     def made(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Notes that backward has made a gradient.
