@@ -30,6 +30,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),  # Each channel has a connection of its own.
+    ("grpc.enable_http_proxy", 0),  # Shards are near; http_proxy is meant for what is far.
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),

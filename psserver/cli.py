@@ -164,12 +164,9 @@ def embedded(
     log_level: Annotated[str, typer.Option(envvar="PACELINE_LOG_LEVEL")] = "error",
 ) -> None:
     """Start shards that end when standard input does; print their addresses as JSON."""
-    from psserver.embedded import start_embedded, wait_for_end
+    from psserver.embedded import serve_parent
 
-    servers = start_embedded(shards, lease_s=lease_s, log_level=log_level)
-    sys.stdout.write(json.dumps({"addresses": servers.addresses}) + "\n")
-    sys.stdout.flush()
-    sys.exit(wait_for_end(servers))
+    serve_parent(shards, lease_s=lease_s, log_level=log_level)
 
 
 @app.command()
@@ -187,8 +184,8 @@ def config_show(context: typer.Context, *, as_json: AsJson = False) -> None:
     """Print each setting and where it comes from; takes the flags of start."""
     from psserver import listing
 
-    command = typer.main.get_command(app)
-    given = command.commands["start"].make_context("start", list(context.args)).params  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    given = commands["start"].make_context("start", list(context.args)).params
     settings = _settings({key: value for key, value in given.items() if key != "detach"})
     sys.stdout.write(listing.settings(settings, as_json=as_json))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import select
@@ -10,12 +11,13 @@ import sys
 from types import TracebackType
 
 from pscore.errors import ConfigError
-from psserver.exits import Exit
+from psserver.exits import CommandError, Exit
 from psserver.plan import Ready, ShardPlan, join_address
-from psserver.supervisor import ShardProcess, stop, wait_ready
+from psserver.supervisor import ShardProcess, ended, stop, wait_ready
 
 SHARDS_MAX = 64
 GRACE_S = 2.0
+LEVELS = ("debug", "info", "warning", "error")
 PARENT_POLL_S = 1.0
 
 
@@ -36,9 +38,13 @@ class EmbeddedServers:
         shards, self._shards = self._shards, []
         stop(shards, GRACE_S)
 
-    def has_died(self) -> bool:
-        """Whether a shard has ended by itself."""
-        return any(shard.wait(0) is not None for shard in self._shards)
+    def require_alive(self) -> None:
+        """Raises a `CommandError` if a shard has ended by itself."""
+        for shard in self._shards:
+            status = shard.wait(0)
+            if status is not None:
+                index = shard.plan.index
+                raise CommandError(Exit.SHARD_DIED, f"embedded shard {index} {ended(status)}")
 
     def __enter__(self) -> EmbeddedServers:
         return self
@@ -63,9 +69,11 @@ def start_embedded(
     """Starts shards and returns when all of them answer.
 
     Raises:
-        ConfigError: The number of shards is not one that there can be.
+        ConfigError: The number of shards or the log level is not one that there can be.
         CommandError: They could not be started.
     """
+    if log_level not in LEVELS:
+        raise ConfigError(f"log.level is {log_level!r}, must be one of {', '.join(LEVELS)}")
     if not 1 <= num_shards <= SHARDS_MAX:
         raise ConfigError(f"number of shards is {num_shards}, must be in 1..{SHARDS_MAX}")
     cluster = secrets.token_hex(4)
@@ -97,16 +105,20 @@ def start_embedded(
     return EmbeddedServers(shards)
 
 
-def wait_for_end(servers: EmbeddedServers) -> Exit:
-    """Waits until standard input ends, the parent is gone, SIGTERM comes or a shard dies."""
+def serve_parent(num_shards: int, *, lease_s: float, log_level: str) -> None:
+    """Is `psserver embedded`: serves until standard input ends, or the parent is gone.
+
+    Raises:
+        CommandError: The shards could not be started, or one has died.
+    """
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when its servers may go.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.OK))
-    with servers:
+    with start_embedded(num_shards, lease_s=lease_s, log_level=log_level) as servers:
+        sys.stdout.write(json.dumps({"addresses": servers.addresses}) + "\n")
+        sys.stdout.flush()
         while os.getppid() == parent:
             readable, _, _ = select.select([sys.stdin], [], [], PARENT_POLL_S)
             if readable and not os.read(sys.stdin.fileno(), 1 << 10):
-                return Exit.OK
-            if servers.has_died():
-                return Exit.SHARD_DIED
-    return Exit.OK
+                return
+            servers.require_alive()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import structlog
 from psserver import logs, runfile
 from psserver.exits import CommandError, Exit
 from psserver.plan import ShardPlan, join_address
-from psserver.runfile import Run, RunDirectory, ShardRun
+from psserver.runfile import FREE, Run, RunDirectory, ShardRun
 from psserver.settings import Settings, metrics_ports
 from psserver.supervisor import Post, Supervisor
 
@@ -136,6 +137,8 @@ class Launch:
             hints.append(f"metrics: {pages}")
         if self.detached:
             hints.append(f"logs: psserver logs --port {run.port} ({self.folder})")
+        elif self.settings.log.format == "json":
+            hints = []  # Standard error is for machines.
         return Started(servers=servers, hints=hints)
 
     def _log_file(self, name: str) -> Path | None:
@@ -174,8 +177,9 @@ def show(started: Started) -> None:
 def _folder(directory: RunDirectory, settings: Settings, *, detach: bool) -> Path | None:
     """Returns where the run file goes; None if that is only a convenience and cannot be had."""
     server = settings.server
+    directory.clear()
     try:
-        return directory.make(str(server.port) if server.port else f"free-{os.getpid()}")
+        return directory.make(str(server.port) if server.port else f"{FREE}{os.getpid()}")
     except CommandError as problem:
         if detach or server.state_dir is not None:
             raise
@@ -186,12 +190,17 @@ def _folder(directory: RunDirectory, settings: Settings, *, detach: bool) -> Pat
 def _detach(settings: Settings, folder: Path) -> Exit:
     """Leaves the supervisor behind in a session of its own, once the shards are ready."""
     read_fd, write_fd = os.pipe()
-    if os.fork() == 0:
+    pid = os.fork()
+    if pid == 0:
         os.close(read_fd)
         _be_supervisor(settings, folder, write_fd)
     os.close(write_fd)
     with os.fdopen(read_fd, encoding="utf-8") as pipe:
-        line = pipe.readline()
+        try:
+            line = pipe.readline()
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGTERM)
+            raise
     if not line:
         raise CommandError(
             Exit.SHARD_DIED, f"the supervisor ended early; see {folder / 'supervisor.log'}"

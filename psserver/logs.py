@@ -9,8 +9,6 @@ from typing import Any
 
 import structlog
 
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("text", "json")
 Line = structlog.typing.EventDict
 
 

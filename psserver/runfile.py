@@ -10,6 +10,7 @@ this user alone below the one for temporary files. A run file whose process is g
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -23,6 +24,7 @@ import psutil
 from psserver.exits import CommandError, Exit
 
 FILE = "run.json"
+FREE = "free-"  # Begins the name of a run on free ports; the number of its process follows.
 CREATED_S = 1.0  # Two clocks' readings of one process's start differ by less.
 
 
@@ -100,6 +102,19 @@ class RunDirectory:
         alive = [run for run in found if run is not None and run.is_alive()]
         return sorted(alive, key=lambda run: run.port)
 
+    def clear(self) -> None:
+        """Removes what ended runs on free ports have left; nothing would write there again."""
+        for folder in self.path.glob(f"{FREE}*"):
+            number = folder.name.removeprefix(FREE)
+            run = _read(folder / FILE)
+            is_used = number.isdecimal() and psutil.pid_exists(int(number))
+            if is_used or (run is not None and run.is_alive()):
+                continue
+            with contextlib.suppress(OSError):
+                for file in [*folder.glob("*.log"), folder / FILE]:
+                    file.unlink(missing_ok=True)
+                folder.rmdir()
+
     def _require_ours(self) -> None:
         """Raises an OSError if somebody else owns or can change the default directory."""
         about = self.path.lstat()
@@ -126,8 +141,10 @@ def write(folder: Path, run: Run) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes the run file; the logs stay, the next run on this port goes on with them."""
-    (folder / FILE).unlink(missing_ok=True)
+    """Removes this process's run file; the logs stay, the next run on this port adds to them."""
+    run = _read(folder / FILE)
+    if run is not None and run.pid == os.getpid():
+        (folder / FILE).unlink(missing_ok=True)
 
 
 def _default() -> Path:

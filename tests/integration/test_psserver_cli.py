@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -78,6 +79,7 @@ def test_stop_by_address_drains_every_shard_and_so_ends_the_supervisor(psserver:
 def test_several_runs_have_to_be_told_apart(psserver: Command) -> None:
     with psserver.detached() as first:
         psserver.run("start", "--port", 0, "--detach")
+        assert len(list(psserver.folder.glob("paceline/free-*"))) == 2
         runs = [json.loads(path.read_text()) for path in psserver.folder.rglob("run.json")]
         (second,) = [run for run in runs if run["pid"] != first["pid"]]
         refused = psserver.run("stop", code=2)
@@ -325,6 +327,11 @@ def test_a_wrong_address_is_one_clear_line(psserver: Command) -> None:
     psserver.run("status", "--servers", "nonsense", code=2)
 
 
+def test_a_proxy_for_the_web_is_not_asked(running: tuple[Command, dict[str, Any]]) -> None:
+    command, _ = running
+    command.run("status", http_proxy="http://127.0.0.1:1", no_proxy="")
+
+
 def test_health_by_command_and_by_the_standard_service(
     running: tuple[Command, dict[str, Any]],
 ) -> None:
@@ -421,6 +428,26 @@ def test_embedded_shards_say_only_their_addresses_and_end_with_standard_input(
         out, err = process.communicate(timeout=60)  # Closes standard input.
         assert (process.returncode, out, err) == (0, "", "")
         psserver.run("health", "--servers", ",".join(addresses), code=1)
+
+
+def test_embedded_shards_end_all_when_one_dies(psserver: Command) -> None:
+    with psserver.spawn("embedded", "--shards", 2) as process:
+        read_addresses(process)
+        shards = psutil.Process(process.pid).children()
+        shards[0].kill()
+        assert process.wait(60) == 8
+        assert process.stderr is not None
+        assert "was killed by SIGKILL" in process.stderr.read()
+    eventually(lambda: all(gone(shard.pid) for shard in shards))
+
+
+def test_ctrl_c_at_the_terminal_leaves_embedded_shards_to_their_parent(psserver: Command) -> None:
+    with psserver.spawn("embedded") as process:
+        (address,) = read_addresses(process)
+        process.send_signal(signal.SIGINT)
+        psserver.run("health", "--servers", address)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
 
 
 PARENT = """

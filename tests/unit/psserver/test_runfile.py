@@ -44,6 +44,30 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert directory.runs() == [runs[0]]
 
 
+def test_the_run_file_of_another_process_stays(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    folder = directory.make("7070")
+    runfile.write(folder, replace(make_run(), pid=1))
+    runfile.remove(folder)
+    assert (folder / runfile.FILE).exists()
+
+
+def test_what_runs_on_free_ports_leave_is_cleared(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    gone = 2**22 + 1  # Above the largest number that Linux gives to a process.
+    for name in (f"free-{gone}", f"free-{gone + 1}", f"free-{OURS.pid}", "7070"):
+        (directory.make(name) / "shard-0.log").touch()
+    runfile.write(tmp_path / f"free-{gone + 1}", make_run())
+    (directory.make(f"free-{gone + 2}") / "weights").touch()
+    directory.clear()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"free-{gone + 1}",
+        f"free-{gone + 2}",
+        f"free-{OURS.pid}",
+        "7070",
+    }
+
+
 def test_a_process_that_is_gone_or_another_one_does_not_count(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
