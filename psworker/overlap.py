@@ -2,9 +2,9 @@
 
 A gradient that leaves during backward hides its way behind the rest of backward, but then nobody
 may change it any more: gradient clipping, unscaling, or a second backward pass that accumulates.
-`auto` watches the first steps: if no gradient (nor a learning rate, or `samples`) is touched between
-its hook and `step()`, and each hook fires once a step, pushes leave early from then on. A change
-that comes later all the same is an error that names it, never a silent push of what was before.
+`auto` watches the first steps: if no gradient (nor a learning rate, or `samples`) is touched
+between its hook and `step()`, and each hook fires once a step, pushes leave early from then on. A
+change that comes later all the same is an error that names it, never a silent push of the old.
 """
 
 from __future__ import annotations
