@@ -171,7 +171,7 @@ class Replica:
         for index in self.front_first():
             yield from self.land(index)
             self._rebase(index)
-            if plan.local and not self._has_own(index):
+            if plan.local:
                 self.local.update(self.parts[index], grads[index])
                 self.parts[index].num_local += 1
         if plan.push is Role.DELTA:
@@ -277,10 +277,6 @@ class Replica:
         """
         closed = self.parts[index].version if self.rule.by_step else 0
         return max(self.clocks[index], closed)
-
-    def _has_own(self, index: int) -> bool:
-        """Whether the pulled weights have this step's gradient in them: others were that fast."""
-        return self.rule.by_step and self.parts[index].version >= self.clocks[index]
 
     def _send(
         self,

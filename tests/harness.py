@@ -253,6 +253,7 @@ class Worker:
             if plan.push is not Role.DELTA:
                 self.flat.copy_(torch.from_numpy(grad.astype(np.float32)))
             for index in replica.front_first():
+                yield from self._wait(replica.land(index))
                 replica.push(index, self.grads[index], -1, samples, self)
             if plan.inner:
                 cluster.inner(self.rank, step, self.weights, grad)

@@ -10,10 +10,11 @@ from pscore.local.base import LocalSlice, LocalUpdate
 from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
 from pscore.local.mirror import Mirror
+from pscore.local.none import NoLocalUpdate
 from pscore.local.sgd import PlainSGD
 
 LOCAL_UPDATES: dict[str, type[LocalUpdate]] = {
-    update.name: update for update in (DC, AdaptiveDC, GLU, Mirror, PlainSGD)
+    update.name: update for update in (DC, AdaptiveDC, GLU, Mirror, NoLocalUpdate, PlainSGD)
 }
 
 __all__ = ["LOCAL_UPDATES", "LocalSlice", "LocalUpdate", "make_local_update"]

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pscore.rules.base import Plan, require_one_of, require_range
-from pscore.rules.od import NO_LOCAL_UPDATE, OD
+from pscore.rules.od import OD
 
 CORRECTIONS = {"raw": None, "flush": None}
 
@@ -75,6 +75,6 @@ class CD(OD):
         return Plan(
             compress=not is_correction,
             flush=is_correction and self.correction == "flush",
-            local=self.local != NO_LOCAL_UPDATE,
+            local=True,
             block=False,
         )

@@ -29,8 +29,6 @@ from pscore.local import LOCAL_UPDATES, make_local_update
 from pscore.rules.base import Plan, require_one_of, require_range
 from pscore.rules.ssgd import Synchronous
 
-NO_LOCAL_UPDATE = "none"
-
 
 @dataclass(frozen=True)
 class OD(Synchronous):
@@ -63,22 +61,15 @@ class OD(Synchronous):
             ConfigError: One of them is out of its range.
         """
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)
-        choices = {**LOCAL_UPDATES, NO_LOCAL_UPDATE: None}
-        require_one_of(f"{self.name}.local", self.local, choices)
+        require_one_of(f"{self.name}.local", self.local, LOCAL_UPDATES)
         self.local_update()
-
-    def steps_open(self) -> int:
-        """A worker pushes step t+1 while the update of step t is on its way."""
-        return 2
 
     def plan(self, step: int) -> Plan:
         """Blocks in the warm-up; later each pull lands one step later."""
         if step < self.warmup:
             return Plan()
-        return Plan(local=self.local != NO_LOCAL_UPDATE, block=False)
+        return Plan(local=True, block=False)
 
     def local_update(self) -> Any:
-        """Returns the local update with this rule's arguments, or None."""
-        if self.local == NO_LOCAL_UPDATE:
-            return None
+        """Returns the local update with this rule's arguments."""
         return make_local_update(self.local, self.arguments())

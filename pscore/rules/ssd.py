@@ -35,7 +35,8 @@ class SSD(Synchronous):
         steps: k, steps from one pull to the next, 1..1024. More hides a slower network and lets
             the workers' weights drift further apart.
         warmup: Steps of plain synchronous SGD before the delay starts.
-        local: Local update between pulls: `mirror`, `glu`, `sgd`, `dc` or `dc_adaptive`.
+        local: Local update between pulls: `mirror`, `glu`, `sgd`, `dc`, `dc_adaptive`
+            or `none`.
         lr_scale: Learning rate of the local update over the optimizer's.
         alpha: `glu`: factor of the worker's own gradient.
         beta: `glu`: factor of the global update read off two pulls.
@@ -66,8 +67,8 @@ class SSD(Synchronous):
         self.local_update()
 
     def steps_open(self) -> int:
-        """A worker may be k steps ahead of the slowest, and one more while a pull is on its way."""
-        return self.steps + 1
+        """A worker may be k steps ahead of the slowest: then its pull has to land."""
+        return self.steps
 
     def plan(self, step: int) -> Plan:
         """Blocks in the warm-up; later pulls at each k-th step and lets it land one step later."""

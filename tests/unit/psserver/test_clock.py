@@ -10,7 +10,7 @@ from psserver.clock import LATE_KEPT, PARKED_MAX, Update
 from tests.unit.psserver.bench import Bench, Bounded, FirstOfOpen, Pairs
 
 SYNC = SSGD()
-OPEN = SSD(steps=2, warmup=0, local="sgd")  # A worker may be 3 steps beyond the newest update.
+OPEN = SSD(steps=3, warmup=0, local="sgd")  # A worker may be 3 steps beyond the newest update.
 
 
 # ----- loading
