@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
@@ -62,11 +62,12 @@ class Worker:
     ) -> None:
         self.rank = rank
         self._line, theirs = multiprocessing.Pipe()
-        self._written = tempfile.NamedTemporaryFile(prefix=f"worker-{rank}-")
+        self._folder = tempfile.TemporaryDirectory()
+        self._written = Path(self._folder.name) / "written"
         num_workers = int(env["WORLD_SIZE"])
         self._process = _forks.Process(
             target=_work,
-            args=(function, rank, num_workers, tuple(args), dict(env), theirs, self._written.name),
+            args=(function, rank, num_workers, tuple(args), dict(env), theirs, str(self._written)),
             daemon=True,
         )
         self._process.start()
@@ -79,7 +80,9 @@ class Worker:
 
     def written(self) -> str:
         """Returns what the worker has written to standard output and error."""
-        return Path(self._written.name).read_text(encoding="utf-8", errors="replace")
+        if not self._written.exists():
+            return ""
+        return self._written.read_text(encoding="utf-8", errors="replace")
 
     def tell(self, value: Any = None) -> None:
         """Sends something to the worker (`Station.hear`)."""
@@ -114,7 +117,7 @@ class Worker:
             self._process.kill()
         self._process.join()
         self._line.close()
-        self._written.close()
+        self._folder.cleanup()
 
     def _receive(self, deadline_s: float) -> tuple[str, Any]:
         if not self._line.poll(deadline_s):
@@ -142,17 +145,17 @@ def _work(
 ) -> None:
     """Is the worker process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # None outlives the test.
-    fd = os.open(written, os.O_WRONLY | os.O_APPEND)
+    fd = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     for name in [name for name in os.environ if name.startswith("PACELINE_")]:
         del os.environ[name]
     os.environ.update(env)
-    from tests.integration import preload  # noqa: PLC0415 - the test itself may do without torch
+    import psworker  # Loaded already by the fork server; the test may do without.
 
     try:
         value = function(Station(rank, num_workers, line), *args)
-        preload.psworker.shutdown()
+        psworker.shutdown()
     except BaseException:  # noqa: BLE001 - whatever it is, the test has to see it
         line.send(("raised", traceback.format_exc()))
     else:
@@ -167,19 +170,24 @@ class Shards:
 
     def __init__(self, num_shards: int = 2, *, lease_s: float = 10.0) -> None:
         options = ["--shards", str(num_shards), "--lease-s", str(lease_s)]
-        self._written: BinaryIO = tempfile.TemporaryFile()
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "psserver", "embedded", *options, "--log-level", "warning"],
-            cwd=ROOT,
-            env=clean_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._written,
-            text=True,
-        )
+        self._folder = tempfile.TemporaryDirectory()
+        self._written = Path(self._folder.name) / "written"
+        with self._written.open("wb") as stderr:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "psserver", "embedded", *options, "--log-level", "warning"],
+                cwd=ROOT,
+                env=clean_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
         assert self._popen.stdout is not None
         line = self._popen.stdout.readline()
-        assert line, f"shards did not start\n{self.written()}"
+        if not line:
+            written = self.written()
+            self.close()
+            raise AssertionError(f"shards did not start\n{written}")
         self.addresses: list[str] = json.loads(line)["addresses"]
 
     @property
@@ -189,8 +197,7 @@ class Shards:
 
     def written(self) -> str:
         """Returns what the shards have logged: warnings and worse."""
-        self._written.seek(0)
-        return self._written.read().decode(errors="replace")
+        return self._written.read_text(encoding="utf-8", errors="replace")
 
     def environment(self, rank: int, num_workers: int, job: str) -> dict[str, str]:
         """Returns what a launcher would set for one worker."""
@@ -243,7 +250,7 @@ class Shards:
         finally:
             self._popen.kill()
             self._popen.wait()
-            self._written.close()
+            self._folder.cleanup()
 
     def __enter__(self) -> Shards:
         return self
