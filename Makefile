@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(STAMP) ## train a small model on two shards and two workers
-	$(BIN)/psworker demo
+	$(BIN)/psworker demo --json
 
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest -n 2

@@ -145,7 +145,7 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], subprocess.Pop
             "PACELINE_SERVERS=host:port,... on every machine"
         )
     if environment.num_workers == 1:
-        return _start_shards()
+        return start_shards()
     if environment.rank < 0:
         raise ConfigError(
             f"{environment.num_workers} workers, but neither a server address nor this worker's "
@@ -153,7 +153,7 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], subprocess.Pop
         )
     path = _rendezvous(environment)
     if environment.local_rank == 0:
-        addresses, shards = _start_shards()
+        addresses, shards = start_shards()
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps(addresses))
         draft.replace(path)
@@ -161,10 +161,14 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], subprocess.Pop
     return _await_addresses(path), None
 
 
-def _start_shards() -> tuple[tuple[str, ...], subprocess.Popen[str]]:
-    """Starts a shard that ends when this process's end of the pipe closes."""
+def start_shards(num_shards: int = 1) -> tuple[tuple[str, ...], subprocess.Popen[str]]:
+    """Starts shards that end when this process's end of the pipe closes.
+
+    Raises:
+        ServerUnavailableError: They did not start; their message stands on standard error.
+    """
     shards = subprocess.Popen(
-        [sys.executable, "-m", "psserver", "embedded", "--shards", "1"],
+        [sys.executable, "-m", "psserver", "embedded", "--shards", str(num_shards)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

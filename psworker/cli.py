@@ -1,0 +1,192 @@
+"""The commands of `psworker`: flags to plans, and errors to exit codes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pscore.errors import ConfigError, PacelineError, TransportError
+from pscore.rules import RULES
+from psworker.environment import Environment, parse_servers
+from psworker.launch import (
+    MEANINGS,
+    Exit,
+    Launch,
+    LaunchPlan,
+    OnFailure,
+    Prefixed,
+    new_job,
+    plain,
+    worker_command,
+)
+from psworker.modes import modes as list_modes
+
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
+RUN_EPILOG = (
+    "\b\nExit codes:\n"
+    "  of the first worker that failed; 128 + N if signal N ended it\n"
+    + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit if code is not Exit.FAILED)
+)
+
+app = typer.Typer(
+    help="Worker side of Paceline: starts workers, lists modes, and trains a demo.",
+    epilog=EPILOG,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False})
+def run(
+    *,
+    command: Annotated[
+        list[str], typer.Argument(help="script.py, -m module, or a program; then its arguments.")
+    ],
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Workers to start.")] = 1,
+    servers: Annotated[
+        str | None,
+        typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Shards to start where no servers are given [1].")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(envvar="PACELINE_JOB", help="Name of the job [a new one].")
+    ] = None,
+    on_failure: Annotated[
+        OnFailure, typer.Option(help="What the others do when a worker fails.")
+    ] = OnFailure.STOP,
+    grace_s: Annotated[float, typer.Option(help="From the request to end until a kill.")] = 10.0,
+    prefix: Annotated[bool, typer.Option(help="Put the rank in front of each line.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what fails.")] = False,
+) -> None:
+    """Start workers on this machine; without any server address, shards too."""
+    addresses = parse_servers(servers) or _servers_around()
+    if addresses and shards is not None:
+        raise ConfigError(
+            f"--shards {shards} starts shards here, but servers are given: {','.join(addresses)}; "
+            "leave out --shards, or unset PACELINE_SERVERS"
+        )
+    plan = LaunchPlan(
+        command=worker_command(command),
+        num_workers=workers,
+        servers=addresses,
+        num_shards=1 if shards is None else shards,
+        job=job or new_job(),
+        on_failure=on_failure,
+        grace_s=grace_s,
+    )
+    launch = Launch(plan, write=Prefixed() if prefix else plain, tell=_tell, is_quiet=quiet)
+    sys.exit(launch.run())
+
+
+@app.command()
+def modes(*, as_json: AsJson = False) -> None:
+    """List the modes there are, with their arguments."""
+    if as_json:
+        sys.stdout.write(json.dumps(list_modes(), indent=1) + "\n")
+    else:
+        _show_modes()
+
+
+@app.command()
+def demo(
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON instead of a table.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of Fashion-MNIST's files [examples/data].")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the images.", min=1)] = 5,
+    modes: Annotated[
+        str, typer.Option(help="Modes to train in, with commas in between.")
+    ] = "ssgd, asgd, ssd(steps=5, warmup=50)",
+    out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("paceline-demo"),
+    workers: Annotated[int, typer.Option(help="Worker processes.", min=1, max=64)] = 2,
+    shards: Annotated[int, typer.Option(help="Shard processes.", min=1, max=64)] = 2,
+    images: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and order of images.")] = 1,
+) -> None:
+    """Train a small model on real shards and workers, in several modes."""
+    from psworker.demo.run import DemoPlan, run_demo
+
+    plan = DemoPlan(
+        modes=modes,
+        data=data,
+        epochs=epochs,
+        out=out,
+        num_workers=workers,
+        num_shards=shards,
+        num_images=images,
+        seed=seed,
+    )
+    sys.exit(run_demo(plan, as_json=as_json))
+
+
+@app.command()
+def version(*, as_json: AsJson = False) -> None:
+    """Print the versions of Paceline and of what it runs on."""
+    versions = {name: importlib.metadata.version(name) for name in ("paceline", "torch", "grpcio")}
+    versions["python"] = sys.version.split()[0]
+    if as_json:
+        sys.stdout.write(json.dumps(versions) + "\n")
+    else:
+        sys.stdout.write("".join(f"{name} {found}\n" for name, found in versions.items()))
+
+
+def main() -> None:
+    """Runs one command; an error ends the process with its code and one line."""
+    try:
+        app()
+    except PacelineError as problem:
+        _tell(str(problem))
+        sys.exit(exit_code(problem))
+    except KeyboardInterrupt:
+        sys.exit(Exit.INTERRUPTED)
+
+
+def exit_code(problem: PacelineError) -> Exit:
+    """Returns how a command ends that `problem` has stopped."""
+    if isinstance(problem, ConfigError):
+        return Exit.USAGE
+    return Exit.NO_SHARDS if isinstance(problem, TransportError) else Exit.FAILED
+
+
+def _show_modes() -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    grid = Table("mode", "what it is", "arguments", box=box.SIMPLE_HEAD)
+    for name, arguments in sorted(list_modes().items()):
+        rule = RULES[name]
+        about = f"{(inspect.getdoc(rule) or '').partition(chr(10))[0]}\n{rule.source}"
+        listed = "\n".join(f"{key}={value!r}" for key, value in arguments.items())
+        grid.add_row(name, escape(about), escape(listed or "none"))
+    console = Console(highlight=False)
+    console.print(grid)
+    console.print('mode="ssd(steps=5)" or psworker.SSD(steps=5) in DistributedOptimizer(...)')
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"psworker: {line}\n")
+    sys.stderr.flush()
+
+
+def _servers_around() -> tuple[str, ...]:
+    """Returns the servers that the environment names; what it says of a rank is not for us."""
+    wanted = ("PACELINE_SERVERS", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER")
+    return Environment.read({name: os.environ.get(name, "") for name in wanted}).servers

@@ -1,0 +1,407 @@
+"""Workers of one machine as one job: starts them, passes on what they say, and ends them.
+
+Each worker is the leader of a process group of its own, so a signal reaches it once and together
+with what it has started. What happens (a worker ended, a signal came) is put into one queue, and
+one loop decides what to do about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import queue
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from pscore.errors import ConfigError
+from psworker.context import start_shards
+
+WORKERS_MAX = 1024
+LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
+READERS_TIMEOUT_S = 2.0  # What a worker has started may hold its output open after it has ended.
+COLORS = (36, 33, 32, 35, 34, 31)  # ANSI codes of the prefixes, on a terminal.
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SHARDS = -1  # In the place of a rank: the shards that were started for this job.
+
+# What would tell a worker another place than the launcher does.
+REPLACED_VARIABLES = (
+    "PACELINE_RANK",
+    "PACELINE_NUM_WORKERS",
+    "PACELINE_LOCAL_RANK",
+    "PACELINE_LOCAL_WORKERS",
+    "DMLC_WORKER_ID",
+    "DMLC_NUM_WORKER",
+    "DMLC_ROLE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+Write = Callable[[int, str, IO[str]], None]
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of every `psworker` command; `MEANINGS` says what they mean."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NO_SHARDS = 6
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+MEANINGS: dict[Exit, str] = {
+    Exit.OK: "done; run: every worker ended with 0",
+    Exit.FAILED: "a shard refused something, or the demo went wrong",
+    Exit.USAGE: "a flag, variable or file is wrong",
+    Exit.NO_SHARDS: "no shard answers, or those started for the job ended",
+    Exit.INTERRUPTED: "ended by Ctrl-C",
+    Exit.TERMINATED: "ended by SIGTERM",
+}
+SIGNAL_BASE = 128  # As in a shell: a process that signal N ended has status 128 + N.
+
+
+class OnFailure(enum.StrEnum):
+    """What becomes of the other workers when one fails."""
+
+    STOP = "stop"
+    CONTINUE = "continue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """One job on this machine."""
+
+    command: tuple[str, ...]  # What each worker runs.
+    num_workers: int
+    servers: tuple[str, ...] = ()  # Addresses of shards; empty: they are started for this job.
+    num_shards: int = 1  # Of those started for this job.
+    job: str
+    on_failure: OnFailure = OnFailure.STOP
+    grace_s: float = 10.0  # From the request to end until a worker is killed.
+
+    def __post_init__(self) -> None:
+        """Checks what a user can get wrong.
+
+        Raises:
+            ConfigError: The number of workers is not one that there can be.
+        """
+        if not 1 <= self.num_workers <= WORKERS_MAX:
+            raise ConfigError(f"--workers is {self.num_workers}, must be in 1..{WORKERS_MAX}")
+        if self.grace_s < 0:
+            raise ConfigError(f"--grace-s is {self.grace_s:g}, must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker, or the shards, ended."""
+
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """This process was asked to end."""
+
+    number: int
+
+
+class Launch:
+    """The workers of one job, from their start to their end."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        *,
+        write: Write,
+        tell: Callable[[str], None],
+        is_quiet: bool = False,
+    ) -> None:
+        """Prepares; nothing is started yet.
+
+        Args:
+            plan: The job.
+            write: Is called on threads of its own with a worker's rank, one line of its output
+                and the stream that it came for.
+            tell: Is called with a line about the job, for a person.
+            is_quiet: Tells only what fails.
+        """
+        self.plan = plan
+        self._write, self._tell, self._is_quiet = write, tell, is_quiet
+        self._events: queue.SimpleQueue[Ended | Signalled] = queue.SimpleQueue()
+        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._shards: subprocess.Popen[str] | None = None
+        self._is_ending = False  # The workers were asked to end.
+        self._kill_s: float | None = None  # When those that have not ended yet are killed.
+        self._code = 0
+
+    def run(self) -> int:
+        """Runs the job; returns the exit status, that of the first worker that failed.
+
+        Raises:
+            PacelineError: The shards did not start.
+            ConfigError: The command is not a program.
+        """
+        with self._signals():
+            try:
+                self._start()
+                while self._running:
+                    self._handle_next()
+            finally:
+                self._signal_all(signal.SIGKILL)
+                self._end_shards()
+        return self._code
+
+    # ----- starting
+
+    def _start(self) -> None:
+        servers = self.plan.servers
+        if not servers:
+            servers, self._shards = start_shards(self.plan.num_shards)
+            self._watch(SHARDS, self._shards, [])
+        if not self._is_quiet:
+            self._introduce(servers)
+        for rank in range(self.plan.num_workers):
+            self._start_worker(rank, servers)
+
+    def _introduce(self, servers: Sequence[str]) -> None:
+        here = "" if self.plan.servers else " on this machine"
+        self._tell(
+            f"job {self.plan.job}: {count(self.plan.num_workers, 'worker')}, "
+            f"{count(len(servers), 'shard')}{here} ({','.join(servers)})"
+        )
+        if "OMP_NUM_THREADS" not in os.environ:
+            self._tell(
+                f"OMP_NUM_THREADS={threads_each(self.plan.num_workers)} for each worker "
+                f"({count(num_cores(), 'core')}); set it to have another"
+            )
+
+    def _start_worker(self, rank: int, servers: Sequence[str]) -> None:
+        try:
+            process = subprocess.Popen(
+                self.plan.command,
+                env=worker_environment(self.plan, rank, servers, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
+        except OSError as problem:
+            raise ConfigError(
+                f"cannot start {self.plan.command[0]!r}: {problem.strerror}"
+            ) from problem
+        self._running[rank] = process
+        readers = [
+            threading.Thread(target=self._read, args=(rank, source, target), daemon=True)
+            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        self._watch(rank, process, readers)
+
+    def _watch(
+        self, rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread]
+    ) -> None:
+        """Has the end of a process put into the queue, after all that it has said."""
+
+        def wait() -> None:
+            status = process.wait()
+            for reader in readers:
+                reader.join(READERS_TIMEOUT_S)
+            self._events.put(Ended(rank, status))
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _read(self, rank: int, source: IO[str], target: IO[str]) -> None:
+        try:
+            while line := source.readline(LINE_CHARS_MAX):
+                self._write(rank, line, target)
+        except BrokenPipeError:  # Nobody reads our output any more.
+            self._events.put(Signalled(signal.SIGPIPE))
+
+    # ----- deciding
+
+    def _handle_next(self) -> None:
+        timeout_s = None if self._kill_s is None else max(0.0, self._kill_s - time.monotonic())
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            ranks = ", ".join(str(rank) for rank in self._running)
+            self._tell(f"killing what has not ended within {self.plan.grace_s:g} s: worker {ranks}")
+            self._kill_s = None
+            self._signal_all(signal.SIGKILL)
+            return
+        if isinstance(event, Signalled):
+            self._on_signal(event.number)
+        elif event.rank == SHARDS:
+            self._on_shards_ended(event.status)
+        else:
+            self._on_worker_ended(event.rank, event.status)
+
+    def _on_signal(self, number: int) -> None:
+        """Passes the first signal on to the workers; the second one kills them."""
+        if self._is_ending and self._code >= SIGNAL_BASE:
+            self._signal_all(signal.SIGKILL)
+            return
+        self._code = SIGNAL_BASE + number
+        self._end_all(signal.SIGTERM if number == signal.SIGPIPE else number)
+
+    def _on_shards_ended(self, status: int) -> None:
+        """Without its shards a job cannot go on."""
+        if not self._is_ending:
+            self._tell(f"the shards ended with exit status {status}; stopping the workers")
+            self._code = self._code or Exit.NO_SHARDS
+            self._end_all(signal.SIGTERM)
+
+    def _on_worker_ended(self, rank: int, status: int) -> None:
+        process = self._running.pop(rank)
+        if status == 0 or self._is_ending:
+            return
+        how = f"was ended by {name_of(-status)}" if status < 0 else f"failed with status {status}"
+        goes_on = self.plan.on_failure is OnFailure.CONTINUE
+        others = "the others go on" if goes_on else "stopping the others"
+        rest = f"; {others} (--on-failure {self.plan.on_failure})" if self._running else ""
+        self._tell(f"worker {rank} (process {process.pid}) {how}{rest}")
+        self._code = self._code or (SIGNAL_BASE - status if status < 0 else status)
+        if not goes_on:
+            self._end_all(signal.SIGTERM)
+
+    # ----- ending
+
+    def _end_all(self, number: int) -> None:
+        self._is_ending = True
+        self._kill_s = time.monotonic() + self.plan.grace_s
+        self._signal_all(number)
+
+    def _signal_all(self, number: int) -> None:
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def _end_shards(self) -> None:
+        if self._shards is not None and self._shards.stdin is not None:
+            self._shards.stdin.close()
+            self._shards.wait()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turns the signals that end a process into events."""
+
+        def put(number: int, frame: FrameType | None) -> None:
+            self._events.put(Signalled(number))  # Safe in a handler: SimpleQueue is reentrant.
+
+        before = {number: signal.signal(number, put) for number in FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Prefixed:
+    """Writes workers' lines with their rank in front, each line as a whole."""
+
+    def __init__(self) -> None:
+        """Starts without a line."""
+        self._lock = threading.Lock()
+
+    def __call__(self, rank: int, line: str, target: IO[str]) -> None:
+        """Writes one line; of a progress bar's line, what a terminal would show of it."""
+        text = line.rstrip("\n").rstrip("\r").rpartition("\r")[2]
+        label = f"[{rank}]"
+        if target.isatty():
+            label = f"\x1b[{COLORS[rank % len(COLORS)]}m{label}\x1b[0m"
+        with self._lock:
+            target.write(f"{label} {text}\n")
+            target.flush()
+
+
+def plain(rank: int, line: str, target: IO[str]) -> None:
+    """Writes a worker's line as it is."""
+    target.write(line)
+    target.flush()
+
+
+# ----- what a worker is given
+
+
+def worker_command(words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the command that `words` mean: a script, `-m module`, or a program.
+
+    Raises:
+        ConfigError: There is no such file or program.
+    """
+    if not words:
+        raise ConfigError("no command: psworker run --workers 2 -- train.py ARGS")
+    first = words[0]
+    if first == "-m":
+        if len(words) == 1:
+            raise ConfigError("-m needs the name of a module")
+        return (sys.executable, *words)
+    if first.endswith(".py"):
+        if not Path(first).is_file():
+            raise ConfigError(f"no script {first!r} in {Path.cwd()}")
+        return (sys.executable, *words)
+    if shutil.which(first) is None:
+        raise ConfigError(f"no program {first!r}; a script's name ends in .py")
+    return tuple(words)
+
+
+def worker_environment(
+    plan: LaunchPlan, rank: int, servers: Sequence[str], base: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the variables of one worker: torchrun's names, and ours for job and servers."""
+    kept = {name: value for name, value in base.items() if name not in REPLACED_VARIABLES}
+    return {
+        "OMP_NUM_THREADS": str(threads_each(plan.num_workers)),
+        "PYTHONUNBUFFERED": "1",
+        **kept,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(plan.num_workers),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(plan.num_workers),
+        "PACELINE_JOB": plan.job,
+        "PACELINE_SERVERS": ",".join(servers),
+    }
+
+
+def new_job(kind: str = "run") -> str:
+    """Returns a job name that no other launch has."""
+    return f"{kind}-{secrets.token_hex(4)}"
+
+
+def num_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_each(num_workers: int) -> int:
+    """Returns the threads that leave each of `num_workers` its share of the cores."""
+    return max(1, num_cores() // num_workers)
+
+
+def count(number: int, noun: str) -> str:
+    """Returns `1 worker`, `2 workers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def name_of(number: int) -> str:
+    """Returns `SIGSEGV` for 11."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
