@@ -25,12 +25,11 @@ from pscore.types import Pull, Push, Role, Segment, SliceSpec, TensorSpec, Verdi
 from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token
 from psserver.lanes import carry_out
 from psserver.store import Payload, SliceStore
-from psworker.feedback import Feedback
 from psworker.replica import Landing, Replica
 
 Vector = npt.NDArray[np.float64]
 Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.
-RAW = NoCompression()
+RAW: Compressor = NoCompression()
 
 TENSORS = (4, 5, 3)  # Elements of the tensors; the second one spans both slices.
 CUTS = (0, 6, 12)
@@ -143,7 +142,6 @@ class Shard:
         worker.unacknowledged[message.slice] = False
         if action.verdict is Verdict.TOO_LATE:
             worker.num_late += 1
-            worker.feedback[message.slice].returned()
 
     def answer(self, action: Answer, store: SliceStore) -> None:
         message = self.message(action.token)
@@ -168,9 +166,13 @@ class Worker:
         self.grads = [self.flat[part] for part in SLICES]
         self.replica = Replica(layout, cluster.rule, OPTIMIZERS[optimizer](), 1, self.weights, rank)
         count = len(SLICES)
-        self.feedback = [
-            Feedback(cluster.compressor, part.stop - part.start, f"{rank}/{index}")
-            for index, part in enumerate(SLICES)
+        # What error feedback keeps of each slice; the residual is under "residual".
+        self.kept = [
+            {
+                name: np.zeros(part.stop - part.start, np.float32)
+                for name in cluster.compressor.state_names
+            }
+            for part in SLICES
         ]
         self.channels: list[deque[Message]] = [deque() for _ in range(count)]
         self.replies: list[deque[Message]] = [deque() for _ in range(count)]
@@ -189,14 +191,16 @@ class Worker:
     ) -> None:
         assert not self.unacknowledged[index]
         self.unacknowledged[index] = True
-        values, compressor = grad.numpy(), RAW if not compress else self.cluster.compressor
-        if flush:
-            data = np.frombuffer(self.feedback[index].flush(values), np.uint8).copy()
-        elif compressor is not RAW and compressor.name != "none":
-            data = np.frombuffer(self.feedback[index].encode(push, values), np.uint8).copy()
-        else:
-            data = values.view(np.uint8).copy()
-        payload = Payload(data=data, compressor=RAW if flush else compressor)
+        values, kept, compressor = grad.numpy().copy(), self.kept[index], RAW
+        if flush and "residual" in kept:
+            values += kept["residual"]
+            kept["residual"][:] = 0.0
+        data = values.view(np.uint8)
+        if compress and self.cluster.compressor is not RAW:
+            compressor = self.cluster.compressor
+            data = np.zeros(compressor.payload_nbytes_max(len(values)), np.uint8)
+            data = data[: compressor.encode(values, kept, data, step=push.step)]
+        payload = Payload(data=data, compressor=compressor)
         self.channels[index].append(Message(self.rank, index, push=push, payload=payload))
 
     def pull(

@@ -1,0 +1,104 @@
+"""SlowMo: the slow step, by hand and over 200 steps with a schedule."""
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.errors import ConfigError
+from pscore.optimizers.slowmo import SlowMo as SlowStep
+from pscore.rules import SlowMo
+from pscore.types import SegmentTable
+from tests.harness import NUMEL, Cluster, Vector, assert_follows, quadratic
+from tests.paper.inner import Inner
+from tests.paper.rounds import WORKERS, model
+
+
+class Bench:
+    """One element of the shard's weights."""
+
+    def __init__(self, weight: float) -> None:
+        self.weights = np.array([weight], np.float32)
+        self.buffer = np.zeros(1, np.float32)
+        self.counts = np.zeros(1, np.int64)
+
+    def step(self, moved: float, scale: float, row: list[float]) -> float:
+        segments = SegmentTable(bounds=np.array([[0, 1]]), groups=np.zeros(1, np.int64))
+        out, ones = np.empty_like(self.weights), np.ones(1, np.int64)
+        grad = np.array([moved], np.float32)
+        SlowStep().step(
+            self.weights, out, grad, scale, [self.buffer], segments, self.counts, ones,
+            np.array([row]),
+        )  # fmt: skip
+        self.weights = out
+        return float(out[0])
+
+
+def test_the_slow_step_by_hand() -> None:
+    """lr 1/2, slow_lr 2, slow_momentum 1/4. D = 3/2: u = 3, W = 8 - 2 * 1/2 * 3."""
+    bench = Bench(8.0)
+    assert bench.step(3.0, 0.5, [0.5, 2.0, 0.25]) == 5.0
+    # D = 1/2: u = 3/4 + 1, W = 5 - 7/4.
+    assert bench.step(1.0, 0.5, [0.5, 2.0, 0.25]) == 3.25
+
+
+def test_the_momentum_of_earlier_rounds_follows_the_learning_rate() -> None:
+    """u is in units of gradients: lr from 1/2 to 1/4 halves what the first round still moves."""
+    bench = Bench(8.0)
+    assert bench.step(1.0, 1.0, [0.5, 1.0, 0.5]) == 7.0  # u = 2.
+    assert bench.step(0.0, 1.0, [0.25, 1.0, 0.5]) == 6.75  # u = 1, times 1/4.
+
+
+def test_a_learning_rate_of_zero_divides_nothing() -> None:
+    bench = Bench(8.0)
+    bench.step(1.0, 1.0, [0.5, 1.0, 0.5])
+    assert bench.step(0.0, 1.0, [0.0, 1.0, 0.5]) == 7.0
+    assert bench.buffer.tolist() == [1.0]
+
+
+def test_the_warm_up_is_the_mean_and_leaves_the_slow_momentum_alone() -> None:
+    rule = SlowMo(steps=4, warmup=2, slow_lr=2.0, slow_momentum=0.25)
+    rows = [SlowStep.hyper_from_torch(rule.outer_group(step, {"lr": 0.5})) for step in (1, 2)]
+    assert rows == [(0.5, 1.0, 0.0), (0.5, 2.0, 0.25)]
+    bench = Bench(8.0)
+    assert bench.step(3.0, 0.5, list(rows[0])) == 6.5
+    assert bench.buffer.tolist() == [0.0]
+
+
+def lr(step: int) -> float:
+    return 0.1 if step < 100 else 0.03
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+def test_it_follows_the_equation_for_200_steps(warmup: int) -> None:
+    """Algorithm 1: u = beta u + (x_old - x_avg) / lr; x = x_old - alpha lr u."""
+    rule = SlowMo(steps=5, warmup=warmup, slow_lr=0.8, slow_momentum=0.6)
+
+    def make() -> Inner:
+        return Inner(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, nesterov=True), lr)
+
+    cluster = Cluster(
+        rule, quadratic, num_workers=WORKERS, inner=make(), lr=lr, seed=1,
+        speeds=(1.0, 1.0, 0.6, 0.2),
+    ).run()  # fmt: skip
+    slow = np.zeros(NUMEL)
+
+    def outer(step: int, start: Vector, mean: Vector) -> Vector:
+        nonlocal slow
+        if step < warmup:
+            return mean.copy()
+        slow = 0.6 * slow + (start - mean) / lr(step)
+        return start - 0.8 * lr(step) * slow
+
+    def is_round(step: int) -> bool:
+        return step < warmup or (step - warmup + 1) % 5 == 0
+
+    assert_follows(cluster, *model(make(), is_round, outer, 200))
+
+
+def test_arguments_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"slowmo.slow_momentum is 1.0"):
+        SlowMo(slow_momentum=1.0)
+    with pytest.raises(ConfigError, match=r"slowmo.slow_lr is -1.0"):
+        SlowMo(slow_lr=-1.0)
+    with pytest.raises(ConfigError, match=r"slowmo.steps is 0"):
+        SlowMo(steps=0)
