@@ -3,9 +3,10 @@
 The parameters are laid out once in a flat vector, last parameter first, because backward finishes
 the last ones first: a slice is complete, and leaves, as early as it can. Each tensor starts at a
 multiple of 16 elements (64 bytes), so that a view on it is aligned; the gaps are zeros. The vector
-is cut into slices of at most 4 MiB and the slices go to the shards by bytes. Every worker and
-every shard computes the same plan from (names, shapes, dtypes, groups, number of shards), and they
-compare its fingerprint.
+is cut into slices of at most 4 MiB and the slices go to the shards by bytes. Tensors that may be
+compressed lie before those that are not, with a cut between them, so that no slice has both. Every
+worker and every shard computes the same plan from (names, shapes, dtypes, groups, what may be
+compressed, number of shards), and they compare its fingerprint.
 """
 
 from __future__ import annotations
@@ -51,11 +52,15 @@ def make_layout(tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
         ConfigError: There are no tensors, two of one name, or one that no shard accepts.
     """
     _check(tensors, num_shards)
-    offsets, numel = [0] * len(tensors), 0
-    for index in reversed(range(len(tensors))):
-        offsets[index] = numel
-        numel += -(-tensors[index].numel // ALIGNMENT) * ALIGNMENT
-    cuts = _cuts(numel, num_shards)
+    offsets, numel, cuts = [0] * len(tensors), 0, [0]
+    for compress in (True, False):
+        start = numel
+        for index in reversed(range(len(tensors))):
+            if tensors[index].compress is compress:
+                offsets[index] = numel
+                numel += -(-tensors[index].numel // ALIGNMENT) * ALIGNMENT
+        if numel > start:
+            cuts += [start + cut for cut in _cuts(numel - start, num_shards)[1:]]
     slices = _slices(tensors, offsets, cuts, num_shards)
     return Layout(
         tensors=tuple(tensors),
@@ -74,7 +79,7 @@ def owner(layout: Layout, position: int) -> int:
 
 def fingerprint(tensors: Sequence[TensorSpec], num_shards: int) -> str:
     """Returns 16 hexadecimal digits that differ when the declarations differ."""
-    declared = [[t.name, list(t.shape), t.dtype, t.group] for t in tensors]
+    declared = [[t.name, list(t.shape), t.dtype, t.group, t.compress] for t in tensors]
     rules = [num_shards, ALIGNMENT, SLICE_NUMEL_MAX, SLICE_NUMEL_MIN]
     return hashlib.sha256(json.dumps([declared, rules]).encode()).hexdigest()[:16]
 
@@ -95,7 +100,8 @@ def first_difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -
 
 
 def _describe(spec: TensorSpec) -> str:
-    return f"{spec.name!r} {list(spec.shape)} {spec.dtype} in parameter group {spec.group}"
+    how = ", compressed" if spec.compress else ""
+    return f"{spec.name!r} {list(spec.shape)} {spec.dtype} in parameter group {spec.group}{how}"
 
 
 def _check(tensors: Sequence[TensorSpec], num_shards: int) -> None:
@@ -162,6 +168,13 @@ def _slices(
         shard = min(range(num_shards), key=lambda s: (owned[s], s))
         owned[shard] += stop - start
         slices.append(
-            SliceSpec(index=index, shard=shard, start=start, stop=stop, segments=tuple(segments))
+            SliceSpec(
+                index=index,
+                shard=shard,
+                start=start,
+                stop=stop,
+                segments=tuple(segments),
+                compress=tensors[segments[0].tensor].compress,
+            )
         )
     return tuple(slices)

@@ -40,6 +40,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str  # torch's name without the prefix: "float32", "bfloat16", "float16".
     group: int = 0  # Index of its parameter group in the optimizer.
+    compress: bool = False  # Whether the job's compressor may be used for it.
 
     @property
     def numel(self) -> int:
@@ -70,6 +71,7 @@ class SliceSpec:
     start: int  # Within the flat vector, in elements.
     stop: int
     segments: tuple[Segment, ...]
+    compress: bool = False  # Like every tensor in it.
 
     @property
     def numel(self) -> int:

@@ -290,7 +290,13 @@ def _spec(table: pb.Table) -> TableSpec:
     return make_spec(
         name=table.name,
         tensors=tuple(
-            TensorSpec(name=t.name, shape=tuple(t.shape), dtype=t.dtype, group=t.group)
+            TensorSpec(
+                name=t.name,
+                shape=tuple(t.shape),
+                dtype=t.dtype,
+                group=t.group,
+                compress=t.compress,
+            )
             for t in table.tensors
         ),
         num_shards=table.num_shards,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -105,7 +105,9 @@ class Exchange:
     ) -> None:
         """Sends one slice; `grad` must stay as it is until `acknowledged(index)`."""
         self.acknowledged(index)
-        feedback = self._feedback[index] if compress or flush else None
+        # A segment without a gradient is left out by the shard, and so would be what is owed of it.
+        whole = not wire.pack_bits(push.present, len(self.layout.slices[index].segments))
+        feedback = self._feedback[index] if whole and (compress or flush) else None
         shared = feedback is None and push.present != 0 and self._is_shared(index, grad)
         ready = self._on_host(index, grad)
 
@@ -163,12 +165,11 @@ class Exchange:
         future = self._pushes.pop(index, None)
         if future is not None:
             what = f"room for slice {index} at {self._address(index)}: others are behind"
-            reply = self._wait(future, what)
-            if Verdict(int(reply.verdict)) is Verdict.TOO_LATE:
-                self.traffic.num_too_late += 1
-                feedback = self._feedback[index]
-                if feedback is not None:
-                    feedback.returned()
+            verdict = Verdict(int(self._wait(future, what).verdict))
+            self.traffic.num_too_late += verdict is Verdict.TOO_LATE
+            feedback = self._feedback[index]
+            if feedback is not None:
+                feedback.settle(verdict)
 
     def flush(self) -> None:
         """Waits until every push is acknowledged."""
@@ -203,21 +204,23 @@ class Exchange:
         self._pushes[index] = call.done
         self._transport(index).push(call)
 
-    # ----- residuals
+    # ----- error feedback
 
-    def residuals(self) -> dict[int, FloatArray]:
-        """Returns what error feedback owes, by slice; pushes must have been flushed."""
-        return {
-            index: feedback.residual
-            for index, feedback in enumerate(self._feedback)
-            if feedback is not None and feedback.residual is not None
-        }
+    def compressor_state(self) -> dict[str, FloatArray]:
+        """Returns what error feedback keeps, `(layout.numel,)` each; pushes must be flushed."""
+        state: dict[str, FloatArray] = {}
+        for spec, feedback in zip(self.layout.slices, self._feedback, strict=True):
+            for name, array in feedback.state.items() if feedback is not None else ():
+                flat = state.setdefault(name, np.zeros(self.layout.numel, dtype=np.float32))
+                flat[spec.start : spec.stop] = array
+        return state
 
-    def set_residual(self, index: int, residual: FloatArray) -> None:
-        """Replaces what error feedback owes of a slice, `(numel,) float32`."""
-        feedback = self._feedback[index]
-        if feedback is not None:
-            feedback.residual = residual
+    def load_compressor_state(self, state: Mapping[str, FloatArray]) -> None:
+        """Replaces what error feedback keeps; of a layout for any number of shards."""
+        for spec, feedback in zip(self.layout.slices, self._feedback, strict=True):
+            for name, flat in state.items() if feedback is not None else ():
+                assert feedback is not None
+                feedback.load(name, flat[spec.start : spec.stop])
 
     def _make_feedback(self) -> list[Feedback | None]:
         """Returns what error feedback needs of each slice; None where nothing is compressed."""
@@ -225,7 +228,7 @@ class Exchange:
             return [None] * len(self.layout.slices)
         key = f"{self.session.job}/{self.table}/{self.session.rank}"
         return [
-            Feedback(self.compressor, spec.numel, f"{key}/{spec.index}")
+            Feedback(self.compressor, spec.numel, f"{key}/{spec.index}") if spec.compress else None
             for spec in self.layout.slices
         ]
 
@@ -324,7 +327,7 @@ class Exchange:
         if push.present == 0:
             return header, ()
         if feedback is not None and flush:
-            payload = feedback.flush(grad)
+            payload = feedback.flush(push, grad)
         elif feedback is not None:
             header.compressor = self.compressor.name
             payload = feedback.encode(push, grad)

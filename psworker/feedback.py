@@ -2,27 +2,64 @@
 
 A residual belongs to its push: when a shard answers that a push came too late, what was sent of it
 goes back into the residual, so that nothing is lost. A payload stays as it is until its push is
-answered, because it is what is sent again after a failure.
+answered, because it is what is sent again after a failure; a push is never encoded twice.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
 
 from pscore import wire
 from pscore.compressors.base import RESIDUAL, Compressor
-from pscore.types import ByteArray, FloatArray, Push
+from pscore.types import ByteArray, FloatArray, Push, TensorSpec, Verdict
+
+MATRIX_NDIM = 2  # Biases and the weights of norm layers have one dimension.
+
+
+def choose(
+    tensors: Sequence[TensorSpec],
+    compressor: Compressor,
+    *,
+    min_nbytes: int,
+    exclude: Sequence[str],
+) -> list[TensorSpec]:
+    """Returns the declarations, with what may be compressed marked.
+
+    Args:
+        tensors: The parameters.
+        compressor: The job's.
+        min_nbytes: Smaller tensors stay as they are, in bytes of float32.
+        exclude: Names, or patterns as in `fnmatch`, of tensors that stay as they are.
+    """
+    return [
+        replace(
+            spec,
+            compress=compressor.name != "none"
+            and len(spec.shape) >= MATRIX_NDIM
+            and wire.FLOAT_NBYTES * spec.numel >= min_nbytes
+            and not any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in exclude),
+        )
+        for spec in tensors
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A push that has not been answered."""
+
+    step: int
+    payload: ByteArray
+    is_compressed: bool  # Else it is gradient and residual together, as they are.
 
 
 class Feedback:
-    """Error feedback of one slice.
-
-    Attributes:
-        state: The compressor's arrays, by name, each `(numel,) float32`.
-    """
+    """Error feedback of one slice."""
 
     def __init__(self, compressor: Compressor, numel: int, key: str) -> None:
         """Owes nothing yet.
@@ -37,62 +74,71 @@ class Feedback:
         self._key = key
         self._lock = threading.Lock()
         self._buffer: ByteArray | None = None
-        self._sent: tuple[ByteArray, bool] | None = None  # The newest payload, and if compressed.
-        self.state: dict[str, FloatArray] = {}
+        self._total: FloatArray | None = None
+        self._sent: Sent | None = None
+        self._state: dict[str, FloatArray] = {}
 
     def encode(self, push: Push, grad: FloatArray) -> memoryview:
-        """Returns the payload of a push; it stays as it is until the next call."""
+        """Returns the payload of a push; it stays as it is until the push is settled."""
         with self._lock:
-            self._allocate()
-            assert self._buffer is not None
-            seed = xxhash.xxh3_64_intdigest(f"{self._key}/{push.step}".encode())
-            nbytes = self._compressor.encode(
-                grad, self.state, self._buffer, seed=seed, step=push.step
-            )
-            self._sent = (self._buffer[:nbytes], True)
-            return wire.as_bytes(self._buffer[:nbytes])
+            if self._sent is None or self._sent.step != push.step:
+                buffer = self._allocate()
+                seed = xxhash.xxh3_64_intdigest(f"{self._key}/{push.step}".encode())
+                nbytes = self._compressor.encode(
+                    grad, self._state, buffer, seed=seed, step=push.step
+                )
+                self._sent = Sent(step=push.step, payload=buffer[:nbytes], is_compressed=True)
+            return wire.as_bytes(self._sent.payload)
 
-    def flush(self, grad: FloatArray) -> memoryview:
+    def flush(self, push: Push, grad: FloatArray) -> memoryview:
         """Returns gradient and residual together, uncompressed; nothing is owed after it."""
         with self._lock:
-            self._allocate()
-            total = grad.copy()
-            if RESIDUAL in self.state:
-                total += self.state[RESIDUAL]
-                self.state[RESIDUAL].fill(0.0)
-            self._sent = (total.view(np.uint8), False)
-            return wire.as_bytes(total)
+            if self._sent is None or self._sent.step != push.step:
+                self._allocate()
+                if self._total is None:
+                    self._total = np.empty(self._numel, dtype=np.float32)
+                residual = self._state.get(RESIDUAL)
+                if residual is None:
+                    self._total[:] = grad
+                else:
+                    np.add(grad, residual, out=self._total)
+                    residual.fill(0.0)
+                payload = self._total.view(np.uint8)
+                self._sent = Sent(step=push.step, payload=payload, is_compressed=False)
+            return wire.as_bytes(self._sent.payload)
 
-    def returned(self) -> None:
-        """Takes back what the newest push has sent: it did not enter any update."""
+    def settle(self, verdict: Verdict) -> None:
+        """Ends the push that was encoded last; one that entered no update is owed again.
+
+        Without a residual such a push is lost, as an uncompressed one is.
+        """
         with self._lock:
-            if self._sent is None or RESIDUAL not in self.state:
+            sent, self._sent = self._sent, None
+            residual = self._state.get(RESIDUAL)
+            if sent is None or residual is None:
                 return
-            payload, is_compressed = self._sent
-            self._sent = None
-            residual = self.state[RESIDUAL]
-            if is_compressed:
-                self._compressor.decode_add(payload, residual, 1.0, assign=False)
-            else:
-                residual += payload.view(np.float32)
+            if verdict in (Verdict.TOO_LATE, Verdict.STALE):
+                if sent.is_compressed:
+                    self._compressor.decode_add(sent.payload, residual, 1.0, assign=False)
+                else:
+                    residual += sent.payload.view(np.float32)
 
     @property
-    def residual(self) -> FloatArray | None:
-        """What is owed, `(numel,) float32`; None if the compressor owes nothing."""
-        return self.state.get(RESIDUAL)
+    def state(self) -> Mapping[str, FloatArray]:
+        """The compressor's arrays by name, each `(numel,) float32`; empty before the first push."""
+        return self._state
 
-    @residual.setter
-    def residual(self, value: FloatArray) -> None:
+    def load(self, name: str, value: FloatArray) -> None:
+        """Replaces one array of the state; one that the compressor does not keep is dropped."""
         with self._lock:
             self._allocate()
-            if RESIDUAL in self.state:
-                self.state[RESIDUAL][:] = value
+            if name in self._state:
+                self._state[name][:] = value
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> ByteArray:
         if self._buffer is None:
             longest = self._compressor.payload_nbytes_max(self._numel)
             self._buffer = np.zeros(longest, dtype=np.uint8)
-            self.state = {
-                name: np.zeros(self._numel, dtype=np.float32)
-                for name in self._compressor.state_names
-            }
+            for name in self._compressor.state_names:
+                self._state[name] = np.zeros(self._numel, dtype=np.float32)
+        return self._buffer

@@ -26,6 +26,7 @@ from psworker import context
 from psworker.bucket import Bucket, describe
 from psworker.buffers import Buffers
 from psworker.exchange import Exchange
+from psworker.feedback import choose
 from psworker.overlap import Overlap
 from psworker.replica import Replica
 from psworker.state import load_torch_state, torch_state
@@ -49,6 +50,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         buffers: str = "rank0",
         overlap: bool | str = "auto",
         samples: float = 1.0,
+        compress_min_nbytes: int = 1 << 16,
+        compress_exclude: Sequence[str] = (),
     ) -> None:
         """Joins the job, and brings rank 0's weights into the model.
 
@@ -67,6 +70,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 clipping and accumulation), or `auto`, which finds out in the first steps.
             samples: Weight of this worker's gradient in the mean; its batch size if workers'
                 batches differ. May be set anew before each step (`optimizer.samples = 17`).
+            compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
+                are not compressed; in bytes of float32.
+            compress_exclude: Names of more that are not, or patterns such as `"head.*"`.
 
         Raises:
             UnsupportedOptimizerError: The shards do not implement the optimizer or an argument.
@@ -85,6 +91,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._context = context.join(servers=servers, job=job)
         self.session = self._context.session
         tensors = describe(list(zip(self._names, parameters, strict=True)), groups)
+        tensors = choose(
+            tensors, self.compressor, min_nbytes=compress_min_nbytes, exclude=compress_exclude
+        )
         layout = make_layout(tensors, len(self.session.links))
         self.exchange = Exchange(
             self.session,

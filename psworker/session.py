@@ -107,7 +107,9 @@ class Session:
         table = pb.Table(
             name=name,
             tensors=[
-                pb.Tensor(name=t.name, shape=t.shape, dtype=t.dtype, group=t.group)
+                pb.Tensor(
+                    name=t.name, shape=t.shape, dtype=t.dtype, group=t.group, compress=t.compress
+                )
                 for t in layout.tensors
             ],
             num_shards=layout.num_shards,

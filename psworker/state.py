@@ -36,10 +36,6 @@ def torch_state(wrapper: DistributedOptimizer) -> dict[str, Any]:
         if entry:
             state[order[index]] = entry
     wrapper.exchange.flush()
-    residual = torch.zeros(bucket.layout.numel)
-    for index, owed in wrapper.exchange.residuals().items():
-        spec = bucket.layout.slices[index]
-        residual[spec.start : spec.stop] = torch.from_numpy(owed)
     return {
         "state": state,
         "param_groups": wrapper.plain_state_dict()["param_groups"],
@@ -48,7 +44,10 @@ def torch_state(wrapper: DistributedOptimizer) -> dict[str, Any]:
             "mode": str(wrapper.rule),
             "compression": str(wrapper.compressor),
             "counts": torch.tensor(counts),
-            "residual": residual if wrapper.exchange.residuals() else torch.zeros(0),
+            "compressor_state": {
+                name: torch.from_numpy(flat)
+                for name, flat in wrapper.exchange.compressor_state().items()
+            },
         },
     }
 
@@ -81,10 +80,18 @@ def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) 
     wrapper.exchange.run(wrapper.replica.fetch(0, wrapper.exchange))
     wrapper.bucket.scatter_weights()
     wrapper.replica.step = int(own.get("step", wrapper.replica.step))
-    residual = own.get("residual")
-    if residual is not None and residual.numel():
-        for spec in bucket.layout.slices:
-            wrapper.exchange.set_residual(spec.index, residual[spec.start : spec.stop].numpy())
+    _load_compressor_state(wrapper, own.get("compressor_state", {}))
+
+
+def _load_compressor_state(wrapper: DistributedOptimizer, state: dict[str, torch.Tensor]) -> None:
+    """Restores what error feedback owes; with other tensors compressed it lies elsewhere."""
+    for name, flat in state.items():
+        if flat.shape != (wrapper.bucket.layout.numel,):
+            raise ConfigError(
+                f"{name} of the compressor has shape {list(flat.shape)} in the state, "
+                f"{[wrapper.bucket.layout.numel]} here"
+            )
+    wrapper.exchange.load_compressor_state({name: flat.numpy() for name, flat in state.items()})
 
 
 def _fill(
