@@ -10,27 +10,34 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import json
+import logging
 import os
 import stat
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 
-from pscore.errors import ConfigError, ServerUnavailableError
+from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
+from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.environment import Environment, parse_servers
+from psworker.link import Link
 from psworker.session import Session
 
+log = logging.getLogger("paceline")
+
 EMBEDDED_TIMEOUT_S = 60.0
+SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
 POLL_S = 0.05
 
 
 class Context:
     """One session, the shards that were started for it, and what has to be closed before it."""
 
-    def __init__(self, session: Session, shards: subprocess.Popen[str] | None) -> None:
+    def __init__(self, session: Session, shards: OwnShards | None) -> None:
         """Takes over a session and, if there are any, its own shards."""
         self.session = session
         self._shards = shards
@@ -54,12 +61,31 @@ class Context:
         self.abandon("finished")
 
     def abandon(self, reason: str) -> None:
-        """Leaves at once; nothing is waited for."""
+        """Leaves at once. Shards of its own stay for the other workers, unless this one failed."""
         self.session.leave(reason)
-        if self._shards is not None and self._shards.stdin is not None:
-            self._shards.stdin.close()
-            self._shards.wait()
+        if self._shards is not None:
+            has_failed = hasattr(sys, "last_value")  # The interpreter has printed an exception.
+            if self.session.num_workers > 1 and not has_failed:
+                _await_others(self.session)
+            self._shards.end()
             self._shards = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnShards:
+    """Shards of this process, and the file that tells the other local workers of them."""
+
+    addresses: tuple[str, ...]
+    process: subprocess.Popen[str]
+    rendezvous: Path | None = None
+
+    def end(self) -> None:
+        """Ends the shards."""
+        if self.rendezvous is not None:
+            self.rendezvous.unlink(missing_ok=True)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
 _current: Context | None = None
@@ -132,7 +158,7 @@ def _at_exit() -> None:
 # ----- shards of our own
 
 
-def _embedded(environment: Environment) -> tuple[tuple[str, ...], subprocess.Popen[str] | None]:
+def _embedded(environment: Environment) -> tuple[tuple[str, ...], OwnShards | None]:
     """Returns the addresses of shards on this machine, started here or by a sibling.
 
     Raises:
@@ -145,7 +171,8 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], subprocess.Pop
             "PACELINE_SERVERS=host:port,... on every machine"
         )
     if environment.num_workers == 1:
-        return start_shards()
+        shards = start_shards()
+        return shards.addresses, shards
     if environment.rank < 0:
         raise ConfigError(
             f"{environment.num_workers} workers, but neither a server address nor this worker's "
@@ -153,15 +180,15 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], subprocess.Pop
         )
     path = _rendezvous(environment)
     if environment.local_rank == 0:
-        addresses, shards = start_shards()
+        shards = dataclasses.replace(start_shards(), rendezvous=path)
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(addresses))
+        draft.write_text(json.dumps(shards.addresses))
         draft.replace(path)
-        return addresses, shards
+        return shards.addresses, shards
     return _await_addresses(path), None
 
 
-def start_shards(num_shards: int = 1) -> tuple[tuple[str, ...], subprocess.Popen[str]]:
+def start_shards(num_shards: int = 1) -> OwnShards:
     """Starts shards that end when this process's end of the pipe closes.
 
     Raises:
@@ -181,7 +208,7 @@ def start_shards(num_shards: int = 1) -> tuple[tuple[str, ...], subprocess.Popen
             f"shards on this machine did not start (exit status {shards.wait()}); their message "
             "stands above"
         )
-    return tuple(json.loads(line)["addresses"]), shards
+    return OwnShards(addresses=tuple(json.loads(line)["addresses"]), process=shards)
 
 
 def _rendezvous(environment: Environment) -> Path:
@@ -192,7 +219,33 @@ def _rendezvous(environment: Environment) -> Path:
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(f"{folder} must belong to this user, with no rights for others")
     launch = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{environment.restart}"
-    return folder / f"{environment.job}-{launch}.json"
+    return folder / f"{urllib.parse.quote(environment.job, safe='')}-{launch}.json"
+
+
+def _await_others(session: Session) -> None:
+    """Waits until no other worker needs the shards that end with this process."""
+    started_s, say_s = time.monotonic(), SAY_AFTER_S
+    link = Link(session.links[0].address, patience_s=0.0)
+    try:
+        while True:
+            jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
+            workers = [worker for job in jobs if job.job == session.job for worker in job.workers]
+            live = [str(worker.rank) for worker in workers if worker.state == "live"]
+            waited_s = time.monotonic() - started_s
+            may_come = len(workers) < session.num_workers and waited_s < EMBEDDED_TIMEOUT_S
+            if not live and not may_come:
+                return
+            if waited_s >= say_s:
+                say_s *= 2
+                who = f"worker {', '.join(live)}" if live else "workers that have not come yet"
+                log.warning(
+                    "worker %d has done its part and keeps the shards for %s", session.rank, who
+                )
+            time.sleep(POLL_S)
+    except PacelineError as error:
+        log.info("the shards have ended before their workers: %s", error)
+    finally:
+        link.close()
 
 
 def _await_addresses(path: Path) -> tuple[str, ...]:

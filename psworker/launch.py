@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO
 
 from pscore.errors import ConfigError
-from psworker.context import start_shards
+from psworker.context import OwnShards, start_shards
 
 WORKERS_MAX = 1024
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
@@ -142,7 +142,7 @@ class Launch:
         self._write, self._tell, self._is_quiet = write, tell, is_quiet
         self._events: queue.SimpleQueue[Ended | Signalled] = queue.SimpleQueue()
         self._running: dict[int, subprocess.Popen[str]] = {}
-        self._shards: subprocess.Popen[str] | None = None
+        self._shards: OwnShards | None = None
         self._is_ending = False  # The workers were asked to end.
         self._kill_s: float | None = None  # When those that have not ended yet are killed.
         self._code = 0
@@ -161,7 +161,8 @@ class Launch:
                     self._handle_next()
             finally:
                 self._signal_all(signal.SIGKILL)
-                self._end_shards()
+                if self._shards is not None:
+                    self._shards.end()
         return self._code
 
     # ----- starting
@@ -169,8 +170,9 @@ class Launch:
     def _start(self) -> None:
         servers = self.plan.servers
         if not servers:
-            servers, self._shards = start_shards(self.plan.num_shards)
-            self._watch(SHARDS, self._shards, [])
+            self._shards = start_shards(self.plan.num_shards)
+            servers = self._shards.addresses
+            self._watch(SHARDS, self._shards.process, [])
         if not self._is_quiet:
             self._introduce(servers)
         for rank in range(self.plan.num_workers):
@@ -291,11 +293,6 @@ class Launch:
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-
-    def _end_shards(self) -> None:
-        if self._shards is not None and self._shards.stdin is not None:
-            self._shards.stdin.close()
-            self._shards.wait()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

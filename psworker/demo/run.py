@@ -110,14 +110,14 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
         )
     report.make_folder(plan.out)
     results: dict[str, Result] = {}
-    servers, shards = start_shards(plan.num_shards)
+    shards = start_shards(plan.num_shards)
     try:
         with _Bar(modes, num_steps) as bar:
             for key, mode in modes.items():
                 launch_plan = LaunchPlan(
                     command=_command(plan, mode, folder),
                     num_workers=plan.num_workers,
-                    servers=servers,
+                    servers=shards.addresses,
                     job=new_job("demo"),
                 )
                 run = bar.run(key, mode)
@@ -127,9 +127,7 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
                 results[key] = run.result()
                 bar.done(key, results[key])
     finally:
-        assert shards.stdin is not None
-        shards.stdin.close()
-        shards.wait()
+        shards.end()
     title = (
         f"LeNet on Fashion-MNIST: {count(plan.num_workers, 'worker')} with batches of {BATCH}, "
         f"{count(plan.num_shards, 'shard')}"
