@@ -185,13 +185,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def global_weights(self) -> Iterator[None]:
         """Brings the global weights into the model for evaluation or a checkpoint.
 
-        Inside, the model holds the shards' weights with this worker's last step in them (in the
-        synchronous and delayed modes: with everybody's), and the shared buffers; afterwards
-        training goes on from where it was.
+        Inside, the model holds the shards' weights: in the synchronous and delayed modes those
+        after this worker's last step, else the newest. It also holds the shared buffers.
+        Afterwards training goes on from where it was, to the bit.
         """
         self.exchange.flush()
         kept = None
-        if self.replica.drifts:
+        if self.replica.drifts or not self.rule.by_step:
             kept = self.bucket.weights.clone()
             self.exchange.run(self.replica.peek(self.bucket.weights, self.exchange))
             self.bucket.scatter_weights()
