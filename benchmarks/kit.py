@@ -1,0 +1,273 @@
+"""What the benchmarks of the data plane share: processes that measure, models, tables and plots.
+
+A measuring program starts itself again as `python -m benchmarks.X --role NAME '{json}'` for each
+process of a case; that process prints its result as the last line of its standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from psserver.embedded import start_embedded
+
+ROOT = Path(__file__).resolve().parents[1]
+ROLE_TIMEOUT_S = 300.0
+FLAT_NUMEL = 25_600_000
+
+
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """Returns the shapes of torchvision's ResNet-50: 161 tensors, 25,557,032 elements."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    planes = 64
+    # Width, blocks: each block is 1x1, 3x3, 1x1, each with the two vectors of its BatchNorm.
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            shapes += [(width, planes, 1, 1), (width,), (width,)]
+            shapes += [(width, width, 3, 3), (width,), (width,)]
+            shapes += [(4 * width, width, 1, 1), (4 * width,), (4 * width,)]
+            if block == 0:
+                shapes += [(4 * width, planes, 1, 1), (4 * width,), (4 * width,)]
+            planes = 4 * width
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def shapes_of(case: str) -> list[tuple[int, ...]]:
+    """Returns the tensors of a case: `flat` is one of 25.6 million elements."""
+    return [(FLAT_NUMEL,)] if case == "flat" else resnet50_shapes()
+
+
+def numel_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Returns the number of elements of all tensors."""
+    total = 0
+    for shape in shapes:
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    return total
+
+
+# ----- processes
+
+
+class Role:
+    """A process of a case, running one function of a benchmark module."""
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        arguments: Mapping[str, Any],
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self.what = f"{name} {dict(arguments)}"
+        self.popen = subprocess.Popen(
+            [*prefix, sys.executable, "-m", module, "--role", name, json.dumps(dict(arguments))],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def line(self) -> dict[str, Any]:
+        """Returns the next line that it prints, which must be JSON."""
+        assert self.popen.stdout is not None
+        text = self.popen.stdout.readline()
+        if not text:
+            self.popen.wait()
+            self._errors.seek(0)
+            written = self._errors.read().decode(errors="replace")
+            raise RuntimeError(f"{self.what} ended with {self.popen.returncode}\n{written[-4000:]}")
+        value: dict[str, Any] = json.loads(text)
+        return value
+
+    def result(self) -> dict[str, Any]:
+        """Returns the line that it prints and waits for its end."""
+        value = self.line()
+        self.popen.wait(ROLE_TIMEOUT_S)
+        return value
+
+    def end(self) -> None:
+        """Ends it in any case."""
+        self.popen.kill()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout, self._errors):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextlib.contextmanager
+def roles(*started: Role) -> Iterator[tuple[Role, ...]]:
+    """Ends processes in any case."""
+    try:
+        yield started
+    finally:
+        for role in started:
+            role.end()
+
+
+def serve_role(argv: Sequence[str], table: Mapping[str, Callable[..., Any]]) -> bool:
+    """If this process was started as a role, runs it and prints its result; returns whether."""
+    if len(argv) < 2 or argv[0] != "--role":
+        return False
+    value = table[argv[1]](**json.loads(argv[2]))
+    if value is not None:
+        print(json.dumps(value), flush=True)
+    return True
+
+
+def report(value: Mapping[str, Any]) -> None:
+    """Prints a result, and waits until all of this case have printed theirs."""
+    print(json.dumps(value), flush=True)
+    sys.stdin.read()
+
+
+class Cpu:
+    """CPU seconds of the shards below this process."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._processes = psutil.Process().children()[-num_shards:]
+
+    def seconds(self) -> float:
+        """Returns what they have used so far."""
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+
+def own_cpu_s() -> float:
+    """Returns the CPU seconds of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def worker_environment(
+    servers: Sequence[str], rank: int, num_workers: int, plane: str, job: str
+) -> dict[str, str]:
+    """Returns what a launcher would set for one worker."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "PACELINE_SERVERS": ",".join(servers),
+        "PACELINE_JOB": job,
+        "PACELINE_DATA_PLANE": plane,
+    }
+
+
+def run_workers(
+    module: str,
+    name: str,
+    arguments: Mapping[str, Any],
+    *,
+    plane: str,
+    num_workers: int,
+    num_shards: int,
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Runs one role as every worker of a job on fresh shards.
+
+    Returns:
+        The workers' results, and the CPU seconds of all shards before the first and after the
+        last of the measured rounds.
+    """
+    with start_embedded(num_shards) as servers:
+        cpu = Cpu(num_shards)
+        job = f"bench-{os.getpid()}"
+        started = [
+            Role(
+                module,
+                name,
+                arguments,
+                worker_environment(servers.addresses, rank, num_workers, plane, job),
+            )
+            for rank in range(num_workers)
+        ]
+        with roles(*started):
+            for role in started:
+                role.line()  # Warm.
+            marks = [cpu.seconds()]
+            for role in started:
+                assert role.popen.stdin is not None
+                role.popen.stdin.write("go\n")
+                role.popen.stdin.flush()
+            results = [role.line() for role in started]
+            marks.append(cpu.seconds())
+            for role in started:
+                assert role.popen.stdin is not None
+                role.popen.stdin.close()
+                role.popen.wait(ROLE_TIMEOUT_S)
+    return results, marks
+
+
+def await_go() -> None:
+    """Tells the measuring process that this one is warm, and waits for all others."""
+    print("{}", flush=True)
+    sys.stdin.readline()
+
+
+# ----- figures
+
+
+def median(values: Sequence[float]) -> float:
+    """Returns the median."""
+    return statistics.median(values)
+
+
+def machine() -> str:
+    """Returns what the figures were taken on, in one line."""
+    memory = psutil.virtual_memory().total >> 30
+    load = os.getloadavg()[0]
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, {memory} GiB, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, load {load:.1f}"
+    )
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(columns), *cells]) for i in range(len(columns))]
+    print(f"\n{title} ({machine()})")
+    for row in [list(columns), *cells]:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def plot_bars(path: Path, title: str, unit: str, bars: Mapping[str, float]) -> None:
+    """Writes a PNG of horizontal bars, the first on top."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(bars)[::-1]
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.34 * len(names)))
+    drawn = axes.barh(names, [bars[name] for name in names], color="#33658a")
+    axes.bar_label(drawn, fmt="%.2f", padding=3)
+    axes.set_xlabel(unit)
+    axes.set_title(title)
+    axes.margins(x=0.15)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    print(f"plot: {path}")

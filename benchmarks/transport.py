@@ -1,0 +1,409 @@
+"""Push and pull of a ResNet-50's worth of float32: `python -m benchmarks.transport [--json]`.
+
+One round = every worker pushes its gradient (25.6 million float32), the shards make one SGD step
+with momentum, every worker pulls the weights: ssgd, uncompressed. GB/s is the payload pushed and
+pulled by all workers over the median round. `flat` is one tensor whose gradient lies in the flat
+vector already; `keys` are ResNet-50's 161 tensors, each with a gradient of its own, through
+`DistributedOptimizer.step`. Beside it, in the same run and by turns: a memory copy, a plain-socket
+round that only adds (two connections), and Gloo's all-reduce in two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import kit
+
+MODULE = "benchmarks.transport"
+SUFFIXES = {"flat": "", "keys": "_keys"}
+PIECE_NUMEL = 1 << 20
+WARM_ROUNDS = 3
+HYPER = {"lr": 0.01, "momentum": 0.9}
+
+
+# ----- our own round
+
+
+def exchange_rounds(case: str, rounds: int) -> None:
+    """Is one worker."""
+    import torch
+
+    torch.set_num_threads(1)
+    (_flat_rounds if case == "flat" else _keys_rounds)(rounds)
+
+
+def _timed(one_round: Any, rounds: int) -> dict[str, Any]:
+    for _ in range(WARM_ROUNDS):
+        one_round()
+    kit.await_go()
+    cpu_s, times_s = kit.own_cpu_s(), []
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        one_round()
+        times_s.append(time.perf_counter() - start_s)
+    return {"times_s": times_s, "cpu_s": kit.own_cpu_s() - cpu_s}
+
+
+def _flat_rounds(rounds: int) -> None:
+    import torch
+
+    from pscore.compressors.none import NoCompression
+    from pscore.optimizers.sgd import SGD
+    from pscore.partition import make_layout
+    from pscore.rules import SSGD
+    from pscore.types import Role, TensorSpec
+    from psworker import context
+    from psworker.exchange import Exchange
+    from psworker.replica import Replica
+
+    session = context.join().session
+    spec = TensorSpec(name="flat", shape=(kit.FLAT_NUMEL,), dtype="float32")
+    layout = make_layout([spec], len(session.links))
+    exchange = Exchange(session, "model", layout, SSGD(), NoCompression(), SGD(), 1, share=True)
+    replica = Replica(layout, SSGD(), SGD(), 1, torch.zeros(layout.numel), session.rank)
+    row = [HYPER.get(name, 0.0) for name in SGD.hyper_names]
+    for part in replica.parts:
+        part.hyper = np.array([row])
+    if session.rank == 0:
+        for part in layout.slices:
+            exchange.load(part.index, Role.WEIGHTS, [np.zeros(part.numel, np.float32)], [])
+        exchange.flush()
+    exchange.run(replica.fetch(0, exchange))
+    assert exchange.grads is not None
+    flat = torch.from_numpy(exchange.grads).fill_(1.0)
+    grads = [flat[part.start : part.stop] for part in layout.slices]
+
+    def one_round() -> None:
+        for index in replica.front_first():
+            replica.push(index, grads[index], -1, 1.0, exchange)
+        exchange.run(replica.finish(grads, exchange, 1.0))
+
+    kit.report(_timed(one_round, rounds))
+    context.shutdown()
+
+
+def _keys_rounds(rounds: int) -> None:
+    import torch
+
+    import psworker
+
+    model = torch.nn.ParameterList([torch.zeros(s) for s in kit.resnet50_shapes()])
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), **HYPER),
+        named_parameters=model.named_parameters(),
+        overlap=False,
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    kit.report(_timed(optimizer.step, rounds))
+    psworker.shutdown()
+
+
+def measure_ours(plane: str, case: str, num: int, rounds: int) -> tuple[list[float], float]:
+    """Returns the seconds of each round, and CPU seconds of all processes per round."""
+    results, marks = kit.run_workers(
+        MODULE,
+        "exchange",
+        {"case": case, "rounds": rounds},
+        plane=plane,
+        num_workers=num,
+        num_shards=num,
+    )
+    times_s = [max(per_round) for per_round in zip(*(r["times_s"] for r in results), strict=True)]
+    cpu_s = marks[1] - marks[0] + sum(result["cpu_s"] for result in results)
+    return times_s, cpu_s / rounds
+
+
+# ----- what it is compared with
+
+
+def copy_rounds(rounds: int) -> list[float]:
+    """Returns the seconds of each copy of a flat gradient."""
+    source = np.ones(kit.FLAT_NUMEL, np.float32)
+    target = np.zeros_like(source)
+    times_s = []
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        np.copyto(target, source)
+        times_s.append(time.perf_counter() - start_s)
+    return times_s
+
+
+def gloo_rounds(case: str, rank: int, port: int, rounds: int) -> dict[str, Any]:
+    """Is one of two processes that all-reduce the same tensors."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    tensors = [torch.ones(shape) for shape in kit.shapes_of(case)]
+
+    def one_round() -> None:
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+
+    measured = _timed(one_round, rounds)
+    dist.barrier()
+    dist.destroy_process_group()
+    return measured
+
+
+def measure_gloo(case: str, rounds: int) -> tuple[list[float], float]:
+    """Returns the seconds of each round, and CPU seconds per round."""
+    port = free_port()
+    started = [
+        kit.Role(MODULE, "gloo", {"case": case, "rank": rank, "port": port, "rounds": rounds})
+        for rank in range(2)
+    ]
+    with kit.roles(*started):
+        for role in started:
+            role.line()
+        for role in started:
+            assert role.popen.stdin is not None
+            role.popen.stdin.write("go\n")
+            role.popen.stdin.flush()
+        results = [role.line() for role in started]
+    times_s = [max(pair) for pair in zip(*(r["times_s"] for r in results), strict=True)]
+    return times_s, sum(result["cpu_s"] for result in results) / rounds
+
+
+def pieces_of(case: str) -> list[int]:
+    """Returns the lengths of the messages of a plain-socket round, in elements."""
+    if case == "keys":
+        return [kit.numel_of([shape]) for shape in kit.resnet50_shapes()]
+    full, rest = divmod(kit.FLAT_NUMEL, PIECE_NUMEL)
+    return [PIECE_NUMEL] * full + ([rest] if rest else [])
+
+
+def socket_server(case: str) -> dict[str, Any]:
+    """Adds what comes on each of two connections and answers each piece with the sum."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    threads = []
+    for half in range(2):
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        thread = threading.Thread(target=_add_pieces, args=(connection, pieces_of(case)[half::2]))
+        thread.start()
+        threads.append(thread)
+    for thread in threads:
+        thread.join()
+    return {"cpu_s": kit.own_cpu_s()}
+
+
+def _add_pieces(connection: socket.socket, pieces: list[int]) -> None:
+    scratch = np.empty(max(pieces), np.float32)
+    sums = [np.zeros(numel, np.float32) for numel in pieces]
+    with connection:
+        while True:
+            for total in sums:
+                piece = scratch[: len(total)]
+                if not _fill(connection, memoryview(piece).cast("B")):
+                    return
+                np.add(total, piece, out=total)
+                connection.sendall(memoryview(total).cast("B"))
+
+
+def _fill(connection: socket.socket, target: memoryview) -> bool:
+    filled = 0
+    while filled < target.nbytes:
+        count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+        if count == 0:
+            return False
+        filled += count
+    return True
+
+
+def measure_socket(case: str, rounds: int) -> tuple[list[float], float]:
+    """Returns the seconds of each plain-socket round, and CPU seconds per round."""
+    server = kit.Role(MODULE, "socket", {"case": case})
+    with kit.roles(server):
+        port = int(server.line()["port"])
+        halves = [pieces_of(case)[half::2] for half in range(2)]
+        connections = [socket.create_connection(("127.0.0.1", port)) for _ in halves]
+        grads = [[np.ones(numel, np.float32) for numel in half] for half in halves]
+        weights = [[np.zeros(numel, np.float32) for numel in half] for half in halves]
+        cpu_s, times_s = 0.0, []
+        for number in range(WARM_ROUNDS + rounds):
+            if number == WARM_ROUNDS:
+                cpu_s = kit.own_cpu_s()
+            start_s = time.perf_counter()
+            _socket_round(connections, grads, weights)
+            times_s.append(time.perf_counter() - start_s)
+        cpu_s = kit.own_cpu_s() - cpu_s
+        for connection in connections:
+            connection.close()
+        served = server.line()
+    total = WARM_ROUNDS + rounds
+    return times_s[WARM_ROUNDS:], cpu_s / rounds + float(served["cpu_s"]) / total
+
+
+def _socket_round(connections: list[socket.socket], grads: Any, weights: Any) -> None:
+    threads = []
+    for connection, out, back in zip(connections, grads, weights, strict=True):
+        threads.append(threading.Thread(target=_send_pieces, args=(connection, out)))
+        threads.append(threading.Thread(target=_receive_pieces, args=(connection, back)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _send_pieces(connection: socket.socket, pieces: list[np.ndarray]) -> None:
+    for piece in pieces:
+        connection.sendall(memoryview(piece).cast("B"))
+
+
+def _receive_pieces(connection: socket.socket, pieces: list[np.ndarray]) -> None:
+    for piece in pieces:
+        _fill(connection, memoryview(piece).cast("B"))
+
+
+def free_port() -> int:
+    """Returns a TCP port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+# ----- all of it
+
+
+class Case:
+    """One line of the table: rounds from several turns."""
+
+    def __init__(self, name: str, workers: int, case: str, measure: Any) -> None:
+        self.name = name
+        self.workers = workers
+        self.case = case
+        self.times_s: list[float] = []
+        self._cpu_s: list[float] = []
+        self._measure = measure
+
+    def turn(self, rounds: int) -> None:
+        """Measures some rounds more."""
+        times_s, cpu_s = self._measure(rounds)
+        self.times_s += times_s
+        self._cpu_s.append(cpu_s)
+
+    @property
+    def seconds(self) -> float:
+        """Median round."""
+        return kit.median(self.times_s)
+
+    @property
+    def gbytes(self) -> float:
+        """Payload of one round, both ways, all workers."""
+        return 2 * 4e-9 * kit.numel_of(kit.shapes_of(self.case)) * self.workers
+
+    @property
+    def gbps(self) -> float:
+        """Payload over the median round."""
+        return self.gbytes / self.seconds
+
+    def row(self) -> list[Any]:
+        """Returns the line of the table."""
+        return [
+            self.name,
+            self.case,
+            f"{self.workers}x{self.workers}",
+            1e3 * self.seconds,
+            1e3 * min(self.times_s),
+            self.gbps,
+            kit.median(self._cpu_s) / self.gbytes,
+        ]
+
+
+def cases_of(planes: list[str], kinds: list[str], compare: bool) -> dict[str, Case]:
+    """Returns what is measured, by name."""
+    cases: dict[str, Case] = {}
+    for kind in kinds:
+        for plane in planes:
+            for num in (1, 2):
+                cases[f"{plane} {num} {kind}"] = Case(
+                    f"paceline {plane}",
+                    num,
+                    kind,
+                    lambda rounds, p=plane, k=kind, n=num: measure_ours(p, k, n, rounds),
+                )
+        if compare:
+            cases[f"socket 1 {kind}"] = Case(
+                "plain TCP sockets", 1, kind, lambda rounds, k=kind: measure_socket(k, rounds)
+            )
+            cases[f"gloo 2 {kind}"] = Case(
+                "gloo all-reduce", 2, kind, lambda rounds, k=kind: measure_gloo(k, rounds)
+            )
+    return cases
+
+
+def summary(cases: dict[str, Case], memcpy_gbps: float) -> dict[str, float]:
+    """Returns the figures that issue 5 names."""
+    figures: dict[str, float] = {}
+    for kind, suffix in SUFFIXES.items():
+        wanted = {
+            "shm_1x1_gbps": (f"local 1 {kind}", "gbps"),
+            "shm_2x2_s": (f"local 2 {kind}", "seconds"),
+            "gloo_2x2_s": (f"gloo 2 {kind}", "seconds"),
+            "tcp_1x1_gbps": (f"tcp 1 {kind}", "gbps"),
+            "tcp_socket_1x1_gbps": (f"socket 1 {kind}", "gbps"),
+            "grpc_1x1_gbps": (f"grpc 1 {kind}", "gbps"),
+        }
+        figures["memcpy_gbps" + suffix] = round(memcpy_gbps, 3)
+        for name, (key, attribute) in wanted.items():
+            if key in cases:
+                figures[name + suffix] = round(getattr(cases[key], attribute), 5)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--rounds", type=int, default=9, help="of each case, per turn")
+    parser.add_argument("--turns", type=int, default=3, help="through all cases")
+    parser.add_argument("--planes", default="local,tcp,grpc")
+    parser.add_argument("--cases", default="flat,keys")
+    parser.add_argument("--only-ours", action="store_true", help="without Gloo and sockets")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the plot")
+    options = parser.parse_args()
+    cases = cases_of(
+        options.planes.split(","), options.cases.split(","), compare=not options.only_ours
+    )
+    copies_s: list[float] = []
+    for turn in range(options.turns):
+        copies_s += copy_rounds(options.rounds)
+        for key, case in cases.items():
+            case.turn(options.rounds)
+            if sys.stderr.isatty():
+                print(f"turn {turn + 1} {key}: {case.gbps:.2f} GB/s", file=sys.stderr)
+    memcpy_gbps = 4e-9 * kit.FLAT_NUMEL / kit.median(copies_s)
+    kit.show(
+        f"push + pull of 25.6M float32, {options.rounds * options.turns} rounds each",
+        ["path", "case", "workers x shards", "median ms", "best ms", "GB/s", "CPU s/GB"],
+        [case.row() for case in cases.values()]
+        + [["memory copy", "flat", "", 1e3 * kit.median(copies_s), 1e3 * min(copies_s),
+            memcpy_gbps, ""]],
+    )  # fmt: skip
+    kit.plot_bars(
+        options.out / "transport.png",
+        "Push + pull of 25.6M float32",
+        "GB/s of payload, both ways, all workers",
+        {f"{c.name} {c.case} {c.workers}x{c.workers}": c.gbps for c in cases.values()},
+    )
+    if options.json:
+        print(json.dumps(summary(cases, memcpy_gbps)))
+
+
+ROLES = {"exchange": exchange_rounds, "gloo": gloo_rounds, "socket": socket_server}
+
+if __name__ == "__main__":
+    if not kit.serve_role(sys.argv[1:], ROLES):
+        main()
