@@ -10,6 +10,7 @@ result; what it raises fails the test, with all it wrote. For what only a whole 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import itertools
 import json
 import multiprocessing
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 PR_SET_PDEATHSIG = 1
 _forks = multiprocessing.get_context("forkserver")
 _numbers = itertools.count()
@@ -121,6 +122,8 @@ class Worker:
 
     def _receive(self, deadline_s: float) -> tuple[str, Any]:
         if not self._line.poll(deadline_s):
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(1.0)  # For its stacks, which nobody else will tell.
             raise WorkerError(
                 f"worker {self.rank} did nothing for {deadline_s:g} s\n{self.written()}"
             )
@@ -148,6 +151,7 @@ def _work(
     fd = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
+    faulthandler.register(signal.SIGUSR1)
     for name in [name for name in os.environ if name.startswith("PACELINE_")]:
         del os.environ[name]
     os.environ.update(env)
