@@ -10,7 +10,8 @@ can tell a refusal from a failing network; the error's class name travels beside
     ABORTED              ReplacedError
     OUT_OF_RANGE         LimitError
 
-UNAVAILABLE and DEADLINE_EXCEEDED come from gRPC and mean: try again.
+UNAVAILABLE and DEADLINE_EXCEEDED come from gRPC and mean: try again; so does CANCELLED, which a
+call gets that arrives in the moment in which a shard stops.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ CODES: dict[type[errors.PacelineError], grpc.StatusCode] = {
     errors.ReplacedError: grpc.StatusCode.ABORTED,
     errors.LimitError: grpc.StatusCode.OUT_OF_RANGE,
 }
-RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+RETRYABLE = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 
 
 def code_of(error: errors.PacelineError) -> grpc.StatusCode:

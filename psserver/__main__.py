@@ -15,7 +15,7 @@ def main() -> None:
             "start it without\n"
         )
         sys.exit(Exit.USAGE)
-    if sys.argv[1:2] == ["shard"]:
+    if sys.argv[1:2] == ["shard"] and len(sys.argv) == 3:  # noqa: PLR2004
         # Started by a supervisor, which waits: nothing of the command line is loaded.
         from psserver import daemon
 

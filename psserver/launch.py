@@ -129,7 +129,7 @@ class Launch:
             if shard.metrics_port is not None
         )
         hints = [
-            f"{len(run.shards)} shards are ready (cluster {run.cluster}, process {run.pid})",
+            f"shards ready: {len(run.shards)} (cluster {run.cluster}, process {run.pid})",
             "connect: set the variable above for the workers, or pass servers= in the script",
             f"look and end: psserver status --port {run.port}, psserver stop --port {run.port}",
         ]

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from pscore.rpc import CHANNEL_OPTIONS
+from pscore.rpc import CHANNEL_OPTIONS, RETRYABLE
 from psserver.exits import CommandError, Exit
 from psserver.plan import join_address
 
@@ -112,7 +112,7 @@ def _answer(address: str, call: Any, started_s: float) -> Any:
         how = f"start servers with: psserver start --port {port}"
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             what = f"{address} is another service, not a shard of psserver"
-        elif call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        elif call.code() in RETRYABLE:
             what = f"nobody answers at {address} (waited {waited_s:.1f} s)"
         else:
             what = f"{address} answers {call.code().name}: {call.details()}"

@@ -117,9 +117,9 @@ def show(status: dict[str, Any]) -> None:
 def _show_job(console: Any, job: dict[str, Any]) -> None:
     console.print(
         _grid(
-            f"job {job['name']}: {job['num_workers']} workers, {job['num_pushes']} pushes "
-            f"({_nbytes(job['pushed_nbytes'])}), {job['num_updates']} updates, "
-            f"{_nbytes(job['pulled_nbytes'])} pulled",
+            f"job {job['name']} (workers: {job['num_workers']}, "
+            f"pushes: {job['num_pushes']} of {_nbytes(job['pushed_nbytes'])}, "
+            f"updates: {job['num_updates']}, pulled: {_nbytes(job['pulled_nbytes'])})",
             ("worker", "host", "process", "state", "step", "staleness", "heard"),
             (
                 (

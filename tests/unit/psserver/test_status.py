@@ -78,7 +78,13 @@ def test_a_person_sees_what_is_waited_for(
     monkeypatch.setenv("COLUMNS", "200")
     status.show(combined())
     shown = capsys.readouterr().out
-    for text in ("cluster c", "a:1", "job train: 2 workers, 15 pushes", "3..5", "waits for step 4"):
+    for text in (
+        "cluster c",
+        "a:1",
+        "job train (workers: 2, pushes: 15",
+        "3..5",
+        "waits for step 4",
+    ):
         assert text in shown
 
 
