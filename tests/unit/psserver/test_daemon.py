@@ -57,7 +57,7 @@ def test_a_request_under_way_is_answered_while_the_shard_ends(
         answer = asyncio.ensure_future(stub.Heartbeat(pb.HeartbeatRequest()))
         await arrived.wait()
         ending = asyncio.create_task(daemon.end())
-        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE|CANCELLED"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"UNAVAILABLE|CANCELLED"):
             await until_refused(stub)
         assert not ending.done()
         may_go.set()
