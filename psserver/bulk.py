@@ -89,6 +89,8 @@ class Connection:
                 incoming.read_into()
                 wait_s = min(envelope.pull.wait_ms / 1000, 10.0)
                 self._driver.intake.pull(envelope.pull, reply, wait_s)
+            elif kind is None:
+                incoming.read_into()  # A greeting: somebody who means it has connected.
             else:
                 raise DecodeError(f"bulk frame with {kind!r} in it")
         except TransportError:

@@ -84,6 +84,7 @@ class Answer:
     worker: int
     version: int
     with_state: bool
+    clock: int = 0  # Of that worker: where one that has come back goes on counting.
 
 
 Action = Load | Hold | Add | Update | Acknowledge | Answer
@@ -142,7 +143,8 @@ class SliceClock:
         self.version = -1  # Updates decided; -1 until the initial weights are here.
         self.counted: dict[int, Counted] = {}
         self.staleness: dict[int, int] = {}  # Of each worker's newest push, in updates.
-        self._expected = expected
+        self._members = expected
+        self._absent: set[int] = set()  # Came back, and have not pulled yet.
         self._num_workers = num_workers
         self._bins: dict[int, Bin] = {}  # By step, or under 0 in an asynchronous mode.
         self._parked: dict[tuple[int, int], tuple[Push, Token]] = {}  # By (worker, step).
@@ -179,6 +181,11 @@ class SliceClock:
         """Takes one pull: answered now, or by a later message's actions."""
         self._waiting[token] = pull
         return self._answers()
+
+    def welcome(self, worker: int) -> None:
+        """Lets a worker come to a job that has begun: nobody waits for it until it pulls."""
+        if self.version >= 0:
+            self._absent.add(worker)
 
     def forget(self, token: Token) -> bool:
         """Drops a pull whose requester no longer waits; False if its answer is under way."""
@@ -220,6 +227,19 @@ class SliceClock:
         return len(self._waiting)
 
     # ----- decisions
+
+    def _expected(self) -> list[int]:
+        """Returns the ranks that a step waits for, in order."""
+        return [rank for rank in self._members() if rank not in self._absent]
+
+    def _begin(self, worker: int) -> None:
+        """Counts on a worker that has come back, from the weights on that it is about to get."""
+        self._absent.discard(worker)
+        counted = self.counted.setdefault(worker, Counted())
+        if not self.rule.by_step:
+            others = [self.clock(rank) for rank in self._expected() if rank != worker]
+            counted.clock = max(counted.clock, min(others, default=0))
+            counted.ahead.clear()
 
     def _load(self, push: Push, token: Token) -> list[Action]:
         """Takes initial weights once; restored ones, with their state, at any time."""
@@ -375,14 +395,17 @@ class SliceClock:
             for token, pull in self._waiting.items()
             if self.rule.readable(self, pull.worker, pull.clock, pull.min_version)
         ]
-        for token, _ in ready:
+        for token, pull in ready:
             del self._waiting[token]
+            if pull.worker in self._absent:
+                self._begin(pull.worker)
         return [
             Answer(
                 token=token,
                 worker=pull.worker,
                 version=self.version,
                 with_state=pull.with_state,
+                clock=self.clock(pull.worker),
             )
             for token, pull in ready
         ]

@@ -65,6 +65,8 @@ class Driver:
         """Takes a worker into a job."""
         with self.lock:
             job = self.shard.join(name, num_workers, member)
+            self._part_with(job, member.rank)
+            self.intake.carry_out(job, self.shard.recheck(job))
         log.info("worker joined", job=name, worker=member.rank, host=member.host, pid=member.pid)
         return job
 

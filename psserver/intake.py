@@ -252,7 +252,7 @@ class Intake:
         with self.lock:
             request.job.counters.pulled_nbytes += nbytes
             self.tally.sent_nbytes += nbytes
-        reply = data_pb2.PullReply(ready=True, version=action.version)
+        reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         if action.with_state:
             reply.counts.extend(store.counts.tolist())
             request.reply.pulled(reply, arrays, None)

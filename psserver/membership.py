@@ -36,6 +36,7 @@ class Member:
     heard_s: float  # Time of its last message.
     presence: Presence = Presence.LIVE
     reason: str = ""  # Why it left.
+    returns: bool = False  # It was part of the job before: a job without live workers goes on.
 
 
 class Membership:

@@ -171,6 +171,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 host=request.host,
                 pid=request.pid,
                 heard_s=self._driver.now(),
+                returns=request.returns or request.restart > 0,
             )
             job = self._driver.join(request.job, request.num_workers, member)
         except PacelineError as error:

@@ -17,7 +17,6 @@ from pscore.errors import (
     ConfigError,
     JobMismatchError,
     LimitError,
-    RankTakenError,
     RemoteProtocolError,
     UnknownJobError,
 )
@@ -28,7 +27,7 @@ from pscore.rules import make_rule
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, SliceSpec, TensorSpec
 from psserver.clock import Action, SliceClock, Token, Update
-from psserver.membership import Member, Membership, Presence
+from psserver.membership import Member, Membership
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
@@ -115,6 +114,7 @@ class Job:
     tables: dict[str, Table] = field(default_factory=dict)
     barriers: dict[tuple[str, int], Round] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)  # Newest step heard of each worker.
+    met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
     counters: Counters = field(default_factory=Counters)
 
     def table(self, index: int) -> Table:
@@ -151,28 +151,27 @@ class Shard:
         """Takes a worker into a job; the first one makes it. A job that is over begins anew.
 
         Raises:
-            RankTakenError: The rank is held, or the worker comes back to a job that has gone on.
+            RankTakenError: The rank is held by a live worker.
             JobMismatchError: The job has another number of workers.
             LimitError: There are too many jobs.
         """
         if not name or len(name) > NAME_LENGTH_MAX:
             raise ConfigError(f"job name {name!r} must have 1..{NAME_LENGTH_MAX} characters")
         job = self.jobs.get(name)
-        if job is None or (job.membership.is_over and not self._is_repeated(job, member)):
+        if job is None or (job.membership.is_over and not self._belongs(job, member)):
             job = Job(name=name, membership=Membership(num_workers, self.lease_s))
         if job.membership.num_workers != num_workers:
             raise JobMismatchError(
                 f"job {name!r} has {job.membership.num_workers} workers, this one was started "
                 f"for {num_workers}"
             )
-        held = job.membership.members.get(member.rank)
-        came_back = held is not None and held.incarnation != member.incarnation
-        if held is not None and came_back and held.presence is not Presence.LIVE:
-            raise RankTakenError(
-                f"worker {member.rank} {held.presence.value} job {name!r} while others go on; "
-                "wait until they have ended, or use another job name"
-            )
-        job.membership.join(member)
+        repeated = self._is_repeated(job, member)
+        came_back = job.membership.join(member) in job.met and not repeated
+        job.met.add(member.rank)
+        if came_back:
+            for table in job.tables.values():
+                for clock in table.clocks.values():
+                    clock.welcome(member.rank)
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
             self._make_room(name)
             self.jobs[name] = job
@@ -196,7 +195,7 @@ class Shard:
         job = self.jobs.get(name)
         if job is None or not job.membership.leave(rank, incarnation, reason):
             return []
-        return self._recheck(job)
+        return self.recheck(job)
 
     def tick(self, now_s: float) -> tuple[list[tuple[Job, Member]], Actions]:
         """Declares lost whose lease is over. Returns them, and what follows for open steps."""
@@ -206,7 +205,7 @@ class Shard:
             members = job.membership.expire(now_s)
             lost += [(job, member) for member in members]
             if members:
-                actions += self._recheck(job)
+                actions += self.recheck(job)
         return lost, actions
 
     # ----- tables
@@ -315,7 +314,7 @@ class Shard:
 
     # ----- inside
 
-    def _recheck(self, job: Job) -> Actions:
+    def recheck(self, job: Job) -> Actions:
         """Decides again, for every slice of a job, after its membership has changed."""
         actions = [
             (Address(job.name, table.index, index), action)
@@ -325,6 +324,13 @@ class Shard:
         ]
         job.counters.num_updates += sum(isinstance(action, Update) for _, action in actions)
         return actions
+
+    @staticmethod
+    def _belongs(job: Job, member: Member) -> bool:
+        """Whether a worker joins a job that has no live worker in order to go on with it."""
+        held = job.membership.members.get(member.rank)
+        repeated = held is not None and held.incarnation == member.incarnation
+        return repeated or (member.returns and held is not None)
 
     @staticmethod
     def _is_repeated(job: Job, member: Member) -> bool:

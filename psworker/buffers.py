@@ -72,6 +72,11 @@ class Buffers:
         if own is not None and samples > 0 and not own.is_busy():
             self._post(own)
 
+    def restart(self) -> None:
+        """Forgets what was under way: this worker has come back anew."""
+        for table in self._tables.values():
+            table.restart()
+
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """Has the shared buffers in the model; afterwards this worker's own again."""

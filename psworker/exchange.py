@@ -91,6 +91,7 @@ class Exchange:
         self.traffic = Traffic()
         self.table = session.define(name, layout, rule, compressor, optimizer, num_groups)
         self.grads: FloatArray | None = None
+        self._segment: Segment | None = None
         self._shared: set[int] = set()  # Shards that have mapped `grads`.
         self._feedback = self._make_feedback()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
@@ -147,7 +148,7 @@ class Exchange:
             future, landing = self._pulls[index]
             reply = self._wait(future, f"slice {index} from {self._address(index)}")
             landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
-            landing.version = reply.version
+            landing.version, landing.clock = reply.version, reply.clock
             nbytes = sum(tensor.nbytes for tensor in (landing.weights, *landing.state))
             self.traffic.pulled_nbytes += nbytes if reply.counts else landing.weights.nbytes
             self.traffic.num_pulls += 1
@@ -187,6 +188,13 @@ class Exchange:
             if waited_s >= say_s:
                 say_s *= 2
                 log.warning("worker %d has waited %.0f s for %s", self.session.rank, waited_s, what)
+
+    def restart(self) -> None:
+        """Forgets what was under way, and owes nothing: this worker has come back anew."""
+        self._pushes.clear()
+        self._pulls.clear()
+        self._feedback = self._make_feedback()
+        self._attach()
 
     # ----- loading
 
@@ -247,11 +255,19 @@ class Exchange:
             self.grads = np.zeros(self.layout.numel, dtype=np.float32)
             return
         self.grads = segment.floats(0, self.layout.numel)
+        self._segment = segment
+        self._attach()
+
+    def _attach(self) -> None:
+        """Passes the gradients' memory to each shard that can map it."""
+        if self._segment is None:
+            return
         for shard, link in enumerate(self.session.links):
             transport = link.transport
             if isinstance(transport, SocketTransport) and transport.shares_memory:
                 try:
-                    transport.attach(self._sender(), segment, self.layout.of_shard(shard))
+                    specs = self.layout.of_shard(shard)
+                    transport.attach(self._sender(), self._segment, specs)
                     self._shared.add(shard)
                 except PacelineError as problem:
                     log.warning("no shared memory with %s: %s", link.address, problem)

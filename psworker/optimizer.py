@@ -8,6 +8,7 @@ brings the weights for the next forward pass into the model.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
-from pscore.errors import ConfigError
+from pscore.errors import ConfigError, ReplacedError
 from pscore.optimizers import OPTIMIZERS, from_torch, hyper_rows
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
@@ -31,6 +32,7 @@ from psworker.overlap import Overlap
 from psworker.replica import Replica
 from psworker.state import load_torch_state, torch_state
 
+log = logging.getLogger("paceline")
 TABLE = "model"
 
 
@@ -122,6 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for segment in spec.segments:
                 self._slices_of[segment.tensor].append(spec.index)
         self._reset_missing()
+        self._lost: ReplacedError | None = None  # The shards go on without this worker.
         self._gathered: set[int] = set()
         self._pushed: set[int] = set()
         self._handles = [
@@ -161,6 +164,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not np.array_equal(before, self.replica.parts[0].hyper):
             self._overlap.changed("a learning rate or other hyper-parameter")
         self._overlap.finish(self.bucket.parameters)
+        try:
+            if self._lost is not None:
+                raise self._lost
+            self._finish_step()
+        except ReplacedError as problem:
+            self._come_back(problem)
+        self._gathered.clear()
+        self._pushed.clear()
+        self._reset_missing()
+        return loss
+
+    def _finish_step(self) -> None:
+        """Sends what has not left, and brings in the weights for the next step."""
         plan = self.replica.plan()
         if plan.push is Role.GRADIENT:
             self._push_rest()
@@ -172,10 +188,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.exchange.run(self.replica.finish(self._grads(), self.exchange, self.samples))
         self.show_weights()
         self._buffers.post(self.samples)
-        self._gathered.clear()
-        self._pushed.clear()
-        self._reset_missing()
-        return loss
+
+    def _come_back(self, problem: ReplacedError) -> None:
+        """Joins anew after having been declared lost; this step's gradient is lost."""
+        log.warning(
+            "worker %d comes back at step %d: %s", self.session.rank, self.replica.step, problem
+        )
+        self._lost = None
+        self.session.rejoin()
+        self.exchange.restart()
+        self._buffers.restart()
+        self.replica.restart()
+        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.show_weights()
+        self.replica.step += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch does."""
@@ -260,8 +286,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._overlap.has_begun:
             self._set_hyper()
         self._overlap.made(index, self.bucket.parameters[index])
-        if not self._overlap.is_early:
+        if not self._overlap.is_early or self._lost is not None:
             return
+        try:
+            self._leave_early(index)
+        except ReplacedError as problem:
+            self._lost = problem  # `step` comes back; backward goes on undisturbed.
+
+    def _leave_early(self, index: int) -> None:
+        """Gathers one gradient during backward, and pushes the slices that it completes."""
         self._gather(index, self.bucket.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1

@@ -31,6 +31,7 @@ class Landing:
     state: list[torch.Tensor]  # One (numel,) float32 for each state array, if asked for.
     version: int = -1  # -1 while it is under way.
     counts: IntArray | None = None  # With state: optimizer steps of each segment.
+    clock: int = 0  # Pushes of this worker that the shard has counted.
 
 
 class Outbox(Protocol):
@@ -213,6 +214,16 @@ class Replica:
             self._ask(index, oldest, outbox, with_state=with_state)
         yield from self.settle()
 
+    def restart(self) -> None:
+        """Begins anew in the same job, at the same step: pulls bring weights and clocks."""
+        self._pending.clear()
+        self.clocks = [0] * len(self.parts)
+        self.num_inner, self._samples = 0, 0.0
+        for part in self.parts:
+            part.version, part.num_local = -1, 0
+            part.counts[:] = 0
+            part.state.clear()
+
     def settle(self) -> Waits:
         """Lets pulls that are still on their way land and takes them as the base."""
         for index in self.front_first():
@@ -366,6 +377,8 @@ class Replica:
             part.weights.copy_(landing.weights, non_blocking=True)
         if self._reference is not None:
             self._reference[self._span(index)].copy_(part.weights)
+        if part.version < 0:
+            self.clocks[index] = max(self.clocks[index], landing.clock)
         part.version, part.num_local = landing.version, 0
 
 

@@ -67,6 +67,7 @@ class Session:
         self.incarnation = time.time_ns()
         self.links = [Link(address, patience_s=patience_s) for address in servers]
         self.rank = rank
+        self._restart = restart
         self._rounds: dict[str, int] = {}
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
@@ -128,6 +129,17 @@ class Session:
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
         return int(tables.pop())
+
+    def rejoin(self) -> None:
+        """Comes back to the job after having been declared lost, as a new incarnation.
+
+        Raises:
+            PacelineError: Another process holds the rank, or nobody answers.
+        """
+        self.incarnation = time.time_ns()
+        for link in self.links:
+            self._join(link, self._restart, returns=True)
+        self._failure = None
 
     def barrier(self, name: str = "barrier") -> None:
         """Waits until every worker that is still there has come to the same barrier.
@@ -204,7 +216,7 @@ class Session:
         if [reply.shard for reply in replies] != list(range(len(replies))):
             raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
 
-    def _join(self, link: Link, restart: int) -> None:
+    def _join(self, link: Link, restart: int, *, returns: bool = False) -> None:
         reply = link.call(
             link.control.Join,
             pb.JoinRequest(
@@ -216,6 +228,7 @@ class Session:
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 protocol=wire.PROTOCOL,
+                returns=returns,
             ),
         )
         self.rank = reply.rank
@@ -223,13 +236,16 @@ class Session:
 
     def _beat(self) -> None:
         """Renews the leases until the session ends; other messages renew them too."""
-        request = pb.HeartbeatRequest(job=self.job, worker=self.rank, incarnation=self.incarnation)
         while not self._stop.wait(self._interval_s):
+            request = pb.HeartbeatRequest(
+                job=self.job, worker=self.rank, incarnation=self.incarnation
+            )
             for link in self.links:
                 try:
                     link.beat(request, timeout_s=self._interval_s)
                 except PacelineError as error:
-                    self._failure = error
+                    if request.incarnation == self.incarnation:
+                        self._failure = error
 
     def _close_links(self) -> None:
         for link in self.links:

@@ -142,9 +142,10 @@ class Channel:
             self._fail(error)
 
     def _resume(self, connection: socket.socket) -> None:
-        """Sends again what has not been answered, in order."""
+        """Greets, and sends again what has not been answered, in order."""
         with self._sending:
             self._socket = connection
+            self._send(pb.Envelope().SerializeToString(), ())
             with self._lock:
                 unanswered = [item for _, item in sorted(self._open.items())]
             for _, header, payload in unanswered:

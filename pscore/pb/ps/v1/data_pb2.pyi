@@ -94,18 +94,20 @@ class PullHeader(_message.Message):
     def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ..., shared: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("ready", "version", "counts", "waiting_for", "buffer")
+    __slots__ = ("ready", "version", "counts", "waiting_for", "clock", "buffer")
     READY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUFFER_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     version: int
     counts: _containers.RepeatedScalarFieldContainer[int]
     waiting_for: str
+    clock: int
     buffer: int
-    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., buffer: _Optional[int] = ...) -> None: ...
+    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., clock: _Optional[int] = ..., buffer: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("kind", "message")
