@@ -84,8 +84,10 @@ class OwnShards:
         if self.rendezvous is not None:
             self.rendezvous.unlink(missing_ok=True)
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
 
 
 _current: Context | None = None

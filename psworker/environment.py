@@ -47,6 +47,18 @@ class Environment:
         """
         num_workers = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
         rank = _number(variables, -1, "PACELINE_RANK", "RANK", "DMLC_WORKER_ID")
+        if num_workers < 1:
+            raise ConfigError(f"the number of workers is {num_workers}, must be 1 or more")
+        if not -1 <= rank < num_workers:
+            raise ConfigError(
+                f"rank {rank} of {num_workers} workers, must be in 0..{num_workers - 1}"
+            )
+        role = variables.get("DMLC_ROLE") or "worker"
+        if role != "worker":
+            raise ConfigError(
+                f"DMLC_ROLE is {role!r}, but this process is a worker; `psserver start` starts "
+                "the servers, and there is no scheduler"
+            )
         return cls(
             servers=parse_servers(variables.get("PACELINE_SERVERS", "")) or _dmlc(variables),
             rank=rank if num_workers > 1 else 0,

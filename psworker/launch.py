@@ -230,8 +230,9 @@ class Launch:
 
     def _read(self, rank: int, source: IO[str], target: IO[str]) -> None:
         try:
-            while line := source.readline(LINE_CHARS_MAX):
-                self._write(rank, line, target)
+            with source:
+                while line := source.readline(LINE_CHARS_MAX):
+                    self._write(rank, line, target)
         except BrokenPipeError:  # Nobody reads our output any more.
             self._events.put(Signalled(signal.SIGPIPE))
 

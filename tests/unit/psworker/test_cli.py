@@ -1,0 +1,111 @@
+"""The commands of `psworker`: what is refused, and how."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pscore.errors import ConfigError, RemoteProtocolError, ServerUnavailableError
+from psworker import cli
+from psworker.launch import MEANINGS, Exit
+
+
+def psworker(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs a command in this process and returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["psworker", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PACELINE_SERVERS", "PACELINE_JOB", "DMLC_PS_ROOT_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "nonesuch.py"), "psworker: no script 'nonesuch.py'"),
+        (("run", "--workers", "0", "env"), "psworker: --workers is 0, must be in 1..1024"),
+        (("run", "--servers", "here", "env"), "psworker: server address 'here'"),
+        (("run", "--servers", "a:1", "--shards", "2", "env"), "psworker: --shards 2 starts"),
+        (("demo", "--modes", "ssdg"), "psworker: no mode 'ssdg'; there are asgd"),
+        (("demo", "--modes", "ssd(k=5)"), "psworker: mode 'ssd' has no argument 'k'; it has "),
+        (("demo", "--data", "nowhere"), "psworker: Fashion-MNIST is needed, and none at nowhere"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    assert psworker(monkeypatch, *arguments) == Exit.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith(message)
+    assert said.count("\n") == 1
+
+
+def test_shards_are_not_started_beside_servers_that_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    assert psworker(monkeypatch, "run", "--shards", "2", "env") == Exit.USAGE
+    assert "servers are given: a:1" in capsys.readouterr().err
+
+
+def test_a_misspelled_option_is_not_taken_for_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert psworker(monkeypatch, "run", "--wrokers", "2", "env") == Exit.USAGE
+    assert "--wrokers" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    assert psworker(monkeypatch, "demo", "--out", str(out)) == Exit.USAGE
+    assert capsys.readouterr().err.startswith(f"psworker: cannot write to --out {out}: ")
+
+
+def test_modes_are_listed_with_their_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert psworker(monkeypatch, "modes") == 0
+    listed = capsys.readouterr().out
+    assert "steps=5" in listed
+    assert "arXiv:2012.05396" in listed
+    assert psworker(monkeypatch, "modes", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["ssd"]["steps"] == 5
+
+
+def test_the_version_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert psworker(monkeypatch, "version", "--json") == 0
+    assert {"paceline", "torch", "python"} <= json.loads(capsys.readouterr().out).keys()
+
+
+def test_every_exit_code_is_documented(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert psworker(monkeypatch, "--help") == 0
+    shown = capsys.readouterr().out
+    assert all(f"{code:>3}  {MEANINGS[code]}" in shown for code in Exit)
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (ConfigError("x"), Exit.USAGE),
+        (ServerUnavailableError("x"), Exit.NO_SHARDS),
+        (RemoteProtocolError("x"), Exit.FAILED),
+    ],
+)
+def test_errors_have_exit_codes(problem: ConfigError, code: Exit) -> None:
+    assert cli.exit_code(problem) == code

@@ -1,0 +1,118 @@
+"""What a worker takes from its environment."""
+
+import logging
+
+import pytest
+
+from pscore.errors import ConfigError
+from psworker.environment import Environment, parse_servers
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "run7",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+DMLC = {
+    "DMLC_ROLE": "worker",
+    "DMLC_PS_ROOT_URI": "10.0.0.9",
+    "DMLC_PS_ROOT_PORT": "9090",
+    "DMLC_NUM_SERVER": "2",
+    "DMLC_NUM_WORKER": "3",
+    "DMLC_WORKER_ID": "2",
+}
+
+
+def test_an_empty_environment_is_one_worker_without_servers() -> None:
+    found = Environment.read({})
+    assert (found.servers, found.rank, found.num_workers) == ((), 0, 1)
+    assert (found.local_rank, found.local_workers) == (0, 1)
+    assert (found.job, found.restart) == ("default", 0)
+
+
+def test_torchruns_variables_are_read() -> None:
+    found = Environment.read(TORCHRUN)
+    assert (found.rank, found.num_workers) == (3, 4)
+    assert (found.local_rank, found.local_workers) == (1, 2)
+    assert (found.job, found.restart) == ("run7", 2)
+    assert found.servers == ()
+
+
+def test_torchruns_name_for_no_name_is_none() -> None:
+    assert Environment.read({"TORCHELASTIC_RUN_ID": "none"}).job == "default"
+
+
+def test_ours_win_over_torchruns_and_those_over_dmlcs() -> None:
+    ours = {"PACELINE_RANK": "1", "PACELINE_NUM_WORKERS": "2", "PACELINE_JOB": "mine"}
+    found = Environment.read(DMLC | TORCHRUN | ours)
+    assert (found.rank, found.num_workers, found.job) == (1, 2, "mine")
+    found = Environment.read(DMLC | TORCHRUN)
+    assert (found.rank, found.num_workers) == (3, 4)
+
+
+def test_dmlcs_variables_are_aliases_and_the_mapping_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="paceline"):
+        found = Environment.read(DMLC)
+    assert found.servers == ("10.0.0.9:9090", "10.0.0.9:9091")
+    assert (found.rank, found.num_workers) == (2, 3)
+    assert "DMLC_WORKER_ID=2 taken as PACELINE_RANK" in caplog.text
+    assert "PACELINE_SERVERS=10.0.0.9:9090,10.0.0.9:9091" in caplog.text
+
+
+def test_our_servers_win_over_dmlcs() -> None:
+    assert Environment.read(DMLC | {"PACELINE_SERVERS": "a:1,b:2"}).servers == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_another_role_than_a_workers_is_refused(role: str) -> None:
+    with pytest.raises(ConfigError, match=f"DMLC_ROLE is '{role}'.*psserver start"):
+        Environment.read(DMLC | {"DMLC_ROLE": role})
+
+
+def test_the_shards_may_choose_the_rank() -> None:
+    assert Environment.read({"WORLD_SIZE": "4"}).rank == -1
+
+
+def test_an_empty_variable_counts_as_none() -> None:
+    found = Environment.read({"RANK": "", "WORLD_SIZE": "", "PACELINE_JOB": "", "DMLC_ROLE": ""})
+    assert (found.rank, found.num_workers, found.job) == (0, 1, "default")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "first"}, "RANK is 'first', must be a whole number"),
+        ({"WORLD_SIZE": "2.5"}, "WORLD_SIZE is '2.5'"),
+        ({"WORLD_SIZE": "0"}, "number of workers is 0"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "rank 2 of 2 workers"),
+        ({"WORLD_SIZE": "2", "RANK": "-2"}, "rank -2 of 2 workers"),
+        ({"PACELINE_SERVERS": "here"}, "'here' must look like host:port"),
+        ({"DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "p"}, "DMLC_PS_ROOT_PORT is 'p'"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_name(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Environment.read(variables)
+
+
+def test_servers_are_a_comma_list_in_the_order_of_the_shards() -> None:
+    assert parse_servers(" a:1 , b:2,") == ("a:1", "b:2")
+    assert parse_servers(["[::1]:70", "unix:///run/shard0"]) == ("[::1]:70", "unix:///run/shard0")
+    assert parse_servers(None) == ()
+
+
+@pytest.mark.parametrize("servers", ["a", "a:", ":7", "a:x", "a:0", "a:65536"])
+def test_what_is_no_address_is_refused(servers: str) -> None:
+    with pytest.raises(ConfigError, match="must look like host:port or unix:///path"):
+        parse_servers(servers)
+
+
+def test_an_address_that_stands_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="stands twice"):
+        parse_servers("a:1,a:1")

@@ -1,0 +1,107 @@
+"""What a launcher gives its workers, and how it writes what they say."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from pscore.errors import ConfigError
+from psworker import launch
+from psworker.launch import LaunchPlan, Prefixed, worker_command, worker_environment
+
+
+def plan(num_workers: int = 2) -> LaunchPlan:
+    return LaunchPlan(command=("true",), num_workers=num_workers, job="run-1")
+
+
+def test_a_script_runs_with_this_interpreter(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert worker_command([str(script), "--lr", "3"]) == (sys.executable, str(script), "--lr", "3")
+
+
+def test_a_module_runs_with_this_interpreter() -> None:
+    assert worker_command(["-m", "a.b", "-x"]) == (sys.executable, "-m", "a.b", "-x")
+
+
+def test_anything_else_is_a_program() -> None:
+    assert worker_command(["env", "-i"]) == ("env", "-i")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no command"),
+        (["-m"], "-m needs the name of a module"),
+        (["nonesuch.py"], "no script 'nonesuch.py' in "),
+        (["nonesuch"], "no program 'nonesuch'; a script's name ends in .py"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        worker_command(words)
+
+
+def test_a_worker_gets_its_place_under_torchruns_names() -> None:
+    given = worker_environment(plan(), 1, ["a:1", "b:2"], {"HOME": "/h"})
+    place = {name: given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    assert place == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert (given["PACELINE_JOB"], given["PACELINE_SERVERS"]) == ("run-1", "a:1,b:2")
+    assert given["HOME"] == "/h"
+
+
+def test_nothing_around_tells_a_worker_another_place() -> None:
+    around = dict.fromkeys(launch.REPLACED_VARIABLES, "7") | {"RANK": "7", "PACELINE_JOB": "x"}
+    given = worker_environment(plan(), 0, [], around)
+    assert not set(launch.REPLACED_VARIABLES) & given.keys()
+    assert (given["RANK"], given["PACELINE_JOB"]) == ("0", "run-1")
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 5, 1)])
+def test_workers_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int
+) -> None:
+    monkeypatch.setattr(launch, "num_cores", lambda: cores)
+    assert worker_environment(plan(workers), 0, [], {})["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_threads_that_are_set_stay() -> None:
+    assert worker_environment(plan(), 0, [], {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("num_workers", [1, 1024])
+def test_the_number_of_workers_may_reach_its_limits(num_workers: int) -> None:
+    assert plan(num_workers).num_workers == num_workers
+
+
+@pytest.mark.parametrize("num_workers", [0, 1025])
+def test_the_number_of_workers_may_not_pass_its_limits(num_workers: int) -> None:
+    with pytest.raises(ConfigError, match=f"--workers is {num_workers}, must be in 1..1024"):
+        plan(num_workers)
+
+
+def test_each_launch_has_a_job_of_its_own() -> None:
+    assert launch.new_job() != launch.new_job()
+    assert launch.new_job("demo").startswith("demo-")
+
+
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        ("text\n", "[1] text\n"),
+        ("no end", "[1] no end\n"),
+        (" 10%\r 20%\r 30%\n", "[1]  30%\n"),
+        (" 10%\r 20%\r\n", "[1]  20%\n"),
+        ("\n", "[1] \n"),
+    ],
+)
+def test_a_line_has_its_rank_in_front(line: str, written: str) -> None:
+    target = io.StringIO()
+    Prefixed()(1, line, target)
+    assert target.getvalue() == written
+
+
+def test_signals_have_names() -> None:
+    assert launch.name_of(11) == "SIGSEGV"
+    assert launch.name_of(1000) == "signal 1000"
