@@ -124,6 +124,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for segment in spec.segments:
                 self._slices_of[segment.tensor].append(spec.index)
         self._reset_missing()
+        self._frozen = [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in self._index
+        ]
         self._lost: ReplacedError | None = None  # The shards go on without this worker.
         self._gathered: set[int] = set()
         self._pushed: set[int] = set()
@@ -153,6 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             GradientError: A gradient holds NaN or Inf, or was changed after it had left.
+            ConfigError: A parameter has moved, or was frozen when the wrapper was made.
             PacelineError: A shard refused something, or nobody answers.
         """
         loss = None
@@ -164,6 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not np.array_equal(before, self.replica.parts[0].hyper):
             self._overlap.changed("a learning rate or other hyper-parameter")
         self._overlap.finish(self.bucket.parameters)
+        self._check_parameters()
         try:
             if self._lost is not None:
                 raise self._lost
@@ -188,6 +196,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.exchange.run(self.replica.finish(self._grads(), self.exchange, self.samples))
         self.show_weights()
         self._buffers.post(self.samples)
+
+    def _check_parameters(self) -> None:
+        """Refuses what torch would train and the shards do not.
+
+        Raises:
+            ConfigError: A parameter has moved, or was frozen when the wrapper was made.
+        """
+        self.bucket.check_weights()
+        for parameter in self._frozen:
+            if parameter.grad is not None and parameter.numel():
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} has a gradient, but it was "
+                    "frozen when DistributedOptimizer was made; freeze it after that"
+                )
 
     def _come_back(self, problem: ReplacedError) -> None:
         """Joins anew after having been declared lost; this step's gradient is lost."""
@@ -390,13 +412,14 @@ def _trained(
     parameters: list[torch.nn.Parameter] = []
     known: set[int] = set()
     for name, parameter in named:
-        if parameter.requires_grad and id(parameter) in group_of and id(parameter) not in known:
+        is_trained = _can_train(parameter) and id(parameter) in group_of
+        if is_trained and id(parameter) not in known:
             known.add(id(parameter))
             names.append(name)
             parameters.append(parameter)
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if parameter.requires_grad and id(parameter) not in known:
+            if _can_train(parameter) and id(parameter) not in known:
                 raise ConfigError(
                     f"parameter {position} of group {index} {list(parameter.shape)} is in the "
                     "optimizer but not in named_parameters; pass model.named_parameters() of the "
@@ -405,3 +428,7 @@ def _trained(
     if not parameters:
         raise ConfigError("the optimizer has no parameter that requires a gradient")
     return names, parameters, [group_of[id(parameter)] for parameter in parameters]
+
+
+def _can_train(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.numel() > 0
