@@ -52,6 +52,7 @@ class Connection:
         self._has_unsent = threading.Event()
         self._writer: threading.Thread | None = None
         self._is_closed = False
+        self._sender: pb.Sender | None = None  # Who has spoken here.
         self._buffers: deque[ByteArray] = deque(maxlen=KEPT_BUFFERS)
 
     # ----- reading
@@ -69,6 +70,8 @@ class Connection:
             log.warning("bulk connection refused", reason=str(problem))
         finally:
             self.close()
+            if self._sender is not None:
+                self._driver.suspect(self._sender)
             self._driver.intake.forget(lambda reply: getattr(reply, "connection", None) is self)
 
     def _next(self) -> sockets.Incoming | None:
@@ -87,6 +90,7 @@ class Connection:
                 self._push(envelope.push, incoming, reply)
             elif kind == "pull":
                 incoming.read_into()
+                self._sender = envelope.pull.sender
                 wait_s = min(envelope.pull.wait_ms / 1000, 10.0)
                 self._driver.intake.pull(envelope.pull, reply, wait_s)
             elif kind is None:
@@ -102,6 +106,7 @@ class Connection:
 
     def _push(self, header: pb.PushHeader, incoming: sockets.Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
+        self._sender = header.sender
         try:
             self._driver.intake.admit(header, nbytes)
         except PacelineError:

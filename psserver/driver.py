@@ -182,6 +182,13 @@ class Driver:
             self.intake.carry_out(job, actions)
         self._ring(job)
 
+    def suspect(self, sender: data_pb2.Sender) -> None:
+        """Is told that a bulk connection of a worker has ended, perhaps with the worker."""
+        with self.lock:
+            job = self.shard.jobs.get(sender.job)
+            if job is not None:
+                job.membership.suspect(sender.worker, sender.incarnation, self.now())
+
     def tick(self) -> None:
         """Declares silent workers lost and tells who waits for what; called once a second."""
         self.tally.settle()

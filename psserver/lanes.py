@@ -100,6 +100,7 @@ class Lane:
 
 def carry_out(actions: Sequence[Action], store: SliceStore, desk: Desk) -> None:
     """Carries out actions of one slice in order; an addition and its update in one pass."""
+    actions = _with_updates_first(actions)
     fused = {
         id(update)
         for add, update in pairwise(actions)
@@ -115,6 +116,25 @@ def carry_out(actions: Sequence[Action], store: SliceStore, desk: Desk) -> None:
             desk.done(action.token)
         elif id(action) not in fused:
             CARRIERS[type(action)](action, store, desk)
+
+
+def _with_updates_first(actions: Sequence[Action]) -> Sequence[Action]:
+    """Puts an acknowledgement behind the update that its gradient completes.
+
+    Nobody waits for the acknowledgement but to use the gradient's memory again, and with the two
+    side by side that memory is read once, for addition and step.
+    """
+    ordered = list(actions)
+    for position in range(len(ordered) - 2):
+        add, reply, update = ordered[position : position + 3]
+        if (
+            isinstance(add, Add)
+            and isinstance(reply, Acknowledge)
+            and isinstance(update, Update)
+            and add.bin == update.bin
+        ):
+            ordered[position + 1], ordered[position + 2] = update, reply
+    return ordered
 
 
 def _load(action: Load, store: SliceStore, desk: Desk) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
 
 WORKERS_MAX = 4096
+SUSPECT_SHARE = 0.4  # Of a lease: the time of two heartbeats.
 
 
 class Presence(enum.Enum):
@@ -34,6 +35,7 @@ class Member:
     host: str
     pid: int
     heard_s: float  # Time of its last message.
+    lease_ends_s: float = 0.0  # Then it is declared lost, unless it is heard before.
     presence: Presence = Presence.LIVE
     reason: str = ""  # Why it left.
     returns: bool = False  # It was part of the job before: a job without live workers goes on.
@@ -82,6 +84,7 @@ class Membership:
                     f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
                     f"{member.heard_s - held.heard_s:.1f} s ago"
                 )
+        member.lease_ends_s = member.heard_s + self.lease_s
         self.members[member.rank] = member
         return member.rank
 
@@ -103,7 +106,14 @@ class Membership:
                 "declared lost"
             )
         member.heard_s = now_s
+        member.lease_ends_s = now_s + self.lease_s
         return member
+
+    def suspect(self, rank: int, incarnation: int, now_s: float) -> None:
+        """Shortens the lease of a worker whose connection broke: it has two heartbeats' time."""
+        member = self.members.get(rank)
+        if member is not None and member.incarnation == incarnation:
+            member.lease_ends_s = min(member.lease_ends_s, now_s + SUSPECT_SHARE * self.lease_s)
 
     def leave(self, rank: int, incarnation: int, reason: str) -> bool:
         """Lets a worker go; returns whether that changed anything."""
@@ -120,7 +130,7 @@ class Membership:
         over = [
             member
             for member in self.members.values()
-            if member.presence is Presence.LIVE and now_s - member.heard_s > self.lease_s
+            if member.presence is Presence.LIVE and now_s > member.lease_ends_s
         ]
         for member in over:
             member.presence, member.reason = Presence.LOST, "its lease ran out"

@@ -325,12 +325,10 @@ class Shard:
         job.counters.num_updates += sum(isinstance(action, Update) for _, action in actions)
         return actions
 
-    @staticmethod
-    def _belongs(job: Job, member: Member) -> bool:
+    def _belongs(self, job: Job, member: Member) -> bool:
         """Whether a worker joins a job that has no live worker in order to go on with it."""
-        held = job.membership.members.get(member.rank)
-        repeated = held is not None and held.incarnation == member.incarnation
-        return repeated or (member.returns and held is not None)
+        was_there = member.returns and member.rank in job.membership.members
+        return was_there or self._is_repeated(job, member)
 
     @staticmethod
     def _is_repeated(job: Job, member: Member) -> bool:

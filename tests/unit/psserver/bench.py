@@ -87,6 +87,11 @@ class Bench:
         self.expected.remove(worker)
         return words(self.clock.recheck())
 
+    def come_back(self, worker: int) -> list[str]:
+        self.expected = sorted({*self.expected, worker})
+        self.clock.welcome(worker)
+        return words(self.clock.recheck())
+
 
 def words(actions: list[Action]) -> list[str]:
     return [word(action) for action in actions]

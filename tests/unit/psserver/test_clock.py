@@ -429,6 +429,31 @@ def test_the_slowest_worker_leaving_lets_others_read() -> None:
     assert bench.leave(1) == ["answer pull0 v2"]
 
 
+def test_nobody_waits_for_a_worker_that_comes_back_until_it_has_pulled() -> None:
+    bench = Bench(SYNC, 2)
+    bench.leave(1)
+    assert bench.push(0, 0)[-1] == "update 0 x1 -> v1"
+    assert bench.come_back(1) == []
+    assert bench.push(0, 1, base=1)[-1] == "update 1 x1 -> v2"
+    assert bench.pull(1, 0, 0) == ["answer pull1 v2"]
+    assert bench.push(0, 2, base=2) == ["set 0@2 x1 in 2", "ack 0@2 ACCEPTED v2"]
+    assert bench.push(1, 2, base=2)[-1] == "update 2 x0.5 -> v3"
+
+
+def test_a_worker_that_comes_back_goes_on_counting_where_the_slowest_is() -> None:
+    bench = Bench(Bounded(), 3)
+    bench.push(1, 0)
+    bench.leave(1)
+    for step in range(2):
+        bench.push(0, step)
+    for step in range(4):
+        bench.push(2, step)
+    bench.come_back(1)
+    bench.pull(1, 0, 0)
+    assert bench.clock.clock(1) == 2
+    assert "update" in bench.push(1, 2)[1]
+
+
 def test_a_step_without_any_push_is_not_closed() -> None:
     bench = Bench(SYNC, 2)
     assert bench.leave(0) == []

@@ -141,11 +141,28 @@ def test_a_repeated_join_after_the_job_is_over_does_not_begin_it_anew() -> None:
     assert job.membership.members[0].presence is Presence.LEFT
 
 
-def test_a_worker_cannot_come_back_as_another_process_while_others_go_on() -> None:
-    shard, _, _ = ready(2)
+def test_a_worker_comes_back_as_another_process_while_others_go_on() -> None:
+    shard, job, _ = ready(2)
     shard.leave("run", 0, 1, "finished")
-    with pytest.raises(RankTakenError, match=r"worker 0 left job 'run' while others go on; wait"):
-        shard.join("run", 2, member(0, 2))
+    assert shard.join("run", 2, member(0, 2)) is job
+    assert job.membership.members[0].presence is Presence.LIVE
+
+
+def test_a_job_without_live_workers_goes_on_with_one_that_returns() -> None:
+    shard, job, _ = ready(1)
+    shard.tick(LEASE_S + 1.0)
+    back = dataclasses.replace(member(0, 2), returns=True)
+    assert shard.join("run", 1, back) is job
+
+
+def test_a_connection_that_breaks_shortens_a_lease_that_a_heartbeat_restores() -> None:
+    shard, job, _ = ready(2)
+    for rank in (0, 1):
+        shard.heard("run", rank, 1, 20.0)
+        job.membership.suspect(rank, 1, 20.0)
+    shard.heard("run", 0, 1, 21.0)
+    lost, _ = shard.tick(20.0 + 0.41 * LEASE_S)
+    assert [member.rank for _, member in lost] == [1]
 
 
 def test_a_restarted_worker_replaces_the_live_one() -> None:
