@@ -1,0 +1,32 @@
+"""`psworker demo`: real shards, real workers, real images, and what it promises to print."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_trains_and_ends_with_json(tmp_path: Path) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    command = [sys.executable, "-m", "psworker", "demo", "--json", "--out", str(tmp_path)]
+    command += ["--epochs", "1", "--images", "640", "--modes", "ssgd, ssd(steps=5, warmup=2)"]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert list(results) == ["ssgd", "ssd"]
+    pushed_mb = 2 * 10 * 4 * 61_706 / 1e6  # Workers, steps, bytes of a number, parameters.
+    for values in results.values():
+        assert list(values) == ["accuracy", "images_per_s", "pushed_mb", "pulled_mb"]
+        assert 0.0 < values["accuracy"] < 1.0
+        assert values["images_per_s"] > 0
+        assert values["pushed_mb"] == pytest.approx(pushed_mb, rel=0.01)
+    assert results["ssd"]["pulled_mb"] < results["ssgd"]["pulled_mb"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"loss curves: {tmp_path / 'loss.png'}" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert not psutil.Process().children(recursive=True)
