@@ -284,9 +284,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def plain_load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does what `torch.optim.Optimizer.load_state_dict` does, for the wrapped one too."""
-        super().load_state_dict(state_dict)
+        """Does what `torch.optim.Optimizer.load_state_dict` does, for the wrapped one too.
+
+        The state goes to the wrapped optimizer if this worker runs it, else nowhere.
+        """
+        plain = {"state": {}, "param_groups": state_dict["param_groups"]}
+        super().load_state_dict(plain)
+        if self.rule.outer_optimizer:
+            self._inner.load_state_dict({**plain, "state": state_dict["state"]})
         self._inner.param_groups = self.param_groups
+
+    def inner_state(self) -> dict[int, Any] | None:
+        """Returns the wrapped optimizer's state if this worker runs it, else None."""
+        if not self.rule.outer_optimizer:
+            return None
+        state: dict[int, Any] = self._inner.state_dict()["state"]
+        return state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group while the wrapper is made; later the layout is fixed.

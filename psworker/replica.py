@@ -208,6 +208,7 @@ class Replica:
             outbox: Where pulls are sent.
         """
         yield from self.settle()
+        self.num_inner, self._samples = 0, 0.0
         with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
             oldest = self.newest(index) if min_version is None else min_version

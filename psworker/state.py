@@ -3,7 +3,8 @@
 What `torch.optim` would hold stands under the usual keys, so that a plain torch optimizer can load
 it and a plain torch optimizer's can be loaded here. Under `paceline` stand the step, the mode and
 what error feedback owes, as one flat vector in the model's own order, which is the same for any
-number of shards.
+number of shards. In a mode whose workers run the wrapped optimizer themselves its state is the
+worker's own, and the shards' is under `paceline` too.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ def torch_state(wrapper: DistributedOptimizer) -> dict[str, Any]:
         if entry:
             state[order[index]] = entry
     wrapper.exchange.flush()
+    inner = wrapper.inner_state()
     return {
-        "state": state,
+        "state": state if inner is None else inner,
         "param_groups": wrapper.plain_state_dict()["param_groups"],
         "paceline": {
             "step": wrapper.replica.step,
             "mode": str(wrapper.rule),
             "compression": str(wrapper.compressor),
             "counts": torch.tensor(counts),
+            "outer": {} if inner is None else state,
             "compressor_state": {
                 name: torch.from_numpy(flat)
                 for name, flat in wrapper.exchange.compressor_state().items()
@@ -63,14 +66,15 @@ def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) 
     own = state_dict.get("paceline", {})
     flat = {name: np.zeros(bucket.layout.numel, dtype=np.float32) for name in plugin.state_names}
     counts = [0] * len(order)
+    held = own.get("outer", {}) if wrapper.rule.outer_optimizer else state_dict["state"]
     for index, position in order.items():
-        entry = state_dict["state"].get(position)
+        entry = held.get(position)
         if entry is None:
             continue
         counts[index] = int(own["counts"][index]) if "counts" in own else int(entry.get("step", 1))
         for name in plugin.state_names:
             _fill(bucket.state_view(flat[name], index), entry.get(name), wrapper, index, name)
-    wrapper.plain_load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+    wrapper.plain_load_state_dict(state_dict)
     wrapper.exchange.flush()
     wrapper.exchange.run(wrapper.replica.settle())
     wrapper.session.barrier("load_state_dict")
@@ -78,7 +82,7 @@ def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) 
         wrapper.load(Role.STATE, [flat[name] for name in plugin.state_names], counts)
     wrapper.session.barrier("load_state_dict")
     wrapper.exchange.run(wrapper.replica.fetch(0, wrapper.exchange))
-    wrapper.bucket.scatter_weights()
+    wrapper.show_weights()
     wrapper.replica.step = int(own.get("step", wrapper.replica.step))
     _load_compressor_state(wrapper, own.get("compressor_state", {}))
 

@@ -36,7 +36,7 @@ SPEEDS = (1.0, 1.0, 0.5, 0.2)
 
 def run(rule: Rule, seed: int = 1, **arguments: Any) -> Cluster:
     settings: dict[str, Any] = {
-        "num_workers": 4, "steps": 80, "group": GROUP, "speeds": SPEEDS, **arguments,
+        "num_workers": 4, "steps": 60, "group": GROUP, "speeds": SPEEDS, **arguments,
     }  # fmt: skip
     gradient = settings.pop("gradient", quadratic)
     return Cluster(rule, gradient, seed=seed, **settings).run()
@@ -56,25 +56,25 @@ def assert_same(one: Cluster, other: Cluster, *, same_events: bool = True) -> No
         assert one.log == other.log
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ssp_with_bound_0_is_ssgd(seed: int) -> None:
     assert_same(run(SSP(bound=0), seed), run(SSGD(), seed))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ssp_without_bound_is_asgd(seed: int) -> None:
     asgd = run(ASGD(), seed, group={"lr": 0.02})
     assert_same(run(SSP(bound=-1), seed, group={"lr": 0.02}), asgd)
     assert_same(run(SSP(bound=10_000), seed, group={"lr": 0.02}), asgd)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_backup_workers_are_the_mean_of_all_in_the_order_of_ranks(seed: int) -> None:
     """backup=0 is ssgd, and ssgd is this loop in float32."""
     cluster = run(SSGD(backup=0), seed, group={"lr": 0.05})
     assert_same(cluster, run(SSGD(), seed, group={"lr": 0.05}))
     weights = np.zeros(NUMEL, np.float32)
-    for step in range(80):
+    for step in range(60):
         np.testing.assert_array_equal(cluster.seen()[:, step], np.tile(weights, (4, 1)))
         total = np.zeros(NUMEL, np.float32)
         for worker in range(4):
@@ -83,7 +83,7 @@ def test_no_backup_workers_are_the_mean_of_all_in_the_order_of_ranks(seed: int) 
     np.testing.assert_array_equal(cluster.weights, weights)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ssd_of_one_plain_step_is_od_without_correction(seed: int) -> None:
     ssd = run(SSD(steps=1, warmup=10, local="sgd"), seed)
     assert_same(ssd, run(OD(warmup=10, local="sgd"), seed))
@@ -101,13 +101,13 @@ class BlockingOD(OD):
         return replace(super().plan(step), block=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_od_without_local_update_and_with_a_blocking_pull_is_ssgd(seed: int) -> None:
     assert_same(run(BlockingOD(warmup=0, local="none"), seed), run(SSGD(), seed))
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("rule", [OD(warmup=80), SSD(warmup=80), CD(warmup=80)], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("rule", [OD(warmup=60), SSD(warmup=60), CD(warmup=60)], ids=str)
 def test_a_warm_up_that_does_not_end_is_ssgd(rule: Rule, seed: int) -> None:
     """Only the weights: the last pull of the warm-up brings the optimizer's state."""
     assert_same(run(rule, seed), run(SSGD(), seed))
@@ -145,7 +145,7 @@ def test_staleness_of_one_at_most_is_asgd() -> None:
     assert_same(staleness, asgd)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "rule",
     [DCASGD(variance_control=0.0), DCASGD(adaptive=True, adaptive_control=0.0)],
@@ -156,7 +156,7 @@ def test_dcasgd_without_lambda_is_asgd(rule: Rule, seed: int) -> None:
     assert_same(run(rule, seed, group=group), run(ASGD(), seed, group=group))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("local", ["sgd", "dc", "dc_adaptive", "glu", "mirror", "none"])
 def test_cd_without_compression_is_od(local: str, seed: int) -> None:
     od = run(OD(warmup=10, local=local), seed)
@@ -182,16 +182,16 @@ def sgd(lr: float) -> Inner:
 ROUNDS: dict[str, Any] = {"gradient": halves, "group": {"lr": 0.5}}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "rule",
     [
         DiLoCo(steps=1, outer_lr=1.0, outer_momentum=0.0),
         LocalSGD(steps=1),
         SlowMo(steps=1, slow_lr=1.0, slow_momentum=0.0),
-        LocalSGD(steps=10, warmup=80),
-        DiLoCo(steps=10, warmup=80),
-        SlowMo(steps=10, warmup=80),
+        LocalSGD(steps=10, warmup=60),
+        DiLoCo(steps=10, warmup=60),
+        SlowMo(steps=10, warmup=60),
     ],
     ids=str,
 )
@@ -209,7 +209,7 @@ def test_rounds_of_one_step_are_ssgd_up_to_rounding_with_any_momentum(momentum: 
     np.testing.assert_allclose(local.seen(), ssgd.seen(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "rule",
     [
