@@ -39,6 +39,17 @@ def limit(ratio: float, numel: int, select: str) -> int:
     return min(numel, num_sent(ratio, numel) * (1 if select == "exact" else 2))
 
 
+def stride(numel: int) -> int:
+    """Returns which elements are looked at by `sampled`: every so many, from the first."""
+    return max(1, min(SAMPLE_SHARE, numel // SAMPLE_MIN))
+
+
+def sample_rank(k: int, numel: int) -> int:
+    """Returns which largest of the sample stands for the k-th largest of all."""
+    num_samples = -(-numel // stride(numel))
+    return min(num_samples, -(-k * num_samples // numel))
+
+
 def payload_nbytes(count: int) -> int:
     """Returns the length of a payload of `count` elements."""
     return HEAD_NBYTES + PAIR_NBYTES * count
@@ -89,10 +100,8 @@ def encode(owed: FloatArray, k: int, select: str, out: ByteArray) -> tuple[int, 
     indices, values = room[:count_max], room[count_max:].view("<f4")
     count = -1
     if select == "sampled":
-        stride = max(1, min(SAMPLE_SHARE, len(owed) // SAMPLE_MIN))
-        sample = bits[::stride] & ABS_BITS
-        rank = min(len(sample), -(-k * len(sample) // len(owed)))
-        threshold, _ = select_kth(sample, rank)
+        sample = bits[:: stride(len(owed))] & ABS_BITS
+        threshold, _ = select_kth(sample, sample_rank(k, len(owed)))
         count = move(bits, owed, max(1, threshold - 1), 0, indices, values)
     if count < 0:
         threshold, ties = select_kth(bits, k)

@@ -1,0 +1,145 @@
+// What the kernels share. Compiled by NVRTC as C++17 without fused multiply-add, and by the tests
+// as C++ for the CPU (tests/unit/pscore/cuda/shim.hpp): the same bits as the Numba kernels.
+//
+// A thread block has 256 threads and works on one block of 2048 elements: thread t has elements
+// 4t..4t+3 of each of its two rows of 1024, so that a warp reads 512 bytes at once.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define THREADS 256
+#define ROW 1024
+#define BLOCK 2048
+#define EACH 8
+#define INF_BITS 0x7f800000
+#define SCALE_MIN 7.888609052210118e-31f  // 2^-100
+
+__device__ inline int bits_of(float x) { return __float_as_int(x); }
+__device__ inline float float_of(int x) { return __int_as_float(x); }
+__device__ inline int magnitude_of(float x) { return bits_of(x) & 0x7fffffff; }
+
+// Element k of this thread: k / 4 is its row.
+__device__ inline int place(int k) {
+  return blockIdx.x * BLOCK + (k >> 2) * ROW + threadIdx.x * 4 + (k & 3);
+}
+
+__device__ inline void load8(const float* from, int n, float* x) {
+  for (int row = 0; row < 2; ++row) {
+    int i = place(4 * row);
+    if (i + 3 < n) {
+      float4 v = *reinterpret_cast<const float4*>(from + i);
+      x[4 * row] = v.x; x[4 * row + 1] = v.y; x[4 * row + 2] = v.z; x[4 * row + 3] = v.w;
+    } else {
+      for (int c = 0; c < 4; ++c) x[4 * row + c] = i + c < n ? from[i + c] : 0.0f;
+    }
+  }
+}
+
+__device__ inline void store8(float* to, int n, const float* x) {
+  for (int row = 0; row < 2; ++row) {
+    int i = place(4 * row);
+    if (i + 3 < n) {
+      float4 v = {x[4 * row], x[4 * row + 1], x[4 * row + 2], x[4 * row + 3]};
+      *reinterpret_cast<float4*>(to + i) = v;
+    } else {
+      for (int c = 0; c < 4; ++c) if (i + c < n) to[i + c] = x[4 * row + c];
+    }
+  }
+}
+
+// u = grad + residual, or grad alone; says in `bad` what float32 cannot hold.
+__device__ inline void take8(const float* grad, const float* residual, int n, float* u, int* bad) {
+  load8(grad, n, u);
+  if (residual) {
+    float r[EACH];
+    load8(residual, n, r);
+    for (int k = 0; k < EACH; ++k) u[k] = r[k] + u[k];
+  }
+  int largest = 0;
+  for (int k = 0; k < EACH; ++k) {
+    int m = magnitude_of(u[k]);
+    largest = m > largest ? m : largest;
+  }
+  if (largest >= INF_BITS) *bad = 1;
+}
+
+// The sum in the order of the contract: (lane 4t + lane 4t+1) + (4t+2 + 4t+3), then halves.
+__device__ inline double sum_threads(double x) {
+  __shared__ double part[THREADS];
+  int t = threadIdx.x;
+  part[t] = x;
+  __syncthreads();
+  for (int half = THREADS / 2; half > 0; half >>= 1) {
+    if (t < half) part[t] += part[t + half];
+    __syncthreads();
+  }
+  double total = part[0];
+  __syncthreads();
+  return total;
+}
+
+__device__ inline double sum_abs8(const float* u) {
+  double lane[4];
+  for (int c = 0; c < 4; ++c) lane[c] = (double)fabsf(u[c]) + (double)fabsf(u[4 + c]);
+  return sum_threads((lane[0] + lane[1]) + (lane[2] + lane[3]));
+}
+
+__device__ inline double sum_squares8(const float* u) {
+  double lane[4];
+  for (int c = 0; c < 4; ++c) {
+    double low = u[c], high = u[4 + c];
+    lane[c] = low * low + high * high;
+  }
+  return sum_threads((lane[0] + lane[1]) + (lane[2] + lane[3]));
+}
+
+__device__ inline float max_abs8(const float* u) {
+  __shared__ int part[THREADS];
+  int t = threadIdx.x, largest = 0;
+  for (int k = 0; k < EACH; ++k) {
+    int m = magnitude_of(u[k]);
+    largest = m > largest ? m : largest;
+  }
+  part[t] = largest;
+  __syncthreads();
+  for (int half = THREADS / 2; half > 0; half >>= 1) {
+    if (t < half && part[t + half] > part[t]) part[t] = part[t + half];
+    __syncthreads();
+  }
+  int found = part[0];
+  __syncthreads();
+  return float_of(found);
+}
+
+__device__ inline int numel_here(int n) {
+  int left = n - (int)blockIdx.x * BLOCK;
+  return left < BLOCK ? left : BLOCK;
+}
+
+// pscore/compressors/draw.py
+__device__ inline u32 draw_bits(u32 index, u32 low, u32 high) {
+  u32 x = index * 0x9e3779b1u ^ low;
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x += high;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+__device__ inline float draw_unit(u32 index, u32 low, u32 high) {
+  return (float)(int)(draw_bits(index, low, high) >> 8) * 5.9604644775390625e-08f;  // 2^-24
+}
+
+// Four 2-bit codes into the byte of this thread and row; the padding to a word is zero.
+__device__ inline void store_codes(u8* out, int n, const int* code) {
+  for (int row = 0; row < 2; ++row) {
+    int i = place(4 * row);
+    if (i < (n + 15) / 16 * 16) {
+      const int* c = code + 4 * row;
+      out[i >> 2] = (u8)(c[0] << 6 | c[1] << 4 | c[2] << 2 | c[3]);
+    }
+  }
+}

@@ -1,0 +1,266 @@
+"""Which kernels make the payload of which compressor, on memory of a device.
+
+An encoder only starts kernels, in order, through a `Launch`; it neither waits nor reads anything
+back. The payload is the CPU's, bit for bit. What is not known before the end (how many elements
+are sent, whether a number was beyond float32) is behind the payload and travels with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from pscore.compressors import blocks, draw, sparse
+from pscore.compressors.base import RESIDUAL, Compressor, require_finite
+from pscore.compressors.bf16 import BF16
+from pscore.compressors.dgc import DGC, MOMENTUM
+from pscore.compressors.fp16 import FP16
+from pscore.compressors.int8 import Int8
+from pscore.compressors.natural import Natural
+from pscore.compressors.one_bit import OneBit
+from pscore.compressors.qsgd import QSGD
+from pscore.compressors.randomk import SEED_NBYTES, RandomK
+from pscore.compressors.terngrad import TernGrad
+from pscore.compressors.topk import TopK
+from pscore.compressors.two_bit import FACTOR, TwoBit
+from pscore.types import ByteArray
+
+THREADS = 256
+EACH = 8  # Elements of a thread.
+SELECT_INTS = 4
+BINS = 2048
+DIGITS = ((20, 11), (9, 11), (0, 9))  # Shift and width, as in `sparse.select_kth`.
+TAIL_NBYTES = 16  # Behind the payload: whether a number was beyond float32.
+
+# Starts a kernel by name with so many blocks of 256 threads; arguments are NumPy scalars.
+Launch = Callable[[str, int, tuple[Any, ...]], None]
+
+
+class Encoder:
+    """Encodes one slice of a device.
+
+    Attributes:
+        payload: `(nbytes,) uint8` on the device: payload, padding, and `TAIL_NBYTES`.
+    """
+
+    def __init__(
+        self, compressor: Compressor, numel: int, device: torch.device, launch: Launch
+    ) -> None:
+        """Allocates what encoding needs, once.
+
+        Args:
+            compressor: One of those in `ENCODERS`.
+            numel: Elements of the slice.
+            device: Of gradients and state.
+            launch: Starts kernels.
+        """
+        self.compressor = compressor
+        self.numel = numel
+        self._launch = launch
+        longest = compressor.payload_nbytes_max(numel)
+        self._tail = -(-longest // TAIL_NBYTES) * TAIL_NBYTES
+        self.payload = torch.zeros(self._tail + TAIL_NBYTES, dtype=torch.uint8, device=device)
+        self._scratch: torch.Tensor | None = None
+        self.state = {
+            name: torch.zeros(numel, dtype=torch.float32, device=device)
+            for name in compressor.state_names
+        }
+
+    def encode(self, grad: torch.Tensor, *, seed: int, step: int) -> None:
+        """Starts the kernels that turn `(numel,) float32` and the state into the payload."""
+        assert grad.is_contiguous()
+        assert grad.data_ptr() % 16 == 0  # Kernels load four elements at once.
+        self.payload[self._tail :].zero_()
+        ENCODERS[type(self.compressor)](self, grad, seed, step)
+
+    def finish(self, host: ByteArray) -> ByteArray:
+        """Returns the payload in a copy of `self.payload` that has arrived on the host.
+
+        Raises:
+            GradientError: Gradient and residual are too large for float32 together.
+        """
+        bad = int(host[self._tail : self._tail + 4].view(np.int32)[0])
+        require_finite(bad == 0, self.compressor.name)
+        if isinstance(self.compressor, TopK | DGC):
+            return host[: sparse.payload_nbytes(int(host[:4].view("<u4")[0]))]
+        return host[: self.compressor.payload_nbytes_max(self.numel)]
+
+    # ----- arguments of kernels
+
+    @property
+    def bad(self) -> np.uint64:
+        """Where kernels say that a number was beyond float32."""
+        return self.at(self._tail)
+
+    @property
+    def residual(self) -> np.uint64:
+        """What is owed; 0 where nothing is kept."""
+        return pointer(self.state[RESIDUAL]) if RESIDUAL in self.state else np.uint64(0)
+
+    def at(self, offset: int) -> np.uint64:
+        """Returns the address of a byte of the payload."""
+        return np.uint64(self.payload.data_ptr() + offset)
+
+    def scratch(self, num_ints: int) -> np.uint64:
+        """Returns the address of `num_ints` int32 that are kept from one call to the next."""
+        if self._scratch is None:
+            self._scratch = torch.zeros(num_ints, dtype=torch.int32, device=self.payload.device)
+        assert len(self._scratch) == num_ints
+        return pointer(self._scratch)
+
+    def blocks(self, kernel: str, *arguments: Any) -> None:
+        """Starts a kernel with one block of threads for each block of elements."""
+        self._launch(kernel, blocks.num_blocks(self.numel), arguments)
+
+    def threads(self, kernel: str, count: int, *arguments: Any) -> None:
+        """Starts a kernel with at least `count` threads."""
+        self._launch(kernel, -(-count // THREADS), arguments)
+
+
+def pointer(tensor: torch.Tensor) -> np.uint64:
+    """Returns the address of a tensor's memory."""
+    return np.uint64(tensor.data_ptr())
+
+
+def _head(encoder: Encoder) -> int:
+    return 4 * blocks.num_blocks(encoder.numel)
+
+
+def _cast(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    n = np.int32(encoder.numel)
+    name = encoder.compressor.name
+    encoder.blocks(name, pointer(grad), encoder.residual, encoder.at(0), n, encoder.bad)
+
+
+def _two_bit(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    compressor, n = encoder.compressor, np.int32(encoder.numel)
+    assert isinstance(compressor, TwoBit)
+    start = (pointer(grad), encoder.residual)
+    if compressor.threshold:
+        threshold = np.float32(compressor.threshold)
+        encoder.blocks("two_bit_fixed", *start, threshold, encoder.at(0), n, encoder.bad)
+    else:
+        where = (encoder.at(0), encoder.at(_head(encoder)))
+        encoder.blocks("two_bit_adapted", *start, FACTOR, *where, n, encoder.bad)
+
+
+def _one_bit(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.bad)
+    encoder.blocks("one_bit", pointer(grad), encoder.residual, *where)
+
+
+def _int8(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.bad)
+    encoder.blocks("int8_levels", pointer(grad), encoder.residual, *where)
+
+
+def _qsgd(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    compressor = encoder.compressor
+    assert isinstance(compressor, QSGD)
+    start = (pointer(grad), encoder.residual, np.float32(compressor.levels), *draw.halves(seed))
+    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.bad)
+    encoder.blocks("qsgd", *start, *where)
+
+
+def _terngrad(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.bad)
+    encoder.blocks("terngrad", pointer(grad), encoder.residual, *draw.halves(seed), *where)
+
+
+def _natural(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    where = (encoder.at(0), np.int32(encoder.numel), encoder.bad)
+    encoder.blocks("natural", pointer(grad), encoder.residual, *draw.halves(seed), *where)
+
+
+def _randomk(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    compressor, n = encoder.compressor, np.int32(encoder.numel)
+    assert isinstance(compressor, RandomK)
+    k = sparse.num_sent(compressor.ratio, encoder.numel)
+    signed = seed - (1 << 64) if seed >> 63 else seed
+    encoder.payload[:SEED_NBYTES].view(torch.int64).fill_(signed)
+    encoder.blocks("take", pointer(grad), encoder.residual, n, encoder.bad)
+    where = (n, np.int32(k), *draw.halves(seed), encoder.at(SEED_NBYTES))
+    encoder.threads("randomk", k, encoder.residual, *where)
+
+
+def _topk(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    compressor = encoder.compressor
+    assert isinstance(compressor, TopK)
+    n = np.int32(encoder.numel)
+    encoder.blocks("take", pointer(grad), encoder.residual, n, encoder.bad)
+    k = sparse.num_sent(compressor.ratio, encoder.numel)
+    _send_largest(encoder, k, compressor.select, np.uint64(0))
+
+
+def _dgc(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    compressor = encoder.compressor
+    assert isinstance(compressor, DGC)
+    momentum = pointer(encoder.state[MOMENTUM])
+    encoder.blocks(
+        "dgc_correct",
+        pointer(grad),
+        momentum,
+        encoder.residual,
+        np.float32(1.0),
+        np.float32(compressor.momentum),
+        np.int32(compressor.nesterov),
+        np.int32(encoder.numel),
+        encoder.bad,
+    )
+    k = sparse.num_sent(compressor.ratio_at(step), encoder.numel)
+    _send_largest(encoder, k, compressor.select, momentum)
+
+
+def _send_largest(encoder: Encoder, k: int, select: str, momentum: np.uint64) -> None:
+    """Starts what `sparse.encode` does, without the host knowing how many are sent."""
+    n, num_blocks = np.int32(encoder.numel), blocks.num_blocks(encoder.numel)
+    base = encoder.scratch(SELECT_INTS + BINS + 2 * num_blocks)
+    state, bins = base, np.uint64(base + 4 * SELECT_INTS)
+    above = np.uint64(bins + 4 * BINS)
+    equal = np.uint64(above + 4 * num_blocks)
+    limit = np.int32(min(encoder.numel, 2 * k))
+
+    def choose(rank: int, stride: int, *, is_sample: bool, if_exceeded: bool) -> None:
+        flag, owed = np.int32(if_exceeded), encoder.residual
+        encoder.threads("select_begin", 1, state, bins, np.int32(rank), flag)
+        for shift, width in DIGITS:
+            digit = (np.int32(stride), np.int32(shift), np.int32(width), state, bins, flag)
+            num_samples = -(-encoder.numel // stride)
+            encoder.threads("select_count", -(-num_samples // EACH), owed, n, *digit)
+            encoder.threads("select_digit", 1, state, bins, np.int32(width), flag)
+        if is_sample:
+            encoder.threads("select_sampled", 1, state)
+        encoder.blocks("count_blocks", owed, n, state, above, equal, flag)
+        where = (above, equal, np.int32(num_blocks), limit, flag)
+        encoder.threads("place_blocks", 1, state, *where)
+
+    if select == "sampled":
+        rank, stride = sparse.sample_rank(k, encoder.numel), sparse.stride(encoder.numel)
+        choose(rank, stride, is_sample=True, if_exceeded=False)
+        choose(k, 1, is_sample=False, if_exceeded=True)
+    else:
+        choose(k, 1, is_sample=False, if_exceeded=False)
+    encoder.blocks("move", encoder.residual, momentum, n, state, above, equal, encoder.at(0))
+
+
+ENCODERS: Mapping[type[Compressor], Callable[[Encoder, torch.Tensor, int, int], None]] = {
+    FP16: _cast,
+    BF16: _cast,
+    TwoBit: _two_bit,
+    OneBit: _one_bit,
+    Int8: _int8,
+    QSGD: _qsgd,
+    TernGrad: _terngrad,
+    Natural: _natural,
+    TopK: _topk,
+    RandomK: _randomk,
+    DGC: _dgc,
+}
+
+
+def can_encode(compressor: Compressor) -> bool:
+    """Returns whether there are kernels; clipping by a norm needs the host."""
+    return type(compressor) in ENCODERS and not (isinstance(compressor, DGC) and compressor.clip)

@@ -1,0 +1,88 @@
+"""The CUDA kernels make the CPU's payloads and residuals, bit for bit: run here as C++."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.compressors import parse_compressor
+from pscore.cuda.encoders import Encoder, Launch, can_encode
+from pscore.errors import GradientError
+from pscore.types import FloatArray
+from tests.golden.compressors.vectors import gradient
+from tests.unit.pscore.compressors.cases import NAMES, Sender
+from tests.unit.pscore.cuda.shim import build, launcher
+
+ENCODED = [
+    *(name for name in NAMES if can_encode(parse_compressor(name))),
+    "topk(ratio=0.5, select=sampled)",
+    "dgc(ratio=0.01, warmup=4, nesterov=True)",
+]
+SIZES = (1, 5, 16, 33, 1000, 1023, 2047, 2048, 2049, 5003, 9000)
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+
+
+def aligned(values: FloatArray) -> torch.Tensor:
+    """Returns a copy that starts at a multiple of 64 bytes, as a slice of the flat vector does."""
+    room = torch.zeros(len(values) + 16)
+    start = -room.data_ptr() // 4 % 16
+    room[start : start + len(values)] = torch.from_numpy(values)
+    return room[start : start + len(values)]
+
+
+def assert_same(
+    launch: Launch, name: str, grads: list[FloatArray], seed: int = 1 << 63 | 5
+) -> None:
+    """Encodes on both, step by step, and compares payload and state."""
+    compressor, numel = parse_compressor(name), len(grads[0])
+    sender = Sender(compressor, numel)
+    encoder = Encoder(compressor, numel, torch.device("cpu"), launch)
+    encoder.state = {key: aligned(value) for key, value in sender.state.items()}
+    for step, grad in enumerate(grads):
+        expected = sender.encode(grad, seed=seed + step, step=step)
+        encoder.encode(aligned(grad), seed=seed + step, step=step)
+        assert encoder.finish(encoder.payload.numpy()).tobytes() == expected.tobytes()
+        for key, value in sender.state.items():
+            assert np.array_equal(encoder.state[key].numpy().view(np.uint32), value.view(np.uint32))
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("name", ENCODED)
+def test_payload_and_state_are_the_cpus(launch: Launch, name: str, numel: int) -> None:
+    assert_same(launch, name, [gradient(numel, step) for step in range(3)])
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_numbers_at_the_edges_are_the_cpus(launch: Launch, name: str) -> None:
+    edges = [0.0, -0.0, 1e-45, -1e-42, 1.2e-38, 2.0**-100, 2.0**-101, 6e-8, 2.9e-8, 6.1e-5, 1.0]
+    edges += [65504.0, 65519.9, 65520.0, -7e4, 2.0**17, 2.0**18, 1e30, -3e37, 127.5, 0.5, 1.5, 2.5]
+    values = np.array(edges, dtype=np.float32)
+    tiny = np.array(edges[:8] * 9, dtype=np.float32)
+    equal = np.tile(np.array([0.25, -0.25], dtype=np.float32), 2000)
+    for grad in (values, tiny, equal, np.zeros(2100, np.float32)):
+        assert_same(launch, name, [grad, -grad, grad])
+
+
+def test_a_sample_that_misleads_is_made_up_for(launch: Launch) -> None:
+    numel = 50_000
+    grad = np.ones(numel, np.float32)
+    grad[:: numel // 4096] = 0.25
+    assert_same(launch, "topk(ratio=0.01, select=sampled)", [grad, gradient(numel, 1)])
+    assert_same(launch, "dgc(ratio=0.01)", [grad, gradient(numel, 1)])
+
+
+@pytest.mark.parametrize("name", [name for name in ENCODED if "feedback" not in name])
+def test_what_float32_cannot_hold_is_reported(launch: Launch, name: str) -> None:
+    compressor = parse_compressor(name)
+    if not compressor.keeps_residual:
+        pytest.skip("nothing is added to the gradient")
+    encoder = Encoder(compressor, 40, torch.device("cpu"), launch)
+    encoder.state["residual"] = aligned(np.full(40, 3e38, np.float32))
+    encoder.encode(aligned(np.full(40, 3e38, np.float32)), seed=0, step=0)
+    with pytest.raises(GradientError, match="beyond float32"):
+        encoder.finish(encoder.payload.numpy())
