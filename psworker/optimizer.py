@@ -393,7 +393,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def show_weights(self) -> None:
         """Brings the flat weights into the model; a round begins from what the model holds."""
         self.bucket.scatter_weights()
-        if self.bucket.has_casts and self.replica.num_inner == 0:
+        if self.rule.outer_optimizer and self.bucket.has_casts and self.replica.num_inner == 0:
             self.bucket.gather_weights()
             self.replica.take_reference()
 
