@@ -99,6 +99,7 @@ def join(
     job: str | None = None,
     rank: int | None = None,
     num_workers: int | None = None,
+    timeout_s: float | None = None,
 ) -> Context:
     """Returns this process's context, and makes it if there is none.
 
@@ -120,6 +121,7 @@ def join(
         job=job or environment.job,
         rank=environment.rank if rank is None else rank,
         num_workers=num_workers or environment.num_workers,
+        timeout_s=environment.timeout_s if timeout_s is None else timeout_s,
     )
     addresses = parse_servers(servers) or environment.servers
     shards = None

@@ -7,6 +7,7 @@
 | workers | PACELINE_NUM_WORKERS | WORLD_SIZE | DMLC_NUM_WORKER |
 | job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |
 | restart | | TORCHELASTIC_RESTART_COUNT | |
+| seconds that nobody may answer | PACELINE_TIMEOUT_S | | |
 | data plane | PACELINE_DATA_PLANE=auto, local, tcp, grpc | | |
 
 The first column wins. MASTER_PORT is never bound: it belongs to torch.
@@ -23,6 +24,8 @@ from pscore.errors import ConfigError
 
 log = logging.getLogger("paceline")
 DEFAULT_JOB = "default"
+TIMEOUT_S = 30.0
+TIMEOUT_S_MAX = 86400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,18 @@ class Environment:
     job: str
     restart: int
     data_plane: str
+    timeout_s: float = TIMEOUT_S  # How long nobody may answer, in seconds.
+
+    def __post_init__(self) -> None:
+        """Checks what arguments may have replaced.
+
+        Raises:
+            ConfigError: It is out of its range.
+        """
+        if not 0.0 <= self.timeout_s <= TIMEOUT_S_MAX:
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s!r}, must be in 0..{TIMEOUT_S_MAX:g} seconds"
+            )
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -70,6 +85,7 @@ class Environment:
             job=variables.get("PACELINE_JOB") or _run_id(variables),
             restart=_number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
             data_plane=variables.get("PACELINE_DATA_PLANE") or "auto",
+            timeout_s=_seconds(variables, TIMEOUT_S, "PACELINE_TIMEOUT_S"),
         )
 
 
@@ -108,6 +124,16 @@ def _number(variables: Mapping[str, str], default: int, *names: str) -> int:
                 log.info("%s=%s taken as %s", name, variables[name], names[0])
             return int(variables[name])
     return default
+
+
+def _seconds(variables: Mapping[str, str], default: float, name: str) -> float:
+    text = variables.get(name)
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, must be a number of seconds") from None
 
 
 def _dmlc(variables: Mapping[str, str]) -> tuple[str, ...]:

@@ -77,13 +77,21 @@ def init(
     job: str | None = None,
     rank: int | None = None,
     num_workers: int | None = None,
+    timeout_s: float | None = None,
 ) -> None:
     """Joins a job; what is not given comes from the environment (`environment.py`).
+
+    Args:
+        servers: Addresses of the shards in their order.
+        job: Name of the job.
+        rank: Of this worker.
+        num_workers: Workers of the job.
+        timeout_s: How long a shard may not answer before that is an error, in seconds.
 
     Raises:
         PacelineError: The shards do not answer, or refuse this worker.
     """
-    context.join(servers=servers, job=job, rank=rank, num_workers=num_workers)
+    context.join(servers=servers, job=job, rank=rank, num_workers=num_workers, timeout_s=timeout_s)
 
 
 def shutdown() -> None:

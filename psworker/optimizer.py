@@ -48,6 +48,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression: str | Compressor = "none",
         servers: str | list[str] | None = None,
         job: str | None = None,
+        timeout_s: float | None = None,
         model: torch.nn.Module | None = None,
         buffers: str = "rank0",
         overlap: bool | str = "auto",
@@ -65,6 +66,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
                 are started on this machine and end with the job.
             job: Name of the job; else PACELINE_JOB; else torchrun's run id.
+            timeout_s: How long a shard may not answer before that is an error, in seconds; else
+                PACELINE_TIMEOUT_S; else 30.
             model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
             buffers: What `global_weights` puts into the float buffers of `model`: `rank0` (rank
                 0's), `mean` (of all workers), or `local` (each worker its own).
@@ -90,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._names, parameters, groups = _trained(optimizer, named_parameters)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._samples = samples
-        self._context = context.join(servers=servers, job=job)
+        self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
         self.session = self._context.session
         tensors = describe(list(zip(self._names, parameters, strict=True)), groups)
         tensors = choose(

@@ -91,6 +91,7 @@ class Session:
             rank=environment.rank,
             num_workers=environment.num_workers,
             restart=environment.restart,
+            patience_s=environment.timeout_s,
             data_plane=environment.data_plane,
         )
 
