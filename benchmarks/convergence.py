@@ -1,0 +1,351 @@
+"""Accuracy of every mode at equal steps and at equal simulated seconds, in one process.
+
+    python -m benchmarks.convergence --quick --json
+    python -m benchmarks.convergence --sweep k --data ../shared/data/fashion-mnist --seeds 1 2 3
+    python -m benchmarks.convergence --sweep resnet --data ../shared/data/cifar-10/cifar10_jpeg.npz
+
+Four workers on the real replicas, clocks and stores; computing and network are simulated
+(`inprocess.py`), gradients are real. `--results FILE` keeps every run as a line of JSON and skips
+those that are there already, so that long sweeps can be ended and taken up again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import convergence_plots, curves, tasks
+from benchmarks.inprocess import Cluster, Compute, Job, Network
+from benchmarks.sweeps import NUM_WORKERS, SWEEPS, Setting
+from pscore.compressors import parse_compressor
+from pscore.rules import parse_mode
+
+NUM_TEST_ON_THE_WAY = 1000  # Test images of the points of a curve; the last point takes all.
+POINTS = (0.2, 0.4, 0.6, 0.8)
+LOSS_STEPS = 25  # The training loss is the mean of so many steps of all workers.
+QUICK_STEPS = 180
+CHANCE = 2.29  # A loss that has not left ln 10 after half of the run never will.
+# The learning rate falls as a cosine, to this share of itself.
+LR_LEFT = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """What came of one setting with one seed."""
+
+    name: str
+    setting: dict[str, Any]
+    task: str
+    seed: int
+    steps: int
+    batch: int  # Images of one worker in one step.
+    accuracy: float  # Of the test images; NaN after a divergence.
+    loss: float  # Of the test images.
+    train_loss: float
+    sim_s: float  # Simulated seconds until the last worker has ended.
+    cpu_s: float
+    pushed_mb: float  # Of all workers, 10**6 bytes.
+    pulled_mb: float
+    failure: str = ""
+    points: list[tuple[int, float, float]] = field(default_factory=list)  # Step, second, accuracy.
+    losses: list[tuple[float, float]] = field(default_factory=list)  # Second, training loss.
+
+    @property
+    def key(self) -> tuple[str, str, int, int, int]:
+        """Returns what tells it from every other run."""
+        return (self.task, self.name, self.seed, self.steps, self.batch)
+
+
+class Watch:
+    """Follows one run."""
+
+    def __init__(self, task: tasks.Task, steps: int) -> None:
+        self.task, self.steps = task, steps
+        self.model = task.make_model()
+        self.points: list[tuple[int, float, float]] = []
+        self.losses: list[tuple[float, float]] = []
+        self.failure = ""
+        self._recent: list[float] = []
+        self._at = {int(share * steps) for share in POINTS}
+
+    def __call__(self, cluster: Cluster, rank: int, step: int, loss: float) -> None:
+        """Is told of each step of each worker."""
+        self._recent.append(loss)
+        if not math.isfinite(loss):
+            self.failure = f"NaN at step {step}"
+        if len(self._recent) == LOSS_STEPS * len(cluster.workers):
+            self.losses.append((cluster.now_s, statistics.fmean(self._recent)))
+            self._recent = []
+            late = len(self.losses) * LOSS_STEPS > self.steps / 2
+            if late and min(value for _, value in self.losses[-3:]) > CHANCE:
+                self.failure = f"no better than chance at step {step}"
+        if self.failure:
+            cluster.stop()
+        elif rank == 0 and step in self._at:
+            accuracy, _ = self.task.evaluate(cluster.show(self.model), NUM_TEST_ON_THE_WAY)
+            self.points.append((step, cluster.now_s, accuracy))
+
+
+def run_one(setting: Setting, task: tasks.Task, steps: int, args: argparse.Namespace) -> Run:
+    """Trains once."""
+    rule = parse_mode(setting.mode)
+    steps = round(steps * setting.longer)
+    watch = Watch(task, steps)
+
+    def lr(step: int) -> float:
+        share = (1 + math.cos(math.pi * step / steps)) / 2
+        return setting.lr * (LR_LEFT + (1 - LR_LEFT) * share)
+
+    make = _optimizer(setting)
+    started_s = time.process_time()
+    job = Job(
+        rule=rule,
+        make_model=task.make_model,
+        gradient=task.gradient,
+        group=make([torch.nn.Parameter(torch.zeros(1))]).param_groups[0],
+        optimizer=setting.optimizer,
+        lr=lr,
+        make_inner=make if rule.outer_optimizer else None,
+        num_workers=NUM_WORKERS,
+        steps=steps,
+        compressor=parse_compressor(setting.compression),
+        network=Network(bandwidth=args.gbit * 125e6),
+        compute=Compute(mean_s=args.compute_ms / 1e3),
+        seed=task.seed,
+        on_step=watch,
+    )
+    cluster = Cluster(job).run()
+    accuracy, loss = math.nan, math.nan
+    if not watch.failure:
+        accuracy, loss = task.evaluate(cluster.show(watch.model))
+        watch.points.append((steps, cluster.now_s, accuracy))
+    return Run(
+        name=setting.name,
+        setting=asdict(setting),
+        task=task.name,
+        seed=task.seed,
+        steps=steps,
+        batch=task.batch,
+        accuracy=accuracy,
+        loss=loss,
+        train_loss=watch.losses[-1][1] if watch.losses else math.nan,
+        sim_s=cluster.now_s,
+        cpu_s=time.process_time() - started_s,
+        pushed_mb=sum(worker.pushed_nbytes for worker in cluster.workers) / 1e6,
+        pulled_mb=sum(worker.pulled_nbytes for worker in cluster.workers) / 1e6,
+        failure=watch.failure,
+        points=watch.points,
+        losses=watch.losses,
+    )
+
+
+def _optimizer(
+    setting: Setting,
+) -> Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]:
+    def make(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if setting.optimizer == "adam":
+            return torch.optim.Adam(parameters, lr=setting.lr)
+        return torch.optim.SGD(parameters, lr=setting.lr, momentum=setting.momentum)
+
+    return make
+
+
+# ----- what came of it
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One setting over its seeds."""
+
+    setting: dict[str, Any]
+    runs: list[Run]
+
+    def mean(self, what: str) -> float:
+        """Returns the mean over the seeds; NaN if one of them diverged."""
+        return statistics.fmean(getattr(run, what) for run in self.runs)
+
+    @property
+    def spread(self) -> float:
+        """Half of the range of the accuracy over the seeds."""
+        values = [run.accuracy for run in self.runs]
+        return (max(values) - min(values)) / 2
+
+    def accuracy_at(self, sim_s: float) -> float:
+        """Returns the accuracy at a simulated second, between the points of the curves."""
+        return statistics.fmean(_between(run.points, sim_s) for run in self.runs)
+
+
+def _between(points: list[tuple[int, float, float]], sim_s: float) -> float:
+    before = (0.0, 0.1)
+    for _, second, accuracy in points:
+        if second >= sim_s:
+            share = (sim_s - before[0]) / (second - before[0])
+            return before[1] + share * (accuracy - before[1])
+        before = (second, accuracy)
+    return before[1]
+
+
+def collect(runs: list[Run]) -> dict[str, Row]:
+    """Returns the rows in the order of their first runs."""
+    rows: dict[str, Row] = {}
+    for run in runs:
+        rows.setdefault(run.name, Row(setting=run.setting, runs=[])).runs.append(run)
+    return rows
+
+
+def show(rows: dict[str, Row], title: str) -> None:
+    """Prints the table."""
+    grid = Table(title=title, box=box.SIMPLE_HEAD)
+    grid.add_column("run")
+    names = ("lr", "mom.", "seeds", "accuracy %", "from ssgd", "test loss", "train loss")
+    for column in (*names, "sim. s", "% at equal s", "MB pulled"):
+        grid.add_column(column, justify="right")
+    base = next((row for name, row in rows.items() if name.endswith("ssgd")), None)
+    equal_s = base.mean("sim_s") / 2 if base else math.nan
+    for name, row in rows.items():
+        momentum = "" if row.setting["optimizer"] == "adam" else f"{row.setting['momentum']:g}"
+        head = [name, f"{row.setting['lr']:g}", momentum, str(len(row.runs))]
+        failed = [run for run in row.runs if run.failure]
+        if failed:
+            what = f"{len(failed)} of {len(row.runs)}: {failed[0].failure}"
+            grid.add_row(*head, what, "", "", "", "", "", "")
+            continue
+        accuracy = row.mean("accuracy")
+        spread = f" ±{100 * row.spread:.1f}" if len(row.runs) > 1 else ""
+        grid.add_row(
+            *head,
+            f"{100 * accuracy:.1f}{spread}",
+            f"{100 * (accuracy - base.mean('accuracy')):+.1f}" if base else "",
+            f"{row.mean('loss'):.3f}",
+            f"{row.mean('train_loss'):.3f}",
+            f"{row.mean('sim_s'):.1f}",
+            f"{100 * row.accuracy_at(equal_s):.1f}" if base else "",
+            f"{row.mean('pulled_mb'):,.0f}",
+        )
+    Console(highlight=False, width=130).print(grid)
+    if base:
+        print(f"equal s: {equal_s:.2f} simulated seconds, half of ssgd's run")
+
+
+def as_json(rows: dict[str, Row]) -> str:
+    """Returns the figures as one line."""
+    values = {
+        name: {
+            "accuracy": curves.finite(row.mean("accuracy")),
+            "loss": curves.finite(row.mean("loss")),
+            "sim_s": round(row.mean("sim_s"), 3),
+            "seeds": len(row.runs),
+        }
+        for name, row in rows.items()
+    }
+    return json.dumps(values)
+
+
+def load(path: Path | None) -> list[Run]:
+    """Returns the runs of a results file."""
+    if path is None or not path.exists():
+        return []
+    runs = []
+    for line in path.read_text().splitlines():
+        values = json.loads(line)
+        for name in ("accuracy", "loss", "train_loss"):
+            values[name] = math.nan if values[name] is None else values[name]
+        runs.append(Run(**values))
+    return runs
+
+
+def run_all(args: argparse.Namespace) -> list[Run]:
+    """Makes the runs that are not in the results file yet, and returns all of this sweep."""
+    settings = SWEEPS[args.sweep]()
+    if args.only:
+        settings = [setting for setting in settings if setting.name in args.only]
+    known = {run.key: run for run in load(args.results)}
+    chosen = []
+    for seed in args.seeds:
+        task = _task(args, seed)
+        steps = args.steps or round(args.epochs * task.steps_per_epoch)
+        for setting in settings:
+            key = (task.name, setting.name, seed, round(steps * setting.longer), task.batch)
+            if key not in known and not args.show:
+                run = known[key] = run_one(setting, task, steps, args)
+                print(
+                    f"{run.name}, seed {seed}: {run.failure or f'{run.accuracy:.4f}'}, "
+                    f"{run.cpu_s:.0f} s of CPU",
+                    flush=True,
+                )
+                if args.results:
+                    with args.results.open("a") as file:
+                        file.write(json.dumps(curves.finite(asdict(run))) + "\n")
+            if key in known:
+                chosen.append(known[key])
+    return chosen
+
+
+def _task(args: argparse.Namespace, seed: int) -> tasks.Task:
+    if args.sweep == "resnet":
+        task = tasks.cifar(args.data, seed, NUM_WORKERS, args.test_images)
+    else:
+        task = tasks.fashion(args.data, seed, NUM_WORKERS)
+    return replace(task, batch=args.batch)
+
+
+def main() -> None:
+    """Runs a sweep."""
+    args = parse_args()
+    torch.set_num_threads(1)
+    runs = run_all(args)
+    rows = collect(runs)
+    steps = runs[0].steps if runs else 0
+    title = (
+        f"{runs[0].task if runs else ''}: {NUM_WORKERS} workers x {args.batch} images, {steps} "
+        f"steps, learning rate falls to 0 as a cosine; simulated: {args.compute_ms:g} ms a step, "
+        f"{args.gbit:g} Gbit/s"
+    )
+    show(rows, title)
+    if args.out:
+        for path in convergence_plots.draw(args.sweep, rows, args.out):
+            print(f"plot: {path}")
+    if args.json:
+        print(as_json(rows))
+
+
+def parse_args() -> argparse.Namespace:
+    """Returns the command line's arguments."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="1 seed, few steps, k 1, 5, 16")
+    parser.add_argument("--sweep", choices=list(SWEEPS), default="k")
+    parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST, or CIFAR-10's npz")
+    parser.add_argument("--batch", type=int, default=tasks.BATCH, help="images of each worker")
+    parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, help="in the place of --epochs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--only", nargs="+", help="these runs of the sweep only")
+    parser.add_argument("--show", action="store_true", help="run nothing, show what there is")
+    parser.add_argument("--results", type=Path, help="JSON lines; what is there is not run again")
+    parser.add_argument(
+        "--test-images", type=int, help="of CIFAR-10, at the end; a multiple of 500"
+    )
+    parser.add_argument("--compute-ms", type=float, default=8.0, help="of a step, simulated")
+    parser.add_argument("--gbit", type=float, default=1.0, help="of each link, per second")
+    parser.add_argument("--out", type=Path, help="folder of the plots")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    if args.quick:
+        args.sweep, args.seeds, args.steps = "quick", args.seeds[:1], args.steps or QUICK_STEPS
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The plots of `benchmarks.convergence`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import curves
+
+if TYPE_CHECKING:
+    from benchmarks.convergence import Row
+
+LOCAL_COLORS = {
+    "mirror": "#0072b2",
+    "mirror kept": "#56b4e9",
+    "glu": "#d55e00",
+    "sgd": "#999999",
+}
+
+
+def draw(sweep: str, rows: dict[str, Row], folder: Path) -> list[Path]:
+    """Draws what there is for a sweep; returns the files."""
+    if not rows:
+        return []
+    paths = []
+    if sweep in ("k", "adam", "quick"):
+        paths.append(over_k(rows, folder / f"convergence-{sweep}.png"))
+    if sweep in ("k", "modes", "resnet"):
+        paths.append(over_time(rows, folder / f"convergence-{sweep}-loss.png"))
+    return paths
+
+
+def over_k(rows: dict[str, Row], path: Path) -> Path:
+    """Draws accuracy over k, one line for each local update; a divergence is a cross below."""
+    figure = curves.new_figure(7, 4.2)
+    axes = figure.subplots()
+    base = next((row for name, row in rows.items() if name.endswith("ssgd")), None)
+    lines: dict[str, list[tuple[int, float, float]]] = {}
+    for row in rows.values():
+        if k := row.setting["k"]:
+            local = next(n for n in LOCAL_COLORS if f"{n} k=" in row.runs[0].name and _is(n, row))
+            accuracy = 100 * row.mean("accuracy")
+            lines.setdefault(local, []).append((k, accuracy, 100 * row.spread))
+    good = [value for line in lines.values() for _, value, _ in line if value > 60]
+    bottom = math.floor(min(good)) - 2 if good else 0
+    for local, line in lines.items():
+        line.sort()
+        held = [point for point in line if point[1] >= bottom]
+        lost = [k for k, value, _ in line if not value >= bottom]
+        axes.errorbar(
+            [k for k, _, _ in held],
+            [value for _, value, _ in held],
+            yerr=[spread for _, _, spread in held],
+            color=LOCAL_COLORS[local],
+            marker="o",
+            markersize=4,
+            capsize=2,
+            label=local,
+        )
+        axes.plot(lost, [bottom + 0.4] * len(lost), "x", color=LOCAL_COLORS[local], clip_on=False)
+    if base:
+        axes.axhline(100 * base.mean("accuracy"), color="black", lw=1, ls="--", label="ssgd")
+    axes.set_xscale("log", base=2)
+    ticks = sorted({k for line in lines.values() for k, _, _ in line})
+    axes.set_xticks(ticks, [str(k) for k in ticks])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(bottom=bottom)
+    curves.dress(axes, "k, steps from one pull to the next", "test accuracy, %")
+    axes.legend(frameon=False, title="x: diverged, or below", fontsize=9)
+    axes.set_title(next(iter(rows.values())).runs[0].task)
+    return curves.save(figure, path)
+
+
+def _is(local: str, row: Row) -> bool:
+    mode = row.setting["mode"]
+    return ("kept" in local) == ("'kept'" in mode)
+
+
+def over_time(rows: dict[str, Row], path: Path) -> Path:
+    """Draws the training loss over steps and over simulated seconds, of the first seed."""
+    figure = curves.new_figure(11, 4.6)
+    left, right = figure.subplots(1, 2, sharey=True)
+    chosen = {name: row for name, row in rows.items() if row.setting["k"] in (0, 5, 16)}
+    for index, (name, row) in enumerate(chosen.items()):
+        run = row.runs[0]
+        color = "black" if name == "ssgd" else curves.COLORS[index % 6]
+        style = ("-", "--", ":")[(index // 6) % 3]
+        losses = [loss for _, loss in run.losses]
+        share = run.steps / max(1, len(losses)) if not run.failure else 25
+        left.plot([(i + 1) * share for i in range(len(losses))], losses, style, color=color)
+        label = f"{name}{' (diverged)' if run.failure else ''}"
+        right.plot([second for second, _ in run.losses], losses, style, color=color, label=label)
+    top = 1.3 if "LeNet" in next(iter(rows.values())).runs[0].task else 2.4
+    for axes in (left, right):
+        axes.set_ylim(0.25, top)
+        axes.set_xlim(left=0)
+    curves.dress(left, "step", "training loss, mean of 25 steps")
+    curves.dress(right, "simulated seconds")
+    figure.legend(
+        *right.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
+    )
+    figure.suptitle(next(iter(rows.values())).runs[0].task)
+    return curves.save(figure, path)

@@ -1,0 +1,148 @@
+"""Which runs `benchmarks.convergence` makes, with the hyper-parameters of each mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+STEPS_BETWEEN_PULLS = (1, 2, 4, 5, 8, 16, 32)
+LOCALS = {
+    "mirror": "local='mirror', mirror='exact'",
+    "mirror kept": "local='mirror', mirror='kept'",
+    "glu": "local='glu'",
+    "sgd": "local='sgd'",
+}
+WARMUP = 50  # Steps.
+LR, MOMENTUM = 0.05, 0.9
+LR_ADAM = 1e-3
+NUM_WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One run, but for its seed."""
+
+    name: str
+    mode: str  # As `mode=` takes it.
+    lr: float = LR
+    momentum: float = MOMENTUM
+    optimizer: str = "sgd"
+    compression: str = "none"
+    longer: float = 1.0  # Factor on the number of steps.
+    k: int = 0
+
+
+def ssgd(**changes: object) -> Setting:
+    """Returns what everything is compared with."""
+    return replace(Setting(name="ssgd", mode="ssgd"), **changes)  # type: ignore[arg-type]
+
+
+def ssd(local: str, k: int, warmup: int = WARMUP, more: str = "", **changes: object) -> Setting:
+    """Returns a run of `ssd` with one local update."""
+    mode = f"ssd(steps={k}, warmup={warmup}, {LOCALS[local]}{more})"
+    setting = Setting(name=f"{local} k={k}", mode=mode, k=k)
+    return replace(setting, **changes)  # type: ignore[arg-type]
+
+
+def quick() -> list[Setting]:
+    """Returns what `--quick` runs: the delay modes at k 1, 5 and 16."""
+    settings = [ssgd(), Setting(name="od", mode=f"od(warmup={WARMUP})")]
+    return settings + [ssd(local, k) for local in LOCALS for k in (1, 5, 16)]
+
+
+def by_k() -> list[Setting]:
+    """Returns every local update at every k; what matters most comes first."""
+    first = [ssd(local, k) for k in (5, 1, 16, 32) for local in LOCALS]
+    rest = [ssd(local, k) for k in (8, 2, 4) for local in LOCALS]
+    return [ssgd(), *first, *rest]
+
+
+def modes() -> list[Setting]:
+    """Returns the other modes.
+
+    An asynchronous mode makes N updates in the time of one synchronous step, so each has 1/N of the
+    learning rate; `asgd m=0.6` also lowers the momentum, as `psworker demo` does.
+    """
+    share = {"lr": LR / NUM_WORKERS}
+    settings = [
+        Setting(name="ssgd backup=1", mode="ssgd(backup=1)"),
+        Setting(name="asgd", mode="asgd", lr=LR / NUM_WORKERS),
+        Setting(name="asgd m=0.6", mode="asgd", lr=LR / NUM_WORKERS, momentum=0.6),
+        Setting(name="staleness n=1", mode="staleness(splits=1)"),
+        Setting(name="staleness n=4", mode="staleness(splits=4)", lr=LR, momentum=0.6),
+        Setting(name="dcasgd", mode="dcasgd", lr=LR / NUM_WORKERS),
+        Setting(name="dcasgd adaptive", mode="dcasgd(adaptive=True, decay=0.95)", **share),
+        Setting(name="ssp s=3", mode="ssp(bound=3)", lr=LR / NUM_WORKERS),
+        Setting(name="od dc", mode=f"od(warmup={WARMUP})"),
+        Setting(name="od mirror", mode=f"od(warmup={WARMUP}, local='mirror')"),
+        Setting(name="od none", mode=f"od(warmup={WARMUP}, local='none')"),
+        Setting(name="cd k=5, 2-bit", mode=f"cd(warmup={WARMUP})", compression="2bit"),
+        Setting(name="local H=8", mode=f"local(steps=8, warmup={WARMUP})"),
+        Setting(name="slowmo H=8", mode=f"slowmo(steps=8, warmup={WARMUP})"),
+        Setting(name="diloco H=16", mode=f"diloco(steps=16, warmup={WARMUP})"),
+    ]
+    return [ssgd(), *settings]
+
+
+def seeds() -> list[Setting]:
+    """Returns the part of `k` that is worth several seeds."""
+    names = {f"{local} k={k}" for local in ("mirror", "mirror kept", "glu") for k in (1, 5, 16, 32)}
+    return [setting for setting in by_k() if setting.name in {"ssgd", "sgd k=1", "sgd k=5"} | names]
+
+
+def tuned_glu() -> list[Setting]:
+    """Returns GLU with other rates and factors, at the k where it begins to fail and beyond."""
+    choices = {
+        "lr_scale=0.5": ", lr_scale=0.5",
+        "lr_scale=0.25": ", lr_scale=0.25",
+        "alpha=1, beta=1": ", alpha=1.0, beta=1.0",
+        "alpha=0, beta=1": ", alpha=0.0, beta=1.0",
+        "alpha=0.25, beta=1": ", alpha=0.25, beta=1.0",
+        "alpha=4, beta=0.5": ", alpha=4.0, beta=0.5",
+    }
+    settings = [
+        ssd("glu", k, more=more, name=f"glu k={k}, {about}")
+        for k in (5, 16)
+        for about, more in choices.items()
+    ]
+    return [*settings, ssd("glu", 5, warmup=200, name="glu k=5, warmup=200")]
+
+
+def with_adam() -> list[Setting]:
+    """Returns Adam on the shards."""
+    adam = {"optimizer": "adam", "lr": LR_ADAM}
+    settings = [ssgd(name="adam ssgd", **adam)]
+    for k in (5, 16, 1, 32):
+        for local in ("mirror", "mirror kept", "glu", "sgd"):
+            settings.append(ssd(local, k, name=f"adam {local} k={k}", **adam))
+    return settings
+
+
+def gap() -> list[Setting]:
+    """Returns attempts at what is left of the distance to ssgd at k=32."""
+    return [
+        ssgd(name="ssgd, 2x steps", longer=2.0),
+        ssd("mirror", 32, name="mirror k=32, 2x steps", longer=2.0),
+        ssd("mirror", 32, warmup=200, name="mirror k=32, warmup=200"),
+        ssd("mirror kept", 32, warmup=200, name="mirror kept k=32, warmup=200"),
+        ssd("mirror", 32, name="mirror k=32, lr=0.025", lr=LR / 2),
+        ssgd(name="ssgd, lr=0.025", lr=LR / 2),
+    ]
+
+
+def resnet() -> list[Setting]:
+    """Returns what ResNet-20 is run with: few, because each takes long on a CPU."""
+    rate = {"lr": 0.05}
+    pairs = [("mirror", 5), ("glu", 5), ("mirror", 16), ("glu", 16), ("sgd", 5), ("mirror kept", 5)]
+    return [ssgd(**rate), *(ssd(local, k, warmup=20, **rate) for local, k in pairs)]
+
+
+SWEEPS = {
+    "quick": quick,
+    "k": by_k,
+    "seeds": seeds,
+    "modes": modes,
+    "glu": tuned_glu,
+    "adam": with_adam,
+    "gap": gap,
+    "resnet": resnet,
+}

@@ -1,0 +1,73 @@
+"""The benchmarks as programs: what there is, and that each run of a sweep can be made."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from benchmarks import convergence, straggler, sweeps
+from benchmarks.__main__ import find
+from benchmarks.inprocess import Compute
+from pscore.compressors import parse_compressor
+from pscore.rules import parse_mode
+
+
+def test_the_list_of_benchmarks_says_how_each_is_run() -> None:
+    found = {item.name: item for item in find()}
+    for name in ("accuracy", "convergence", "straggler"):
+        assert any(name in command for command in found[name].commands)
+    assert "inprocess" not in found
+
+
+@pytest.mark.parametrize("sweep", sorted(sweeps.SWEEPS))
+def test_every_run_of_a_sweep_is_one_and_has_a_name_of_its_own(sweep: str) -> None:
+    settings = sweeps.SWEEPS[sweep]()
+    for setting in settings:
+        parse_mode(setting.mode)
+        parse_compressor(setting.compression)
+    assert len({setting.name for setting in settings}) == len(settings)
+
+
+def test_a_slow_worker_stops_the_synchronous_modes_and_not_the_asynchronous_ones() -> None:
+    paces = {}
+    for mode in ("ssgd", "ssgd(backup=1)", "asgd"):
+        even, _ = straggler.rates(mode, Compute(mean_s=0.01), 0.4)
+        slowed, _ = straggler.rates(mode, Compute(mean_s=0.01, slow={straggler.SLOW: 10.0}), 0.4)
+        paces[mode] = slowed / even
+    assert paces["ssgd"] < 0.2
+    assert paces["ssgd(backup=1)"] > 0.9
+    assert paces["asgd"] > 0.9
+
+
+def make_run(name: str, seed: int, accuracy: float) -> convergence.Run:
+    return convergence.Run(
+        name=name,
+        setting={"lr": 0.1, "momentum": 0.9, "optimizer": "sgd", "k": 0},
+        task="",
+        seed=seed,
+        steps=10,
+        batch=32,
+        accuracy=accuracy,
+        loss=1.0,
+        train_loss=1.0,
+        sim_s=4.0,
+        cpu_s=0.0,
+        pushed_mb=0.0,
+        pulled_mb=0.0,
+        points=[(5, 2.0, 0.5), (10, 4.0, accuracy)],
+    )
+
+
+def test_seeds_are_averaged_and_accuracy_is_read_between_the_points_of_a_curve() -> None:
+    rows = convergence.collect([make_run("ssgd", 1, 0.7), make_run("ssgd", 2, 0.9)])
+    assert rows["ssgd"].mean("accuracy") == pytest.approx(0.8)
+    assert rows["ssgd"].spread == pytest.approx(0.1)
+    assert rows["ssgd"].accuracy_at(3.0) == pytest.approx((0.6 + 0.7) / 2)
+    assert json.loads(convergence.as_json(rows))["ssgd"]["accuracy"] == pytest.approx(0.8)
+
+
+def test_a_divergence_is_null_in_json() -> None:
+    rows = convergence.collect([make_run("glu k=32", 1, math.nan)])
+    assert json.loads(convergence.as_json(rows))["glu k=32"]["accuracy"] is None
