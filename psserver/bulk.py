@@ -283,6 +283,8 @@ class BulkServer:
     def stop(self) -> None:
         """Closes the listeners and all connections."""
         for listener in (self._tcp, self._unix, self._attaching):
+            with contextlib.suppress(OSError):  # Closing alone would not wake `accept`.
+                listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         for connection in list(self._connections):
             connection.close()
@@ -305,9 +307,6 @@ class BulkServer:
         self._connections.add(connection)
         try:
             connection.serve()
-        except BaseException as problem:
-            self._driver.broke(problem)
-            raise
         finally:
             self._connections.discard(connection)
 

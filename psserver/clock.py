@@ -26,6 +26,7 @@ from pscore.types import HyperArray, Pull, Push, Role, Verdict
 
 Token = Hashable  # Whoever drives the clock finds payload and requester by it.
 LATE_KEPT = 1024  # Late steps remembered per worker, so that a repeated push gets the same answer.
+AHEAD_MAX = 4096  # Steps of a worker that are in while an earlier one is not.
 PARKED_MAX = 64  # Parked pushes per worker; a worker waits for its acknowledgement long before.
 
 
@@ -175,6 +176,11 @@ class SliceClock:
             return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
         if push.step >= self.version + self.rule.steps_open():
             return self._park(push, token)
+        if len(counted.ahead) >= AHEAD_MAX:
+            raise RemoteProtocolError(
+                f"worker {push.worker} pushed step {push.step}, {AHEAD_MAX} steps since "
+                f"{counted.clock} are in and others between them are not"
+            )
         return self._count(push, token) + self._proceed()
 
     def pull(self, pull: Pull, token: Token) -> list[Action]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import structlog
 
 from pscore.errors import LimitError, RemoteProtocolError
@@ -109,6 +110,15 @@ class Driver:
             LimitError: There is no memory for them.
         """
         layout = WeightsMap(list(table.specs.values()))
+        num_arrays = 2 + len(table.optimizer.state_names) + 1  # Weights twice, state, one bin.
+        wanted = num_arrays * table.nbytes
+        available = psutil.virtual_memory().available
+        if wanted > available:
+            del job.tables[table.spec.name]
+            raise LimitError(
+                f"table {table.spec.name!r} wants {wanted} bytes of memory on shard "
+                f"{self.shard.index}, {available} are left on its host"
+            )
         try:
             segment = Segment.create(layout.nbytes)
         except OSError as problem:

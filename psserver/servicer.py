@@ -141,9 +141,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._drain = drain
         self._bulk = bulk
 
-    async def Describe(  # noqa: N802
-        self, request: pb.DescribeRequest, context: Context
-    ) -> pb.DescribeReply:
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Says which shard of which cluster this is."""
         return pb.DescribeReply(
             cluster=self._cluster,
@@ -156,7 +154,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             bulk_local="" if self._bulk is None else self._bulk.local,
         )
 
-    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:  # noqa: N802
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         """Takes a worker into a job."""
         try:
             if request.protocol != wire.PROTOCOL:
@@ -183,7 +181,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             lease_s=job.membership.lease_s,
         )
 
-    async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:  # noqa: N802
+    async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
         """Declares a table, or checks that this worker's is the job's."""
         try:
             job = self._heard(request)
@@ -193,9 +191,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             raise
         return pb.DefineReply(table=table.index, created=created)
 
-    async def Heartbeat(  # noqa: N802
-        self, request: pb.HeartbeatRequest, context: Context
-    ) -> pb.HeartbeatReply:
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
         try:
             self._heard(request)
@@ -204,7 +200,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             raise
         return pb.HeartbeatReply()
 
-    async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:  # noqa: N802
+    async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
         """Waits until all workers of the job are here."""
         try:
             job = self._heard(request)
@@ -216,12 +212,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
         return pb.BarrierReply(done=done, waiting_for=missing)
 
-    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:  # noqa: N802
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""
         self._driver.leave(request.job, request.worker, request.incarnation, request.reason)
         return pb.LeaveReply()
 
-    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         """Says how the jobs of this shard go."""
         shard = self._driver.shard
         return pb.StatusReply(
@@ -232,7 +228,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             pid=os.getpid(),
         )
 
-    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:  # noqa: N802
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
         """Stops the shard after what is under way is answered."""
         self._drain(request.grace_s)
         return pb.DrainReply()

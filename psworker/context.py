@@ -199,7 +199,7 @@ def start_shards(num_shards: int = 1) -> OwnShards:
         ServerUnavailableError: They did not start; their message stands on standard error.
     """
     shards = subprocess.Popen(
-        [sys.executable, "-m", "psserver", "embedded", "--shards", str(num_shards)],
+        [sys.executable, "-P", "-m", "psserver", "embedded", "--shards", str(num_shards)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -22,7 +22,7 @@ from pscore.optimizers import OPTIMIZERS, from_torch, hyper_rows
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
-from pscore.types import Role
+from pscore.types import Role, TensorSpec
 from psworker import context
 from psworker.bucket import Bucket, describe
 from psworker.buffers import Buffers
@@ -99,7 +99,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensors = choose(
             tensors, self.compressor, min_nbytes=compress_min_nbytes, exclude=compress_exclude
         )
+        self._make_table(parameters, tensors)
+        self._overlap = Overlap(overlap, self._names)
+        self._watch(parameters)
+        self._buffers = Buffers(model, buffers, self.session)
+        self._upload()
+        self._context.at_close(self.close)
+
+    def _make_table(
+        self, parameters: list[torch.nn.Parameter], tensors: Sequence[TensorSpec]
+    ) -> None:
+        """Declares the parameters at the shards, and lays them out here."""
         layout = make_layout(tensors, len(self.session.links))
+        num_groups = len(self.param_groups)
         self.exchange = Exchange(
             self.session,
             self._context.table_name(TABLE),
@@ -107,23 +119,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.rule,
             self.compressor,
             self.plugin,
-            len(self.param_groups),
+            num_groups,
             share=True,
         )
         self.bucket = Bucket(parameters, layout, self.exchange.grads)
-        self.replica = Replica(
-            layout,
-            self.rule,
-            self.plugin,
-            len(self.param_groups),
-            self.bucket.weights,
-            self.session.rank,
-        )
-        self._overlap = Overlap(overlap, self._names)
+        weights, rank = self.bucket.weights, self.session.rank
+        self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank)
+
+    def _watch(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Has autograd say when a gradient is made, and knows which slices it completes."""
+        slices = self.bucket.layout.slices
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._missing = [0] * len(layout.slices)  # Gradients of each slice still to come.
+        self._missing = [0] * len(slices)  # Gradients of each slice still to come.
         self._slices_of: list[list[int]] = [[] for _ in parameters]
-        for spec in layout.slices:
+        for spec in slices:
             for segment in spec.segments:
                 self._slices_of[segment.tensor].append(spec.index)
         self._reset_missing()
@@ -136,13 +145,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._lost: ReplacedError | None = None  # The shards go on without this worker.
         self._gathered: set[int] = set()
         self._pushed: set[int] = set()
+        hook = self._hook
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for parameter in parameters
         ]
-        self._buffers = Buffers(model, buffers, self.session)
-        self._upload()
-        self._context.at_close(self.close)
 
     # ----- the training loop
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -71,14 +72,13 @@ class Session:
         self._rounds: dict[str, int] = {}
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_links)
             self._check_shards()
             for link in self.links:
                 self._join(link, restart)
                 link.open(data_plane)
-        except BaseException:
-            self._close_links()
-            raise
+            undo.pop_all()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
 

@@ -262,7 +262,7 @@ class SocketTransport(Transport):
     def _push_now(self, call: PushCall) -> None:
         try:
             header, payload = call.make()
-        except BaseException as problem:  # noqa: BLE001 - the future carries it to its owner
+        except PacelineError as problem:
             call.done.set_exception(problem)
             return
         self._up.request(call, pb.Envelope(push=header), payload)
