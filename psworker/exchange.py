@@ -20,6 +20,7 @@ import torch
 
 from pscore import wire
 from pscore.compressors.base import Compressor
+from pscore.cuda.runtime import launcher
 from pscore.errors import PacelineError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
@@ -27,6 +28,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.segment import Segment
 from pscore.types import FloatArray, Push, Role, Verdict
+from psworker.device import make_feedback
 from psworker.feedback import Feedback
 from psworker.replica import Landing
 from psworker.session import Session
@@ -93,6 +95,7 @@ class Exchange:
         self.grads: FloatArray | None = None
         self._segment: Segment | None = None
         self._shared: set[int] = set()  # Shards that have mapped `grads`.
+        self._placed: set[int] = set()  # Slices whose error feedback has seen its device.
         self._feedback = self._make_feedback()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[Future[data_pb2.PullReply], Landing]] = {}
@@ -109,11 +112,14 @@ class Exchange:
         # A segment without a gradient is left out by the shard, and so would be what is owed of it.
         whole = not wire.pack_bits(push.present, len(self.layout.slices[index].segments))
         feedback = self._feedback[index] if whole and (compress or flush) else None
+        if feedback is not None and grad.device.type != "cpu":
+            feedback = self._on_device(index, feedback, grad.device)
         shared = feedback is None and push.present != 0 and self._is_shared(index, grad)
-        ready = self._on_host(index, grad)
+        payload = self._payload(index, push, grad, feedback, flush=flush)
+        compressor = self.compressor.name if feedback is not None and not flush else ""
 
         def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
-            return self._make(index, push, ready(), feedback, flush=flush, shared=shared)
+            return self._make(index, push, payload, compressor, shared=shared)
 
         call = PushCall(make=make, is_shared=shared)
         self._pushes[index] = call.done
@@ -190,10 +196,12 @@ class Exchange:
                 log.warning("worker %d has waited %.0f s for %s", self.session.rank, waited_s, what)
 
     def restart(self) -> None:
-        """Forgets what was under way, and owes nothing: this worker has come back anew."""
+        """Forgets what was under way, which may have been counted; what is owed stays owed."""
         self._pushes.clear()
         self._pulls.clear()
-        self._feedback = self._make_feedback()
+        for feedback in self._feedback:
+            if feedback is not None:
+                feedback.settle(Verdict.ACCEPTED)
         self._attach()
 
     # ----- loading
@@ -234,11 +242,14 @@ class Exchange:
         """Returns what error feedback needs of each slice; None where nothing is compressed."""
         if self.compressor.name == "none":
             return [None] * len(self.layout.slices)
-        key = f"{self.session.job}/{self.table}/{self.session.rank}"
         return [
-            Feedback(self.compressor, spec.numel, f"{key}/{spec.index}") if spec.compress else None
+            Feedback(self.compressor, spec.numel, self._key(spec.index)) if spec.compress else None
             for spec in self.layout.slices
         ]
+
+    def _key(self, index: int) -> str:
+        """Returns what tells a slice's random numbers from others'."""
+        return f"{self.session.job}/{self.table}/{self.session.rank}/{index}"
 
     # ----- shared memory
 
@@ -315,17 +326,43 @@ class Exchange:
 
         return ready
 
+    def _on_device(self, index: int, feedback: Feedback, device: torch.device) -> Feedback:
+        """Returns error feedback that stays on a GPU, if there are kernels; kept from then on."""
+        if index not in self._placed:
+            self._placed.add(index)
+            state, key, launch = feedback.state, self._key(index), launcher(device)
+            numel = self.layout.slices[index].numel
+            feedback = make_feedback(self.compressor, numel, key, device, launch)
+            for name, value in state.items():
+                feedback.load(name, value)
+            self._feedback[index] = feedback
+        return feedback
+
+    def _payload(
+        self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
+    ) -> Callable[[], memoryview]:
+        """Returns what returns the payload; what runs on a GPU, copies too, starts now."""
+        if feedback is not None and not flush:
+            started = feedback.start(push, grad)
+            if started is not None:
+                return started
+        ready = self._on_host(index, grad)
+        if feedback is None:
+            return lambda: wire.as_bytes(ready())
+        if flush:
+            return lambda: feedback.flush(push, ready())
+        return lambda: feedback.encode(push, ready())
+
     def _make(
         self,
         index: int,
         push: Push,
-        grad: FloatArray,
-        feedback: Feedback | None,
+        payload: Callable[[], memoryview],
+        compressor: str,
         *,
-        flush: bool,
         shared: bool,
     ) -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
-        """Returns header and payload of one push, compressed if it is to be."""
+        """Returns header and payload of one push."""
         spec = self.layout.slices[index]
         header = data_pb2.PushHeader(
             sender=self._sender(),
@@ -337,15 +374,11 @@ class Exchange:
             present=wire.pack_bits(push.present, len(spec.segments)),
             hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
             shared=shared,
+            compressor=compressor,
         )
-        payload = wire.as_bytes(grad)
+        data = payload()
         self.traffic.num_pushes += 1
         if push.present == 0:
             return header, ()
-        if feedback is not None and flush:
-            payload = feedback.flush(push, grad)
-        elif feedback is not None:
-            header.compressor = self.compressor.name
-            payload = feedback.encode(push, grad)
-        self.traffic.pushed_nbytes += payload.nbytes
-        return header, () if shared else (payload,)
+        self.traffic.pushed_nbytes += data.nbytes
+        return header, () if shared else (data,)

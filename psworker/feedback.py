@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import fnmatch
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 import xxhash
 
 from pscore import wire
@@ -78,14 +79,21 @@ class Feedback:
         self._sent: Sent | None = None
         self._state: dict[str, FloatArray] = {}
 
+    def start(self, push: Push, grad: torch.Tensor) -> Callable[[], memoryview] | None:
+        """Starts to encode on the gradient's device, and returns what waits for the payload.
+
+        Returns:
+            None where the host has to encode.
+        """
+        return None
+
     def encode(self, push: Push, grad: FloatArray) -> memoryview:
         """Returns the payload of a push; it stays as it is until the push is settled."""
         with self._lock:
             if self._sent is None or self._sent.step != push.step:
                 buffer = self._allocate()
-                seed = xxhash.xxh3_64_intdigest(f"{self._key}/{push.step}".encode())
                 nbytes = self._compressor.encode(
-                    grad, self._state, buffer, seed=seed, step=push.step
+                    grad, self._state, buffer, seed=self._seed(push), step=push.step
                 )
                 self._sent = Sent(step=push.step, payload=buffer[:nbytes], is_compressed=True)
             return wire.as_bytes(self._sent.payload)
@@ -134,6 +142,9 @@ class Feedback:
             self._allocate()
             if name in self._state:
                 self._state[name][:] = value
+
+    def _seed(self, push: Push) -> int:
+        return xxhash.xxh3_64_intdigest(f"{self._key}/{push.step}".encode())
 
     def _allocate(self) -> ByteArray:
         if self._buffer is None:

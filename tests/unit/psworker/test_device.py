@@ -1,0 +1,76 @@
+"""Error feedback on a device, with the CUDA kernels run as C++ on the CPU."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.compressors import parse_compressor
+from pscore.cuda import runtime
+from pscore.cuda.encoders import Launch
+from pscore.types import Verdict
+from psworker.device import DeviceFeedback, make_feedback
+from psworker.feedback import Feedback
+from tests.unit.pscore.cuda.shim import build, launcher
+from tests.unit.pscore.cuda.test_kernels import aligned
+from tests.unit.psworker.test_feedback import NUMEL, gradient, push
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+
+
+@pytest.mark.parametrize("name", ["2bit", "topk(ratio=0.1)", "dgc(ratio=0.1)", "natural", "fp16"])
+def test_a_device_sends_and_owes_what_the_host_does(launch: Launch, name: str) -> None:
+    compressor = parse_compressor(name)
+    host = Feedback(compressor, NUMEL, "job/0/0/0")
+    device = DeviceFeedback(compressor, NUMEL, "job/0/0/0", CPU, launch)
+    for step in range(6):
+        grad = gradient(step)
+        if step == 4:
+            payloads = [bytes(item.flush(push(step), grad)) for item in (host, device)]
+        else:
+            ready = device.start(push(step), aligned(grad))
+            payloads = [bytes(host.encode(push(step), grad)), bytes(ready())]
+            assert bytes(ready()) == payloads[1]
+        assert payloads[0] == payloads[1]
+        verdict = (Verdict.ACCEPTED, Verdict.TOO_LATE, Verdict.DUPLICATE)[step % 3]
+        host.settle(verdict)
+        device.settle(verdict)
+        assert host.state.keys() == device.state.keys()
+        for key, value in host.state.items():
+            assert np.array_equal(device.state[key], value)
+
+
+def test_state_moves_to_a_device_and_back(launch: Launch) -> None:
+    compressor = parse_compressor("dgc")
+    feedback = make_feedback(compressor, NUMEL, "job/0/0/0", CPU, launch)
+    assert isinstance(feedback, DeviceFeedback)
+    feedback.load("momentum", gradient(1))
+    feedback.load("residual", gradient(2))
+    feedback.load("something", gradient(3))
+    assert np.array_equal(feedback.state["momentum"], gradient(1))
+    assert np.array_equal(feedback.state["residual"], gradient(2))
+
+
+def test_what_has_no_kernel_is_encoded_by_the_host(launch: Launch) -> None:
+    clipping = parse_compressor("dgc(clip=1.0)")
+    for compressor, found in ((clipping, launch), (parse_compressor("2bit"), None)):
+        feedback = make_feedback(compressor, NUMEL, "job/0/0/0", CPU, found)
+        assert type(feedback) is Feedback
+        assert feedback.start(push(0), torch.from_numpy(gradient(0))) is None
+
+
+def test_no_kernels_start_on_a_cpu() -> None:
+    assert runtime.launcher(CPU) is None
+
+
+@pytest.mark.parametrize(("cuda", "wheel"), [("12.8", "cupy-cuda12x"), ("13.0", "cupy-cuda13x")])
+def test_the_message_names_the_wheel_for_torchs_cuda(cuda: str, wheel: str) -> None:
+    said = runtime.advice(cuda)
+    assert wheel in said
+    assert f"paceline[cuda{cuda[:2]}]" in said
