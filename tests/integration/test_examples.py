@@ -1,0 +1,80 @@
+"""The examples run as their first lines say; and torchrun, whose first worker keeps the shards."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MNIST = ROOT / "examples" / "mnist.py"
+SHORT = ("--epochs", "1", "--max-steps", "3", "--log-interval", "1")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+# Rank 0 ends long before rank 1, which needs the shards that rank 0 has started.
+UNEVEN = """
+import torch, psworker
+weight = torch.nn.Parameter(torch.zeros(3))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+optimizer = psworker.DistributedOptimizer(optimizer, [("weight", weight)], mode="ssgd")
+psworker.barrier()
+for step in range(2 if psworker.rank() == 0 else 40):
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+print("steps", step + 1, "weight", weight.tolist())
+"""
+
+
+def python(*arguments: object, **environment: str) -> str:
+    """Runs Python to its end, which must be a good one, and returns what it printed."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"loss (\d\.\d{4})", text)
+
+
+def test_the_mnist_example_marks_three_lines() -> None:
+    marks = re.findall(r"# Paceline, line (\d) of 3(.*)", MNIST.read_text())
+    assert [int(number) for number, _ in marks] == [1, 2, 3]
+    ours = re.findall(r"^.*(?:psworker\.|import psworker).*$", MNIST.read_text(), re.MULTILINE)
+    assert len(ours) == 3
+
+
+@pytest.mark.timeout(300)
+def test_the_mnist_example_runs_alone_on_a_shard_of_its_own() -> None:
+    said = python(MNIST, *SHORT)
+    assert len(losses(said)) == 3
+    assert "test: accuracy 0." in said
+
+
+@pytest.mark.timeout(300)
+def test_the_mnist_example_runs_on_two_workers_who_end_with_one_model() -> None:
+    said = python("-m", "psworker", "run", "--workers", 2, "--", MNIST, *SHORT)
+    by_rank = [losses("".join(re.findall(rf"\[{rank}\].*", said))) for rank in (0, 1)]
+    assert [len(found) for found in by_rank] == [3, 3]
+    assert by_rank[0] != by_rank[1], "both train on the same images"
+    accuracies = re.findall(r"accuracy (\d\.\d{4})", said)
+    assert len(accuracies) == 2
+    assert len(set(accuracies)) == 1
+
+
+@pytest.mark.timeout(300)
+def test_under_torchrun_shards_stay_until_the_last_worker_has_ended(tmp_path: Path) -> None:
+    script = tmp_path / "uneven.py"
+    script.write_text(UNEVEN)
+    said = python(*TORCHRUN, script, PACELINE_JOB="a/b")
+    assert "steps 2 weight [-2.0, -2.0, -2.0]" in said
+    assert "steps 40 weight [-40.0, -40.0, -40.0]" in said
