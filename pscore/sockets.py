@@ -21,13 +21,12 @@ from pscore.wire import (
 )
 
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a local bulk connection, as far as granted.
-PIECE_NBYTES = 512 << 10  # Of a payload that is received, and then looked at once more.
 
 
 def tune(connection: socket.socket) -> None:
     """Sets what a bulk connection needs: no delay for small frames, and large buffers.
 
-    TCP sizes its buffers itself, by what is under way; a size set here would only be an upper limit.
+    TCP sizes its buffers itself, by what is under way; a size set here would be an upper limit.
     """
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,10 +96,8 @@ class Incoming:
             wanted = sum(target.nbytes for target in targets)
             raise DecodeError(f"payload of {self.payload_nbytes} bytes, {wanted} wanted")
         for target in targets:
-            for start in range(0, target.nbytes, PIECE_NBYTES):
-                piece = target[start : start + PIECE_NBYTES]
-                receive_into(self._connection, piece)
-                self._digest.update(piece)  # While it is in the cache.
+            receive_into(self._connection, target)
+            self._digest.update(target)
         if self._digest.intdigest() != self._declared:
             raise DecodeError(
                 f"checksum of a frame of {self.payload_nbytes} bytes of payload differs from its "
