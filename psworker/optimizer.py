@@ -17,7 +17,7 @@ import torch
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
-from pscore.errors import ConfigError, ReplacedError
+from pscore.errors import ConfigError, GradientError, ReplacedError
 from pscore.optimizers import OPTIMIZERS, from_torch, hyper_rows
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
@@ -365,7 +365,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if parameter.grad is None:
             self.bucket.clear_grad(index)
         else:
-            self.bucket.gather_grad(index, self.replica.step)
+            try:
+                self.bucket.gather_grad(index, self.replica.step)
+            except GradientError:
+                if not self._pushed:  # So the step can be left out.
+                    self._gathered.clear()
+                    self._reset_missing()
+                    self._overlap.forget()
+                raise
         self._gathered.add(index)
 
     def _push(self, index: int) -> None:

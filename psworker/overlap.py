@@ -86,6 +86,10 @@ class Overlap:
         if self._watches and self._steps >= WATCHED_STEPS:
             self.is_early, self._watches = True, False
 
+    def forget(self) -> None:
+        """Takes a step for not begun: nothing of it has left, and it is left out."""
+        self._seen.clear()
+
     def _message(self, index: int, what: str) -> str:
         return (
             f"the gradient of {self._names[index]!r} {what} after it had been pushed during "
