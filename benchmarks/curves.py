@@ -28,6 +28,7 @@ def dress(axes: Axes, x_label: str, y_label: str = "") -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -144,7 +144,9 @@ def plot(found: dict[str, dict[str, float]], folder: Path) -> Path:
     right.barh(places, [row["pace, hiccups"] for row in found.values()], 0.6, color="#56b4e9")
     left.set_yticks(list(places), list(found))
     left.invert_yaxis()
-    left.legend(frameon=False, title="slowed by", loc="lower right")
+    handles, labels = left.get_legend_handles_labels()
+    labels = [f"slowed {label}" for label in labels]
+    figure.legend(handles, labels, loc="outside lower left", frameon=False, ncols=3)
     curves.dress(left, "pace of the other seven workers (1: as without)")
     curves.dress(right, "pace of all eight (1: as without)")
     left.set_title("one worker of eight is always slow", fontsize=11)
