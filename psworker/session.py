@@ -24,6 +24,7 @@ from psworker.link import Link
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
+FIRST_TIMEOUT_S = 5.0  # Of one attempt of the first call: what listens there may be no shard.
 
 
 class Session:
@@ -197,7 +198,14 @@ class Session:
 
     def _check_shards(self) -> None:
         """Checks that the addresses are the shards of one cluster, in their order."""
-        replies = [link.call(link.control.Describe, pb.DescribeRequest()) for link in self.links]
+        replies = [
+            link.call(
+                link.control.Describe,
+                pb.DescribeRequest(),
+                timeout_s=min(FIRST_TIMEOUT_S, max(1.0, link.patience.limit_s)),
+            )
+            for link in self.links
+        ]
         listed = ", ".join(
             f"{link.address} is shard {reply.shard} of {reply.num_shards}"
             for link, reply in zip(self.links, replies, strict=True)
