@@ -77,6 +77,13 @@ class GLU(LocalUpdate):
                 sign_column,
             )
             return
+        from pscore.cuda import local as device  # Imports torch, which shards do without.
+
+        launch = device.kernels(part.weights)
+        if launch is not None:
+            factors = (self.alpha, self.beta, self.lr_scale)
+            device.glu(launch, part, grad, sync, factors, (decay_column, sign_column))
+            return
         for index in np.flatnonzero(part.active):
             row = part.hyper[part.segments.groups[index]].tolist()
             start, stop = part.segments.bounds[index].tolist()
@@ -114,6 +121,13 @@ class GLU(LocalUpdate):
             )
             return
         part.weights.copy_(weights)
+        from pscore.cuda import local as device
+
+        launch = device.kernels(part.weights)
+        if launch is not None:
+            pulled = part.weights  # On the device; `weights` may be on the host.
+            device.glu_rebase(launch, part, pulled, old, sync, num_updates, decay_column)
+            return
         for (start, stop), group in zip(
             part.segments.bounds.tolist(), part.segments.groups.tolist(), strict=True
         ):

@@ -95,6 +95,13 @@ class SGD(Optimizer):
         hyper: HyperArray,
     ) -> None:
         """Makes one step in place on torch tensors of any device."""
+        from pscore.cuda import local as device  # Imports torch, which shards do without.
+
+        launch = device.kernels(weights)
+        if launch is not None:
+            buffer = state[0]
+            device.sgd_step(launch, weights, grad, buffer, segments, counts, active, hyper)
+            return
         for index in np.flatnonzero(active):
             lr, momentum, dampening, weight_decay, nesterov, maximize = hyper[
                 segments.groups[index]

@@ -1,0 +1,166 @@
+"""Local updates on a GPU: one kernel for each segment that has a gradient, one pass over memory.
+
+The formulas, and the float32 that their factors are rounded to, are those of `pscore/local` and
+`pscore/optimizers/sgd.py`, so that a worker on a GPU goes on from the same bits as one on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from pscore.cuda.encoders import EACH, THREADS, Launch
+from pscore.cuda.runtime import launcher
+from pscore.types import HyperArray, IntArray, SegmentTable
+
+MAX_BLOCKS = 1 << 16
+
+
+def kernels(weights: Any) -> Launch | None:
+    """Returns what starts kernels on a tensor's device; None where torch has to do it."""
+    return launcher(weights.device)
+
+
+def sgd(
+    launch: Launch,
+    part: Any,
+    grad: Any,
+    lr_scale: float,
+    decay_column: int,
+    sign_column: int,
+) -> None:
+    """Makes the plain local step of `pscore/local/sgd.py`."""
+    for start, n, row in _active(part.segments, part.active, part.hyper):
+        sign, decay = _sign(row, sign_column), _decay(row, decay_column)
+        lr = np.float32(lr_scale * row[0])
+        _launch(
+            launch, "local_sgd", n, _at(part.weights, start), _at(grad, start), n, sign, decay, lr
+        )
+
+
+def glu(
+    launch: Launch,
+    part: Any,
+    grad: Any,
+    sync: Any,
+    factors: tuple[float, float, float],
+    columns: tuple[int, int],
+) -> None:
+    """Makes the local step of `pscore/local/glu.py`; `factors` are alpha, beta and lr_scale."""
+    alpha, beta, lr_scale = factors
+    for start, n, row in _active(part.segments, part.active, part.hyper):
+        own = np.float32(alpha) * _sign(row, columns[1])
+        where = (_at(part.weights, start), _at(grad, start), _at(sync, start), n)
+        decay, lr = _decay(row, columns[0]), np.float32(lr_scale * row[0])
+        _launch(launch, "local_glu", n, *where, own, np.float32(beta), decay, lr)
+
+
+def glu_rebase(
+    launch: Launch,
+    part: Any,
+    pulled: Any,
+    old: Any,
+    sync: Any,
+    num_updates: int,
+    decay_column: int,
+) -> None:
+    """Reads the global update off two pulls, as `pscore/local/glu.py` does; all on the device."""
+    every = np.ones(len(part.segments), dtype=np.int64)
+    for start, n, row in _active(part.segments, every, part.hyper):
+        decay = row[decay_column] if decay_column >= 0 else 0.0
+        shrink = np.float32((1.0 - row[0] * decay) ** num_updates)
+        rate = np.float32(1.0 / (num_updates * row[0]) if row[0] != 0.0 else 0.0)
+        where = (_at(part.weights, start), _at(pulled, start), _at(old, start), _at(sync, start))
+        _launch(launch, "glu_rebase", n, *where, n, shrink, rate)
+
+
+def dc(
+    launch: Launch,
+    part: Any,
+    grad: Any,
+    arrays: tuple[Any, Any],
+    factors: tuple[float, float, float],
+    columns: tuple[int, int],
+    *,
+    is_adaptive: bool,
+) -> None:
+    """Makes the local step of `pscore/local/dc.py`.
+
+    Args:
+        launch: Starts kernels.
+        part: The slice.
+        grad: `(numel,) float32`.
+        arrays: `w_old` and the mean square.
+        factors: Control, decay of the mean square, and lr_scale.
+        columns: Of weight decay and of maximize; -1 for none.
+        is_adaptive: The form.
+    """
+    old, square = arrays
+    control, keep, lr_scale = factors
+    for (start, stop), active in zip(part.segments.bounds.tolist(), part.active, strict=True):
+        if not active:
+            old[start:stop].copy_(part.weights[start:stop])
+    for start, n, row in _active(part.segments, part.active, part.hyper):
+        tail = (_sign(row, columns[1]), _decay(row, columns[0]), np.float32(lr_scale * row[0]))
+        where = (_at(part.weights, start), _at(grad, start), _at(old, start))
+        if is_adaptive:
+            mean = (np.float32(control), np.float32(keep), np.float32(1.0 - keep))
+            _launch(launch, "local_dc_adaptive", n, *where, _at(square, start), n, *mean, *tail)
+        else:
+            _launch(launch, "local_dc", n, *where, n, np.float32(control), *tail)
+
+
+def sgd_step(
+    launch: Launch,
+    weights: Any,
+    grad: Any,
+    buffer: Any,
+    segments: SegmentTable,
+    counts: IntArray,
+    active: IntArray,
+    hyper: HyperArray,
+) -> None:
+    """Makes the shard's SGD step in place, as `pscore/optimizers/sgd.py` does."""
+    for index in np.flatnonzero(active):
+        lr, momentum, dampening, decay, nesterov, maximize = hyper[segments.groups[index]].tolist()
+        start, stop = segments.bounds[index].tolist()
+        n, factor = np.int32(stop - start), np.float32(-1.0 if maximize else 1.0)
+        tail = (np.float32(decay), np.float32(lr))
+        where = (_at(weights, start), _at(grad, start))
+        if momentum == 0.0:
+            _launch(launch, "local_sgd", n, *where, n, factor, *tail)
+        else:
+            first = counts[index] == 0
+            keep = np.float32(0.0 if first else momentum)
+            take = np.float32(1.0 if first else 1.0 - dampening)
+            ahead, along = (1.0, momentum) if nesterov else (0.0, 1.0)
+            mix = (keep, take, np.float32(ahead), np.float32(along))
+            _launch(launch, "sgd_momentum", n, *where, _at(buffer, start), n, factor, *tail, *mix)
+        counts[index] += 1
+
+
+def _active(
+    segments: SegmentTable, active: IntArray, hyper: HyperArray
+) -> Iterator[tuple[int, np.int32, list[float]]]:
+    """Yields start, length and hyper-parameters of each segment that is active."""
+    for index in np.flatnonzero(active):
+        start, stop = segments.bounds[index].tolist()
+        yield start, np.int32(stop - start), hyper[segments.groups[index]].tolist()
+
+
+def _launch(launch: Launch, kernel: str, n: np.int32, *arguments: Any) -> None:
+    launch(kernel, min(MAX_BLOCKS, -(-int(n) // (THREADS * EACH))), arguments)
+
+
+def _at(tensor: Any, start: int) -> np.uint64:
+    return np.uint64(tensor.data_ptr() + 4 * start)
+
+
+def _sign(row: list[float], column: int) -> np.float32:
+    return np.float32(-1.0 if column >= 0 and row[column] != 0.0 else 1.0)
+
+
+def _decay(row: list[float], column: int) -> np.float32:
+    return np.float32(row[column] if column >= 0 else 0.0)

@@ -1,0 +1,128 @@
+"""The CUDA local updates move the weights as the CPU's do, bit for bit: run here as C++."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.cuda import local as device
+from pscore.cuda.encoders import Launch
+from pscore.local import LocalSlice
+from pscore.local.dc import DC, AdaptiveDC
+from pscore.local.glu import GLU
+from pscore.local.sgd import PlainSGD, hyper_columns
+from pscore.optimizers import OPTIMIZERS
+from pscore.types import SegmentTable
+from tests.unit.pscore.cuda.shim import build, launcher
+
+NUMEL = 3000
+COLUMNS = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.05}
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+
+
+def normal(seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(NUMEL).astype(np.float32))
+
+
+def parts(nesterov: float = 0.0, momentum: float = 0.9) -> list[LocalSlice]:
+    """Returns two equal slices of three segments, one without a gradient, two groups."""
+    made = []
+    for _ in range(2):
+        optimizer = OPTIMIZERS["sgd"]()
+        names = optimizer.hyper_names
+        hyper = np.zeros((2, len(names)))
+        for group, (decay, maximize) in enumerate(((0.01, 0.0), (0.0, 1.0))):
+            values = {"lr": 0.05, "momentum": momentum, "dampening": 0.1, "nesterov": nesterov}
+            values |= {"weight_decay": decay, "maximize": maximize}
+            hyper[group] = [values[name] for name in names]
+        bounds = np.array([(0, 1000), (1008, 2200), (2208, NUMEL)], dtype=np.int64)
+        table = SegmentTable(bounds=bounds, groups=np.array([0, 1, 0], dtype=np.int64))
+        made.append(
+            LocalSlice(
+                weights=normal(0),
+                segments=table,
+                optimizer=optimizer,
+                hyper=hyper,
+                active=np.array([1, 1, 0], dtype=np.int64),
+                counts=np.zeros(3, dtype=np.int64),
+            )
+        )
+    return made
+
+
+def assert_same(first: Any, second: Any) -> None:
+    assert np.array_equal(first.numpy().view(np.uint32), second.numpy().view(np.uint32))
+
+
+def test_plain_steps_are_the_cpus(launch: Launch) -> None:
+    host, other = parts()
+    for step in range(3):
+        PlainSGD(lr_scale=0.7).update(host, normal(step + 1))
+        device.sgd(launch, other, normal(step + 1), 0.7, *hyper_columns(other))
+        assert_same(host.weights, other.weights)
+
+
+def test_glu_steps_and_pulls_are_the_cpus(launch: Launch) -> None:
+    host, other = parts()
+    update = GLU(alpha=2.0, beta=0.5, lr_scale=0.9)
+    update.rebase(host, normal(5), [], 0)
+    host.version = 0
+    other.weights.copy_(normal(5))
+    old, sync = normal(5), torch.zeros(NUMEL)
+    for step in range(3):
+        update.rebase(host, normal(6 + step), [], 4 * (step + 1))
+        host.version = 4 * (step + 1)
+        columns = hyper_columns(other)
+        other.weights.copy_(normal(6 + step))  # The kernel leaves what lies between segments.
+        device.glu_rebase(launch, other, normal(6 + step), old, sync, 4, columns[0])
+        update.update(host, normal(step + 1))
+        device.glu(launch, other, normal(step + 1), sync, (2.0, 0.5, 0.9), columns)
+        assert_same(host.weights, other.weights)
+        assert_same(host.state["grad_sync"], sync)
+
+
+@pytest.mark.parametrize("update", [DC(0.9), AdaptiveDC(0.9, decay=0.5)], ids=["dc", "adaptive"])
+def test_delay_compensated_steps_are_the_cpus(launch: Launch, update: DC) -> None:
+    host, other = parts()
+    old, square = normal(9), torch.zeros(NUMEL)
+    host.state = {"weights_before": normal(9), "mean_square": torch.zeros(NUMEL)}
+    for step in range(3):
+        update.update(host, normal(step + 1))
+        factors = (update.control, update.decay, 0.9)
+        arrays, columns = (old, square), hyper_columns(other)
+        is_adaptive = update.is_adaptive
+        grad = normal(step + 1)
+        device.dc(launch, other, grad, arrays, factors, columns, is_adaptive=is_adaptive)
+        assert_same(host.weights, other.weights)
+        assert_same(host.state["weights_before"], old)
+        assert_same(host.state["mean_square"], square)
+
+
+@pytest.mark.parametrize(("nesterov", "momentum"), [(0.0, 0.9), (1.0, 0.9), (0.0, 0.0)])
+def test_a_mirrored_sgd_step_is_the_cpus(launch: Launch, nesterov: float, momentum: float) -> None:
+    host, other = parts(nesterov, momentum)
+    buffers = [torch.zeros(NUMEL), torch.zeros(NUMEL)]
+    for step in range(3):
+        weights, grad = host.weights.numpy(), normal(step + 1)
+        host.optimizer.step(
+            weights,
+            weights,
+            grad.numpy(),
+            1.0,
+            [buffers[0].numpy()],
+            host.segments,
+            host.counts,
+            host.active,
+            host.hyper,
+        )
+        rest = (other.segments, other.counts, other.active, other.hyper)
+        device.sgd_step(launch, other.weights, grad, buffers[1], *rest)
+        assert_same(host.weights, other.weights)
+        assert_same(buffers[0], buffers[1])
+    assert host.counts.tolist() == other.counts.tolist() == [3, 3, 0]
