@@ -17,17 +17,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import convergence_plots, curves, tasks
 from benchmarks.inprocess import Cluster, Compute, Job, Network
+from benchmarks.runs import Run, as_json, collect, load, show
 from benchmarks.sweeps import NUM_WORKERS, SWEEPS, Setting
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
@@ -39,33 +36,6 @@ QUICK_STEPS = 180
 CHANCE = 2.29  # A loss that has not left ln 10 after half of the run never will.
 # The learning rate falls as a cosine, to this share of itself.
 LR_LEFT = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Run:
-    """What came of one setting with one seed."""
-
-    name: str
-    setting: dict[str, Any]
-    task: str
-    seed: int
-    steps: int
-    batch: int  # Images of one worker in one step.
-    accuracy: float  # Of the test images; NaN after a divergence.
-    loss: float  # Of the test images.
-    train_loss: float
-    sim_s: float  # Simulated seconds until the last worker has ended.
-    cpu_s: float
-    pushed_mb: float  # Of all workers, 10**6 bytes.
-    pulled_mb: float
-    failure: str = ""
-    points: list[tuple[int, float, float]] = field(default_factory=list)  # Step, second, accuracy.
-    losses: list[tuple[float, float]] = field(default_factory=list)  # Second, training loss.
-
-    @property
-    def key(self) -> tuple[str, str, int, int, int]:
-        """Returns what tells it from every other run."""
-        return (self.task, self.name, self.seed, self.steps, self.batch)
 
 
 class Watch:
@@ -162,110 +132,6 @@ def _optimizer(
     return make
 
 
-# ----- what came of it
-
-
-@dataclass(slots=True, kw_only=True)
-class Row:
-    """One setting over its seeds."""
-
-    setting: dict[str, Any]
-    runs: list[Run]
-
-    def mean(self, what: str) -> float:
-        """Returns the mean over the seeds; NaN if one of them diverged."""
-        return statistics.fmean(getattr(run, what) for run in self.runs)
-
-    @property
-    def spread(self) -> float:
-        """Half of the range of the accuracy over the seeds."""
-        values = [run.accuracy for run in self.runs]
-        return (max(values) - min(values)) / 2
-
-    def accuracy_at(self, sim_s: float) -> float:
-        """Returns the accuracy at a simulated second, between the points of the curves."""
-        return statistics.fmean(_between(run.points, sim_s) for run in self.runs)
-
-
-def _between(points: list[tuple[int, float, float]], sim_s: float) -> float:
-    before = (0.0, 0.1)
-    for _, second, accuracy in points:
-        if second >= sim_s:
-            share = (sim_s - before[0]) / (second - before[0])
-            return before[1] + share * (accuracy - before[1])
-        before = (second, accuracy)
-    return before[1]
-
-
-def collect(runs: list[Run]) -> dict[str, Row]:
-    """Returns the rows in the order of their first runs."""
-    rows: dict[str, Row] = {}
-    for run in runs:
-        rows.setdefault(run.name, Row(setting=run.setting, runs=[])).runs.append(run)
-    return rows
-
-
-def show(rows: dict[str, Row], title: str) -> None:
-    """Prints the table."""
-    grid = Table(title=title, box=box.SIMPLE_HEAD)
-    grid.add_column("run")
-    names = ("lr", "mom.", "seeds", "accuracy %", "from ssgd", "test loss", "train loss")
-    for column in (*names, "sim. s", "% at equal s", "MB pulled"):
-        grid.add_column(column, justify="right")
-    base = next((row for name, row in rows.items() if name.endswith("ssgd")), None)
-    equal_s = base.mean("sim_s") / 2 if base else math.nan
-    for name, row in rows.items():
-        momentum = "" if row.setting["optimizer"] == "adam" else f"{row.setting['momentum']:g}"
-        head = [name, f"{row.setting['lr']:g}", momentum, str(len(row.runs))]
-        failed = [run for run in row.runs if run.failure]
-        if failed:
-            what = f"{len(failed)} of {len(row.runs)}: {failed[0].failure}"
-            grid.add_row(*head, what, "", "", "", "", "", "")
-            continue
-        accuracy = row.mean("accuracy")
-        spread = f" ±{100 * row.spread:.1f}" if len(row.runs) > 1 else ""
-        grid.add_row(
-            *head,
-            f"{100 * accuracy:.1f}{spread}",
-            f"{100 * (accuracy - base.mean('accuracy')):+.1f}" if base else "",
-            f"{row.mean('loss'):.3f}",
-            f"{row.mean('train_loss'):.3f}",
-            f"{row.mean('sim_s'):.1f}",
-            f"{100 * row.accuracy_at(equal_s):.1f}" if base else "",
-            f"{row.mean('pulled_mb'):,.0f}",
-        )
-    Console(highlight=False, width=130).print(grid)
-    if base:
-        print(f"equal s: {equal_s:.2f} simulated seconds, half of ssgd's run")
-
-
-def as_json(rows: dict[str, Row]) -> str:
-    """Returns the figures as one line."""
-    values = {
-        name: {
-            "accuracy": curves.finite(row.mean("accuracy")),
-            "loss": curves.finite(row.mean("loss")),
-            "sim_s": round(row.mean("sim_s"), 3),
-            "seeds": len(row.runs),
-        }
-        for name, row in rows.items()
-    }
-    return json.dumps(values)
-
-
-def load(path: Path | None) -> list[Run]:
-    """Returns the runs of a results file."""
-    if path is None or not path.exists():
-        return []
-    runs = []
-    for line in path.read_text().splitlines():
-        values = json.loads(line)
-        for name in ("accuracy", "loss", "train_loss"):
-            values[name] = math.nan if values[name] is None else values[name]
-        runs.append(Run(**values))
-    return runs
-
-
 def run_all(args: argparse.Namespace) -> list[Run]:
     """Makes the runs that are not in the results file yet, and returns all of this sweep."""
     settings = SWEEPS[args.sweep]()
@@ -313,7 +179,7 @@ def main() -> None:
         f"steps, learning rate falls to 0 as a cosine; simulated: {args.compute_ms:g} ms a step, "
         f"{args.gbit:g} Gbit/s"
     )
-    show(rows, title)
+    show(rows, title, markdown=args.markdown)
     if args.out:
         for path in convergence_plots.draw(args.sweep, rows, args.out):
             print(f"plot: {path}")
@@ -333,6 +199,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--only", nargs="+", help="these runs of the sweep only")
     parser.add_argument("--show", action="store_true", help="run nothing, show what there is")
+    parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
     parser.add_argument("--results", type=Path, help="JSON lines; what is there is not run again")
     parser.add_argument(
         "--test-images", type=int, help="of CIFAR-10, at the end; a multiple of 500"

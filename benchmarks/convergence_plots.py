@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from benchmarks import curves
 
 if TYPE_CHECKING:
-    from benchmarks.convergence import Row
+    from benchmarks.runs import Row
 
 LOCAL_COLORS = {
     "mirror": "#0072b2",

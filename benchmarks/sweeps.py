@@ -104,7 +104,9 @@ def tuned_glu() -> list[Setting]:
         (16, "alpha=0.25, beta=1", ", alpha=0.25, beta=1.0"),
     )
     settings = [ssd("glu", k, more=more, name=f"glu k={k}, {about}") for k, about, more in choices]
-    return [*settings, ssd("glu", 16, warmup=200, name="glu k=16, warmup=200")]
+    longer = ssd("glu", 16, warmup=200, name="glu k=16, warmup=200")
+    plain = [ssd(local, k) for k in (5, 16) for local in ("mirror", "glu")]
+    return [ssgd(), *plain, *settings, longer]
 
 
 def with_adam() -> list[Setting]:
@@ -129,6 +131,8 @@ def with_adam() -> list[Setting]:
 def gap() -> list[Setting]:
     """Returns attempts at what is left of the distance to ssgd at k=32."""
     return [
+        ssgd(),
+        ssd("mirror", 32),
         ssgd(name="ssgd, 2x steps", longer=2.0),
         ssd("mirror", 32, name="mirror k=32, 2x steps", longer=2.0),
         ssd("mirror", 32, warmup=200, name="mirror k=32, warmup=200"),
@@ -140,9 +144,8 @@ def gap() -> list[Setting]:
 
 def resnet() -> list[Setting]:
     """Returns what ResNet-20 is run with: few, because each takes long on a CPU."""
-    rate = {"lr": 0.05}
-    pairs = [("mirror", 5), ("glu", 5), ("mirror", 16), ("glu", 16), ("sgd", 5), ("mirror kept", 5)]
-    return [ssgd(**rate), *(ssd(local, k, warmup=20, **rate) for local, k in pairs)]
+    pairs = (("mirror", 5), ("glu", 5), ("mirror", 16), ("glu", 16), ("sgd", 5))
+    return [ssgd(), *(ssd(local, k) for local, k in pairs)]
 
 
 SWEEPS = {

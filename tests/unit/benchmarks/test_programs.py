@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from benchmarks import convergence, straggler, sweeps
+from benchmarks import runs, straggler, sweeps
 from benchmarks.__main__ import find
 from benchmarks.inprocess import Compute
 from pscore.compressors import parse_compressor
@@ -41,10 +41,10 @@ def test_a_slow_worker_stops_the_synchronous_modes_and_not_the_asynchronous_ones
     assert paces["asgd"] > 0.9
 
 
-def make_run(name: str, seed: int, accuracy: float) -> convergence.Run:
-    return convergence.Run(
+def make_run(name: str, seed: int, accuracy: float) -> runs.Run:
+    return runs.Run(
         name=name,
-        setting={"lr": 0.1, "momentum": 0.9, "optimizer": "sgd", "k": 0},
+        setting={"lr": 0.1, "momentum": 0.9, "optimizer": "sgd", "k": 0, "mode": "ssgd"},
         task="",
         seed=seed,
         steps=10,
@@ -61,13 +61,13 @@ def make_run(name: str, seed: int, accuracy: float) -> convergence.Run:
 
 
 def test_seeds_are_averaged_and_accuracy_is_read_between_the_points_of_a_curve() -> None:
-    rows = convergence.collect([make_run("ssgd", 1, 0.7), make_run("ssgd", 2, 0.9)])
+    rows = runs.collect([make_run("ssgd", 1, 0.7), make_run("ssgd", 2, 0.9)])
     assert rows["ssgd"].mean("accuracy") == pytest.approx(0.8)
     assert rows["ssgd"].spread == pytest.approx(0.1)
     assert rows["ssgd"].accuracy_at(3.0) == pytest.approx((0.6 + 0.7) / 2)
-    assert json.loads(convergence.as_json(rows))["ssgd"]["accuracy"] == pytest.approx(0.8)
+    assert json.loads(runs.as_json(rows))["ssgd"]["accuracy"] == pytest.approx(0.8)
 
 
 def test_a_divergence_is_null_in_json() -> None:
-    rows = convergence.collect([make_run("glu k=32", 1, math.nan)])
-    assert json.loads(convergence.as_json(rows))["glu k=32"]["accuracy"] is None
+    rows = runs.collect([make_run("glu k=32", 1, math.nan)])
+    assert json.loads(runs.as_json(rows))["glu k=32"]["accuracy"] is None
