@@ -1,0 +1,147 @@
+"""Modes with rounds through real shards: against the same rounds made by torch in one process."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from tests.integration.cluster import Shards, Station
+from tests.integration.models import backward, batch, make_model, relative_error, weights_of
+
+STEPS = 22  # Not a multiple of a round: the last one is pushed as it is when training ends.
+
+
+def rmsprop(parameters: Any) -> torch.optim.Optimizer:
+    """The shards have no counterpart of it."""
+    return torch.optim.RMSprop(parameters, lr=1e-3)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.1)
+
+
+INNER = {"rmsprop": rmsprop, "adamw": adamw}
+
+
+def train(me: Station, mode: str, inner: str, steps: int = STEPS) -> dict[str, np.ndarray]:
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        INNER[inner](model.parameters()), named_parameters=model.named_parameters(), mode=mode
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # Nothing has left by then.
+        optimizer.step()
+        scheduler.step()
+    psworker.shutdown()
+    return weights_of(model)
+
+
+def train_alone(inner: str, rounds: int, outer: torch.optim.Optimizer | None = None) -> Any:
+    """Returns the weights of two models in one process, averaged after each round."""
+    reference = make_model()
+    models = [make_model() for _ in range(2)]
+    optimizers = [INNER[inner](model.parameters()) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=7, gamma=0.5) for o in optimizers]
+    step_outer = torch.optim.SGD(
+        reference.parameters(), **({"lr": 1.0} if outer is None else outer.defaults)
+    )
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            backward(model, *batch(rank, step))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizers[rank].step()
+            schedulers[rank].step()
+        if (step + 1) % rounds and step + 1 < STEPS:
+            continue
+        with torch.no_grad():
+            for name, weight in reference.named_parameters():
+                held = [model.state_dict()[name] for model in models]
+                weight.grad = weight - torch.stack(held).mean(dim=0)
+        step_outer.step()
+        for model in models:
+            model.load_state_dict(reference.state_dict())
+    return weights_of(reference)
+
+
+@pytest.mark.parametrize("inner", list(INNER))
+def test_local_sgd_is_the_mean_of_models_trained_apart(shards: Shards, inner: str) -> None:
+    first, second = shards.run(train, "local(steps=5)", inner)
+    for name, weight in train_alone(inner, 5).items():
+        assert np.array_equal(first[name], second[name]), name
+        assert relative_error(first[name], weight) <= 1e-5, name
+
+
+def test_diloco_is_nesterov_over_the_means_of_models_trained_apart(shards: Shards) -> None:
+    outer = torch.optim.SGD([torch.zeros(1)], lr=0.7, momentum=0.9, nesterov=True)
+    first, second = shards.run(train, "diloco(steps=8)", "adamw")
+    for name, weight in train_alone("adamw", 8, outer).items():
+        assert np.array_equal(first[name], second[name]), name
+        assert relative_error(first[name], weight) <= 1e-5, name
+
+
+def hold_still(me: Station) -> float:
+    """Rounds of a bfloat16 model that does not move; returns how far the shards' weights went."""
+    model = torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    model = model.to(torch.bfloat16)
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        named_parameters=model.named_parameters(),
+        mode="local(steps=2)",
+    )
+    # Once, worker 0 moves its bias by 1/256: W is 1 - 1/512, which bfloat16 cannot hold.
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.zeros(1, 8, dtype=torch.bfloat16)).sum().mul(0.0).backward()
+        if step == 0 and me.rank == 0:
+            assert model.bias.grad is not None
+            model.bias.grad.fill_(2.0**-8)
+        optimizer.step()
+    with optimizer.global_weights():
+        bias = optimizer.bucket.weight(1).clone()
+    assert len(set(bias.tolist())) == 1
+    return 1.0 - float(bias[0])
+
+
+def test_the_rounding_of_a_bfloat16_model_is_not_taken_for_a_move(shards: Shards) -> None:
+    """Each round would otherwise pull the shards' weights to what bfloat16 can hold."""
+    assert shards.run(hold_still) == [2.0**-9, 2.0**-9]
+
+
+def save_and_load(me: Station) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Trains 6 and 6 steps, and the second 6 again after the state of the first has come back."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        adamw(model.parameters()),
+        named_parameters=model.named_parameters(),
+        mode="diloco(steps=3, outer_lr=0.5)",
+    )
+
+    def go_on(steps: range) -> dict[str, np.ndarray]:
+        for step in steps:
+            optimizer.zero_grad()
+            backward(model, *batch(me.rank, step))
+            optimizer.step()
+        return weights_of(model)
+
+    go_on(range(6))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    first = go_on(range(6, 12))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    return first, go_on(range(6, 12))
+
+
+def test_a_state_dict_holds_the_inner_and_the_outer_state(shards: Shards) -> None:
+    for first, again in shards.run(save_and_load):
+        for name, weight in first.items():
+            assert np.array_equal(weight, again[name]), name
