@@ -1,0 +1,482 @@
+"""What a user sees when something is wrong: each message names the thing."""
+
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from pscore import wire
+from pscore.errors import ProtocolVersionError, ShardMapError
+from tests.integration.cluster import DEADLINE_S, Shards, Station, Worker, new_job
+from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
+
+
+def wrap(model: torch.nn.Module, **options: Any) -> psworker.DistributedOptimizer:
+    return psworker.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), **options
+    )
+
+
+# ----- refused before anything is started
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"mode": "sgd2"},
+            r"no mode 'sgd2'; there are .*\basgd\b.*\bssd\b.*\bssgd\b",
+        ),
+        (
+            {"mode": "ssd(stesp=3)"},
+            r"mode 'ssd' has no argument 'stesp'; it has steps, warmup, local",
+        ),
+        ({"mode": "ssd(steps=many)"}, r"ssd.steps is 'many', must be of type int"),
+        ({"mode": "ssd(steps=0)"}, r"ssd.steps is 0, must be in 1..1024"),
+        (
+            {"mode": "ssd(local=glue)"},
+            r"ssd.local is 'glue', must be one of .*glu, mirror, .*sgd",
+        ),
+        ({"mode": "ssd steps=3"}, r"mode is 'ssd steps=3', must look like name"),
+        ({"compression": "zip"}, r"no compression 'zip'; there are .*fp16.*none"),
+        (
+            {"servers": "localhost"},
+            r"server address 'localhost' must look like host:port",
+        ),
+        ({"servers": "a:1,a:1"}, r"a server address stands twice in a:1, a:1"),
+        ({"timeout_s": -1.0}, r"timeout_s is -1.0, must be in 0..86400 seconds"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_the_right_ones(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(psworker.ConfigError, match=message):
+        wrap(torch.nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            torch.optim.Adagrad,
+            r"optimizer is torch.optim.adagrad.Adagrad, must be one of .*torch.optim.Adam, .*SGD",
+        ),
+        (
+            lambda weights: torch.optim.Adam(weights, amsgrad=True),
+            r"Adam has amsgrad=True, which the shards do not implement",
+        ),
+        (
+            lambda weights: torch.optim.SGD([{"params": weights, "differentiable": True}], lr=1.0),
+            r"SGD has differentiable=True, which the shards do not implement",
+        ),
+    ],
+)
+def test_an_unsupported_optimizer_is_refused_by_name(
+    make: Callable[[Any], torch.optim.Optimizer], message: str
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(psworker.UnsupportedOptimizerError, match=message):
+        psworker.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+
+
+def test_named_parameters_must_be_those_of_the_optimizer() -> None:
+    model = make_model()
+    named = [item for item in model.named_parameters() if item[0] != "2.weight"]
+    message = r"parameter 2 of group 0 \[64, 128\] is in the optimizer but not in named_parameters"
+    with pytest.raises(psworker.ConfigError, match=message):
+        psworker.DistributedOptimizer(sgd(model.parameters()), named)
+
+
+# ----- shards
+
+
+@contextmanager
+def taken_port() -> Iterator[tuple[socket.socket, int]]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken, taken.getsockname()[1]
+
+
+def test_no_server_says_where_how_long_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with taken_port() as (_, port):
+        message = (
+            rf"no shard answers at 127.0.0.1:{port} after 0\.\d s \(.*\); start one with "
+            rf"`psserver start --port {port}`, or set PACELINE_SERVERS or servers="
+        )
+        with pytest.raises(psworker.ServerUnavailableError, match=message):
+            wrap(torch.nn.Linear(2, 2), servers=f"127.0.0.1:{port}", timeout_s=0.3)
+        monkeypatch.setenv("PACELINE_TIMEOUT_S", "0.3")
+        with pytest.raises(psworker.ServerUnavailableError, match=message):
+            psworker.init(servers=f"127.0.0.1:{port}")
+
+
+def test_a_listener_that_never_answers_is_no_server() -> None:
+    with taken_port() as (taken, port):
+        taken.listen()
+        started_s = time.monotonic()
+        with pytest.raises(psworker.ServerUnavailableError, match=rf"127.0.0.1:{port} after \d"):
+            psworker.init(servers=f"127.0.0.1:{port}", timeout_s=1.0)
+        assert time.monotonic() - started_s < 10.0
+
+
+def test_the_shards_must_be_all_of_one_cluster_in_order(shards: Shards) -> None:
+    first, second = shards.addresses
+    with pytest.raises(ShardMapError, match="not in the order of their shards: ") as problem:
+        psworker.init(servers=[second, first])
+    assert f"{second} is shard 1 of 2, {first} is shard 0 of 2" in str(problem.value)
+    with pytest.raises(ShardMapError, match=f"1 server addresses for 2 shards: {first} is shard 0"):
+        psworker.init(servers=[first])
+    with Shards(2) as others:
+        mixed = [first, others.addresses[1]]
+        message = f"the servers were not started together: {first} is shard 0 of 2, {mixed[1]} is"
+        with pytest.raises(ShardMapError, match=message):
+            psworker.init(servers=mixed)
+
+
+def test_another_version_of_the_protocol_is_refused(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "PROTOCOL", 99)
+    message = (
+        rf"{shards.addresses[0]} speaks protocol \d+ \(paceline [\d.]+\), this worker speaks 99"
+    )
+    with pytest.raises(ProtocolVersionError, match=message):
+        psworker.init(servers=shards.addresses)
+
+
+# ----- a job of another kind
+
+
+def differ(what: str) -> None:
+    """Joins otherwise than `wrap(make_model())` does."""
+    model: torch.nn.Module = make_model()
+    if what == "number of workers":
+        psworker.init(num_workers=3)
+    elif what == "rank":
+        psworker.init(rank=0)
+    elif what == "tensor":
+        model.register_module("2", torch.nn.Linear(128, 32))
+        wrap(model)
+    elif what == "names":
+        wrap(torch.nn.ModuleDict({"inner": model}))
+    elif what == "number of tensors":
+        wrap(torch.nn.Sequential(*list(model.children())[:3]))
+    elif what == "type":
+        wrap(model.bfloat16())
+    elif what == "groups":
+        groups = [{"params": [weight]} for weight in model.parameters()]
+        psworker.DistributedOptimizer(sgd(groups), model.named_parameters())
+    elif what == "optimizer":
+        adam = torch.optim.Adam(model.parameters())
+        psworker.DistributedOptimizer(adam, model.named_parameters())
+    else:
+        wrap(model, **{what: {"mode": "ssd(steps=3)", "compression": "fp16"}[what]})
+
+
+def join_after(me: Station, what: str) -> tuple[str, str]:
+    """Worker 0 makes the job, and worker 1 then joins otherwise; returns its error."""
+    if me.rank == 0:
+        wrap(make_model())
+        me.tell()
+        me.hear()
+        return "", ""
+    me.hear()
+    try:
+        differ(what)
+    except psworker.PacelineError as problem:
+        return type(problem).__name__, str(problem)
+    return "", "joined"
+
+
+MISMATCHES = {
+    "number of workers": r"job 'test-.*' has 2 workers, this one was started for 3",
+    "rank": r"rank 0 is held by process \d+ on .*, last heard \d+\.\d s ago",
+    "tensor": (
+        r"tensor 2 is '2.weight' \[32, 128\] float32 in parameter group 0 here and "
+        r"'2.weight' \[64, 128\] float32 in parameter group 0 in the job"
+    ),
+    "names": r"tensor 0 is 'inner.0.weight' .* here and '0.weight' .* in the job",
+    "number of tensors": (
+        r"4 tensors here and 6 in the job; the first one only in the job is '4.weight' \[10, 64\]"
+    ),
+    "type": r"tensor 0 is '0.weight' \[128, 20\] bfloat16 .* here and '0.weight' .* float32",
+    "groups": r"number of parameter groups is 6 here and 1 in the job",
+    "optimizer": r"optimizer is adam here and sgd in the job",
+    "mode": r"mode is ssd\(steps=3, .*\) here and ssgd.* in the job",
+    "compression": r"compression is fp16.* here and none in the job",
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_a_worker_that_differs_from_its_job_is_told_in_what(shards: Shards, what: str) -> None:
+    job = new_job()
+    with (
+        shards.workers(join_after, what, ranks=[0], job=job) as (first,),
+        shards.workers(join_after, what, ranks=[1], job=job) as (second,),
+    ):
+        first.hear()
+        second.tell()
+        kind, message = second.result()
+        assert kind == ("RankTakenError" if what == "rank" else "JobMismatchError")
+        assert re.search(MISMATCHES[what], message), message
+        first.tell()
+        first.result()
+
+
+# ----- gradients and weights
+
+
+def problem_of(function: Callable[[], object]) -> tuple[str, str]:
+    """Returns the type and the message of what a function raises."""
+    try:
+        function()
+    except psworker.PacelineError as problem:
+        return type(problem).__name__, str(problem)
+    return "", "nothing was raised"
+
+
+def break_gradient(me: Station, value: float, overlap: bool) -> tuple[tuple[str, str], int]:
+    """Returns the error of a step whose gradient holds `value`, and the pushes of that step."""
+    model = make_model()
+    optimizer = wrap(model, overlap=overlap)
+
+    def step(scale: float) -> None:
+        optimizer.zero_grad()
+        inputs, classes = batch(0, 0)
+        loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+        torch.autograd.backward(loss + scale * model.get_parameter("4.bias").sum())
+        optimizer.step()
+
+    step(0.0)
+    psworker.barrier()
+    pushes = optimizer.exchange.traffic.num_pushes
+    problem = problem_of(lambda: step(value))
+    return problem, optimizer.exchange.traffic.num_pushes - pushes
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_nan_or_inf_is_refused_by_tensor_and_step(
+    shards: Shards, value: float, overlap: bool
+) -> None:
+    """The bias of the last layer is the first gradient of backward, so nothing has left."""
+    for (kind, message), pushes in shards.run(break_gradient, value, overlap):
+        assert kind == "GradientError"
+        assert message == (
+            "gradient of '4.bias' holds 10 NaN or Inf of 10 elements at step 1; nothing of it "
+            "was pushed"
+        )
+        assert pushes == 0
+
+
+def leave_out(me: Station, overlap: bool | str) -> dict[str, np.ndarray]:
+    """Trains six steps; at step 3 the gradients are NaN, and the script goes on."""
+    model = make_model()
+    optimizer = wrap(model, overlap=overlap)
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs, classes = batch(0, step)
+        loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+        weight = model.get_parameter("2.weight" if overlap is False else "4.bias")
+        spoilt = float("nan") if step == 3 else 0.0
+        try:
+            torch.autograd.backward(loss + spoilt * weight.sum())
+            optimizer.step()
+        except psworker.GradientError:
+            assert step == 3
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("overlap", [False, True, "auto"])
+def test_a_step_with_a_nan_can_be_left_out(shards: Shards, overlap: bool | str) -> None:
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    for step in (0, 1, 2, 4, 5):
+        optimizer.zero_grad()
+        backward(model, *batch(0, step))
+        optimizer.step()
+    first, second = shards.run(leave_out, overlap)
+    assert same(first, second)
+    for name, weight in weights_of(model).items():
+        np.testing.assert_allclose(first[name], weight, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+class Sparse(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(5, 3, sparse=True)
+
+
+def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
+    """Returns the error of each thing that a step refuses."""
+
+    def begin(model: torch.nn.Module, **options: Any) -> psworker.DistributedOptimizer:
+        psworker.shutdown()
+        psworker.init(job=f"{job}-{len(problems)}")
+        return wrap(model, **options)
+
+    def early(model: torch.nn.Module, between: Callable[[], object]) -> None:
+        optimizer.zero_grad()
+        backward(model, *batch(0, 0))
+        between()
+        optimizer.step()
+
+    problems: dict[str, tuple[str, str]] = {}
+    for kind in ("meta", "two"):
+        model = make_model()
+        model.get_submodule("2").to("meta")
+        if kind == "meta":
+            model.to("meta")
+        problems[kind] = problem_of(lambda: begin(model))  # noqa: B023 - called at once
+    words = Sparse()
+    optimizer = begin(words)
+    torch.autograd.backward(words.words(torch.tensor([1, 2])).sum())
+    problems["sparse"] = problem_of(optimizer.step)
+    problems["double"] = problem_of(lambda: begin(torch.nn.Linear(2, 2).double()))
+    model = make_model()
+    optimizer = begin(model)
+    model.get_parameter("2.weight").data = torch.zeros(64, 128)
+    problems["moved"] = problem_of(optimizer.step)
+    model = make_model()
+    model.get_submodule("2").requires_grad_(False)
+    optimizer = begin(model)
+    model.requires_grad_(True)
+    problems["unfrozen"] = problem_of(lambda: early(model, lambda: None))
+    for name, overlap, steps in (("clipped", True, 0), ("clipped late", "auto", 3)):
+        model = make_model()
+        optimizer = begin(model, overlap=overlap)
+        for _ in range(steps):
+            early(model, lambda: None)
+        problems[name] = problem_of(
+            lambda: early(
+                model,  # noqa: B023
+                lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),  # noqa: B023
+            )
+        )
+    model = make_model()
+    optimizer = begin(model, overlap=True)
+    backward(model, *batch(0, 0))
+    problems["accumulated"] = problem_of(lambda: backward(model, *batch(0, 1)))
+    model = make_model()
+    optimizer = begin(model, overlap=True)
+    problems["samples"] = problem_of(
+        lambda: early(model, lambda: setattr(optimizer, "samples", 7.0))
+    )
+    model = make_model()
+    optimizer = begin(model, overlap=True)
+    problems["lr"] = problem_of(
+        lambda: early(model, lambda: optimizer.param_groups[0].update(lr=0.5))
+    )
+    problems["group"] = problem_of(lambda: optimizer.add_param_group({"params": []}))
+    problems["overlap"] = problem_of(lambda: begin(make_model(), overlap="maybe"))
+    problems["buffers"] = problem_of(lambda: begin(make_model(), buffers="rank1"))
+    problems["another job"] = problem_of(lambda: psworker.init(job="another"))
+    psworker.shutdown()
+    problems["no job"] = problem_of(psworker.rank)
+    return problems
+
+
+EARLY = "pass overlap=False to DistributedOptimizer"
+MISUSES = {
+    "meta": ("ConfigError", "the parameters are on meta, must be on one device"),
+    "two": ("ConfigError", "the parameters are on cpu, meta, must be on one device"),
+    "sparse": ("GradientError", "gradient of 'words.weight' is sparse; make the layer with sparse"),
+    "double": ("ConfigError", "'weight' is float64, must be float32, bfloat16, float16"),
+    "moved": (
+        "ConfigError",
+        "parameter '2.weight' was given other memory .* move the model",
+    ),
+    "unfrozen": (
+        "ConfigError",
+        r"a parameter of shape \[64, 128\] has a gradient, but it was",
+    ),
+    "clipped": (
+        "GradientError",
+        f"gradient of '.*' was changed after it had been .*{EARLY}",
+    ),
+    "clipped late": ("GradientError", f"gradient of '.*' was changed after .*{EARLY}"),
+    "accumulated": ("GradientError", f"gradient of '4.*' got a second gradient after .*{EARLY}"),
+    "samples": (
+        "GradientError",
+        r"samples \(1, now 7\) was changed after gradients had been",
+    ),
+    "lr": ("GradientError", "a learning rate or other hyper-parameter was changed after gradients"),
+    "group": ("ConfigError", "parameter groups cannot be added after DistributedOptimizer is made"),
+    "overlap": ("ConfigError", "overlap is 'maybe', must be True, False or 'auto'"),
+    "buffers": ("ConfigError", "buffers is 'rank1', must be one of rank0, mean, local"),
+    "another job": ("ConfigError", "this process is in job .*; call psworker.shutdown.. before"),
+    "no job": ("ConfigError", "call psworker.init.. or make a DistributedOptimizer first"),
+}
+
+
+def test_what_a_step_cannot_do_is_refused_by_name(shards: Shards) -> None:
+    (problems,) = shards.run(misuse, new_job(), num_workers=1)
+    assert problems.keys() == MISUSES.keys()
+    for what, (kind, message) in MISUSES.items():
+        assert problems[what][0] == kind, (what, problems[what])
+        assert re.search(message, problems[what][1]), (what, problems[what])
+
+
+# ----- waiting is never silent
+
+
+def wait_for_a_step(me: Station) -> None:
+    optimizer = wrap(make_model())
+    me.tell()
+    if me.rank == 1:
+        me.hear()
+    optimizer.step()
+
+
+def wait_for_weights(me: Station) -> None:
+    me.tell()
+    wrap(make_model())
+
+
+def wait_at_a_barrier(me: Station) -> None:
+    psworker.init()
+    me.tell()
+    if me.rank == 1:
+        me.hear()
+    psworker.barrier("epoch")
+
+
+def said(worker: Worker, pattern: str) -> float:
+    """Waits until a worker has written that it waits, and returns after how many seconds."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not (found := re.search(pattern, worker.written())):
+        assert time.monotonic() < end_s, worker.written()
+        time.sleep(0.05)
+    return float(found[1])
+
+
+def test_within_ten_seconds_a_worker_says_whom_it_waits_for(shards: Shards) -> None:
+    """A step that a peer does not make, weights that nobody uploads, an empty barrier."""
+    with (
+        shards.workers(wait_for_a_step) as (stepping, absent),
+        shards.workers(wait_for_weights, ranks=[1]) as (loading,),
+        shards.workers(wait_at_a_barrier) as (arrived, late),
+    ):
+        for worker in (stepping, absent, loading, arrived, late):
+            worker.hear()
+        waits = {
+            stepping: rf"worker 0 has waited (\d+) s for step 0 of worker 1 \(process {absent.pid} "
+            r"on [^ ]+\), at slice \d of 'model' on shard \d",
+            loading: r"worker 1 has waited (\d+) s for the initial weights of slice \d of 'model' "
+            r"on shard \d, from worker 0 \(has not joined yet\)",
+            arrived: rf"worker 0 has waited (\d+) s for worker 1 \(process {late.pid} on [^ ]+\) "
+            r"at barrier 'epoch'",
+        }
+        for worker, pattern in waits.items():
+            assert said(worker, pattern) <= 10.0
+        for worker in (absent, late):
+            worker.tell()
+        for worker in (stepping, absent, arrived, late):
+            worker.result()
