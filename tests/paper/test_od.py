@@ -66,17 +66,15 @@ def test_the_adaptive_correction_by_hand() -> None:
     assert part.state["mean_square"].tolist() == pytest.approx([2.0], rel=1e-6)
 
 
-def test_a_segment_without_gradient_stays_and_is_not_corrected_later() -> None:
+def test_a_segment_without_gradient_stays_and_its_pulls_count_all_the_same() -> None:
+    """Pulls of 3, 4 and 6, a gradient after the last only: W^t - W^{t-1} is 6 - 4."""
     local, part = DC(variance_control=1.0), make_part([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 1)
-    rebase(local, part, [3.0], 0)
-    part.active[:] = 0
-    local.update(part, torch.tensor([7.0]))
-    assert part.weights.tolist() == [3.0]
-    part.num_local = 1
-    rebase(local, part, [4.0], 1)
-    part.active[:] = 1
-    local.update(part, torch.tensor([1.0]))
-    assert part.weights.tolist() == [4.0 - (1.0 + (4.0 - 3.0))]
+    for version, weight in enumerate((3.0, 4.0, 6.0)):
+        rebase(local, part, [weight], version)
+        part.active[:] = version == 2
+        part.num_local = 1
+        local.update(part, torch.tensor([1.0]))
+        assert part.weights.tolist() == [weight if version < 2 else 6.0 - (1.0 + 2.0)]
 
 
 # ----- the schedule
