@@ -45,6 +45,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def start(
     *,
     shards: Annotated[int | None, typer.Option(help="Number of shards [1].")] = None,
+    shard_index: Annotated[
+        int | None, typer.Option(help="Start only this one; needs --cluster.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Name that shards which belong together share [a new one].")
+    ] = None,
     port: Port = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,

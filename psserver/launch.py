@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -42,8 +42,12 @@ class Launch:
     tell: Callable[[Started], None]
     folder: Path | None
     detached: bool
-    cluster: str = field(default_factory=lambda: secrets.token_hex(4))
+    cluster: str = ""
     is_told: bool = False
+
+    def __post_init__(self) -> None:
+        """Gives a cluster without a name one that no other has."""
+        self.cluster = self.settings.server.cluster or secrets.token_hex(4)
 
     def run(self) -> Exit:
         """Supervises the shards until they end.
@@ -55,7 +59,7 @@ class Launch:
         logs.configure(settings.log.format, settings.log.level, shard="all")
         supervisor = Supervisor(
             plans=self._plans(),
-            log_files=[self._log_file(f"shard-{i}") for i in range(settings.server.shards)],
+            log_files=[self._log_file(f"shard-{i}") for i in settings.server.indices],
             restart=settings.server.restart,
             on_ready=self._on_ready,
             on_end=self._on_end,
@@ -70,7 +74,7 @@ class Launch:
                 num_shards=server.shards,
                 cluster=self.cluster,
                 host=server.host,
-                port=server.port + index if server.port else 0,
+                port=server.port + place if server.port else 0,
                 metrics_port=metrics_port,
                 num_threads=server.threads_each,
                 lease_s=server.lease_s,
@@ -78,7 +82,9 @@ class Launch:
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,
             )
-            for index, metrics_port in enumerate(metrics_ports(self.settings))
+            for place, (index, metrics_port) in enumerate(
+                zip(server.indices, metrics_ports(self.settings), strict=True)
+            )
         ]
 
     def _on_ready(self, posts: Sequence[Post]) -> None:
@@ -129,8 +135,10 @@ class Launch:
             if shard.metrics_port is not None
         )
         hints = [
-            f"shards ready: {len(run.shards)} (cluster {run.cluster}, process {run.pid})",
-            "connect: set the variable above for the workers, or pass servers= in the script",
+            f"shards ready: {self._which()} (cluster {run.cluster}, process {run.pid})",
+            "connect: set the variable above for the workers, or pass servers= in the script"
+            if self.settings.server.shard_index is None
+            else "connect: give workers the addresses of all shards, in the order of their index",
             f"look and end: psserver status --port {run.port}, psserver stop --port {run.port}",
         ]
         if pages:
@@ -140,6 +148,12 @@ class Launch:
         elif self.settings.log.format == "json":
             hints = []  # Standard error is for machines.
         return Started(servers=servers, hints=hints)
+
+    def _which(self) -> str:
+        server = self.settings.server
+        if server.shard_index is None:
+            return str(server.shards)
+        return f"number {server.shard_index} of {server.shards}"
 
     def _log_file(self, name: str) -> Path | None:
         return self.folder / f"{name}.log" if self.detached and self.folder is not None else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class ServerSettings(BaseSettings):
     """Port of shard 0; the others follow. 0 takes free ports."""
     shards: int = Field(default=1, ge=1, le=SHARDS_MAX)
     """Number of shard processes. About one for each two cores is enough."""
+    shard_index: int | None = Field(default=None, ge=0, le=SHARDS_MAX - 1)
+    """Start only this one of the shards, on `port` itself: the others have machines or containers
+    of their own. Needs `cluster`."""
+    cluster: str | None = None
+    """Name that shards which belong together share. By default a new one for each start."""
     threads: int | None = Field(default=None, ge=1, le=256)
     """Threads for the numeric work of each shard. By default cores divided by shards."""
     lease_s: float = Field(default=10.0, ge=0.5, le=3600.0)
@@ -62,7 +68,14 @@ class ServerSettings(BaseSettings):
     @property
     def threads_each(self) -> int:
         """Threads of one shard."""
-        return self.threads or max(1, (os.cpu_count() or 1) // self.shards)
+        return self.threads or max(1, (os.cpu_count() or 1) // len(self.indices))
+
+    @property
+    def indices(self) -> range:
+        """The shards to start here."""
+        if self.shard_index is None:
+            return range(self.shards)
+        return range(self.shard_index, self.shard_index + 1)
 
 
 class MetricsSettings(BaseSettings):
@@ -161,7 +174,8 @@ def is_loopback(host: str) -> bool:
 
 def metrics_ports(settings: Settings) -> list[int | None]:
     """Returns the port of each shard's metrics page: None for off, 0 for a free one."""
-    num_shards, port, first = settings.server.shards, settings.server.port, settings.metrics.port
+    num_shards, port = len(settings.server.indices), settings.server.port
+    first = settings.metrics.port
     if first is None:
         first = port + METRICS_OFFSET if port else None
         if first is None:
@@ -178,18 +192,40 @@ def _check(settings: Settings) -> None:
             "no TLS and no token yet; give --insecure if the network is yours alone, or --host "
             "127.0.0.1"
         )
+    _check_part(server)
     for name, first in (("server.port", server.port), ("metrics.port", settings.metrics.port)):
-        last = (first or 0) + server.shards - 1
+        num_shards = len(server.indices)
+        last = (first or 0) + num_shards - 1
         if last > PORT_MAX:
             raise ConfigError(
-                f"{name} is {first} for {server.shards} shards, the last would have {last}, must "
-                f"be at most {PORT_MAX}"
+                f"{name} is {first} for {num_shards} shards, the last would have {last}, must be "
+                f"at most {PORT_MAX}"
             )
-    last_metrics = server.port + METRICS_OFFSET + server.shards - 1
+    last_metrics = server.port + METRICS_OFFSET + len(server.indices) - 1
     if settings.metrics.port is None and last_metrics > PORT_MAX:
         raise ConfigError(
             f"metrics.port is by default server.port + {METRICS_OFFSET} = {last_metrics}, must be "
             f"at most {PORT_MAX}; give --metrics-port, 0 is off"
+        )
+
+
+def _check_part(server: ServerSettings) -> None:
+    """Raises a `ConfigError` if this is no part of a cluster."""
+    if server.cluster is not None and not re.fullmatch(r"[\w.-]{1,64}", server.cluster):
+        raise ConfigError(
+            f"server.cluster is {server.cluster!r}, must be 1 to 64 letters, digits, '.', '_', '-'"
+        )
+    if server.shard_index is None:
+        return
+    if server.shard_index >= server.shards:
+        raise ConfigError(
+            f"server.shard_index is {server.shard_index}, must be in 0..{server.shards - 1} for "
+            f"{server.shards} shards"
+        )
+    if server.cluster is None:
+        raise ConfigError(
+            f"server.shard_index is {server.shard_index} without server.cluster: give --cluster "
+            "the same name at every shard"
         )
 
 

@@ -266,7 +266,7 @@ class Supervisor:
 
     def _bury(self, process: ShardProcess) -> bool:
         """Notes that a shard has ended; returns False if that is the end of all of them."""
-        post = self.posts[process.plan.index]
+        post = next(post for post in self.posts if post.process is process)
         status = process.wait()
         process.close()
         post.process = None

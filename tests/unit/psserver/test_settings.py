@@ -136,8 +136,34 @@ def test_threads_are_the_cores_of_a_shard(monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve({"server.threads": 5}).server.threads_each == 5
 
 
+def test_one_shard_of_a_cluster_has_the_port_and_the_cores_to_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    settings = resolve({"server.shards": 4, "server.shard_index": 3, "server.cluster": "c"})
+    assert list(settings.server.indices) == [3]
+    assert metrics_ports(settings) == [8070]
+    assert settings.server.threads_each == 8
+    assert list(resolve({"server.shards": 4}).server.indices) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"shards": 2, "shard_index": 2, "cluster": "c"}, "shard_index is 2, must be in 0..1"),
+        ({"shards": 2, "shard_index": 1}, "without server.cluster: give --cluster the same name"),
+        ({"cluster": ""}, "server.cluster is ''"),
+        ({"cluster": "a b"}, "server.cluster is 'a b', must be 1 to 64 letters"),
+        ({"cluster": "a" * 65}, "must be 1 to 64 letters"),
+    ],
+)
+def test_what_is_no_part_of_a_cluster_is_refused(part: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve({f"server.{name}": value for name, value in part.items()})
+
+
 def test_every_setting_is_shown_with_its_origin() -> None:
     rows = resolve({"server.port": 8000}).rows()
     assert ("server.port", "8000", "flag --port") in rows
     assert ("metrics.port", "auto", "default") in rows
-    assert len({name for name, _, _ in rows}) == len(rows) == 12
+    assert len({name for name, _, _ in rows}) == len(rows) == 14
