@@ -6,7 +6,7 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.rules import SSGD
 from pscore.types import Push, Verdict
-from psserver.clock import Acknowledge, Action, Add, SliceClock, Update
+from psserver.clock import LATE_KEPT, Acknowledge, Action, Add, SliceClock, Update
 from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
 
 LR, MOMENTUM, DECAY = 0.05, 0.9, 0.01
@@ -149,6 +149,15 @@ def test_a_worker_that_was_late_goes_on_with_the_newest_step() -> None:
     assert min(in_time) >= behind > 10
     assert len(in_time) > 60  # Of two slices; about two thirds of what it sends.
     assert cluster.shard.clocks[0].counted[2].ahead  # The steps it has left out are a gap.
+
+
+def test_the_steps_that_a_worker_has_left_out_are_not_kept_for_ever() -> None:
+    clock, _ = make_clock(SSGD(backup=1), 2)
+    for step in range(0, 6 * LATE_KEPT, 2):
+        clock.version = step
+        push(clock, 1, step)
+    assert len(clock.counted[1].ahead) == LATE_KEPT // 2
+    assert clock.clock(1) == 5 * LATE_KEPT - 1
 
 
 def backup_model(cluster: Cluster, num_needed: int) -> tuple[Vector, Vector]:
