@@ -31,7 +31,6 @@ from pscore.rules import parse_mode
 
 NUM_TEST_ON_THE_WAY = 1000  # Test images of the points of a curve; the last point takes all.
 POINTS = (0.2, 0.4, 0.6, 0.8)
-LOSS_STEPS = 25  # The training loss is the mean of so many steps of all workers.
 QUICK_STEPS = 180
 CHANCE = 2.29  # A loss that has not left ln 10 after half of the run never will.
 # The learning rate falls as a cosine, to this share of itself.
@@ -55,10 +54,10 @@ class Watch:
         self._recent.append(loss)
         if not math.isfinite(loss):
             self.failure = f"NaN at step {step}"
-        if len(self._recent) == LOSS_STEPS * len(cluster.workers):
+        if len(self._recent) == convergence_plots.LOSS_STEPS * len(cluster.workers):
             self.losses.append((cluster.now_s, statistics.fmean(self._recent)))
             self._recent = []
-            late = len(self.losses) * LOSS_STEPS > self.steps / 2
+            late = len(self.losses) * convergence_plots.LOSS_STEPS > self.steps / 2
             if late and min(value for _, value in self.losses[-3:]) > CHANCE:
                 self.failure = f"no better than chance at step {step}"
         if self.failure:

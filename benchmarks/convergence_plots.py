@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks import curves
 
+LOSS_STEPS = 25  # A training loss is the mean of so many steps of all workers.
+
 if TYPE_CHECKING:
     from benchmarks.runs import Row
 
@@ -15,8 +17,9 @@ LOCAL_COLORS = {
     "mirror": "#0072b2",
     "mirror kept": "#56b4e9",
     "glu": "#d55e00",
-    "sgd": "#999999",
+    "sgd": "#009e73",
 }
+STYLES = {5: "-", 16: "--"}  # By k.
 
 
 def draw(sweep: str, rows: dict[str, Row], folder: Path) -> list[Path]:
@@ -39,12 +42,12 @@ def over_k(rows: dict[str, Row], path: Path) -> Path:
     lines: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows.values():
         if k := row.setting["k"]:
-            local = next(n for n in LOCAL_COLORS if f"{n} k=" in row.runs[0].name and _is(n, row))
+            local = _local(row)
             accuracy = 100 * row.mean("accuracy")
             lines.setdefault(local, []).append((k, accuracy, 100 * row.spread))
     good = [value for line in lines.values() for _, value, _ in line if value > 60]
     bottom = math.floor(min(good)) - 2 if good else 0
-    for local, line in lines.items():
+    for rank, (local, line) in enumerate(lines.items()):
         line.sort()
         held = [point for point in line if point[1] >= bottom]
         lost = [k for k, value, _ in line if not value >= bottom]
@@ -58,7 +61,7 @@ def over_k(rows: dict[str, Row], path: Path) -> Path:
             capsize=2,
             label=local,
         )
-        axes.plot(lost, [bottom + 0.4] * len(lost), "x", color=LOCAL_COLORS[local], clip_on=False)
+        axes.plot(lost, [bottom + 0.7 * (1 + rank)] * len(lost), "x", color=LOCAL_COLORS[local])
     if base:
         axes.axhline(100 * base.mean("accuracy"), color="black", lw=1, ls="--", label="ssgd")
     axes.set_xscale("log", base=2)
@@ -72,30 +75,38 @@ def over_k(rows: dict[str, Row], path: Path) -> Path:
     return curves.save(figure, path)
 
 
-def _is(local: str, row: Row) -> bool:
+def _local(row: Row) -> str:
+    """Returns the local update of a row, by its name in `LOCAL_COLORS`."""
     mode = row.setting["mode"]
-    return ("kept" in local) == ("'kept'" in mode)
+    if "'kept'" in mode:
+        return "mirror kept"
+    return next(name for name in LOCAL_COLORS if f"'{name}'" in mode)
 
 
 def over_time(rows: dict[str, Row], path: Path) -> Path:
     """Draws the training loss over steps and over simulated seconds, of the first seed."""
     figure = curves.new_figure(11, 4.6)
     left, right = figure.subplots(1, 2, sharey=True)
-    chosen = {name: row for name, row in rows.items() if row.setting["k"] in (0, 5, 16)}
-    for index, (name, row) in enumerate(chosen.items()):
-        run = row.runs[0]
-        color = "black" if name == "ssgd" else curves.COLORS[index % 6]
-        style = ("-", "--", ":")[(index // 6) % 3]
+    chosen = {name: row for name, row in rows.items() if row.setting["k"] in (0, *STYLES)}
+    others = 0
+    for name, row in chosen.items():
+        run, k = row.runs[0], row.setting["k"]
+        color, style = "black", STYLES.get(k, "-")
+        if k:
+            color = LOCAL_COLORS[_local(row)]
+        elif name != "ssgd":
+            color, style = curves.COLORS[others % 6], ("-", "--", ":")[others // 6 % 3]
+            others += 1
         losses = [loss for _, loss in run.losses]
-        share = run.steps / max(1, len(losses)) if not run.failure else 25
-        left.plot([(i + 1) * share for i in range(len(losses))], losses, style, color=color)
-        label = f"{name}{' (diverged)' if run.failure else ''}"
+        steps = [(index + 1) * LOSS_STEPS for index in range(len(losses))]
+        left.plot(steps, losses, style, color=color)
+        label = f"{name}{' (lost)' if run.failure else ''}"
         right.plot([second for second, _ in run.losses], losses, style, color=color, label=label)
     top = 1.3 if "LeNet" in next(iter(rows.values())).runs[0].task else 2.4
     for axes in (left, right):
-        axes.set_ylim(0.25, top)
+        axes.set_ylim(0.3 if top < 2 else 1.2, top)
         axes.set_xlim(left=0)
-    curves.dress(left, "step", "training loss, mean of 25 steps")
+    curves.dress(left, "step", f"training loss, mean of {LOSS_STEPS} steps")
     curves.dress(right, "simulated seconds")
     figure.legend(
         *right.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8

@@ -96,9 +96,9 @@ def _between(points: list[tuple[int, float, float]], sim_s: float) -> float:
 
 
 def collect(runs: list[Run]) -> dict[str, Row]:
-    """Returns the rows in the order of their first runs."""
+    """Returns the rows, by k and in the order of their first runs."""
     rows: dict[str, Row] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.setting["k"]):
         rows.setdefault(run.name, Row(setting=run.setting, runs=[])).runs.append(run)
     return rows
 

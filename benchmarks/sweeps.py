@@ -86,7 +86,7 @@ def modes() -> list[Setting]:
 def seeds() -> list[Setting]:
     """Returns the part of `k` that is worth several seeds."""
     names = {"ssgd", "mirror k=5", "glu k=5", "mirror k=16", "glu k=16", "mirror k=32"}
-    names |= {"mirror kept k=16", "mirror k=1", "glu k=1"}
+    names |= {"mirror k=1"}
     return [setting for setting in by_k() if setting.name in names]
 
 
@@ -120,9 +120,7 @@ def with_adam() -> list[Setting]:
         ("mirror kept", 5),
         ("mirror kept", 16),
         ("glu", 5),
-        ("glu", 16),
         ("sgd", 5),
-        ("sgd", 16),
     ):
         settings.append(ssd(local, k, name=f"adam {local} k={k}", **adam))
     return settings
@@ -144,7 +142,7 @@ def gap() -> list[Setting]:
 
 def resnet() -> list[Setting]:
     """Returns what ResNet-20 is run with: few, because each takes long on a CPU."""
-    pairs = (("mirror", 5), ("glu", 5), ("mirror", 16), ("glu", 16), ("sgd", 5))
+    pairs = (("mirror", 5), ("glu", 5), ("mirror", 16), ("glu", 16))
     return [ssgd(), *(ssd(local, k) for local, k in pairs)]
 
 
