@@ -79,7 +79,10 @@ class Membership:
         if held is not None:
             if (held.restart, held.incarnation) > (member.restart, member.incarnation):
                 raise ReplacedError(f"rank {member.rank} is held by a newer incarnation")
-            if held.presence is Presence.LIVE and held.restart == member.restart:
+            # Lost on another shard, but not yet on this one: the same process begins anew on all.
+            is_itself = member.returns and (held.host, held.pid) == (member.host, member.pid)
+            is_live = held.presence is Presence.LIVE and not is_itself
+            if is_live and held.restart == member.restart:
                 raise RankTakenError(
                     f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
                     f"{member.heard_s - held.heard_s:.1f} s ago"
@@ -87,6 +90,12 @@ class Membership:
         member.lease_ends_s = member.heard_s + self.lease_s
         self.members[member.rank] = member
         return member.rank
+
+    def restore(self, members: list[Member]) -> None:
+        """Takes the workers of a snapshot in; those that were live have a new lease."""
+        for member in members:
+            member.lease_ends_s = member.heard_s + self.lease_s
+            self.members[member.rank] = member
 
     def heard(self, rank: int, incarnation: int, now_s: float) -> Member:
         """Renews a lease, and returns whose it is.

@@ -134,6 +134,23 @@ def test_a_rank_that_was_left_is_not_handed_out_while_others_go_on() -> None:
         membership.join(member(-1, 2))
 
 
+def test_a_worker_that_another_shard_has_lost_begins_anew_where_it_is_still_live() -> None:
+    membership = joined(2, 0, 1)
+    again = member(0, 2)
+    again.returns = True
+    assert membership.join(again) == 0
+    with pytest.raises(ReplacedError):
+        membership.heard(0, 1, 1.0)
+
+
+def test_another_process_does_not_take_the_place_of_a_live_one_by_claiming_to_return() -> None:
+    membership = joined(2, 0, 1)
+    other = member(0, 2)
+    other.returns, other.pid = True, 99
+    with pytest.raises(RankTakenError):
+        membership.join(other)
+
+
 # ----- leases
 
 
