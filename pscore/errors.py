@@ -13,7 +13,8 @@
     |   |-- RankTakenError          another live process holds this rank
     |   |-- LimitError              a limit of the shard would be passed
     |   |-- UnknownJobError         the shard does not know this job or table
-    |   `-- ReplacedError           a newer incarnation took this worker's place
+    |   |-- ReplacedError           the shards go on without this incarnation of the worker
+    |   `-- StateLostError          a shard has lost the job's weights
     `-- TransportError              the network or the peer's process failed; a retry may help
         |-- ServerUnavailableError  nobody answers at this address
         `-- StalledError            nothing arrived within the time the user allowed
@@ -75,7 +76,11 @@ class UnknownJobError(RemoteProtocolError):
 
 
 class ReplacedError(RemoteProtocolError):
-    """A newer incarnation of this worker has taken its place."""
+    """The shards go on without this incarnation of the worker; it may join anew."""
+
+
+class StateLostError(RemoteProtocolError):
+    """A shard was started again and does not have the job's weights."""
 
 
 class TransportError(PacelineError):

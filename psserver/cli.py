@@ -31,7 +31,7 @@ app.add_typer(config_app, name="config")
 
 Port = Annotated[int | None, typer.Option(help="Port of shard 0 [7070]; 0 takes free ports.")]
 StateDir = Annotated[
-    Path | None, typer.Option(help="Directory of run file and logs, if not the default one.")
+    Path | None, typer.Option(help="Directory of run file, logs and (if given) snapshots.")
 ]
 Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
 Servers = Annotated[
@@ -55,6 +55,9 @@ def start(
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
     state_dir: StateDir = None,
+    snapshot_s: Annotated[
+        float | None, typer.Option(help="Seconds between snapshots into --state-dir [30].")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a shard [cores/shards].")] = None,
     lease_s: Annotated[float | None, typer.Option(help="Silence until a worker is lost.")] = None,
     grace_s: Annotated[float | None, typer.Option(help="Time for requests under way.")] = None,

@@ -17,7 +17,7 @@ is parked: its worker gets no acknowledgement, and so it waits (back-pressure, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from pscore.errors import RemoteProtocolError
@@ -187,6 +187,15 @@ class SliceClock:
         """Takes one pull: answered now, or by a later message's actions."""
         self._waiting[token] = pull
         return self._answers()
+
+    def restore(self, version: int, clocks: Mapping[int, int]) -> None:
+        """Goes on from a snapshot: its version, and the clock of each worker.
+
+        What had entered an open step is not in the snapshot's weights, so it is not counted.
+        """
+        self.version = version
+        for rank, clock in clocks.items():
+            self.counted[rank] = Counted(clock=version if self.rule.by_step else clock)
 
     def welcome(self, worker: int) -> None:
         """Lets a worker come to a job that has begun: nobody waits for it until it pulls."""

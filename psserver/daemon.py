@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -140,6 +141,7 @@ class Daemon:
         Raises:
             CommandError: A port cannot be had; says which and why.
         """
+        self._restore()
         self._bulk = self._make_bulk()
         self._server = self._make_server()
         port = self._bind()
@@ -163,8 +165,11 @@ class Daemon:
         self._watch()
         ticking = asyncio.create_task(self._tick())
         ticking.add_done_callback(self._check)
+        saving = asyncio.create_task(self._save())
+        saving.add_done_callback(self._check)
         await self._ending.wait()
         ticking.cancel()
+        saving.cancel()
         if self.code is not Exit.BUG:
             await self.end()
 
@@ -175,6 +180,7 @@ class Daemon:
             await self._health.set(name, STATUS.NOT_SERVING)
         await self._finish()
         await self._page.stop()
+        await self._snapshot()
         log.info("shard ended")
 
     def drain(self, grace_s: float) -> None:
@@ -214,6 +220,38 @@ class Daemon:
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
                 self._ending.set()
+
+    def _restore(self) -> None:
+        """Takes up the jobs that a former process of this shard has left in the state directory."""
+        folder = self._folder()
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in self.driver.restore(folder):
+            log.warning("job taken up from its last snapshot", job=name)
+
+    async def _save(self) -> None:
+        """Writes a snapshot every few seconds."""
+        while self._folder() is not None:
+            await asyncio.sleep(self.plan.snapshot_s)
+            await self._snapshot()
+
+    async def _snapshot(self) -> None:
+        folder = self._folder()
+        if folder is None:
+            return
+        try:
+            await asyncio.to_thread(self.driver.snapshot, folder)
+        except OSError as problem:
+            log.error(
+                "snapshot failed; the last one stays", folder=str(folder), reason=str(problem)
+            )
+
+    def _folder(self) -> Path | None:
+        """Returns where this shard's snapshots lie, or None if it writes none."""
+        if self.plan.state_dir is None or not self.plan.snapshot_s:
+            return None
+        return Path(self.plan.state_dir) / f"shard-{self.plan.index}-of-{self.plan.num_shards}"
 
     def _on_thread(self, failed: threading.ExceptHookArgs) -> None:
         assert failed.exc_value is not None

@@ -10,6 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import psutil
 import structlog
@@ -18,6 +21,7 @@ from pscore.errors import LimitError, RemoteProtocolError
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.segment import Segment, WeightsMap
+from psserver import snapshot
 from psserver.intake import Intake
 from psserver.lanes import Lane
 from psserver.membership import Member
@@ -159,6 +163,58 @@ class Driver:
             self.intake.shared[key] = grads.floats(0, numel)
             grads.close()
             return self._weights[id(job), sender.table]
+
+    # ----- snapshots
+
+    def snapshot(self, folder: Path) -> int:
+        """Writes every job that has weights into `folder`; returns how many.
+
+        Raises:
+            OSError: One could not be written; its last snapshot is still there.
+        """
+        with self.lock:
+            jobs = [job for job in self.shard.jobs.values() if not job.membership.is_over]
+            waits = [
+                snapshot.copy(self._lanes_of(job), partial(self._describe, job)) for job in jobs
+            ]
+        for wait in waits:
+            snapshot.write(folder, wait())
+        return len(waits)
+
+    def restore(self, folder: Path) -> list[str]:
+        """Takes the jobs in `folder` up again; returns their names."""
+        names = []
+        for found in snapshot.read_all(folder):
+            meta = found.meta
+            mine = (self.shard.index, self.shard.num_shards)
+            if (meta["shard"], meta["num_shards"]) != mine:
+                log.error("snapshot of another shard is left alone", job=meta["job"], folder=folder)
+                continue
+            members = snapshot.members_of(meta, self.now())
+            job = self.shard.restore(meta["job"], meta["num_workers"], members)
+            for entry in meta["tables"]:
+                table, _ = self.define(job, snapshot.spec_of(entry))
+                for index, clock in table.clocks.items():
+                    saved = entry["slices"][str(index)]
+                    clocks = {int(rank): clock for rank, clock in saved["clocks"].items()}
+                    prefix = f"{table.index}/{index}/"
+                    arrays = {
+                        key.removeprefix(prefix): array
+                        for key, array in found.arrays.items()
+                        if key.startswith(prefix)
+                    }
+                    if saved["version"] >= 0:
+                        lane = self.intake.lanes[id(job), table.index, index]
+                        lane.store.restore(arrays, saved["version"])
+                        clock.restore(saved["version"], clocks)
+            names.append(job.name)
+        return names
+
+    def _describe(self, job: Job) -> dict[str, Any]:
+        return snapshot.describe(job, self.shard.index, self.shard.num_shards)
+
+    def _lanes_of(self, job: Job) -> dict[tuple[int, int], Lane]:
+        return {key[1:]: lane for key, lane in self.intake.lanes.items() if key[0] == id(job)}
 
     def forget_ended(self) -> None:
         """Frees the numbers of jobs that have been replaced."""

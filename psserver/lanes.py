@@ -12,13 +12,26 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
+
+import numpy as np
 
 from psserver.clock import Acknowledge, Action, Add, Answer, Hold, Load, Token, Update
 from psserver.store import Payload, SliceStore
 
 INLINE_NUMEL_MAX = 1 << 15  # 128 KiB: about 20 microseconds of work, less than a switch of threads.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Hand copies of all arrays of the slice, as they are between two actions, to `take`."""
+
+    take: Callable[[dict[str, np.ndarray]], None]
+
+
+Work = Action | Copy
 
 
 class Desk(Protocol):
@@ -57,7 +70,7 @@ class Lane:
         self.store = store
         self._desk = desk
         self._pool = pool
-        self._queue: deque[Action] = deque()
+        self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
         self._is_busy = False
         self._is_inline = store.numel <= INLINE_NUMEL_MAX
@@ -67,7 +80,7 @@ class Lane:
         """Whether actions are queued or being carried out."""
         return self._is_busy
 
-    def submit(self, actions: Sequence[Action]) -> None:
+    def submit(self, actions: Sequence[Work]) -> None:
         """Queues actions behind those already there."""
         with self._lock:
             self._queue.extend(actions)
@@ -89,7 +102,7 @@ class Lane:
             if not finished:
                 self._desk.broke(sys.exception())
 
-    def _take(self) -> list[Action]:
+    def _take(self) -> list[Work]:
         """Returns all that is queued; if that is nothing, the lane is idle."""
         with self._lock:
             batch = list(self._queue)
@@ -98,7 +111,7 @@ class Lane:
             return batch
 
 
-def carry_out(actions: Sequence[Action], store: SliceStore, desk: Desk) -> None:
+def carry_out(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
     """Carries out actions of one slice in order; an addition and its update in one pass."""
     actions = _with_updates_first(actions)
     fused = {
@@ -118,7 +131,7 @@ def carry_out(actions: Sequence[Action], store: SliceStore, desk: Desk) -> None:
             CARRIERS[type(action)](action, store, desk)
 
 
-def _with_updates_first(actions: Sequence[Action]) -> Sequence[Action]:
+def _with_updates_first(actions: Sequence[Work]) -> Sequence[Work]:
     """Puts an acknowledgement behind the update that its gradient completes.
 
     Nobody waits for the acknowledgement but to use the gradient's memory again, and with the two
@@ -158,7 +171,12 @@ def _answer(action: Answer, store: SliceStore, desk: Desk) -> None:
     desk.answer(action, store)
 
 
-CARRIERS: dict[type[Action], Callable[..., None]] = {
+def _copy(action: Copy, store: SliceStore, desk: Desk) -> None:
+    action.take(store.export())
+
+
+CARRIERS: dict[type[Work], Callable[..., None]] = {
+    Copy: _copy,
     Load: _load,
     Hold: _hold,
     Update: _update,

@@ -79,6 +79,8 @@ class Launch:
                 num_threads=server.threads_each,
                 lease_s=server.lease_s,
                 grace_s=server.grace_s,
+                state_dir=None if server.state_dir is None else str(server.state_dir.absolute()),
+                snapshot_s=server.snapshot_s,
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,
             )

@@ -28,6 +28,8 @@ class ShardPlan:
     grace_s: float
     log_format: str
     log_level: str
+    state_dir: str | None = None  # Where snapshots are written; None: nowhere.
+    snapshot_s: float = 0.0  # Seconds from one to the next; 0: never.
 
     def to_json(self) -> str:
         """Returns the plan as an argument of a command line."""

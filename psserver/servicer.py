@@ -179,6 +179,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             rank=member.rank,
             num_workers=job.membership.num_workers,
             lease_s=job.membership.lease_s,
+            instance=self._instance,
         )
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
@@ -198,7 +199,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.HeartbeatReply()
+        return pb.HeartbeatReply(instance=self._instance)
 
     async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
         """Waits until all workers of the job are here."""

@@ -60,6 +60,9 @@ class ServerSettings(BaseSettings):
     state_dir: Path | None = None
     """Directory for the run file and logs. By default one below $XDG_RUNTIME_DIR or the
     directory for temporary files."""
+    snapshot_s: float = Field(default=30.0, ge=0.0, le=86400.0)
+    """Seconds between snapshots into `state_dir`; a shard that died comes back with the last
+    one. Less loses less, and writes more. 0 is never. Without `state_dir` there are none."""
     restart: bool = True
     """Whether a shard that dies is started again."""
     insecure: bool = False

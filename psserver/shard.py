@@ -208,6 +208,14 @@ class Shard:
                 actions += self.recheck(job)
         return lost, actions
 
+    def restore(self, name: str, num_workers: int, members: list[Member]) -> Job:
+        """Makes a job from a snapshot; its tables are defined next."""
+        job = Job(name=name, membership=Membership(num_workers, self.lease_s))
+        job.membership.restore(members)
+        job.met = {member.rank for member in members}
+        self.jobs[name] = job
+        return job
+
     # ----- tables
 
     def define(self, job: Job, spec: TableSpec) -> tuple[Table, bool]:

@@ -9,7 +9,7 @@ other; different slices in parallel, without the GIL.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +95,30 @@ class SliceStore:
         if self._memory is not None:
             arrays += [self._memory.scratch, *self._memory.state.values()]
         return sum(array.nbytes for array in arrays)
+
+    def export(self) -> dict[str, np.ndarray]:
+        """Returns copies of all that has to outlive the process; open sums are not part of it."""
+        arrays: dict[str, np.ndarray] = {
+            "weights": self.weights.copy(),
+            "counts": self.counts.copy(),
+        }
+        arrays |= {f"state.{i}": array.copy() for i, array in enumerate(self.state)}
+        if self._memory is not None:
+            kept = self._memory.state.items()
+            arrays |= {f"memory.{name}": array.copy() for name, array in kept}
+        return arrays
+
+    def restore(self, arrays: Mapping[str, np.ndarray], version: int) -> None:
+        """Takes what `export` returned, before anything else happens to the slice."""
+        spare = self._spare()
+        np.copyto(spare.array, arrays["weights"])
+        self._publish(spare, version)
+        self.counts[:] = arrays["counts"]
+        for index, array in enumerate(self.state):
+            np.copyto(array, arrays[f"state.{index}"])
+        prefix = "memory."
+        for name in [name for name in arrays if name.startswith(prefix)]:
+            self._remember().state[name.removeprefix(prefix)] = arrays[name]
 
     def lease(self) -> Buffer:
         """Returns the newest weights' buffer; it stays as it is until `release`."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -91,7 +92,10 @@ class Exchange:
         self.layout = layout
         self.compressor = compressor
         self.traffic = Traffic()
-        self.table = session.define(name, layout, rule, compressor, optimizer, num_groups)
+        self._define = partial(
+            session.define, name, layout, rule, compressor, optimizer, num_groups
+        )
+        self.table = self._define()
         self.grads: FloatArray | None = None
         self._segment: Segment | None = None
         self._shared: set[int] = set()  # Shards that have mapped `grads`.
@@ -197,6 +201,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Forgets what was under way, which may have been counted; what is owed stays owed."""
+        self.table = self._define(again=True)
         self._pushes.clear()
         self._pulls.clear()
         for feedback in self._feedback:

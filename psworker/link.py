@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import grpc
 
 from pscore import rpc
-from pscore.errors import TransportError
+from pscore.errors import ReplacedError, TransportError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psworker.retry import CALL_TIMEOUT_S, Patience
@@ -33,6 +33,7 @@ class Link:
         self._channel = grpc.insecure_channel(address, rpc.CHANNEL_OPTIONS)
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self._transport: Transport | None = None
+        self.instance = 0  # Of the process that this worker has joined; 0 before.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Makes one control call, repeated while nobody answers.
@@ -49,11 +50,20 @@ class Link:
             RemoteProtocolError: The shard no longer counts this worker in.
         """
         try:
-            self.control.Heartbeat(request, timeout=timeout_s)
+            self._check(self.control.Heartbeat(request, timeout=timeout_s).instance)
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)
             if not isinstance(error, TransportError):
                 raise error from None
+
+    def _check(self, instance: int) -> None:
+        """Notices that the shard's process is another one than this worker has joined.
+
+        Raises:
+            ReplacedError: It is: what the shard had not saved is gone, so join it anew.
+        """
+        if self.instance not in (0, instance):
+            raise ReplacedError(f"the shard at {self.address} has been started again")
 
     def open(self, data_plane: str) -> None:
         """Chooses the data plane and connects it.
@@ -61,6 +71,8 @@ class Link:
         Raises:
             ConfigError: The one that was named cannot be had.
         """
+        if self._transport is not None:
+            self._transport.close()
         self._transport = choose(data_plane, self.address, self._endpoint, self.patience)
 
     @property
@@ -79,6 +91,7 @@ class Link:
     def _endpoint(self) -> Endpoint:
         """Asks the shard where its bulk data plane listens."""
         reply = self.call(self.control.Describe, pb.DescribeRequest())
+        self._check(reply.instance)
         host = self.address.rpartition(":")[0].strip("[]")
         is_unix = self.address.startswith("unix:")
         return Endpoint(host=host, port=0 if is_unix else reply.bulk_port, local=reply.bulk_local)

@@ -13,7 +13,12 @@ from collections.abc import Sequence
 
 from pscore import wire
 from pscore.compressors.base import Compressor
-from pscore.errors import PacelineError, ProtocolVersionError, ShardMapError
+from pscore.errors import (
+    PacelineError,
+    ProtocolVersionError,
+    ShardMapError,
+    StateLostError,
+)
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -70,6 +75,7 @@ class Session:
         self.links = [Link(address, patience_s=patience_s) for address in servers]
         self.rank = rank
         self._restart = restart
+        self._data_plane = data_plane
         self._rounds: dict[str, int] = {}
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
@@ -100,12 +106,13 @@ class Session:
 
     def define(
         self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
-        num_groups: int,
+        num_groups: int, *, again: bool = False,
     ) -> int:  # fmt: skip
         """Declares a table at every shard and returns its index.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; says in what.
+            StateLostError: It has been declared before (`again`), and a shard does not know it.
         """
         table = pb.Table(
             name=name,
@@ -127,7 +134,16 @@ class Session:
         request = pb.DefineRequest(
             job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
         )
-        tables = {link.call(link.control.Define, request).table for link in self.links}
+        tables = set()
+        for link in self.links:
+            reply = link.call(link.control.Define, request)
+            tables.add(reply.table)
+            if again and reply.created:
+                raise StateLostError(
+                    f"the shard at {link.address} has been started again without the weights of "
+                    f"{name!r}; start shards with --state-dir to have them come back, and this "
+                    "job from a checkpoint"
+                )
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
         return int(tables.pop())
@@ -141,6 +157,7 @@ class Session:
         self.incarnation = time.time_ns()
         for link in self.links:
             self._join(link, self._restart, returns=True)
+            link.open(self._data_plane)
         self._failure = None
 
     def barrier(self, name: str = "barrier") -> None:
@@ -241,6 +258,7 @@ class Session:
             ),
         )
         self.rank = reply.rank
+        link.instance = reply.instance
         self._interval_s = reply.lease_s / 5
 
     def _beat(self) -> None:

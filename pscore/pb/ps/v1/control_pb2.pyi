@@ -53,14 +53,16 @@ class JoinRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("rank", "num_workers", "lease_s")
+    __slots__ = ("rank", "num_workers", "lease_s", "instance")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_workers: int
     lease_s: float
-    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    instance: int
+    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "group", "compress")
@@ -137,10 +139,12 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for",)
+    __slots__ = ("waiting_for", "instance")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
-    def __init__(self, waiting_for: _Optional[str] = ...) -> None: ...
+    instance: int
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms")
