@@ -199,6 +199,11 @@ class Shards:
         """The addresses as PACELINE_SERVERS holds them."""
         return ",".join(self.addresses)
 
+    @property
+    def pid(self) -> int:
+        """The parent of the shards' processes."""
+        return self._popen.pid
+
     def written(self) -> str:
         """Returns what the shards have logged: warnings and worse."""
         return self._written.read_text(encoding="utf-8", errors="replace")

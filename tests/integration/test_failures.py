@@ -1,0 +1,272 @@
+"""Workers that end early, in whatever way, hang nobody; shards of a script's own end with it."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import psworker
+from tests.integration.cluster import Script, Shards, Station, new_job, wait_until
+from tests.integration.models import backward, batch, make_model, relative_error, sgd, weights_of
+
+Weights = dict[str, np.ndarray]
+LONG, SHORT = 10, 6
+LEASE_S = 1.0
+
+
+def train(me: Station, mode: str, steps: tuple[int, int], end: str = "") -> Weights:
+    """Makes the worker's number of steps and tells each; then ends as `end` says."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), mode=mode
+    )
+    for step in range(steps[me.rank]):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+        me.tell(step)
+    if end == "exit" and me.rank == 1:
+        os._exit(3)
+    elif end == "hold" and me.rank == 1:
+        me.hear()
+    else:
+        psworker.shutdown()
+    return weights_of(model)
+
+
+def alone(steps: tuple[int, int]) -> Weights:
+    """Returns torch's weights: the mean of both gradients, then those of worker 0 alone."""
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    for step in range(max(steps)):
+        present = [rank for rank in range(2) if step < steps[rank]]
+        optimizer.zero_grad()
+        for rank in present:
+            inputs, classes = batch(rank, step)
+            loss = torch.nn.functional.cross_entropy(model(inputs), classes) / len(present)
+            torch.autograd.backward(loss)
+        optimizer.step()
+    return weights_of(model)
+
+
+def agree(ours: Weights, theirs: Weights) -> None:
+    for name, weight in theirs.items():
+        assert relative_error(ours[name], weight) <= 1e-5, name
+
+
+def test_a_worker_with_less_data_leaves_and_the_other_goes_on(shards: Shards) -> None:
+    """Steps close with the gradients of those left, and no lease has to be over for that."""
+    job = new_job()
+    first, _ = shards.run(train, "ssgd", (LONG, SHORT), job=job)
+    agree(first, alone((LONG, SHORT)))
+    assert job not in shards.written()
+
+
+@pytest.mark.parametrize("mode", ["asgd", "ssd(steps=3, warmup=2)", "ssd(steps=1, warmup=0)"])
+def test_no_mode_hangs_on_uneven_data(shards: Shards, mode: str) -> None:
+    for weights in shards.run(train, mode, (SHORT, LONG)):
+        assert all(np.isfinite(weight).all() for weight in weights.values())
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Shards]:
+    """Shards that declare a silent worker lost after a second."""
+    with Shards(2, lease_s=LEASE_S) as started:
+        yield started
+
+
+def test_a_worker_that_dies_without_a_word_is_missed_for_a_lease(impatient: Shards) -> None:
+    with impatient.workers(train, "ssgd", (LONG, SHORT), "exit") as (first, _):
+        agree(first.result(), alone((LONG, SHORT)))
+    assert "worker lost" in impatient.written()
+
+
+@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=3, warmup=2)"])
+def test_a_killed_worker_hangs_nobody(impatient: Shards, mode: str) -> None:
+    with impatient.workers(train, mode, (LONG, SHORT), "hold") as (first, second):
+        for _ in range(SHORT):
+            second.hear()
+        second.kill()
+        weights = first.result()
+    if mode == "ssgd":
+        agree(weights, alone((LONG, SHORT)))
+
+
+def test_a_job_whose_workers_have_died_can_begin_anew(impatient: Shards) -> None:
+    job = new_job()
+    with impatient.workers(train, "ssgd", (SHORT, SHORT), "hold", job=job) as workers:
+        workers[1].hear()
+        for worker in workers:
+            worker.kill()
+    wait_until(lambda: impatient.written().count(f"job={job}") >= 2)
+    first, _ = impatient.run(train, "ssgd", (LONG, SHORT), job=job)
+    agree(first, alone((LONG, SHORT)))
+
+
+# ----- scripts
+
+SCRIPT = """
+import sys
+import torch
+import psworker
+from tests.integration.models import backward, batch, make_model, sgd
+
+steps, end = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+model = make_model()
+optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+rank = psworker.rank()
+for step in range(steps):
+    optimizer.zero_grad()
+    backward(model, *batch(rank, step))
+    optimizer.step()
+print("trained", sum(weight.double().sum().item() for weight in model.parameters()), flush=True)
+if end == "raise":
+    raise SystemError("on purpose")
+if end == "wait-step":
+    sys.stdin.readline()
+if end in ("step", "wait-step"):
+    optimizer.step()
+if end == "wait":
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("raise", 1)])
+def test_a_script_that_just_ends_or_fails_hangs_nobody(
+    shards: Shards, script: Path, end: str, status: int
+) -> None:
+    job = new_job()
+    env = shards.environment(1, 2, job)
+    with (
+        Script(script, SHORT, end, env=env) as second,
+        shards.workers(train, "ssgd", (LONG, 0), ranks=[0], job=job) as (first,),
+    ):
+        agree(first.result(), alone((LONG, SHORT)))
+        assert job not in shards.written()
+        assert second.wait() == status
+        assert ("SystemError: on purpose" in second.stderr()) == bool(status)
+        assert "Fatal Python error" not in second.stderr()
+
+
+def train_in_two_parts(me: Station) -> Weights:
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    for step in range(LONG):
+        if step == SHORT:
+            me.tell()
+            me.hear()
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    psworker.shutdown()
+    return weights_of(model)
+
+
+def test_ctrl_c_ends_a_waiting_worker_at_once_and_the_others_go_on(
+    shards: Shards, script: Path
+) -> None:
+    """The worker waits in step() for another that does not come; its status is Python's own."""
+    job = new_job()
+    with (
+        Script(script, SHORT, "step", env=shards.environment(1, 2, job)) as second,
+        shards.workers(train_in_two_parts, ranks=[0], job=job) as (first,),
+    ):
+        second.line()
+        first.hear()
+        interrupted_s = time.monotonic()
+        second.process.send_signal(signal.SIGINT)
+        assert second.wait() == -signal.SIGINT
+        assert time.monotonic() - interrupted_s < 5.0
+        assert "KeyboardInterrupt" in second.stderr()
+        first.tell()
+        assert first.result()
+
+
+def test_a_shard_that_dies_is_an_error_that_names_it(script: Path) -> None:
+    with Shards(2) as dying:
+        env = dying.environment(0, 1, new_job()) | {"PACELINE_TIMEOUT_S": "1"}
+        with Script(script, 1, "wait-step", env=env) as worker:
+            worker.line()
+            for process in psutil.Process(dying.pid).children(recursive=True):
+                process.kill()
+            assert worker.process.stdin is not None
+            worker.process.stdin.write("go on\n")
+            worker.process.stdin.flush()
+            assert worker.wait() == 1
+            addresses = "|".join(map(re.escape, dying.addresses))
+            message = rf"ServerUnavailableError: no shard answers at ({addresses}) after \d"
+            assert re.search(message, worker.stderr()), worker.stderr()
+
+
+# ----- shards of one's own
+
+
+def children(script: Script) -> list[psutil.Process]:
+    """Returns the processes of the shards that a script has started."""
+    found = psutil.Process(script.process.pid).children(recursive=True)
+    assert len(found) >= 1
+    return found
+
+
+def trained(script: Script) -> float:
+    word, value = script.line().split()
+    assert word == "trained"
+    return float(value)
+
+
+@pytest.mark.parametrize("end", ["ends", "is killed"])
+def test_without_any_server_shards_start_and_end_with_the_script(script: Path, end: str) -> None:
+    with Script(script, SHORT, "wait") as worker:
+        expected = sum(weight.sum(dtype=np.float64) for weight in alone((SHORT, 0)).values())
+        assert trained(worker) == pytest.approx(expected, rel=1e-4)
+        shards = children(worker)
+        if end == "ends":
+            assert worker.process.stdin is not None
+            worker.process.stdin.close()
+            assert worker.wait() == 0
+        else:
+            worker.process.kill()
+        wait_until(lambda: not any(shard.is_running() for shard in shards))
+
+
+def test_workers_of_torchrun_share_the_shards_that_the_first_of_them_starts(script: Path) -> None:
+    """The variables that torchrun sets, and no address: ranks 0 and 1 on one machine."""
+    port = str(20000 + os.getpid() % 20000)
+
+    def variables(rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": new_job(),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+    launched = [variables(rank) for rank in range(2)]
+    launched[1]["TORCHELASTIC_RUN_ID"] = launched[0]["TORCHELASTIC_RUN_ID"]
+    with Script(script, SHORT, "", env=launched[0]) as first:
+        with Script(script, SHORT, "", env=launched[1]) as second:
+            sums = [trained(first), trained(second)]
+            shards = children(first)
+            assert [first.wait(), second.wait()] == [0, 0]
+        expected = sum(weight.sum(dtype=np.float64) for weight in alone((SHORT, SHORT)).values())
+        assert sums[0] == sums[1] == pytest.approx(expected, rel=1e-4)
+        wait_until(lambda: not any(shard.is_running() for shard in shards))
