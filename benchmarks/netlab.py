@@ -1,0 +1,168 @@
+"""Hosts on one machine: network namespaces with shaped links. Needs root and iproute2.
+
+    with Lab(num_hosts=2, rate="1gbit") as lab:
+        subprocess.run([*lab.inside(0), "ping", "-c", "1", lab.address(1)])
+
+    python -m benchmarks.netlab --hosts 2 --rate 100mbit   # until Enter; says how to get inside
+    python -m benchmarks.netlab --clean                    # what a killed process has left behind
+
+Every host is a namespace `paceline-PID-I` with one link to a switch, a namespace of its own, so
+that nothing of the machine's own network is touched; addresses are 10.77.0.1 and on, inside only.
+Both ends of a link are shaped (tc tbf), so it is full duplex, and `delay` is added once each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+QUEUE_MS = 50  # As much as a switch's buffer may hold.
+TICKS_PER_S = 250  # A bucket must hold what flows between two ticks of the kernel.
+BURST_NBYTES_MIN = 64 << 10
+NAME = re.compile(r"paceline-(\d+)-\w+")
+
+
+def bits_per_s(rate: str) -> float:
+    """Returns `100mbit` as a number."""
+    matched = re.fullmatch(r"([\d.]+)([kmg]bit)", rate)
+    if matched is None:
+        raise ValueError(f"rate is {rate!r}, must look like 100mbit or 10gbit")
+    return float(matched[1]) * UNITS[matched[2]]
+
+
+class Lab:
+    """Namespaces that exist inside a `with` block."""
+
+    def __init__(self, num_hosts: int, rate: str, delay: str | None = None) -> None:
+        """Makes nothing yet.
+
+        Args:
+            num_hosts: Hosts on one switch.
+            rate: Of each link, each way, as tc writes it: `100mbit`.
+            delay: Of each link, each way: `1ms`.
+        """
+        self.num_hosts = num_hosts
+        self._rate = rate
+        self._delay = delay
+        self._names: list[str] = []
+
+    def name(self, host: int | str) -> str:
+        """Returns the namespace of a host."""
+        return f"paceline-{os.getpid()}-{host}"
+
+    def address(self, host: int) -> str:
+        """Returns the address of a host."""
+        return f"10.77.0.{host + 1}"
+
+    def inside(self, host: int) -> list[str]:
+        """Returns what goes in front of a command that shall run on a host."""
+        return ["ip", "netns", "exec", self.name(host)]
+
+    def __enter__(self) -> Lab:
+        clean()
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the namespaces, and with them the links; what still runs inside loses both."""
+        while self._names:
+            subprocess.run(["ip", "netns", "delete", self._names.pop()], check=False)
+
+    def _make(self) -> None:
+        switch = self._namespace("switch")
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for host in range(self.num_hosts):
+            inner, port = self._namespace(host), f"port{host}"
+            _ip("-n", switch, "link", "add", port, "type", "veth",
+                "peer", "name", "net", "netns", inner)  # fmt: skip
+            _ip("-n", switch, "link", "set", port, "master", "bridge")
+            _ip("-n", switch, "link", "set", port, "up")
+            _ip("-n", inner, "addr", "add", f"{self.address(host)}/24", "dev", "net")
+            _ip("-n", inner, "link", "set", "net", "up")
+            _ip("-n", inner, "link", "set", "lo", "up")
+            self._shape(switch, port)
+            self._shape(inner, "net")
+
+    def _namespace(self, host: int | str) -> str:
+        name = self.name(host)
+        _ip("netns", "add", name)
+        self._names.append(name)
+        return name
+
+    def _shape(self, namespace: str, device: str) -> None:
+        burst = max(BURST_NBYTES_MIN, int(bits_per_s(self._rate) / 8 / TICKS_PER_S))
+        handle: Sequence[str] = ("root", "handle", "1:")
+        _tc(namespace, "qdisc", "add", "dev", device, *handle, "tbf", "rate", self._rate,
+            "burst", str(burst), "latency", f"{QUEUE_MS}ms")  # fmt: skip
+        if self._delay is not None:
+            _tc(namespace, "qdisc", "add", "dev", device, "parent", "1:", "netem",
+                "delay", self._delay, "limit", "100000")  # fmt: skip
+
+
+def clean() -> None:
+    """Removes the namespaces of processes that are no longer there."""
+    listed = subprocess.run(
+        ["ip", "netns", "list"], check=True, capture_output=True, text=True
+    ).stdout
+    for matched in NAME.finditer(listed):
+        if not os.path.exists(f"/proc/{matched[1]}"):
+            _ip("netns", "delete", matched[0])
+
+
+def available() -> str | None:
+    """Returns why there can be no lab here, or None."""
+    if os.geteuid() != 0:
+        return "needs root"
+    try:
+        with Lab(1, "1gbit"):
+            return None
+    except (OSError, subprocess.CalledProcessError) as problem:
+        return str(problem)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _tc(namespace: str, *arguments: str) -> None:
+    subprocess.run(["tc", "-n", namespace, *arguments], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--delay", help="of each link, each way")
+    parser.add_argument("--clean", action="store_true", help="only remove what is left behind")
+    options = parser.parse_args()
+    if options.clean:
+        clean()
+        return
+    with Lab(options.hosts, options.rate, options.delay) as lab:
+        for host in range(options.hosts):
+            print(f"{lab.address(host)}: {' '.join(lab.inside(host))} COMMAND")
+        print("Enter removes them", flush=True)
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()
