@@ -12,7 +12,6 @@ those that are there already, so that long sweeps can be ended and taken up agai
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -22,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import convergence_plots, curves, tasks
+from benchmarks import convergence_plots, tasks
 from benchmarks.inprocess import Cluster, Compute, Job, Network
-from benchmarks.runs import Run, as_json, collect, load, show
+from benchmarks.runs import Run, as_json, collect, keep, load, show
 from benchmarks.sweeps import NUM_WORKERS, SWEEPS, Setting
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
@@ -151,8 +150,7 @@ def run_all(args: argparse.Namespace) -> list[Run]:
                     flush=True,
                 )
                 if args.results:
-                    with args.results.open("a") as file:
-                        file.write(json.dumps(curves.finite(asdict(run))) + "\n")
+                    keep(run, args.results)
             if key in known:
                 chosen.append(known[key])
     return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,12 @@ def as_json(rows: dict[str, Row]) -> str:
         for name, row in rows.items()
     }
     return json.dumps(values)
+
+
+def keep(run: Run, path: Path) -> None:
+    """Adds a run to a results file."""
+    with path.open("a") as file:
+        file.write(json.dumps(curves.finite(asdict(run))) + "\n")
 
 
 def load(path: Path | None) -> list[Run]:
