@@ -68,7 +68,7 @@ class NamedTensor:
         return flat[: self.shape.numel()].view(self.shape)
 
 
-_named: dict[tuple[int, str], NamedTensor] = {}
+_named: dict[str, NamedTensor] = {}
 
 
 def init(
@@ -153,10 +153,10 @@ def broadcast_parameters(
 
 
 def _tensor(name: str, like: torch.Tensor) -> NamedTensor:
-    key = (id(context.current()), name)
-    if key not in _named:
-        _named[key] = NamedTensor(name, like)
-    named = _named[key]
+    session = context.current().session
+    if name not in _named or _named[name].exchange.session is not session:
+        _named[name] = NamedTensor(name, like)
+    named = _named[name]
     if named.shape != like.shape:
         raise ConfigError(
             f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(named.shape)}"
