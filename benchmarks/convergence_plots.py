@@ -88,7 +88,11 @@ def over_time(rows: dict[str, Row], path: Path) -> Path:
     """Draws the training loss over steps and over simulated seconds, of the first seed."""
     figure = curves.new_figure(11, 4.6)
     left, right = figure.subplots(1, 2, sharey=True)
-    chosen = {name: row for name, row in rows.items() if name not in HIDDEN and row.setting["k"] in (0, *STYLES)}
+    chosen = {
+        name: row
+        for name, row in rows.items()
+        if name not in HIDDEN and row.setting["k"] in (0, *STYLES)
+    }
     others = 0
     for name, row in chosen.items():
         run, k = row.runs[0], row.setting["k"]

@@ -98,6 +98,9 @@ def tuned_glu() -> list[Setting]:
     """Returns GLU with other rates and factors, at the k where it begins to fail and beyond."""
     choices = (
         (5, "lr_scale=0.5", ", lr_scale=0.5"),
+        (5, "lr_scale=1.4", ", lr_scale=1.4"),
+        (5, "alpha=1, beta=0.5", ", alpha=1.0, beta=0.5"),
+        (5, "alpha=2, beta=0.8", ", alpha=2.0, beta=0.8"),
         (5, "alpha=0.25, beta=1", ", alpha=0.25, beta=1.0"),
         (5, "alpha=1, beta=1", ", alpha=1.0, beta=1.0"),
         (5, "alpha=4, beta=0.5", ", alpha=4.0, beta=0.5"),
@@ -106,6 +109,7 @@ def tuned_glu() -> list[Setting]:
         (16, "alpha=4, beta=0.5", ", alpha=4.0, beta=0.5"),
         (16, "alpha=4, beta=0.1", ", alpha=4.0, beta=0.1"),
         (16, "alpha=0.25, beta=1", ", alpha=0.25, beta=1.0"),
+        (16, "alpha=2, beta=0.8", ", alpha=2.0, beta=0.8"),
     )
     settings = [ssd("glu", k, more=more, name=f"glu k={k}, {about}") for k, about, more in choices]
     longer = ssd("glu", 16, warmup=200, name="glu k=16, warmup=200")
