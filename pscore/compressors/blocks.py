@@ -7,16 +7,17 @@ quantisation and packing are loops of their own, each of which the compiler turn
 Payload of a compressor with scales: `num_blocks` float32 scales, then the codes of all elements,
 packed; both little-endian. The last block may be short; unused bits are zero.
 
-Sums over a block have one order, in float64, which is part of the contract because CUDA makes the
-same payload bit for bit: row r of a block is its elements 1024 r to 1024 r + 1023 (zeros where
-there are none), and
+Sums over a block have one order, which is part of the contract because CUDA makes the same payload
+bit for bit: magnitudes are added as float32, squares as float64, zeros stand behind a short block,
 
-    lane[j]  = x[j] + x[1024 + j]                                           j < 1024
-    lane4[t] = (lane[4t] + lane[4t + 1]) + (lane[4t + 2] + lane[4t + 3])    t < 256
-    for s in 128, 64 ... 1:  lane4[t] += lane4[t + s]                       t < s
+    lane[t] = ((x[t]        + x[t + 256])  + (x[t + 512]  + x[t + 768]))
+            + ((x[t + 1024] + x[t + 1280]) + (x[t + 1536] + x[t + 1792]))       t < 256
+    for s in 128, 64 ... 1:  lane[t] += lane[t + s]                             t < s
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from pscore.kernels import kernel
 from pscore.types import ByteArray, FloatArray
 
 BLOCK = 2048
-ROW = 1024
+LANES = 256
 SCALE_MIN = np.float32(2.0**-100)  # Below it a block is sent as zeros: 127 / scale must be finite.
 ABS_BITS = np.int32(0x7FFFFFFF)
 INF_BITS = np.int32(0x7F800000)
@@ -106,45 +107,54 @@ def max_bits(owed: FloatArray) -> np.int32:
 
 
 @kernel
-def sum_abs(owed: FloatArray, lanes: np.ndarray) -> float:
-    """Returns the sum of `abs(owed)` in the order of the contract; `lanes` is scratch."""
-    num_second = max(0, owed.size - ROW)
-    first, second = owed[: owed.size - num_second], owed[owed.size - num_second :]
-    for j in range(num_second):
-        lanes[j] = np.float64(abs(first[j])) + np.float64(abs(second[j]))
-    for j in range(num_second, first.size):
-        lanes[j] = np.float64(abs(first[j]))
-    for j in range(first.size, ROW):
-        lanes[j] = 0.0
+def sum_abs(owed: FloatArray, lanes: FloatArray) -> Any:
+    """Returns the sum of magnitudes in the order of the contract; `lanes` is scratch, `(256,)`."""
+    x = padded(owed)
+    for t in range(LANES):
+        lanes[t] = ((abs(x[t]) + abs(x[t + 256])) + (abs(x[t + 512]) + abs(x[t + 768]))) + (
+            (abs(x[t + 1024]) + abs(x[t + 1280])) + (abs(x[t + 1536]) + abs(x[t + 1792]))
+        )
     return _fold(lanes)
 
 
 @kernel
-def sum_squares(owed: FloatArray, lanes: np.ndarray) -> float:
-    """Returns the sum of `owed ** 2` in the order of the contract; `lanes` is scratch."""
-    num_second = max(0, owed.size - ROW)
-    first, second = owed[: owed.size - num_second], owed[owed.size - num_second :]
-    for j in range(num_second):
-        low, high = np.float64(first[j]), np.float64(second[j])
-        lanes[j] = low * low + high * high
-    for j in range(num_second, first.size):
-        lanes[j] = np.float64(first[j]) * np.float64(first[j])
-    for j in range(first.size, ROW):
-        lanes[j] = 0.0
+def sum_squares(owed: FloatArray, lanes: np.ndarray) -> Any:
+    """Returns the sum of squares in the order of the contract; `lanes` is scratch, `(256,)`."""
+    x = padded(owed)
+    for t in range(LANES):
+        lanes[t] = (
+            (_square(x[t]) + _square(x[t + 256])) + (_square(x[t + 512]) + _square(x[t + 768]))
+        ) + (
+            (_square(x[t + 1024]) + _square(x[t + 1280]))
+            + (_square(x[t + 1536]) + _square(x[t + 1792]))
+        )
     return _fold(lanes)
 
 
 @kernel
-def _fold(lanes: np.ndarray) -> float:
-    for t in range(ROW // 4):
-        lanes[t] = (lanes[4 * t] + lanes[4 * t + 1]) + (lanes[4 * t + 2] + lanes[4 * t + 3])
-    half = ROW // 8
+def padded(owed: FloatArray) -> FloatArray:
+    """Returns a block, or a copy of a short one with zeros behind it."""
+    if owed.size == BLOCK:
+        return owed
+    whole = np.zeros(BLOCK, np.float32)
+    whole[: owed.size] = owed
+    return whole
+
+
+@kernel
+def _square(x: np.float32) -> np.float64:
+    return np.float64(x) * np.float64(x)
+
+
+@kernel
+def _fold(lanes: np.ndarray) -> Any:
+    half = LANES // 2
     while half:
         low, high = lanes[:half], lanes[half : 2 * half]
         for t in range(half):
             low[t] += high[t]
         half //= 2
-    return float(lanes[0])
+    return lanes[0]
 
 
 # ----- codes, one byte each, and bits

@@ -119,7 +119,7 @@ class DGC(Compressor):
 
 @kernel
 def _sum_squares(grad: FloatArray) -> float:
-    lanes = np.empty(blocks.ROW)
+    lanes = np.empty(blocks.LANES)
     total = 0.0
     for start in range(0, grad.size, BLOCK):
         total += blocks.sum_squares(grad[start : min(start + BLOCK, grad.size)], lanes)

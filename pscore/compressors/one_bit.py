@@ -24,7 +24,7 @@ import numpy as np
 
 from pscore.compressors import blocks
 from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS, SCALE_MIN
+from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
@@ -73,21 +73,22 @@ class OneBit(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray) -> np.bool:
-    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.ROW)
-    largest = np.int32(0)
+def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray) -> bool:
+    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.LANES, np.float32)
+    is_finite = True
     for start in range(0, grad.size, BLOCK):
         stop = min(start + BLOCK, grad.size)
         r = residual[start:stop]
         blocks.take(grad[start:stop], r)
-        mean = np.float32(blocks.sum_abs(r, lanes) / r.size)
+        total = blocks.sum_abs(r, lanes)
+        is_finite &= np.isfinite(total)
+        mean = total / np.float32(r.size)
         scale = mean if mean >= SCALE_MIN else np.float32(0.0)
         scales[start // BLOCK] = scale
         _signs(r, scale, codes)
-        largest = max(largest, blocks.max_bits(r))
         blocks.clear_tail(codes, stop - start)
         blocks.pack_1(codes, out[start // 8 : (stop + 7) // 8])
-    return largest < INF_BITS
+    return is_finite
 
 
 @kernel

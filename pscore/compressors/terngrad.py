@@ -93,7 +93,7 @@ def _encode(
     scales: FloatArray,
     out: ByteArray,
 ) -> np.bool:
-    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.ROW)
+    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.LANES)
     scratch, limit = np.empty(BLOCK, np.float32), np.empty(1, np.float32)
     largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):

@@ -71,9 +71,13 @@ class TwoBit(Compressor):
         nbytes, head = self.payload_nbytes_max(len(grad)), self._scales_nbytes(len(grad))
         data = out[head:nbytes]
         data[-4:] = 0
-        fixed = np.float32(self.threshold)
-        scales = out[:head].view("<f4")
-        ok = _encode(read_only(grad), state[RESIDUAL], fixed, scales, data)
+        ok: bool | np.bool
+        if self.threshold:
+            fixed = np.float32(self.threshold)
+            ok = _encode_fixed(read_only(grad), state[RESIDUAL], fixed, data)
+        else:
+            scales = out[:head].view("<f4")
+            ok = _encode_adapted(read_only(grad), state[RESIDUAL], scales, data)
         require_finite(ok, self.name)
         return nbytes
 
@@ -95,27 +99,40 @@ class TwoBit(Compressor):
 
 
 @kernel
-def _encode(
-    grad: FloatArray, residual: FloatArray, fixed: np.float32, scales: FloatArray, out: ByteArray
+def _encode_fixed(
+    grad: FloatArray, residual: FloatArray, threshold: np.float32, out: ByteArray
 ) -> np.bool:
-    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.ROW)
+    codes = np.empty(BLOCK, np.uint8)
     largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):
         stop = min(start + BLOCK, grad.size)
-        g, r = grad[start:stop], residual[start:stop]
-        if scales.size:
-            blocks.take(g, r)
-            mean = np.float32(blocks.sum_abs(r, lanes) / r.size)
-            threshold = FACTOR * mean
-            is_sent = threshold >= SCALE_MIN
-            scales[start // BLOCK] = threshold if is_sent else np.float32(0.0)
-            _quantise(r, threshold if is_sent else np.float32(np.inf), codes)
-        else:
-            _take_and_quantise(g, r, fixed, codes)
+        r = residual[start:stop]
+        _take_and_quantise(grad[start:stop], r, threshold, codes)
         largest = max(largest, blocks.max_bits(r))
         blocks.clear_tail(codes, stop - start)
         blocks.pack_2(codes, out[start // 4 : (stop + 3) // 4])
     return largest < INF_BITS
+
+
+@kernel
+def _encode_adapted(
+    grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray
+) -> bool:
+    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.LANES, np.float32)
+    is_finite = True
+    for start in range(0, grad.size, BLOCK):
+        stop = min(start + BLOCK, grad.size)
+        r = residual[start:stop]
+        blocks.take(grad[start:stop], r)
+        total = blocks.sum_abs(r, lanes)
+        is_finite &= np.isfinite(total)
+        threshold = FACTOR * (total / np.float32(r.size))
+        is_sent = threshold >= SCALE_MIN
+        scales[start // BLOCK] = threshold if is_sent else np.float32(0.0)
+        _quantise(r, threshold if is_sent else np.float32(np.inf), codes)
+        blocks.clear_tail(codes, stop - start)
+        blocks.pack_2(codes, out[start // 4 : (stop + 3) // 4])
+    return is_finite
 
 
 @kernel

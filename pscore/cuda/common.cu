@@ -65,34 +65,42 @@ __device__ inline void take8(const float* grad, const float* residual, int n, fl
   if (largest >= INF_BITS) *bad = 1;
 }
 
-// The sum in the order of the contract: (lane 4t + lane 4t+1) + (4t+2 + 4t+3), then halves.
-__device__ inline double sum_threads(double x) {
-  __shared__ double part[THREADS];
+// The block's elements in shared memory, so that thread t can add t, t + 256 ... t + 1792.
+__device__ inline const float* stage8(const float* u) {
+  __shared__ float x[BLOCK];
+  for (int k = 0; k < EACH; ++k) x[place(k) - blockIdx.x * BLOCK] = u[k];
+  __syncthreads();
+  return x + threadIdx.x;
+}
+
+// lane[t] += lane[t + s] for s in 128, 64 ... 1: the order of the contract.
+template <class T>
+__device__ inline T fold_lanes(T lane) {
+  __shared__ T lanes[THREADS];
   int t = threadIdx.x;
-  part[t] = x;
+  lanes[t] = lane;
   __syncthreads();
   for (int half = THREADS / 2; half > 0; half >>= 1) {
-    if (t < half) part[t] += part[t + half];
+    if (t < half) lanes[t] += lanes[t + half];
     __syncthreads();
   }
-  double total = part[0];
-  __syncthreads();
-  return total;
+  return lanes[0];
 }
 
-__device__ inline double sum_abs8(const float* u) {
-  double lane[4];
-  for (int c = 0; c < 4; ++c) lane[c] = (double)fabsf(u[c]) + (double)fabsf(u[4 + c]);
-  return sum_threads((lane[0] + lane[1]) + (lane[2] + lane[3]));
+__device__ inline float sum_abs8(const float* u) {
+  const float* x = stage8(u);
+  return fold_lanes<float>(
+      ((fabsf(x[0]) + fabsf(x[256])) + (fabsf(x[512]) + fabsf(x[768]))) +
+      ((fabsf(x[1024]) + fabsf(x[1280])) + (fabsf(x[1536]) + fabsf(x[1792]))));
 }
+
+__device__ inline double square(float x) { return (double)x * (double)x; }
 
 __device__ inline double sum_squares8(const float* u) {
-  double lane[4];
-  for (int c = 0; c < 4; ++c) {
-    double low = u[c], high = u[4 + c];
-    lane[c] = low * low + high * high;
-  }
-  return sum_threads((lane[0] + lane[1]) + (lane[2] + lane[3]));
+  const float* x = stage8(u);
+  return fold_lanes<double>(
+      ((square(x[0]) + square(x[256])) + (square(x[512]) + square(x[768]))) +
+      ((square(x[1024]) + square(x[1280])) + (square(x[1536]) + square(x[1792]))));
 }
 
 __device__ inline float max_abs8(const float* u) {

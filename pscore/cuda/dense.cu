@@ -25,7 +25,7 @@ extern "C" __global__ void two_bit_adapted(const float* grad, float* residual, f
   float u[EACH];
   int code[EACH];
   take8(grad, residual, n, u, bad);
-  float mean = (float)(sum_abs8(u) / (double)numel_here(n));
+  float mean = sum_abs8(u) / (float)numel_here(n);
   float threshold = factor * mean;
   bool is_sent = threshold >= SCALE_MIN;
   if (threadIdx.x == 0) scales[blockIdx.x] = is_sent ? threshold : 0.0f;
@@ -40,7 +40,7 @@ extern "C" __global__ void one_bit(const float* grad, float* residual, float* sc
   __shared__ u8 nibbles[2][THREADS];
   float u[EACH];
   take8(grad, residual, n, u, bad);
-  float mean = (float)(sum_abs8(u) / (double)numel_here(n));
+  float mean = sum_abs8(u) / (float)numel_here(n);
   float scale = mean >= SCALE_MIN ? mean : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;
   for (int row = 0; row < 2; ++row) {
