@@ -200,6 +200,18 @@ def test_rounds_of_one_step_are_ssgd(rule: Rule, seed: int) -> None:
     assert_same(run(rule, seed, inner=sgd(0.5), **ROUNDS), run(SSGD(), seed, **ROUNDS))
 
 
+def test_a_round_is_the_mean_of_the_moves_in_the_order_of_ranks() -> None:
+    """To the bit, whatever the length of the round: its samples are a mean, not a sum."""
+    cluster = run(LocalSGD(steps=3), steps=3, inner=sgd(0.05))
+    total = np.zeros(NUMEL, np.float32)
+    for worker in range(4):
+        alone, weights = sgd(0.05), torch.zeros(NUMEL)
+        for step in range(3):
+            alone(worker, step, weights, quadratic(worker, step, weights.double().numpy()))
+        total += np.float32(0.0) - weights.numpy()
+    np.testing.assert_array_equal(cluster.weights, np.float32(0.0) - total * np.float32(0.25))
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_rounds_of_one_step_are_ssgd_up_to_rounding_with_any_momentum(momentum: float) -> None:
     """The mean of the workers' momenta is the momentum of their mean."""
