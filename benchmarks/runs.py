@@ -26,6 +26,7 @@ COLUMNS = (
     "train loss",
     "simulated s",
     "% at equal s",
+    "MB pushed",
     "MB pulled",
 )
 
@@ -135,6 +136,7 @@ def cells(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
         f"{row.mean('train_loss'):.3f}",
         f"{row.mean('sim_s'):.1f}",
         f"{100 * row.accuracy_at(base.mean('sim_s') / 2):.1f}" if base else "",
+        f"{row.mean('pushed_mb'):,.0f}",
         f"{row.mean('pulled_mb'):,.0f}",
     ]
 
@@ -152,7 +154,7 @@ def show(rows: dict[str, Row], title: str, *, markdown: bool = False) -> None:
             grid.add_column(column, justify="right" if index else "left")
         for line in lines:
             grid.add_row(*line)
-        Console(highlight=False, width=130).print(grid)
+        Console(highlight=False, width=140).print(grid)
     print("± half of the range over the seeds; equal s: half of the simulated time of ssgd's run")
 
 
