@@ -64,7 +64,7 @@ def test_error_feedback_on_a_stream_of_its_own(
     compressor = parse_compressor(name)
     host = Feedback(compressor, LARGE, "job/0/0/0")
     other = DeviceFeedback(compressor, LARGE, "job/0/0/0", device, launch)
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     for step in range(6):
         push, grad = Push(worker=0, step=step, base_version=0), gradient(LARGE, step)
         with torch.cuda.stream(stream):
