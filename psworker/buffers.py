@@ -80,14 +80,14 @@ class Buffers:
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """Has the shared buffers in the model; afterwards this worker's own again."""
-        if self._policy == "local" or (self._policy == "rank0" and self._session.rank == 0):
-            yield
-            return
         own = self._tables.get(self._session.rank)
         if own is not None:
             own.flush()
             self._post(own)
             own.flush()
+        if self._policy == "local" or (self._policy == "rank0" and own is not None):
+            yield
+            return
         kept = self._gather()
         self._scatter(np.mean([self._pull(owner) for owner in self._tables], axis=0))
         try:

@@ -109,11 +109,7 @@ def join(
     """
     global _current
     if _current is not None:
-        if job not in (None, _current.session.job):
-            raise ConfigError(
-                f"this process is in job {_current.session.job!r}; call psworker.shutdown() "
-                f"before joining {job!r}"
-            )
+        _check_same(_current.session, servers, job=job, rank=rank, num_workers=num_workers)
         return _current
     environment = Environment.read()
     environment = dataclasses.replace(
@@ -130,6 +126,28 @@ def join(
     _current = Context(Session.from_environment(addresses, environment), shards)
     atexit.register(_at_exit)
     return _current
+
+
+def _check_same(
+    session: Session, servers: str | list[str] | None, **given: str | int | None
+) -> None:
+    """Refuses arguments other than those that the session was made with.
+
+    Raises:
+        ConfigError: Names the first one.
+    """
+    held: dict[str, object] = {
+        "job": session.job,
+        "rank": session.rank,
+        "num_workers": session.num_workers,
+        "servers": tuple(link.address for link in session.links),
+    }
+    for name, value in {**given, "servers": parse_servers(servers) or None}.items():
+        if value is not None and value != held[name]:
+            raise ConfigError(
+                f"this process has joined with {name}={held[name]!r}; call psworker.shutdown() "
+                f"before joining with {name}={value!r}"
+            )
 
 
 def current() -> Context:
