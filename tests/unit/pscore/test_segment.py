@@ -1,0 +1,97 @@
+"""Shared memory: two maps of one segment, where the buffers lie, and a copy that was torn."""
+
+import os
+
+import numpy as np
+import pytest
+
+from pscore.pb.ps.v1 import data_pb2
+from pscore.segment import Segment, WeightsMap
+from pscore.types import SliceSpec
+from psworker.transports import PullCall
+from psworker.transports.socket import Attachment, SocketTransport
+
+
+def spec(index: int, numel: int) -> SliceSpec:
+    return SliceSpec(index=index, shard=0, start=0, stop=numel, segments=())
+
+
+SPECS = [spec(0, 1000), spec(2, 17), spec(5, 4096)]
+
+
+def test_what_one_map_writes_the_other_reads() -> None:
+    ours = Segment.create(8192)
+    theirs = Segment.attach(os.dup(ours.fd), 8192)
+    ours.floats(64, 10)[:] = np.arange(10)
+    assert theirs.floats(64, 10).tolist() == list(range(10))
+
+
+def test_the_memory_stays_when_the_descriptors_are_closed() -> None:
+    ours = Segment.create(4096)
+    theirs = Segment.attach(os.dup(ours.fd), 4096)
+    values = ours.floats(0, 4)
+    ours.close()
+    theirs.close()
+    values[:] = 7.0
+    assert theirs.floats(0, 4).tolist() == [7.0] * 4
+
+
+def test_a_segment_shorter_than_declared_is_refused_and_its_descriptor_closed() -> None:
+    ours = Segment.create(4096)
+    copy = os.dup(ours.fd)
+    with pytest.raises(OSError, match="segment of 4096 bytes, 8192 declared"):
+        Segment.attach(copy, 8192)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(copy)
+
+
+def test_a_segment_has_no_name_in_the_file_system() -> None:
+    ours = Segment.create(4096)
+    assert os.readlink(f"/proc/self/fd/{ours.fd}") == "/memfd:paceline (deleted)"
+
+
+def test_buffers_and_versions_of_all_slices_are_disjoint_and_aligned() -> None:
+    layout = WeightsMap(SPECS)
+    segment = Segment.create(layout.nbytes)
+    for part in SPECS:
+        for number, buffer in enumerate(layout.buffers(segment, part.index)):
+            assert buffer.ctypes.data % 64 == 0
+            assert not buffer.any(), "the memory of two buffers overlaps"
+            buffer[:] = 10 * part.index + number + 1
+        assert not layout.versions(segment, part.index).any()
+        layout.versions(segment, part.index)[:] = (part.index, -1)
+    for part in SPECS:
+        for number, buffer in enumerate(layout.buffers(segment, part.index)):
+            assert np.all(buffer == 10 * part.index + number + 1)
+        assert layout.versions(segment, part.index).tolist() == [part.index, -1]
+
+
+@pytest.mark.parametrize(("published", "is_whole"), [(7, True), (-1, False), (9, False)])
+def test_a_copy_of_weights_that_changed_meanwhile_is_dropped(
+    published: int, is_whole: bool
+) -> None:
+    """-1: they are being written; 9: they have been written over since the notice."""
+    layout = WeightsMap(SPECS)
+    segment = Segment.create(layout.nbytes)
+    attachment = Attachment(
+        sender=data_pb2.Sender(table=3),
+        grads=segment,
+        layout=layout,
+        specs=SPECS,
+        weights=segment,
+        buffers={part.index: layout.buffers(segment, part.index) for part in SPECS},
+        versions={part.index: layout.versions(segment, part.index) for part in SPECS},
+    )
+    transport = SocketTransport.__new__(SocketTransport)  # Without its connections.
+    transport._attachments = {3: attachment}
+    attachment.versions[2][1] = published
+    attachment.buffers[2][1][:] = 5.0
+    call = PullCall(
+        header=data_pb2.PullHeader(sender=attachment.sender, slice=2),
+        weights=np.zeros(17, np.float32),
+        state=[],
+    )
+    reply = data_pb2.PullReply(ready=True, version=7, buffer=2)
+    assert transport._copy(call, reply) is is_whole
+    if is_whole:
+        assert np.all(call.weights == 5.0)

@@ -1,0 +1,113 @@
+"""Frames on a stream socket: what arrives is what was sent, or an error that says what is wrong."""
+
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from pscore import sockets, wire
+from pscore.errors import DecodeError, TransportError
+
+HEADER = b"header"
+PAYLOAD = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    for end in (one, other):
+        end.settimeout(20.0)
+    with one, other:
+        yield one, other
+
+
+def parts(payload: bytes = PAYLOAD) -> list[memoryview]:
+    return sockets.frame_parts(HEADER, [memoryview(payload)])
+
+
+def test_a_frame_arrives_in_the_targets_it_is_read_into(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    sockets.send_all(pair[0], parts())
+    incoming = sockets.read_header(pair[1])
+    assert incoming is not None
+    assert (incoming.header, incoming.payload_nbytes) == (HEADER, len(PAYLOAD))
+    first, second = bytearray(100), bytearray(len(PAYLOAD) - 100)
+    incoming.read_into(memoryview(first), memoryview(second))
+    assert bytes(first + second) == PAYLOAD
+
+
+def test_a_frame_has_the_bytes_of_wire_py() -> None:
+    assert b"".join(parts()) == wire.encode(HEADER, PAYLOAD)
+
+
+@pytest.mark.parametrize("position", [25, 24 + len(HEADER), -1])
+def test_a_changed_byte_is_found(pair: tuple[socket.socket, socket.socket], position: int) -> None:
+    frame = bytearray(b"".join(parts()))
+    frame[position] ^= 1
+    pair[0].sendall(frame)
+    incoming = sockets.read_header(pair[1])
+    assert incoming is not None
+    with pytest.raises(DecodeError, match="checksum"):
+        incoming.read_into(memoryview(bytearray(len(PAYLOAD))))
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (struct.pack("<4sIQQ", b"HTTP", 1, 1, 0), "begins with b'HTTP'"),
+        (struct.pack("<4sIQQ", wire.MAGIC, wire.HEADER_NBYTES_MAX + 1, 0, 0), "declares"),
+        (struct.pack("<4sIQQ", wire.MAGIC, 1, wire.PAYLOAD_NBYTES_MAX + 1, 0), "declares"),
+        (struct.pack("<4sIQQ", wire.MAGIC, 1, (1 << 64) - 1, 0), "declares"),
+    ],
+)
+def test_what_is_no_frame_is_refused_before_memory_is_taken(
+    pair: tuple[socket.socket, socket.socket], start: bytes, message: str
+) -> None:
+    pair[0].sendall(start)
+    with pytest.raises(DecodeError, match=message):
+        sockets.read_header(pair[1])
+
+
+def test_a_target_of_another_length_is_refused(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    sockets.send_all(pair[0], parts())
+    incoming = sockets.read_header(pair[1])
+    assert incoming is not None
+    with pytest.raises(DecodeError, match="wanted"):
+        incoming.read_into(memoryview(bytearray(len(PAYLOAD) - 1)))
+
+
+def test_a_peer_that_closes_between_frames_has_ended_and_inside_one_has_failed(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    frame = b"".join(parts())
+    pair[0].sendall(frame + frame[:10])
+    pair[0].close()
+    incoming = sockets.read_header(pair[1])
+    assert incoming is not None
+    incoming.read_into(memoryview(bytearray(len(PAYLOAD))))
+    with pytest.raises(TransportError, match="after 10 of 24 bytes"):
+        sockets.read_header(pair[1])
+    one, other = socket.socketpair()
+    with other:
+        one.close()
+        assert sockets.read_header(other) is None
+
+
+def test_sending_to_a_peer_that_has_gone_is_an_error(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    pair[1].close()
+    with pytest.raises(TransportError, match="connection broke"):
+        sockets.send_all(pair[0], parts())
+
+
+@pytest.mark.parametrize(
+    ("gone", "left"), [(0, [b"abc", b"de"]), (2, [b"c", b"de"]), (3, [b"de"]), (5, [])]
+)
+def test_advance_leaves_what_has_not_gone(gone: int, left: list[bytes]) -> None:
+    rest = sockets.advance([memoryview(b"abc"), memoryview(b"de")], gone)
+    assert [bytes(part) for part in rest] == left
