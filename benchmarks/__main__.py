@@ -6,6 +6,7 @@ python -m benchmarks
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 FOLDER = Path(__file__).parent
+COMMAND = re.compile(r"python -m benchmarks[^`\n#]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,11 @@ def find(folder: Path = FOLDER) -> list[Benchmark]:
     for path in sorted(folder.glob("[!_]*.py")):
         module = ast.parse(path.read_text())
         names = {item.name for item in module.body if isinstance(item, ast.FunctionDef)}
-        lines = (ast.get_docstring(module) or "").splitlines()
-        if "main" in names and lines:
-            commands = tuple(line.strip() for line in lines if line.startswith("    "))
-            found.append(Benchmark(path.stem, lines[0], commands))
+        text = ast.get_docstring(module) or ""
+        if "main" in names and text:
+            commands = tuple(line.strip() for line in COMMAND.findall(text))
+            about = re.sub(r": `.*`", "", text.splitlines()[0])
+            found.append(Benchmark(path.stem, about, commands))
     return found
 
 
