@@ -411,7 +411,7 @@ MISUSES = {
     "group": ("ConfigError", "parameter groups cannot be added after DistributedOptimizer is made"),
     "overlap": ("ConfigError", "overlap is 'maybe', must be True, False or 'auto'"),
     "buffers": ("ConfigError", "buffers is 'rank1', must be one of rank0, mean, local"),
-    "another job": ("ConfigError", "this process is in job .*; call psworker.shutdown.. before"),
+    "another job": ("ConfigError", "this process has joined with job='test-.*; call .*shutdown"),
     "no job": ("ConfigError", "call psworker.init.. or make a DistributedOptimizer first"),
 }
 

@@ -222,12 +222,12 @@ def normalize(me: Station, policy: str) -> tuple[list[float], list[float], list[
         torch.autograd.backward(model(inputs).sum())
         optimizer.step()
     own = norm.running_mean.tolist()
+    with optimizer.global_weights():
+        pass  # Posts the newest.
     psworker.barrier()
     with optimizer.global_weights():
-        psworker.barrier()
         shared = norm.running_mean.tolist()
         count = int(norm.num_batches_tracked)
-    psworker.barrier()
     return own, shared, norm.running_mean.tolist(), count
 
 
