@@ -20,6 +20,7 @@ LOCAL_COLORS = {
     "sgd": "#009e73",
 }
 HIDDEN = ("ssp s=3", "od mirror")  # The same line as `asgd`, or as `mirror` with k=1.
+LOST = -12.0  # Points from ssgd below which a run is not drawn to scale.
 STYLES = {5: "-", 16: "--"}  # By k.
 
 
@@ -36,18 +37,19 @@ def draw(sweep: str, rows: dict[str, Row], folder: Path) -> list[Path]:
 
 
 def over_k(rows: dict[str, Row], path: Path) -> Path:
-    """Draws accuracy over k, one line for each local update; a divergence is a cross below."""
+    """Draws accuracy over k, one line for each local update; what is lost is a cross below."""
     figure = curves.new_figure(7, 4.2)
     axes = figure.subplots()
-    base = next((row for name, row in rows.items() if name.endswith("ssgd")), None)
+    base = next(row for name, row in rows.items() if name.endswith("ssgd"))
     lines: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows.values():
         if k := row.setting["k"]:
             local = _local(row)
-            accuracy = 100 * row.mean("accuracy")
-            lines.setdefault(local, []).append((k, accuracy, 100 * row.spread))
-    good = [value for line in lines.values() for _, value, _ in line if value > 60]
-    bottom = math.floor(min(good)) - 2 if good else 0
+            gaps = row.gaps(base)
+            spread = 50 * (max(gaps) - min(gaps))
+            lines.setdefault(local, []).append((k, 100 * row.gap(base), spread))
+    good = [value for line in lines.values() for _, value, _ in line if value > LOST]
+    bottom = math.floor(min(good, default=0)) - 2
     for rank, (local, line) in enumerate(lines.items()):
         line.sort()
         held = [point for point in line if point[1] >= bottom]
@@ -62,16 +64,15 @@ def over_k(rows: dict[str, Row], path: Path) -> Path:
             capsize=2,
             label=local,
         )
-        axes.plot(lost, [bottom + 0.7 * (1 + rank)] * len(lost), "x", color=LOCAL_COLORS[local])
-    if base:
-        axes.axhline(100 * base.mean("accuracy"), color="black", lw=1, ls="--", label="ssgd")
+        axes.plot(lost, [bottom + 0.4 * (1 + rank)] * len(lost), "x", color=LOCAL_COLORS[local])
+    axes.axhline(0, color="black", lw=1, ls="--", label="ssgd")
     axes.set_xscale("log", base=2)
     ticks = sorted({k for line in lines.values() for k, _, _ in line})
     axes.set_xticks(ticks, [str(k) for k in ticks])
     axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=bottom)
-    curves.dress(axes, "k, steps from one pull to the next", "test accuracy, %")
-    axes.legend(frameon=False, title="x: diverged, or below", fontsize=9)
+    curves.dress(axes, "k, steps from one pull to the next", "test accuracy, points from ssgd")
+    axes.legend(frameon=False, title="x: lost, or further below", fontsize=9)
     axes.set_title(next(iter(rows.values())).runs[0].task)
     return curves.save(figure, path)
 

@@ -77,9 +77,13 @@ class Row:
 
     def gap(self, base: Row) -> float:
         """Returns the difference in accuracy to another row, over the seeds that both have."""
+        gaps = self.gaps(base)
+        return statistics.fmean(gaps) if gaps else math.nan
+
+    def gaps(self, base: Row) -> list[float]:
+        """Returns that difference for each of these seeds."""
         theirs = {run.seed: run.accuracy for run in base.runs}
-        pairs = [(run.accuracy, theirs[run.seed]) for run in self.runs if run.seed in theirs]
-        return statistics.fmean(ours - other for ours, other in pairs) if pairs else math.nan
+        return [run.accuracy - theirs[run.seed] for run in self.runs if run.seed in theirs]
 
     def accuracy_at(self, sim_s: float) -> float:
         """Returns the accuracy at a simulated second, between the points of the curves."""
@@ -124,7 +128,9 @@ def cells(name: str, row: Row, rows: dict[str, Row]) -> list[str]:
     head = [name, f"{row.setting['lr']:g}", momentum, str(len(row.runs))]
     failed = [run for run in row.runs if run.failure]
     if failed:
+        others = [f"{100 * run.accuracy:.1f}" for run in row.runs if not run.failure]
         what = f"{len(failed)} of {len(row.runs)} lost: {failed[0].failure}"
+        what += f"; else {', '.join(others)}" if others else ""
         return [*head, what, *[""] * (len(COLUMNS) - len(head) - 1)]
     base = base_of(row, rows)
     spread = f" ±{100 * row.spread:.1f}" if len(row.runs) > 1 else ""
