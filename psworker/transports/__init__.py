@@ -44,6 +44,8 @@ def choose(
             continue
         reason = _obstacle(found, is_local=is_local)
         if reason is None:
+            if reasons:  # What is to be expected between hosts, and a hint on one host.
+                log.info("data plane to %s is %s (%s)", address, name, "; ".join(reasons))
             return SocketTransport(endpoint, patience, is_local=is_local)
         reasons.append(f"{name}: {reason}")
     if wanted in ("local", "tcp"):

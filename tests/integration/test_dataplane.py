@@ -1,0 +1,243 @@
+"""The data planes: the same bits by each of them, and nothing lost, doubled or left behind."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import psworker
+from psworker import link
+from psworker.retry import Patience
+from psworker.transports import Endpoint, Transport, choose
+from tests.integration.cluster import Shards, Station, wait_until
+from tests.integration.models import backward, batch, make_model, sgd, weights_of
+
+MEMFD = "/memfd:paceline"
+LARGE = (1 << 20) + 4321  # Elements: two slices, of more bytes than a connection's buffers hold.
+
+
+def plane_of(optimizer: psworker.DistributedOptimizer) -> set[str]:
+    transports = [link.transport for link in optimizer.session.links]
+    return {"local" if transport.shares_memory else transport.name for transport in transports}
+
+
+def train(me: Station, mode: str) -> tuple[set[str], dict[str, np.ndarray]]:
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), mode=mode
+    )
+    for step in range(8):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    plane = plane_of(optimizer)
+    psworker.shutdown()
+    return plane, weights_of(model)
+
+
+@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=2)"])
+def test_every_data_plane_gives_the_same_bits(shards: Shards, mode: str) -> None:
+    results = {
+        plane: shards.run(train, mode, env={"PACELINE_DATA_PLANE": plane})
+        for plane in ("local", "tcp", "grpc", "auto")
+    }
+    for plane, workers in results.items():
+        for used, weights in workers:
+            assert used == {"local" if plane == "auto" else plane}
+            for name, weight in results["grpc"][0][1].items():
+                assert np.array_equal(weights[name], weight), (plane, name)
+
+
+# ----- shared memory goes with its users
+
+
+def segments_of(pid: int) -> set[int]:
+    """Returns the inodes of the segments that a process has mapped or holds open."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if MEMFD in line:
+                inodes.add(int(line.split()[4]))
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(entry).startswith(MEMFD):
+                    inodes.add(entry.stat().st_ino)
+    return inodes
+
+
+def segments() -> set[int]:
+    """Returns the inodes of all segments of this machine."""
+    return set().union(*(segments_of(pid) for pid in psutil.pids()))
+
+
+def hold(me: Station) -> None:
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    backward(model, *batch(me.rank, 0))
+    optimizer.step()
+    me.tell(sorted(segments_of(os.getpid())))
+    me.hear()
+
+
+def shard_pids(parent: psutil.Process) -> list[int]:
+    return [process.pid for process in parent.children(recursive=True)]
+
+
+@pytest.mark.parametrize("first", ["worker", "shard"])
+def test_a_kill_leaves_no_shared_memory_behind(first: str) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with Shards(1, lease_s=1.0) as shards:
+        started = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        shard = next(p.pid for p in started if not p.children())
+        with shards.workers(hold, num_workers=1) as (worker,):
+            held = set(worker.hear())
+            assert len(held) == 2, "gradients, and the weights of one shard"
+            assert held <= segments_of(shard)
+            grads = held - segments_of_driver(shard, worker.pid)
+            if first == "worker":
+                worker.kill()
+                wait_until(lambda: not grads & segments())  # The shard lets go of them too.
+            os.kill(shard, signal.SIGKILL)
+            if first == "shard":
+                wait_until(lambda: not psutil.pid_exists(shard) or not segments_of(shard))
+                worker.kill()
+            wait_until(lambda: not held & segments())
+
+
+def segments_of_driver(shard: int, worker: int) -> set[int]:
+    """Returns the segments whose descriptor the shard itself keeps: those of the weights."""
+    kept = set()
+    for entry in Path(f"/proc/{shard}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(entry).startswith(MEMFD):
+                kept.add(entry.stat().st_ino)
+    assert kept, f"shard {shard} keeps no weights for worker {worker}"
+    return kept
+
+
+# ----- fall-backs
+
+
+def chosen(shards: Shards, endpoint: Endpoint) -> Transport:
+    address = shards.addresses[0]
+    return choose("auto", address, lambda: endpoint, Patience(address, 5.0))
+
+
+def test_without_a_local_socket_it_is_tcp_and_the_log_says_why(
+    shards: Shards, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "paceline")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        endpoint = Endpoint(host="127.0.0.1", port=port, local="paceline-nobody")
+        transport = chosen(shards, endpoint)
+        transport.close()
+    assert (transport.name, transport.shares_memory) == ("tcp", False)
+    (line,) = [record.getMessage() for record in caplog.records if "is tcp" in record.message]
+    assert "local: no bulk connection to paceline-nobody: " in line
+
+
+def test_without_a_bulk_port_it_is_grpc_and_the_log_says_why(
+    shards: Shards, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "paceline")
+    transport = chosen(shards, Endpoint(host="127.0.0.1", port=0, local=""))
+    transport.close()
+    assert transport.name == "grpc"
+    (line,) = [record.getMessage() for record in caplog.records if "is gRPC" in record.message]
+    assert "local: the shard is on another host; tcp: the shard has no bulk port" in line
+
+
+# ----- a connection that is cut
+
+
+class Cutter:
+    """A TCP proxy that cuts the first connection which has sent so many bytes."""
+
+    def __init__(self, target: tuple[str, int], cut_after_nbytes: int) -> None:
+        self._target = target
+        self._left = cut_after_nbytes
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.num_cuts = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                for source, sink, counts in ((near, far, True), (far, near, False)):
+                    threading.Thread(
+                        target=self._forward, args=(source, sink, counts), daemon=True
+                    ).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
+        sent = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 14):
+                sent += len(data)
+                if counts and self.num_cuts == 0 and sent > self._left:
+                    self.num_cuts += 1
+                    sink.sendall(data[:100])  # What comes through is a piece of a frame.
+                    break
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def cutter(port: int, cut_after_nbytes: int) -> Iterator[Cutter]:
+    made = Cutter(("127.0.0.1", port), cut_after_nbytes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def through(port: int) -> Callable[[link.Link], Endpoint]:
+    return lambda _: Endpoint(host="127.0.0.1", port=port, local="")
+
+
+def train_through_a_cut(me: Station) -> tuple[int, int, np.ndarray]:
+    """Pushes two slices of 2 MiB at each of 4 steps; a connection is cut inside the third step."""
+    psworker.init()
+    (shard,) = psworker.context.current().session.links
+    found = shard._endpoint()
+    psworker.shutdown()
+    with cutter(found.port, cut_after_nbytes=int(2.6 * 4 * LARGE)) as made:
+        link.Link._endpoint = through(made.port)  # type: ignore[method-assign,assignment]
+        psworker.init(job="cut")
+        model = torch.nn.ParameterDict({"large": torch.zeros(LARGE)})
+        optimizer = psworker.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters()
+        )
+        for step in range(4):
+            model["large"].grad = torch.full((LARGE,), float(1 << step))
+            optimizer.step()
+        pushes = optimizer.exchange.traffic.num_pushes
+        psworker.shutdown()
+        return made.num_cuts, pushes, model["large"].detach().numpy().copy()
+
+
+def test_a_push_whose_connection_is_cut_is_sent_again_and_counted_once() -> None:
+    with Shards(1) as shards:
+        ((num_cuts, num_pushes, weights),) = shards.run(
+            train_through_a_cut, num_workers=1, env={"PACELINE_DATA_PLANE": "tcp"}
+        )
+    assert num_cuts == 1
+    assert num_pushes == 8, "the replica made each push once; the transport sent one again"
+    assert np.array_equal(weights, np.full(LARGE, -0.5 * 15, np.float32))
