@@ -33,9 +33,9 @@ FORWARD_SHARE = 1 / 3
 PROBE_S = 2.0
 MODES = {
     "ssgd": ("ssgd", "none"),
-    "od": ("od", "none"),
+    "od": ("od(warmup=5)", "none"),
     "ssd": ("ssd(steps=5, warmup=5)", "none"),
-    "cd": ("cd(steps=5)", "2bit"),
+    "cd": ("cd(steps=5, warmup=5)", "2bit"),
 }
 
 
