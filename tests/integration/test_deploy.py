@@ -1,0 +1,118 @@
+"""docker-compose.yml and the Dockerfile, read without an engine: what has to hold of them."""
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from psserver.cli import app
+from psworker.environment import Environment
+from tests.house.source import ROOT
+
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())[
+    "services"
+]
+SHARDS = [name for name in SERVICES if name.startswith("shard")]
+WORKERS = [name for name in SERVICES if "worker" in name]
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+
+
+def options(service: str) -> dict[str, Any]:
+    """Returns the options of a shard's command, as psserver reads them."""
+    program, command, *words = shlex.split(SERVICES[service]["command"])
+    assert (program, command) == ("psserver", "start")
+    start = get_command(app).commands["start"]  # type: ignore[attr-defined]
+    given: dict[str, Any] = start.make_context("start", words).params
+    return given
+
+
+def workers(profiles: list[str]) -> list[str]:
+    return [name for name in WORKERS if SERVICES[name].get("profiles", []) == profiles]
+
+
+def test_two_shards_and_two_workers_start_by_default() -> None:
+    started = [name for name in SERVICES if not SERVICES[name].get("profiles")]
+    assert sorted(started) == ["shard0", "shard1", "worker0", "worker1"]
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_shard_is_checked_and_has_time_to_end(name: str) -> None:
+    service = SERVICES[name]
+    assert service["healthcheck"]["test"] == ["CMD", "psserver", "health"]
+    assert int(service["stop_grace_period"].removesuffix("s")) > 10  # server.grace_s
+    assert "ports" not in service, "--insecure is for a network that nobody else is on"
+
+
+def test_the_shards_are_one_cluster() -> None:
+    given = [options(name) for name in SHARDS]
+    assert [values["shard_index"] for values in given] == list(range(len(SHARDS)))
+    assert {values["shards"] for values in given} == {len(SHARDS)}
+    assert len({values["cluster"] for values in given}) == 1
+    assert all(values["host"] == "0.0.0.0" and values["insecure"] for values in given)
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_starts_when_every_shard_is_healthy(name: str) -> None:
+    wanted = {shard: {"condition": "service_healthy"} for shard in SHARDS}
+    assert SERVICES[name]["depends_on"] == wanted
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_can_be_stopped(name: str) -> None:
+    assert SERVICES[name]["init"] is True
+    assert "stop_grace_period" in SERVICES[name]
+    assert SERVICES[name]["healthcheck"] == {"disable": True}
+
+
+@pytest.mark.parametrize("profiles", [[], ["gpu"]])
+def test_the_workers_of_a_job_have_every_rank_once(profiles: list[str]) -> None:
+    places = [Environment.read(SERVICES[name]["environment"]) for name in workers(profiles)]
+    assert [place.rank for place in places] == [0, 1]
+    assert {place.num_workers for place in places} == {2}
+    assert len({place.job for place in places}) == 1
+    assert {place.servers for place in places} == {tuple(f"{name}:7070" for name in SHARDS)}
+
+
+def test_the_jobs_do_not_meet() -> None:
+    assert len({SERVICES[name]["environment"]["PACELINE_JOB"] for name in WORKERS}) == 2
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_only_workers_of_the_gpu_profile_ask_for_a_gpu(name: str) -> None:
+    if SERVICES[name].get("profiles") != ["gpu"]:
+        assert "deploy" not in SERVICES[name]
+        return
+    (device,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
+def test_every_container_runs_the_one_image_and_what_is_in_it() -> None:
+    assert {service["image"] for service in SERVICES.values()} == {"paceline:local"}
+    assert {service["build"]["dockerfile"] for service in SERVICES.values()} == {
+        "deploy/Dockerfile"
+    }
+    scripts = {SERVICES[name]["command"][1] for name in WORKERS}
+    assert all((ROOT / script).is_file() for script in scripts)
+    assert "COPY examples /app/examples" in DOCKERFILE
+    assert "WORKDIR /app" in DOCKERFILE
+
+
+def test_the_image_is_checked_unprivileged_and_pinned() -> None:
+    final = DOCKERFILE.rpartition("\nFROM ")[2]
+    assert re.search(r'^HEALTHCHECK .* CMD \["psserver", "health"\]$', final, re.MULTILINE)
+    assert "USER paceline" in final
+    assert "PIP_CONSTRAINT=/src/constraints.txt" in DOCKERFILE
+    assert not re.search(r"https?://|index-url|find-links", DOCKERFILE)
+
+
+def test_what_the_image_copies_is_not_ignored() -> None:
+    kept = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    needed = {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "examples"}
+    assert needed | {"pscore", "psserver", "psworker"} <= kept
