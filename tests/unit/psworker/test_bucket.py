@@ -1,0 +1,159 @@
+"""The flat vector of a model: gradients in, weights out, and what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.errors import ConfigError, GradientError
+from pscore.partition import Layout, make_layout
+from psworker.bucket import Bucket, describe
+
+
+def make_parameters() -> dict[str, torch.nn.Parameter]:
+    """Returns a matrix, a scalar, a transposed matrix, and one of half precision."""
+    return {
+        "matrix": torch.nn.Parameter(torch.arange(6.0).view(2, 3)),
+        "scalar": torch.nn.Parameter(torch.tensor(7.0)),
+        "transposed": torch.nn.Parameter(torch.arange(8.0).view(4, 2).t()),
+        "half": torch.nn.Parameter(torch.tensor([1.0, 2.0]).bfloat16()),
+    }
+
+
+def layout_of(parameters: dict[str, torch.nn.Parameter], num_shards: int = 1) -> Layout:
+    return make_layout(describe(list(parameters.items()), [0] * len(parameters)), num_shards)
+
+
+def make_bucket() -> tuple[dict[str, torch.nn.Parameter], Bucket]:
+    parameters = make_parameters()
+    return parameters, Bucket(list(parameters.values()), layout_of(parameters))
+
+
+def test_a_declaration_has_name_shape_type_and_group() -> None:
+    (spec,) = describe([("half", make_parameters()["half"])], [3])
+    assert (spec.name, spec.shape, spec.dtype, spec.group) == ("half", (2,), "bfloat16", 3)
+
+
+def test_the_weights_are_those_of_the_model_in_their_places() -> None:
+    parameters, bucket = make_bucket()
+    for index, parameter in enumerate(parameters.values()):
+        assert bucket.weight(index).tolist() == parameter.detach().float().flatten().tolist()
+    values = sum(parameter.numel() for parameter in parameters.values())
+    assert int(bucket.weights.count_nonzero()) == values - 2  # Two zeros; the gaps are zeros too.
+
+
+def test_contiguous_float32_parameters_are_views_on_the_weights() -> None:
+    parameters, bucket = make_bucket()
+    bucket.weights.fill_(5.0)
+    assert parameters["matrix"].tolist() == [[5.0] * 3] * 2
+    assert parameters["scalar"].item() == 5.0
+    assert parameters["half"].tolist() == [1.0, 2.0]
+    assert bucket.has_casts
+
+
+def test_other_parameters_are_cast_when_weights_are_scattered() -> None:
+    parameters, bucket = make_bucket()
+    bucket.weights.copy_(torch.arange(float(len(bucket.weights))) + 0.001)
+    bucket.scatter_weights()
+    start = bucket.layout.offsets[2]
+    assert not parameters["transposed"].is_contiguous()
+    expected = torch.arange(8.0).view(2, 4) + start + 0.001
+    torch.testing.assert_close(parameters["transposed"].detach(), expected)
+    assert parameters["half"].dtype == torch.bfloat16
+    half = bucket.weight(3).bfloat16()
+    assert torch.equal(parameters["half"].detach(), half)
+
+
+def test_weights_that_were_loaded_into_the_model_are_gathered() -> None:
+    parameters, bucket = make_bucket()
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.fill_(3.0)
+    bucket.gather_weights()
+    for index in range(4):
+        assert bucket.weight(index).unique().tolist() == [3.0]  # type: ignore[no-untyped-call]
+
+
+def test_gradients_of_any_layout_and_type_are_gathered() -> None:
+    parameters, bucket = make_bucket()
+    for number, parameter in enumerate(parameters.values()):
+        parameter.grad = torch.full_like(parameter, 1.0 + number)
+    parameters["transposed"].grad = torch.arange(8.0).view(4, 2).t()
+    parameters["matrix"].grad = torch.arange(6.0).view(3, 2).t()
+    for index in range(4):
+        bucket.gather_grad(index, step=0)
+
+    def part(index: int) -> list[float]:
+        values: list[float] = bucket.state_view(bucket.grads, index).flatten().tolist()
+        return values
+
+    assert part(0) == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
+    assert part(1) == [2.0]
+    assert part(2) == [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0]
+    assert part(3) == [4.0, 4.0]
+    bucket.clear_grad(0)
+    assert part(0) == [0.0] * 6
+    assert part(1) == [2.0]
+
+
+def test_gradients_lie_in_the_memory_that_is_given() -> None:
+    parameters = make_parameters()
+    layout = layout_of(parameters)
+    given = np.zeros(layout.numel, np.float32)
+    bucket = Bucket(list(parameters.values()), layout, given)
+    parameters["scalar"].grad = torch.tensor(9.0)
+    bucket.gather_grad(1, step=0)
+    assert given[layout.offsets[1]] == 9.0
+    assert np.count_nonzero(given) == 1
+
+
+def test_the_gradient_of_a_slice_is_a_view() -> None:
+    parameters = {"wide": torch.nn.Parameter(torch.zeros(10_000))}
+    layout = layout_of(parameters, num_shards=2)
+    bucket = Bucket(list(parameters.values()), layout)
+    bucket.grads.copy_(torch.arange(float(layout.numel)))
+    for spec in layout.slices:
+        part = bucket.grads_of(spec.index)
+        assert part[0].item() == spec.start
+        assert len(part) == spec.numel
+        assert part.data_ptr() == bucket.grads[spec.start :].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["matrix", "transposed", "half"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_is_refused_by_name(name: str, value: float) -> None:
+    parameters, bucket = make_bucket()
+    grad = torch.zeros_like(parameters[name])
+    grad[(-1,) * grad.ndim] = value
+    parameters[name].grad = grad
+    message = f"gradient of '{name}' holds 1 NaN or Inf of {grad.numel()} elements at step 4"
+    with pytest.raises(GradientError, match=message):
+        bucket.gather_grad(list(parameters).index(name), step=4)
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    parameters, bucket = make_bucket()
+    parameters["matrix"].grad = torch.zeros(2, 3).to_sparse()
+    with pytest.raises(GradientError, match="gradient of 'matrix' is sparse"):
+        bucket.gather_grad(0, step=0)
+
+
+@pytest.mark.parametrize(("devices", "listed"), [(["meta"] * 4, "meta"), (["cpu", "meta"], "cpu")])
+def test_parameters_must_be_on_one_device_that_holds_numbers(
+    devices: list[str], listed: str
+) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2, device=device)) for device in devices]
+    layout = layout_of({str(index): weight for index, weight in enumerate(parameters)})
+    with pytest.raises(ConfigError, match=f"the parameters are on {listed}.*, must be on one"):
+        Bucket(parameters, layout)
+
+
+def test_a_parameter_that_was_given_other_memory_is_refused_by_name() -> None:
+    parameters, bucket = make_bucket()
+    bucket.check_weights()
+    with torch.no_grad():
+        parameters["matrix"].fill_(2.0)
+        parameters["half"].data = torch.zeros(2).bfloat16()  # It is cast anyway.
+    bucket.check_weights()
+    parameters["scalar"].data = torch.tensor(1.0)
+    with pytest.raises(ConfigError, match="parameter 'scalar' was given other memory"):
+        bucket.check_weights()

@@ -1,0 +1,280 @@
+"""What a worker sends and waits for at each step, with an outbox that only takes notes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.errors import GradientError
+from pscore.optimizers.base import Optimizer
+from pscore.optimizers.sgd import SGD
+from pscore.partition import Layout, make_layout
+from pscore.rules import parse_mode
+from pscore.types import Push, Role, TensorSpec
+from psworker.replica import Landing, Replica, Waits
+
+NUMEL = 5000  # Two slices of at least 4,096 elements: 0 holds the back of the model.
+
+
+@dataclass
+class Notes:
+    """An outbox whose pulls land when the test says so, all elements with one value."""
+
+    pushes: list[tuple[int, Push, float]] = field(default_factory=list)
+    pulls: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    landings: dict[int, Landing] = field(default_factory=dict)
+    waited: list[int] = field(default_factory=list)
+
+    def push(
+        self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
+    ) -> None:
+        self.pushes.append((index, push, grad[0].item()))
+
+    def pull(
+        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+    ) -> None:
+        self.pulls.append((index, clock, min_version, with_state))
+        self.landings[index] = landing
+
+    def land(
+        self, index: int, weights: float, version: int, state: float | None = None, clock: int = 0
+    ) -> None:
+        landing = self.landings[index]
+        landing.weights.fill_(weights)
+        landing.counts = None if state is None else np.array([version], np.int64)
+        for array in landing.state:
+            array.fill_(state or 0.0)
+        landing.version, landing.clock = version, clock
+
+    def run(self, waits: Waits, weights: float, version: int, state: float | None = None) -> None:
+        """Lets every pull land that is waited for."""
+        for index in waits:
+            self.waited.append(index)
+            self.land(index, weights, version, state)
+
+    def taken(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns the slices pushed, pulled and waited for since the last time."""
+        told = [index for index, _, _ in self.pushes], [pull[0] for pull in self.pulls], self.waited
+        self.pushes, self.pulls, self.waited = [], [], []
+        return told
+
+
+def make_layout_of_two() -> Layout:
+    layout = make_layout([TensorSpec(name="weight", shape=(NUMEL,), dtype="float32")], 2)
+    assert len(layout.slices) == 2
+    return layout
+
+
+def make(mode: str, optimizer: Optimizer | None = None) -> tuple[Replica, Notes]:
+    """Returns a replica with weights 1 at version 0, learning rate 0.5 and momentum 0.5."""
+    layout, notes = make_layout_of_two(), Notes()
+    optimizer = optimizer or SGD()
+    weights = torch.zeros(layout.numel)
+    replica = Replica(layout, parse_mode(mode), optimizer, 1, weights, rank=3)
+    row = {"lr": 0.5, "momentum": 0.5}
+    hyper = np.array([[row.get(name, 0.0) for name in optimizer.hyper_names]])
+    for part in replica.parts:
+        part.hyper = hyper
+    notes.run(replica.fetch(0, notes), 1.0, 0, state=0.0)
+    notes.taken()
+    return replica, notes
+
+
+def grads(replica: Replica, value: float) -> list[torch.Tensor]:
+    return [torch.full_like(part.weights, value) for part in replica.parts]
+
+
+def push_all(replica: Replica, notes: Notes, values: Sequence[torch.Tensor]) -> None:
+    for index in replica.front_first():
+        replica.push(index, values[index], present=-1, samples=2.0, outbox=notes)
+
+
+def step(replica: Replica, notes: Notes, value: float, weights: float, version: int) -> None:
+    """Makes one step whose pulls, if waited for, bring `weights` and the state 0."""
+    own = grads(replica, value)
+    for index in replica.front_first():
+        notes.run(replica.land(index), weights, version, 0.0)
+    push_all(replica, notes, own)
+    notes.run(replica.finish(own, notes), weights, version, 0.0)
+
+
+def test_the_first_fetch_brings_the_weights_of_all_slices() -> None:
+    replica, _ = make("ssgd")
+    assert torch.equal(replica.weights[:NUMEL], torch.ones(NUMEL))
+    assert [part.version for part in replica.parts] == [0, 0]
+
+
+def test_a_push_says_who_when_on_what_and_with_which_weight() -> None:
+    replica, notes = make("ssgd")
+    push_all(replica, notes, grads(replica, 7.0))
+    assert [(index, value) for index, _, value in notes.pushes] == [(1, 7.0), (0, 7.0)]
+    push = notes.pushes[0][1]
+    assert (push.worker, push.step, push.base_version, push.samples) == (3, 0, 0, 2.0)
+    assert push.role is Role.GRADIENT
+    assert push.hyper is replica.parts[1].hyper
+
+
+def test_ssgd_waits_for_the_version_of_its_step_front_first() -> None:
+    replica, notes = make("ssgd")
+    for number in range(3):
+        step(replica, notes, 1.0, weights=10.0 + number, version=number + 1)
+        assert [pull[:3] for pull in notes.pulls] == [
+            (1, number + 1, number + 1),
+            (0, number + 1, number + 1),
+        ]
+        assert [push.step for _, push, _ in notes.pushes] == [number, number]
+        assert [push.base_version for _, push, _ in notes.pushes] == [number, number]
+        assert notes.taken() == ([1, 0], [1, 0], [1, 0])
+        assert replica.weights[0].item() == 10.0 + number
+    assert replica.step == 3
+    assert replica.clocks == [3, 3]
+
+
+def test_asgd_waits_for_its_own_push_in_any_version() -> None:
+    replica, notes = make("asgd")
+    step(replica, notes, 1.0, weights=4.0, version=9)
+    assert [pull[1:3] for pull in notes.pulls] == [(1, 0), (1, 0)]
+    assert notes.taken()[2] == [1, 0]
+    assert replica.parts[0].version == 9
+
+
+def test_ssd_pulls_at_each_kth_step_and_takes_it_one_step_later() -> None:
+    """k = 2, plain local steps w -= 0.5 g: the pull of step 1 lands before the push of step 2."""
+    replica, notes = make("ssd(steps=2, warmup=0, local=sgd)")
+    step(replica, notes, 1.0, 0.0, 0)
+    assert notes.taken() == ([1, 0], [], [])
+    assert replica.weights[0].item() == 0.5
+    step(replica, notes, 1.0, 0.0, 0)
+    assert [pull[1:3] for pull in notes.pulls] == [(2, 2), (2, 2)]
+    pushed, pulled, waited = notes.taken()
+    assert (sorted(pushed), sorted(pulled), waited) == ([0, 1], [0, 1], [])
+    assert replica.weights[0].item() == 0.0  # 0.5 - 0.5: the pull is still under way.
+    step(replica, notes, 1.0, weights=8.0, version=2)
+    pushed, pulled, waited = notes.taken()
+    assert (sorted(pushed), pulled, sorted(waited)) == ([0, 1], [], [0, 1])
+    assert replica.weights[0].item() == 7.5
+
+
+def test_a_slice_is_not_pushed_while_its_pull_is_under_way() -> None:
+    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, notes, 1.0, 0.0, 0)
+    own = grads(replica, 1.0)
+    with pytest.raises(AssertionError):
+        replica.push(1, own[1], present=-1, samples=1.0, outbox=notes)
+    notes.land(1, 5.0, version=1)
+    assert list(replica.land(1)) == []
+    replica.push(1, own[1], present=-1, samples=1.0, outbox=notes)
+    assert notes.pushes[-1][1].base_version == 0  # The gradient is of the weights before.
+
+
+@pytest.mark.parametrize(("form", "asked"), [("exact", [True, True]), ("kept", [True, False])])
+def test_mirror_asks_for_the_state_at_the_end_of_the_warm_up_and_then_as_its_form_says(
+    form: str, asked: list[bool]
+) -> None:
+    replica, notes = make(f"ssd(steps=1, warmup=2, local=mirror, mirror={form})")
+    with_state = []
+    for number in range(4):
+        step(replica, notes, 0.0, weights=1.0, version=number + 1)
+        with_state.append({pull[3] for pull in notes.pulls})
+        notes.taken()
+    assert with_state == [{False}, {asked[0]}, {asked[1]}, {asked[1]}]
+
+
+def test_mirror_goes_on_with_the_momentum_that_was_pulled() -> None:
+    """w = 8 and V = 4 pulled; V <- 0.5 * 4 + 1 = 3, w <- 8 - 0.5 * 3 = 6.5."""
+    replica, notes = make("ssd(steps=1, warmup=1, local=mirror)")
+    push_all(replica, notes, grads(replica, 1.0))
+    notes.run(replica.finish(grads(replica, 1.0), notes), 8.0, 1, state=4.0)
+    push_all(replica, notes, grads(replica, 1.0))
+    notes.run(replica.finish(grads(replica, 1.0), notes), 0.0, 0, state=0.0)
+    assert replica.weights[:NUMEL].tolist() == [6.5] * NUMEL
+
+
+def test_a_peek_copies_the_newest_and_leaves_all_else() -> None:
+    replica, notes = make("ssd(steps=2, warmup=0, local=sgd)")
+    step(replica, notes, 1.0, 0.0, 0)
+    notes.taken()
+    target = torch.zeros(len(replica.weights))
+    notes.run(replica.peek(target, notes), 6.0, 1)
+    assert [pull[1:] for pull in notes.pulls] == [(1, 1, False)] * 2
+    assert target[0].item() == 6.0
+    assert replica.weights[0].item() == 0.5
+    assert replica.parts[0].version == 0
+    step(replica, notes, 1.0, 0.0, 0)
+    assert replica.weights[0].item() == 0.0
+
+
+def test_a_peek_at_a_pull_under_way_leaves_it_for_the_next_step() -> None:
+    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, notes, 1.0, 0.0, 0)
+    notes.taken()
+    target = torch.zeros(len(replica.weights))
+    notes.run(replica.peek(target, notes), 6.0, 1)
+    assert notes.pulls == []
+    assert (target[0].item(), replica.weights[0].item()) == (6.0, 0.5)
+    step(replica, notes, 1.0, 99.0, 99)  # Has nothing to wait for.
+    assert replica.weights[0].item() == 5.5
+
+
+def test_a_fetch_takes_what_is_under_way_and_then_the_newest() -> None:
+    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, notes, 1.0, 0.0, 0)
+    notes.taken()
+    notes.run(replica.fetch(None, notes), 3.0, 1, state=0.0)
+    assert {pull[1:] for pull in notes.pulls} == {(1, 1, True)}
+    assert sorted(notes.waited) == [0, 0, 1, 1]
+    assert replica.weights[0].item() == 3.0
+
+
+def test_a_worker_that_was_late_goes_on_with_the_step_its_weights_are_for() -> None:
+    replica, notes = make("ssgd")
+    step(replica, notes, 1.0, weights=1.0, version=5)
+    notes.taken()
+    push_all(replica, notes, grads(replica, 1.0))
+    assert {push.step for _, push, _ in notes.pushes} == {5}
+
+
+def test_after_a_restart_the_shards_clock_counts() -> None:
+    replica, notes = make("asgd")
+    step(replica, notes, 1.0, weights=1.0, version=5)
+    replica.restart()
+    for index in replica.fetch(0, notes):
+        notes.land(index, 2.0, version=8, clock=4)
+    notes.taken()
+    push_all(replica, notes, grads(replica, 1.0))
+    assert {push.step for _, push, _ in notes.pushes} == {4}
+    assert replica.weights[0].item() == 2.0
+
+
+def test_in_rounds_the_way_of_the_weights_is_pushed_with_the_mean_of_the_samples() -> None:
+    """Two steps of the user's own optimizer a round: from 1 to 0.25, with 2 and 4 samples."""
+    replica, notes = make("local(steps=2)")
+    moves = grads(replica, 0.0)
+    for weight, samples in ((0.5, 2.0), (0.25, 4.0)):
+        assert replica.plan().inner
+        replica.weights.fill_(weight)
+        notes.run(replica.finish(moves, notes, samples), 9.0, 1)
+    assert {(push.role, push.step, push.samples) for _, push, _ in notes.pushes} == {
+        (Role.DELTA, 0, 3.0)
+    }
+    assert {value for _, _, value in notes.pushes} == {0.75}
+    assert replica.weights[0].item() == 9.0
+    assert replica.drifts
+    replica.weights.fill_(float("nan"))
+    assert list(replica.finish(moves, notes)) == []
+    with pytest.raises(GradientError, match="weights of slice 0 hold NaN or Inf at step 3"):
+        list(replica.finish(moves, notes))
+
+
+def test_a_round_that_is_not_over_is_pushed_at_the_end() -> None:
+    replica, notes = make("local(steps=3)")
+    moves = grads(replica, 0.0)
+    replica.end_round(moves, notes)
+    assert notes.pushes == []
+    replica.weights.fill_(0.5)
+    assert list(replica.finish(moves, notes)) == []
+    replica.end_round(moves, notes)
+    assert {(push.role, value) for _, push, value in notes.pushes} == {(Role.DELTA, 0.5)}
+    assert replica.clocks == [1, 1]
