@@ -1,0 +1,273 @@
+"""Pushes and pulls of one table, over data planes that the test answers itself."""
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.compressors import parse_compressor
+from pscore.errors import ReplacedError, ServerUnavailableError
+from pscore.optimizers.sgd import SGD
+from pscore.partition import make_layout
+from pscore.pb.ps.v1 import data_pb2
+from pscore.rules.ssgd import SSGD
+from pscore.types import Push, Role, TensorSpec, Verdict
+from psworker.exchange import Exchange
+from psworker.replica import Landing
+from psworker.transports import PullCall, PushCall
+
+TENSORS = [
+    TensorSpec(name="weight", shape=(5000,), dtype="float32"),
+    TensorSpec(name="bias", shape=(8,), dtype="float32"),
+]
+LAYOUT = make_layout(TENSORS, 2)  # Slice 0 on shard 0 has both tensors, slice 1 the weight's end.
+
+
+class Plane:
+    """A data plane that keeps what it is given."""
+
+    shares_memory = False
+
+    def __init__(self) -> None:
+        self.pushes: list[PushCall] = []
+        self.pulls: list[PullCall] = []
+
+    def push(self, call: PushCall) -> None:
+        self.pushes.append(call)
+
+    def pull(self, call: PullCall) -> None:
+        self.pulls.append(call)
+
+
+class Session:
+    """As much of a session as an exchange needs."""
+
+    def __init__(self) -> None:
+        self.job, self.rank, self.incarnation, self.num_workers = "job", 1, 77, 2
+        self.planes = [Plane(), Plane()]
+        self.links = [
+            SimpleNamespace(transport=plane, address=f"host:{number}")
+            for number, plane in enumerate(self.planes)
+        ]
+        self.defined: list[tuple[Any, ...]] = []
+        self.failure: Exception | None = None
+
+    def define(self, *declaration: Any, **options: Any) -> int:
+        self.defined.append(declaration)
+        return 5
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+def make(compression: str = "none") -> tuple[Exchange, Session]:
+    session = Session()
+    compressor = parse_compressor(compression)
+    tensors = [
+        TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, compress=compression != "none")
+        for t in TENSORS
+    ]
+    layout = make_layout(tensors, 2)
+    exchange = Exchange(session, "model", layout, SSGD(), compressor, SGD(), 1)  # type: ignore[arg-type]
+    return exchange, session
+
+
+def gradient(index: int, value: float = 1.5) -> torch.Tensor:
+    return torch.full((LAYOUT.slices[index].numel,), value)
+
+
+def a_push(step: int = 0, present: int = -1) -> Push:
+    hyper = np.arange(6.0).reshape(1, 6)
+    return Push(worker=1, step=step, base_version=step, samples=4.0, present=present, hyper=hyper)
+
+
+def accept(call: PushCall, verdict: Verdict = Verdict.ACCEPTED) -> None:
+    name = data_pb2.Verdict.Name(int(verdict))
+    call.done.set_result(data_pb2.PushReply(verdict=name, version=1))
+
+
+def test_a_push_goes_to_the_shard_of_its_slice_with_all_that_travels() -> None:
+    exchange, session = make()
+    assert session.defined[0][0] == "model"
+    exchange.push(1, a_push(step=3), gradient(1), compress=True)
+    assert session.planes[0].pushes == []
+    (call,) = session.planes[1].pushes
+    header, (payload,) = call.make()
+    sender = header.sender
+    assert (sender.job, sender.table, sender.worker, sender.incarnation) == ("job", 5, 1, 77)
+    assert (header.slice, header.step, header.base_version, header.samples) == (1, 3, 3, 4.0)
+    assert list(header.hyper) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert header.present == b""
+    assert header.compressor == ""
+    assert np.frombuffer(payload, np.float32).tolist() == [1.5] * LAYOUT.slices[1].numel
+    assert exchange.traffic.num_pushes == 1
+    assert exchange.traffic.pushed_nbytes == 4 * LAYOUT.slices[1].numel
+
+
+def test_a_slice_without_any_gradient_travels_without_numbers() -> None:
+    exchange, session = make()
+    exchange.push(0, a_push(present=0), gradient(0), compress=True)
+    header, payload = session.planes[0].pushes[0].make()
+    assert list(payload) == []
+    assert header.present == b"\x00"
+
+
+def test_a_compressed_push_names_its_compressor_and_one_in_full_does_not() -> None:
+    exchange, session = make("fp16")
+    exchange.push(0, a_push(), gradient(0), compress=True)
+    exchange.push(1, a_push(), gradient(1), compress=False)
+    header, (payload,) = session.planes[0].pushes[0].make()
+    assert header.compressor == "fp16"
+    assert payload.nbytes == 2 * LAYOUT.slices[0].numel
+    header, (payload,) = session.planes[1].pushes[0].make()
+    assert header.compressor == ""
+    assert payload.nbytes == 4 * LAYOUT.slices[1].numel
+
+
+def test_a_slice_is_pushed_again_only_when_its_last_push_is_acknowledged() -> None:
+    exchange, session = make()
+    exchange.push(0, a_push(0), gradient(0), compress=True)
+    assert exchange.is_busy()
+    accept(session.planes[0].pushes[0])
+    assert not exchange.is_busy()
+    exchange.push(0, a_push(1), gradient(0), compress=True)
+    assert len(session.planes[0].pushes) == 2
+    accept(session.planes[0].pushes[1], Verdict.TOO_LATE)
+    exchange.flush()
+    assert exchange.traffic.num_too_late == 1
+
+
+def test_what_came_too_late_is_owed_again() -> None:
+    exchange, session = make("fp16")
+    exchange.push(0, a_push(0), gradient(0, 0.1), compress=True)
+    session.planes[0].pushes[0].make()
+    accept(session.planes[0].pushes[0], Verdict.TOO_LATE)
+    exchange.flush()
+    residual = exchange.compressor_state()["residual"]
+    spec = LAYOUT.slices[0]
+    np.testing.assert_allclose(residual[spec.start : spec.stop], 0.1, rtol=1e-6)
+    assert not residual[spec.stop :].any()
+
+
+def test_the_compressors_state_is_one_vector_for_any_number_of_shards() -> None:
+    exchange, _ = make("fp16")
+    assert exchange.compressor_state() == {}
+    flat = np.arange(LAYOUT.numel, dtype=np.float32)
+    exchange.load_compressor_state({"residual": flat})
+    assert np.array_equal(exchange.compressor_state()["residual"], flat)
+
+
+def landing(index: int, with_state: bool) -> Landing:
+    numel = LAYOUT.slices[index].numel
+    state = [torch.zeros(numel)] if with_state else []
+    return Landing(weights=torch.zeros(numel), state=state)
+
+
+def test_a_pull_has_landed_when_it_has_been_waited_for() -> None:
+    exchange, session = make()
+    wanted = landing(1, with_state=True)
+    exchange.pull(1, 4, 3, wanted, with_state=True)
+    (call,) = session.planes[1].pulls
+    header = call.header
+    assert (header.slice, header.clock, header.min_version, header.with_state) == (1, 4, 3, True)
+    assert not exchange.has_landed(1)
+    assert exchange.has_landed(0)
+    call.weights[:] = 2.0
+    call.state[0][:] = 3.0
+    call.done.set_result(data_pb2.PullReply(ready=True, version=6, counts=[9], clock=4))
+    assert exchange.has_landed(1)
+    assert wanted.version == -1
+    exchange.run([1])
+    assert (wanted.version, wanted.clock) == (6, 4)
+    assert wanted.counts is not None
+    assert wanted.counts.tolist() == [9]
+    assert (wanted.weights[0].item(), wanted.state[0][0].item()) == (2.0, 3.0)
+    assert exchange.traffic.num_pulls == 1
+    assert exchange.traffic.pulled_nbytes == 2 * 4 * LAYOUT.slices[1].numel
+
+
+def test_what_a_shard_refuses_is_raised_where_it_is_waited_for() -> None:
+    exchange, session = make()
+    exchange.pull(0, 0, 0, landing(0, with_state=False), with_state=False)
+    exchange.push(0, a_push(), gradient(0), compress=True)
+    session.planes[0].pulls[0].done.set_exception(ServerUnavailableError("no shard answers"))
+    session.planes[0].pushes[0].done.set_exception(ServerUnavailableError("nor now"))
+    with pytest.raises(ServerUnavailableError, match="no shard answers"):
+        exchange.run([0])
+    with pytest.raises(ServerUnavailableError, match="nor now"):
+        exchange.flush()
+
+
+def test_initial_weights_travel_with_their_role_and_counts() -> None:
+    exchange, session = make()
+    arrays = [np.full(LAYOUT.slices[0].numel, value, np.float32) for value in (1.0, 2.0)]
+    exchange.load(0, Role.STATE, arrays, [3, 4])
+    header, parts = session.planes[0].pushes[0].make()
+    assert header.role == int(Role.STATE)
+    assert list(header.counts) == [3, 4]
+    assert [np.frombuffer(part, np.float32)[0] for part in parts] == [1.0, 2.0]
+
+
+class Slow(Future[Any]):
+    """A future that is not done for some calls of `result`."""
+
+    def __init__(self, value: Any, times: int) -> None:
+        super().__init__()
+        self._left = times
+        self._value = value
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._left -= 1
+        if self._left >= 0:
+            raise TimeoutError
+        return self._value
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A clock that goes on by a second each time it is asked."""
+    seconds = iter(range(1000))
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    monkeypatch.setattr("psworker.exchange.time", clock)
+    return iter([None])
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_wait_is_told_within_ten_seconds_and_then_less_and_less(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    exchange, _ = make()
+    exchange.push(1, a_push(), gradient(1), compress=True)
+    reply = data_pb2.PushReply(verdict=data_pb2.Verdict.Name(0))
+    exchange._pushes[1] = Slow(reply, times=40)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        exchange.flush()
+    room = "room for slice 1 at host:1: others are behind"
+    assert [record.message for record in caplog.records] == [
+        f"worker 1 has waited {waited} s for {room}" for waited in (9, 18, 36)
+    ]
+
+
+def test_a_worker_that_is_no_longer_counted_in_stops_waiting() -> None:
+    exchange, session = make()
+    exchange.pull(0, 0, 0, landing(0, with_state=False), with_state=False)
+    session.failure = ReplacedError("rank 1 is now process 9")
+    exchange._pulls[0] = (Slow(None, times=3), exchange._pulls[0][1])
+    with pytest.raises(ReplacedError, match="rank 1 is now process 9"):
+        exchange.run([0])
+
+
+def test_a_restart_forgets_what_was_under_way_and_declares_again() -> None:
+    exchange, session = make()
+    exchange.push(0, a_push(), gradient(0), compress=True)
+    exchange.pull(0, 0, 0, landing(0, with_state=False), with_state=False)
+    exchange.restart()
+    exchange.flush()
+    assert exchange.has_landed(0)
+    assert len(session.defined) == 2

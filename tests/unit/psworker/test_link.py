@@ -1,0 +1,193 @@
+"""Calls to one shard: repeated while the network fails, never when the shard refuses."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from pscore import rpc
+from pscore.errors import (
+    ConfigError,
+    RankTakenError,
+    ReplacedError,
+    ServerUnavailableError,
+    TransportError,
+)
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psworker import retry
+from psworker.link import Link
+from psworker.retry import Patience
+
+ADDRESS = "127.0.0.1:1"  # Nobody may listen there.
+
+
+class Failure(grpc.RpcError, grpc.Call):
+    """What gRPC raises."""
+
+    def __init__(self, code: grpc.StatusCode, details: str = "", error: str = "") -> None:
+        super().__init__()
+        self._code, self._details, self._error = code, details, error
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return ((rpc.ERROR_KEY, self._error),) if self._error else ()
+
+    def initial_metadata(self) -> Any:
+        return ()
+
+    def is_active(self) -> bool:
+        return False
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def cancel(self) -> bool:
+        return False
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return False
+
+
+class Clock:
+    """Time that goes on only by sleeping."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(retry, "time", clock)
+    monkeypatch.setattr(retry, "random", SimpleNamespace(uniform=lambda low, high: high))
+    return clock
+
+
+def fails(*failures: BaseException) -> Callable[[], str]:
+    """Returns a call that fails in turn, and then answers."""
+    left = list(failures)
+
+    def call() -> str:
+        if left:
+            raise left.pop(0)
+        return "answer"
+
+    return call
+
+
+DOWN = Failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+
+
+def test_a_call_is_repeated_while_nobody_answers_less_and_less_often(clock: Clock) -> None:
+    assert Patience(ADDRESS, 30.0).insist(fails(*[DOWN] * 7)) == "answer"
+    assert clock.slept == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "failure", [Failure(grpc.StatusCode.DEADLINE_EXCEEDED), TransportError("connection broke")]
+)
+def test_a_connection_that_broke_is_tried_again(clock: Clock, failure: BaseException) -> None:
+    assert Patience(ADDRESS, 30.0).insist(fails(failure)) == "answer"
+
+
+def test_patience_ends_and_says_where_how_long_and_what_to_do(clock: Clock) -> None:
+    message = (
+        r"no shard answers at 127.0.0.1:1 after 3.1 s \(127.0.0.1:1: connection refused\); "
+        r"start one with `psserver start --port 1`, or set PACELINE_SERVERS or servers= to "
+    )
+    with pytest.raises(ServerUnavailableError, match=message):
+        Patience(ADDRESS, 2.0).insist(fails(*[DOWN] * 100))
+
+
+def test_a_silence_is_told_before_patience_ends(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ServerUnavailableError):
+        Patience(ADDRESS, 24.0).insist(fails(*[DOWN] * 100))
+    said = [record.message for record in caplog.records]
+    assert said[0] == "127.0.0.1:1 has not answered for 5 s"
+    assert len(said) == 3
+
+
+def test_a_refusal_is_raised_at_once_as_what_it_is(clock: Clock) -> None:
+    refused = Failure(grpc.StatusCode.ALREADY_EXISTS, "rank 0 is held", "RankTakenError")
+    with pytest.raises(RankTakenError, match="rank 0 is held"):
+        Patience(ADDRESS, 30.0).insist(fails(refused))
+    assert clock.slept == []
+
+
+def test_nothing_is_repeated_when_the_link_is_closed(clock: Clock) -> None:
+    patience = Patience(ADDRESS, 30.0)
+    patience.is_over = True
+    with pytest.raises(ServerUnavailableError, match="connection refused"):
+        patience.insist(fails(DOWN))
+    assert clock.slept == []
+
+
+class Control:
+    """A control service whose heartbeat fails as the test says."""
+
+    def __init__(self, failure: BaseException | None) -> None:
+        self.failure = failure
+        self.timeouts: list[float] = []
+
+    def Heartbeat(  # noqa: N802 - gRPC's name
+        self, request: object, timeout: float
+    ) -> pb.HeartbeatReply:
+        self.timeouts.append(timeout)
+        if self.failure is not None:
+            raise self.failure
+        return pb.HeartbeatReply(instance=7)
+
+
+def beat(failure: BaseException | None, joined: int = 7) -> list[float]:
+    link = Link(ADDRESS, patience_s=0.0)
+    link.instance = joined
+    control = Control(failure)
+    link.control = control  # type: ignore[assignment]
+    try:
+        link.beat(None, timeout_s=2.0)  # type: ignore[arg-type]
+    finally:
+        link.close()
+    return control.timeouts
+
+
+def test_a_heartbeat_is_sent_once_whatever_the_network_does() -> None:
+    assert beat(None) == [2.0]
+    assert beat(DOWN) == [2.0]
+
+
+def test_a_heartbeat_that_is_refused_is_raised() -> None:
+    with pytest.raises(ReplacedError, match="declared lost"):
+        beat(Failure(grpc.StatusCode.ABORTED, "rank 1 was declared lost", "ReplacedError"))
+
+
+def test_a_shard_that_was_started_again_is_not_the_one_joined() -> None:
+    with pytest.raises(ReplacedError, match=f"the shard at {ADDRESS} has been started again"):
+        beat(None, joined=6)
+
+
+def test_an_unknown_data_plane_is_refused_with_the_right_ones() -> None:
+    link = Link(ADDRESS, patience_s=0.0)
+    try:
+        with pytest.raises(ConfigError, match="data plane is 'udp', must be one of auto, local"):
+            link.open("udp")
+        with pytest.raises(ServerUnavailableError, match=f"no shard answers at {ADDRESS}"):
+            link.open("auto")
+    finally:
+        link.close()
