@@ -223,9 +223,12 @@ def start_shards(num_shards: int = 1) -> OwnShards:
         text=True,
         start_new_session=True,  # Ctrl-C is for the worker; the shard ends after it.
     )
+    assert shards.stdin is not None
     assert shards.stdout is not None
     line = shards.stdout.readline()
     if not line:
+        shards.stdin.close()
+        shards.stdout.close()
         raise ServerUnavailableError(
             f"shards on this machine did not start (exit status {shards.wait()}); their message "
             "stands above"
