@@ -1,0 +1,211 @@
+"""This process's place in a job: made once, closed in order, with or without shards of its own."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pscore.errors import ConfigError, ServerUnavailableError
+from psworker import context as module
+from psworker.context import Context, join, shutdown
+from psworker.environment import Environment
+
+
+class FakeSession:
+    """A session that keeps what was asked of it."""
+
+    def __init__(self, servers: Any, environment: Environment) -> None:
+        self.environment = environment
+        self.job, self.rank = environment.job, environment.rank
+        self.num_workers = environment.num_workers
+        self.links = [SimpleNamespace(address=address) for address in servers]
+        self.left: list[str] = []
+
+    def leave(self, reason: str) -> None:
+        self.left.append(reason)
+
+
+@pytest.fixture(autouse=True)
+def fake_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(("PACELINE_", "DMLC_", "TORCHELASTIC_")) or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_PORT",
+        ):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(module, "Session", SimpleNamespace(from_environment=FakeSession))
+    yield
+    shutdown()
+
+
+def session_of(context: Context) -> FakeSession:
+    assert isinstance(context.session, FakeSession)
+    return context.session
+
+
+def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    monkeypatch.setenv("PACELINE_JOB", "day")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "2")
+    session = session_of(join(job="night", servers=["b:2", "c:3"], timeout_s=7.0))
+    assert [link.address for link in session.links] == ["b:2", "c:3"]
+    assert (session.job, session.rank, session.num_workers) == ("night", 2, 4)
+    assert session.environment.timeout_s == 7.0
+
+
+def test_a_process_joins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    first = join(job="night")
+    assert join() is first
+    assert join(job="night", servers="a:1", rank=0, num_workers=1) is first
+    assert module.current() is first
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"job": "day"}, "joined with job='night'; call .* before joining with job='day'"),
+        ({"rank": 1}, "joined with rank=0; call"),
+        ({"num_workers": 3}, "joined with num_workers=1; call"),
+        ({"servers": "b:1"}, r"joined with servers=\('a:1',\); .* with servers=\('b:1',\)"),
+    ],
+)
+def test_a_process_does_not_join_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    join(job="night")
+    with pytest.raises(ConfigError, match=message):
+        join(**given)
+
+
+def test_what_is_open_is_closed_before_the_worker_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    context = join()
+    session = session_of(context)
+    order: list[str] = []
+    for name in ("first", "second"):
+        context.at_close(lambda name=name: order.append(f"{name} {session.left}"))  # type: ignore[misc]
+    shutdown()
+    assert order == ["second []", "first []"]
+    assert session.left == ["finished"]
+    shutdown()
+    with pytest.raises(ConfigError, match=r"call psworker.init\(\) or make a DistributedOptimizer"):
+        module.current()
+
+
+def test_a_script_that_ends_leaves_without_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    context = join()
+    context.at_close(lambda: pytest.fail("nothing may be waited for"))
+    module._at_exit()
+    assert session_of(context).left == ["its process ended"]
+
+
+def test_tables_of_one_name_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    context = join()
+    assert [context.table_name("model") for _ in range(3)] == ["model", "model.1", "model.2"]
+    assert context.table_name("other") == "other"
+
+
+# ----- shards of one's own
+
+
+def environment(**variables: str) -> Environment:
+    return Environment.read(variables)
+
+
+def test_workers_on_other_machines_need_an_address() -> None:
+    message = "4 workers, 2 of them on this machine, and no server address: start shards with"
+    with pytest.raises(ConfigError, match=message):
+        module._embedded(environment(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", RANK="0"))
+
+
+def test_workers_without_ranks_need_an_address() -> None:
+    with pytest.raises(ConfigError, match="2 workers, but neither a server address nor this"):
+        module._embedded(environment(WORLD_SIZE="2"))
+
+
+class FakeShards:
+    """Shards of one's own that are never started."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self.process = SimpleNamespace(
+            stdin=SimpleNamespace(close=self._end),
+            stdout=SimpleNamespace(close=lambda: None),
+            wait=lambda: 0,
+        )
+
+    def _end(self) -> None:
+        self.has_ended = True
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeShards:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    fake = FakeShards()
+    own = module.OwnShards(addresses=("h:1",), process=fake.process)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "start_shards", lambda: own)
+    return fake
+
+
+def test_a_worker_alone_starts_shards_which_end_with_it(started: FakeShards) -> None:
+    session = session_of(join())
+    assert [link.address for link in session.links] == ["h:1"]
+    assert not started.has_ended
+    shutdown()
+    assert started.has_ended
+
+
+def test_the_first_of_the_local_workers_tells_the_others(
+    started: FakeShards, tmp_path: Path
+) -> None:
+    variables = {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "PACELINE_JOB": "a/b"}
+    addresses, shards = module._embedded(environment(RANK="0", LOCAL_RANK="0", **variables))
+    assert addresses == ("h:1",)
+    assert shards is not None
+    others, none = module._embedded(environment(RANK="1", LOCAL_RANK="1", **variables))
+    assert (others, none) == (("h:1",), None)
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (file,) = folder.iterdir()
+    assert json.loads(file.read_text()) == ["h:1"]
+    shards.end()
+    assert list(folder.iterdir()) == []
+    assert started.has_ended
+
+
+def test_a_folder_that_others_may_write_is_refused(started: FakeShards, tmp_path: Path) -> None:
+    folder = tmp_path / f"paceline-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"{folder} must belong to this user, with no rights"):
+        module._embedded(environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0"))
+
+
+def test_a_worker_that_waits_in_vain_for_addresses_says_for_what(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "EMBEDDED_TIMEOUT_S", 0.1)
+    path = tmp_path / "addresses.json"
+    message = f"the first worker on this machine has not started shards within 0.1 s .no {path}"
+    with pytest.raises(ServerUnavailableError, match=message):
+        module._await_addresses(path)
+
+
+def test_shards_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    message = r"shards on this machine did not start \(exit status 1\); their message stands above"
+    with pytest.raises(ServerUnavailableError, match=message):
+        module.start_shards()

@@ -1,0 +1,306 @@
+"""A worker's part in a job, at shards that the test answers itself."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pscore import wire
+from pscore.compressors.none import NoCompression
+from pscore.errors import (
+    JobMismatchError,
+    ProtocolVersionError,
+    RankTakenError,
+    ReplacedError,
+    ServerUnavailableError,
+    ShardMapError,
+)
+from pscore.optimizers.sgd import SGD
+from pscore.partition import make_layout
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules.ssd import SSD
+from pscore.types import TensorSpec
+from psworker import session as module
+from psworker.environment import Environment
+from psworker.session import Session
+
+LEASE_S = 1000.0  # The first heartbeat would be after 200 s.
+
+
+class FakeLink:
+    """A link whose shard answers from a script."""
+
+    made: "list[FakeLink]" = []  # noqa: RUF012 - emptied by the fixture
+
+    def __init__(self, address: str, *, patience_s: float) -> None:
+        self.address = address
+        self.patience = SimpleNamespace(limit_s=patience_s)
+        self.control = SimpleNamespace(
+            Describe="Describe", Join="Join", Define="Define", Barrier="Barrier", Leave="Leave"
+        )
+        self.instance = 0
+        self.requests: list[tuple[str, Any]] = []
+        self.opened: list[str] = []
+        self.is_closed = False
+        self.beats: list[Callable[[], None]] = []
+        self.beaten = threading.Event()
+        number = len(FakeLink.made)
+        self.describe = pb.DescribeReply(
+            protocol=wire.PROTOCOL, version="0.1.0", cluster="c", shard=number, num_shards=2
+        )
+        self.answers: dict[str, Any] = {
+            "Join": pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40 + number),
+            "Define": pb.DefineReply(table=2),
+            "Barrier": pb.BarrierReply(done=True),
+            "Leave": pb.LeaveReply(),
+        }
+        FakeLink.made.append(self)
+
+    def call(self, method: str, request: Any, timeout_s: float = 0.0) -> Any:
+        self.requests.append((method, request))
+        answer = self.describe if method == "Describe" else self.answers[method]
+        if isinstance(answer, list):
+            answer = answer.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def beat(self, request: Any, timeout_s: float) -> None:
+        self.beaten.set()
+        if self.beats:
+            self.beats[0]()
+
+    def open(self, data_plane: str) -> None:
+        self.opened.append(data_plane)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def sent(self, method: str) -> list[Any]:
+        return [request for name, request in self.requests if name == method]
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeLink]]:
+    FakeLink.made = []
+    monkeypatch.setattr(module, "Link", FakeLink)
+    yield FakeLink.made
+    assert all(link.is_closed for link in FakeLink.made)
+
+
+def begin(rank: int = 3, **options: Any) -> Session:
+    return Session(["a:1", "b:2"], job="job", rank=rank, num_workers=4, **options)
+
+
+def prepare(change: Callable[[list[FakeLink]], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `change` called when both links are made, before anything is asked."""
+    real = FakeLink.__init__
+
+    def made(self: FakeLink, address: str, *, patience_s: float) -> None:
+        real(self, address, patience_s=patience_s)
+        if len(FakeLink.made) == 2:
+            change(FakeLink.made)
+
+    monkeypatch.setattr(FakeLink, "__init__", made)
+
+
+def test_the_rank_that_the_first_shard_gives_is_asked_for_at_the_others(
+    links: list[FakeLink],
+) -> None:
+    session = begin(rank=-1, data_plane="tcp", restart=2)
+    (first,), (second,) = (link.sent("Join") for link in links)
+    assert (first.rank, second.rank) == (-1, 3)
+    assert first.incarnation == second.incarnation == session.incarnation
+    assert (first.job, first.num_workers, first.restart) == ("job", 4, 2)
+    assert first.protocol == wire.PROTOCOL
+    assert [link.opened for link in links] == [["tcp"], ["tcp"]]
+    assert [link.instance for link in links] == [40, 41]
+    session.leave()
+
+
+def test_the_environment_says_which_job_and_how_patient(links: list[FakeLink]) -> None:
+    environment = Environment.read(
+        {"RANK": "1", "WORLD_SIZE": "4", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "2.5"}
+    )
+    session = Session.from_environment(["a:1", "b:2"], environment)
+    assert links[0].sent("Join")[0].job == "night"
+    assert links[1].patience.limit_s == 2.5
+    session.leave()
+
+
+def another_protocol(links: list[FakeLink]) -> None:
+    links[1].describe.protocol = 9
+
+
+def another_cluster(links: list[FakeLink]) -> None:
+    links[1].describe.cluster = "d"
+
+
+def more_shards(links: list[FakeLink]) -> None:
+    for link in links:
+        link.describe.num_shards = 3
+
+
+def wrong_order(links: list[FakeLink]) -> None:
+    for index, link in enumerate(links):
+        link.describe.shard = 1 - index
+
+
+def rank_taken(links: list[FakeLink]) -> None:
+    links[1].answers["Join"] = RankTakenError("rank 3 is held")
+
+
+REFUSALS: list[tuple[Callable[[list[FakeLink]], None], type[Exception], str]] = [
+    (
+        another_protocol,
+        ProtocolVersionError,
+        r"b:2 speaks protocol 9 \(paceline 0.1.0\), this worker speaks \d+: install one version",
+    ),
+    (
+        another_cluster,
+        ShardMapError,
+        "the servers were not started together: a:1 is shard 0 of 2, b:2 is shard 1 of 2",
+    ),
+    (
+        more_shards,
+        ShardMapError,
+        "2 server addresses for 3 shards: a:1 is shard 0 of 3, b:2 is shard 1 of 3",
+    ),
+    (
+        wrong_order,
+        ShardMapError,
+        "the servers are not in the order of their shards: a:1 is shard 1 of 2, b:2 is shard 0",
+    ),
+    (rank_taken, RankTakenError, "rank 3 is held"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), REFUSALS)
+def test_what_is_refused_is_raised_and_the_links_close(
+    links: list[FakeLink],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[list[FakeLink]], None],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    prepare(change, monkeypatch)
+    with pytest.raises(kind, match=message):
+        begin()
+    assert len(links) == 2
+
+
+def define(session: Session, again: bool = False) -> int:
+    layout = make_layout([TensorSpec(name="weight", shape=(2, 3), dtype="bfloat16", group=1)], 2)
+    rule = SSD(steps=3)
+    return session.define("model", layout, rule, NoCompression(), SGD(), 2, again=again)
+
+
+def test_a_table_is_declared_alike_at_every_shard(links: list[FakeLink]) -> None:
+    session = begin()
+    assert define(session) == 2
+    (first,), (second,) = (link.sent("Define") for link in links)
+    assert first == second
+    table = first.table
+    assert (table.name, table.num_shards, table.optimizer, table.num_groups) == (
+        "model",
+        2,
+        "sgd",
+        2,
+    )
+    (tensor,) = table.tensors
+    assert (tensor.name, list(tensor.shape), tensor.dtype, tensor.group) == (
+        "weight",
+        [2, 3],
+        "bfloat16",
+        1,
+    )
+    assert table.rule.name == "ssd"
+    assert '"steps": 3' in table.rule.arguments
+    session.leave()
+
+
+def test_another_declaration_than_the_jobs_is_raised(links: list[FakeLink]) -> None:
+    session = begin()
+    links[0].answers["Define"] = JobMismatchError("mode is ssd here and ssgd in the job")
+    with pytest.raises(JobMismatchError, match="mode is ssd here and ssgd in the job"):
+        define(session)
+    session.leave()
+
+
+def test_a_barrier_has_a_number_for_each_name(links: list[FakeLink]) -> None:
+    session = begin()
+    for name in ("epoch", "epoch", "other"):
+        session.barrier(name)
+    assert [(r.name, r.round) for r in links[0].sent("Barrier")] == [
+        ("epoch", 0),
+        ("epoch", 1),
+        ("other", 0),
+    ]
+    assert links[1].sent("Barrier") == []
+    session.leave()
+
+
+def test_a_barrier_that_is_waited_for_says_for_whom(
+    links: list[FakeLink], caplog: pytest.LogCaptureFixture
+) -> None:
+    session = begin()
+    waits = pb.BarrierReply(done=False, waiting_for="worker 2 at barrier 'epoch'")
+    links[0].answers["Barrier"] = [waits, waits, pb.BarrierReply(done=True)]
+    with caplog.at_level(logging.WARNING, "paceline"):
+        session.barrier("epoch")
+    assert [record.message for record in caplog.records] == [
+        "worker 3 has waited 0 s for worker 2 at barrier 'epoch'"
+    ] * 2
+    assert {request.round for request in links[0].sent("Barrier")} == {0}
+    session.leave()
+
+
+def test_a_worker_leaves_every_shard_even_if_one_is_gone(links: list[FakeLink]) -> None:
+    session = begin()
+    links[0].answers["Leave"] = ServerUnavailableError("no shard answers at a:1")
+    session.leave("finished")
+    session.leave("finished")
+    (request,) = links[1].sent("Leave")
+    assert (request.job, request.worker, request.reason) == ("job", 3, "finished")
+    assert request.incarnation == session.incarnation
+    assert links[1].patience.limit_s == 0.0
+
+
+@pytest.mark.usefixtures("links")
+def test_a_heartbeat_that_is_refused_is_raised_by_the_next_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = threading.Event()
+
+    def beat() -> None:
+        refused.set()
+        raise ReplacedError("rank 3 was declared lost")
+
+    def change(links: list[FakeLink]) -> None:
+        for link in links:
+            link.answers["Join"] = pb.JoinReply(rank=3, lease_s=0.05, instance=1)
+        links[1].beats.append(beat)
+
+    prepare(change, monkeypatch)
+    session = begin()
+    assert refused.wait(10.0)
+    session.leave()
+    with pytest.raises(ReplacedError, match="declared lost"):
+        session.check()
+
+
+def test_a_worker_that_comes_back_is_another_incarnation(links: list[FakeLink]) -> None:
+    session = begin()
+    first = session.incarnation
+    session._failure = ReplacedError("declared lost")
+    session.rejoin()
+    session.check()
+    assert session.incarnation > first
+    for link in links:
+        _, again = link.sent("Join")
+        assert (again.rank, again.returns) == (3, True)
+        assert again.incarnation == session.incarnation
+    session.leave()
