@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from psserver.embedded import start_embedded
+from psworker import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLE_TIMEOUT_S = 300.0
@@ -30,18 +31,7 @@ FLAT_NUMEL = 25_600_000
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
     """Returns the shapes of torchvision's ResNet-50: 161 tensors, 25,557,032 elements."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
-    planes = 64
-    # Width, blocks: each block is 1x1, 3x3, 1x1, each with the two vectors of its BatchNorm.
-    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(num_blocks):
-            shapes += [(width, planes, 1, 1), (width,), (width,)]
-            shapes += [(width, width, 3, 3), (width,), (width,)]
-            shapes += [(4 * width, width, 1, 1), (4 * width,), (4 * width,)]
-            if block == 0:
-                shapes += [(4 * width, planes, 1, 1), (4 * width,), (4 * width,)]
-            planes = 4 * width
-    return [*shapes, (1000, 2048), (1000,)]
+    return [shape for _, shape in plan.resnet50_shapes()]
 
 
 def shapes_of(case: str) -> list[tuple[int, ...]]:

@@ -136,6 +136,37 @@ def demo(
 
 
 @app.command()
+def plan(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="lenet, resnet50, or module:factory of a torch module.")
+    ],
+    shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
+    mode: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "ssgd",
+    compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
+    optimizer: Annotated[str, typer.Option(help="That the shards run: sgd, adam, adamw.")] = "sgd",
+    as_json: AsJson = False,
+) -> None:
+    """Show slices, shards, and bytes per step of a model, without any server."""
+    from pscore.compressors import parse_compressor
+    from pscore.optimizers import OPTIMIZERS
+    from pscore.rules import parse_mode
+    from psworker.plan import lines_of, make_report, shapes_of
+
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
+    report = make_report(
+        shapes_of(model),
+        num_shards=shards,
+        rule=parse_mode(mode),
+        compressor=parse_compressor(compression),
+        optimizer=OPTIMIZERS[optimizer](),
+    )
+    text = json.dumps(report.as_json()) if as_json else "\n".join(lines_of(report))
+    sys.stdout.write(text + "\n")
+
+
+@app.command()
 def version(*, as_json: AsJson = False) -> None:
     """Print the versions of Paceline and of what it runs on."""
     versions = {name: importlib.metadata.version(name) for name in ("paceline", "torch", "grpcio")}

@@ -1,0 +1,116 @@
+"""The plan of a model: the numbers that a person reads before a run."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pscore.compressors import parse_compressor
+from pscore.errors import ConfigError
+from pscore.optimizers import OPTIMIZERS
+from pscore.rules import parse_mode
+from psworker import cli
+from psworker.plan import Report, lines_of, make_report, resnet50_shapes, shapes_of
+
+SHAPES = [("large", (1024, 1024)), ("small", (64, 64)), ("bias", (1 << 20,))]
+MIB = 1 << 20
+
+
+def report_of(mode: str, compression: str = "none", optimizer: str = "sgd") -> Report:
+    return make_report(
+        SHAPES,
+        num_shards=2,
+        rule=parse_mode(mode),
+        compressor=parse_compressor(compression),
+        optimizer=OPTIMIZERS[optimizer](),
+    )
+
+
+def test_slices_and_shards_hold_every_element_once() -> None:
+    report = report_of("ssgd")
+    assert report.num_elements == 2 * MIB + 4096
+    assert sum(shard["nbytes"] for shard in report.shards) == 4 * report.num_elements
+    assert sum(shard["num_slices"] for shard in report.shards) == report.num_slices
+    assert report.slice_nbytes_max <= 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("mode", "pulled"),
+    [
+        ("ssgd", 1.0),
+        ("ssd(steps=4, warmup=3, local=sgd)", 1 / 4),
+        ("ssd(steps=4, warmup=3, local=mirror)", 2 / 4),  # The momentum comes along.
+    ],
+)
+def test_bytes_pulled_are_those_of_the_mode(mode: str, pulled: float) -> None:
+    report = report_of(mode)
+    nbytes = 4 * report.num_elements
+    assert report.pushed_nbytes == nbytes
+    assert report.pulled_nbytes == pytest.approx(pulled * nbytes)
+
+
+def test_adam_brings_two_state_arrays() -> None:
+    report = report_of("ssd(steps=4, warmup=0, local=mirror)", optimizer="adam")
+    assert report.pulled_nbytes == 4 * report.num_elements * 3 / 4
+
+
+def test_only_large_matrices_are_compressed() -> None:
+    report = report_of("ssgd", "fp16")
+    assert report.uncompressed == ["small", "bias"]
+    assert report.pushed_nbytes == 2 * MIB + 4 * (MIB + 4096)
+
+
+def test_every_kth_push_of_cd_is_whole() -> None:
+    report = report_of("cd(steps=5, warmup=2)", "fp16")
+    packed, whole = 2 * MIB + 4 * (MIB + 4096), 4 * report.num_elements
+    assert report.period_steps == 5
+    assert report.pushed_nbytes == (4 * packed + whole) / 5
+
+
+def test_resnet_50_has_161_tensors_of_25557032_elements() -> None:
+    shapes = resnet50_shapes()
+    assert len({name for name, _ in shapes}) == len(shapes) == 161
+    report = make_report(
+        shapes,
+        num_shards=1,
+        rule=parse_mode("ssgd"),
+        compressor=parse_compressor("none"),
+        optimizer=OPTIMIZERS["sgd"](),
+    )
+    assert report.num_elements == 25_557_032
+
+
+def test_a_factory_is_found_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nets_of_the_test.py").write_text(
+        "import torch\ndef net():\n    return torch.nn.Linear(3, 2)\ndef none():\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert shapes_of("nets_of_the_test:net") == [("weight", (2, 3)), ("bias", (2,))]
+    with pytest.raises(ConfigError, match="does not return a torch module"):
+        shapes_of("nets_of_the_test:none")
+    with pytest.raises(ConfigError, match="has no 'more'"):
+        shapes_of("nets_of_the_test:more")
+
+
+@pytest.mark.parametrize("model", ["alexnet", "no_such_module:net"])
+def test_a_model_that_there_is_not_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=model):
+        shapes_of(model)
+
+
+def test_the_command_prints_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["psworker", "plan", "lenet", "--shards", "2", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["num_tensors"], shown["num_elements"]) == (10, 61_706)
+
+
+def test_the_lines_name_what_stays_uncompressed() -> None:
+    assert lines_of(report_of("ssgd", "fp16"))[-1] == "pushed uncompressed: 2 tensors: small, bias"
