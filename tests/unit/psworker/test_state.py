@@ -1,0 +1,233 @@
+"""The wrapper's state in torch's format, from shards whose arrays the test makes up."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.errors import ConfigError
+from pscore.optimizers import from_torch
+from pscore.partition import make_layout
+from pscore.rules.ssgd import SSGD
+from pscore.types import Role
+from psworker.bucket import Bucket, describe
+from psworker.replica import Landing
+from psworker.state import load_torch_state, torch_state
+
+
+class FakeShards:
+    """Stands in for exchange, replica and session: state array n holds 10 n + its position."""
+
+    def __init__(self, layout: Any, num_state: int, counts: Sequence[int]) -> None:
+        self.layout, self.num_state, self.counts = layout, num_state, counts
+        self.step, self.clocks = 4, [4] * len(layout.slices)
+        self.rank = 0
+        self.log: list[str] = []
+
+    def flush(self) -> None:
+        self.log.append("flush")
+
+    def run(self, waits: Iterable[int]) -> None:
+        list(waits)
+
+    def land(self, index: int) -> Iterator[int]:
+        return iter(())
+
+    def settle(self) -> Iterator[int]:
+        self.log.append("settle")
+        return iter(())
+
+    def fetch(self, min_version: int, outbox: Any) -> Iterator[int]:
+        self.log.append("fetch")
+        return iter(())
+
+    def barrier(self, name: str) -> None:
+        self.log.append("barrier")
+
+    def newest(self, index: int) -> int:
+        return 4
+
+    def pull(
+        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+    ) -> None:
+        assert (clock, min_version, with_state) == (4, 4, True)
+        spec = self.layout.slices[index]
+        for number, array in enumerate(landing.state):
+            array.copy_(10 * number + torch.arange(float(spec.start), float(spec.stop)) / 1000)
+        landing.counts = np.array([self.counts[s.tensor] for s in spec.segments], np.int64)
+
+    def compressor_state(self) -> dict[str, np.ndarray]:
+        return {"residual": np.full(self.layout.numel, 0.25, np.float32)}
+
+    def load_compressor_state(self, state: dict[str, np.ndarray]) -> None:
+        self.log += [f"{name} {flat[0]}" for name, flat in state.items()]
+
+
+class FakeWrapper:
+    """As much of `DistributedOptimizer` as its state needs; groups are not in the model's order."""
+
+    def __init__(self, make: Any, counts: Sequence[int]) -> None:
+        self.model = torch.nn.ParameterDict(
+            {"a": torch.zeros(2, 3), "b": torch.zeros(()), "frozen": torch.zeros(2)}
+        )
+        self.model["frozen"].requires_grad_(False)
+        groups = [
+            {"params": [self.model["frozen"], self.model["b"]]},
+            {"params": [self.model["a"]]},
+        ]
+        self.inner = make(groups)
+        self.param_groups = self.inner.param_groups
+        self.plugin = from_torch(self.inner)[0]
+        trained = [self.model["a"], self.model["b"]]
+        layout = make_layout(describe(list(zip("ab", trained, strict=True)), [1, 0]), 2)
+        self.bucket = Bucket(trained, layout)
+        self.rule, self.compressor = SSGD(), "none"
+        fakes = FakeShards(layout, len(self.plugin.state_names), counts)
+        self.exchange = self.replica = self.session = self.shards = fakes
+        self.loaded: list[Any] = []
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        return dict(self.inner.state_dict())
+
+    def plain_load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = {"state": {}, "param_groups": state_dict["param_groups"]}
+        self.inner.load_state_dict(groups)
+
+    def inner_state(self) -> None:
+        return None
+
+    def load(self, role: Role, state: list[np.ndarray], counts: Sequence[int]) -> None:
+        self.shards.log.append("load")
+        self.loaded.append((role, state, list(counts)))
+
+    def show_weights(self) -> None:
+        self.shards.log.append("show")
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def plain(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def adam(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, lr=0.1)
+
+
+def state_of(wrapper: FakeWrapper) -> dict[str, Any]:
+    return torch_state(wrapper)  # type: ignore[arg-type]
+
+
+def test_state_stands_under_torchs_numbers_and_names() -> None:
+    """torch counts through the groups: frozen is 0, b is 1, a is 2."""
+    wrapper = FakeWrapper(adam, counts=[7, 3])
+    state = state_of(wrapper)["state"]
+    assert sorted(state) == [1, 2]
+    assert sorted(state[2]) == ["exp_avg", "exp_avg_sq", "step"]
+    assert (state[2]["step"].item(), state[1]["step"].item()) == (7.0, 3.0)
+    start = wrapper.bucket.layout.offsets[0]
+    expected = (torch.arange(6.0) + start).view(2, 3) / 1000
+    torch.testing.assert_close(state[2]["exp_avg"], expected)
+    torch.testing.assert_close(state[2]["exp_avg_sq"], expected + 10)
+    assert state[1]["exp_avg"].shape == ()
+    wrapper.inner.load_state_dict(
+        {key: state_of(wrapper)[key] for key in ("state", "param_groups")}
+    )
+
+
+def test_a_parameter_without_a_step_has_no_state() -> None:
+    assert sorted(state_of(FakeWrapper(sgd, counts=[5, 0]))["state"]) == [2]
+
+
+def test_what_is_our_own_stands_apart() -> None:
+    own = state_of(FakeWrapper(sgd, counts=[5, 0]))["paceline"]
+    assert (own["step"], own["compression"]) == (4, "none")
+    assert own["mode"].startswith("ssgd")
+    assert own["counts"].tolist() == [5, 0]
+    assert own["compressor_state"]["residual"].unique().tolist() == [0.25]
+
+
+def load(wrapper: FakeWrapper, state: dict[str, Any]) -> None:
+    load_torch_state(wrapper, state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_what_was_saved_is_loaded_by_rank_0_between_barriers(make: Any) -> None:
+    saved = state_of(FakeWrapper(make, counts=[7, 3]))
+    wrapper = FakeWrapper(make, counts=[0, 0])
+    wrapper.shards.step = 0
+    load(wrapper, saved)
+    ((role, arrays, counts),) = wrapper.loaded
+    assert role is Role.STATE
+    assert counts == [7, 3]
+    for number, array in enumerate(arrays):
+        for index in range(2):
+            values = wrapper.bucket.state_view(array, index).flatten()
+            start = wrapper.bucket.layout.offsets[index]
+            torch.testing.assert_close(
+                values, 10.0 * number + (torch.arange(float(len(values))) + start) / 1000
+            )
+    assert wrapper.replica.step == 4
+    log = [entry for entry in wrapper.shards.log if not entry.startswith("flush")]
+    assert log == ["settle", "barrier", "load", "barrier", "fetch", "show", "residual 0.25"]
+
+
+def test_other_workers_only_wait_and_fetch() -> None:
+    saved = state_of(FakeWrapper(sgd, counts=[7, 3]))
+    wrapper = FakeWrapper(sgd, counts=[0, 0])
+    wrapper.shards.rank = 1
+    load(wrapper, saved)
+    assert wrapper.loaded == []
+    assert wrapper.shards.log.count("barrier") == 2
+
+
+def test_a_plain_optimizers_state_counts_its_own_steps() -> None:
+    wrapper = FakeWrapper(adam, counts=[0, 0])
+    other = FakeWrapper(adam, counts=[0, 0])
+    for name in "ab":
+        other.model[name].grad = torch.ones_like(other.model[name])
+    other.inner.step()
+    other.model["a"].grad = None
+    other.inner.step()
+    load(wrapper, other.inner.state_dict())
+    ((_, arrays, counts),) = wrapper.loaded
+    assert counts == [1, 2]
+    torch.testing.assert_close(
+        wrapper.bucket.state_view(arrays[0], 0), torch.full((2, 3), 0.1), rtol=1e-6, atol=0.0
+    )
+
+
+def test_a_momentum_that_is_absent_is_zero() -> None:
+    wrapper = FakeWrapper(sgd, counts=[0, 0])
+    state = state_of(FakeWrapper(sgd, counts=[7, 3]))
+    state["state"][2]["momentum_buffer"] = None
+    load(wrapper, state)
+    assert not wrapper.bucket.state_view(wrapper.loaded[0][1][0], 0).any()
+
+
+def test_the_hyper_parameters_are_restored() -> None:
+    saved = state_of(FakeWrapper(sgd, counts=[7, 3]))
+    saved["param_groups"][1]["lr"] = 0.025
+    wrapper = FakeWrapper(sgd, counts=[0, 0])
+    load(wrapper, saved)
+    assert [group["lr"] for group in wrapper.inner.param_groups] == [0.1, 0.025]
+
+
+def test_the_state_of_another_model_is_refused_by_tensor() -> None:
+    state = state_of(FakeWrapper(sgd, counts=[7, 3]))
+    state["state"][2]["momentum_buffer"] = torch.zeros(3, 2)
+    message = r"momentum_buffer of 'a' has shape \[3, 2\] in the state, \[2, 3\] in the model"
+    with pytest.raises(ConfigError, match=message):
+        load(FakeWrapper(sgd, counts=[0, 0]), state)
+    state = state_of(FakeWrapper(sgd, counts=[7, 3]))
+    state["paceline"]["compressor_state"]["residual"] = torch.zeros(5)
+    with pytest.raises(ConfigError, match=r"residual of the compressor has shape \[5\] in the"):
+        load(FakeWrapper(sgd, counts=[0, 0]), state)
+
+
+def test_an_optimizer_without_state_has_none() -> None:
+    assert set(state_of(FakeWrapper(plain, counts=[7, 3]))) == {"state", "param_groups", "paceline"}
