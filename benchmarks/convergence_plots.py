@@ -19,7 +19,8 @@ LOCAL_COLORS = {
     "glu": "#d55e00",
     "sgd": "#009e73",
 }
-HIDDEN = ("ssp s=3", "od mirror")  # The same line as `asgd`, or as `mirror` with k=1.
+# The same line as `asgd`, as `mirror` with k=1, or none.
+HIDDEN = ("ssp s=3", "od mirror", "od none")
 LOST = -12.0  # Points from ssgd below which a run is not drawn to scale.
 STYLES = {5: "-", 16: "--"}  # By k.
 
@@ -114,6 +115,8 @@ def over_time(rows: dict[str, Row], path: Path) -> Path:
         axes.set_xlim(left=0)
     curves.dress(left, "step", f"training loss, mean of {LOSS_STEPS} steps")
     curves.dress(right, "simulated seconds")
+    left.set_title("equal steps", fontsize=11)
+    right.set_title("equal simulated seconds", fontsize=11)
     figure.legend(
         *right.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8
     )

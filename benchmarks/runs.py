@@ -157,7 +157,7 @@ def show(rows: dict[str, Row], title: str, *, markdown: bool = False) -> None:
     else:
         grid = Table(title=title, box=box.SIMPLE_HEAD)
         for index, column in enumerate(COLUMNS):
-            grid.add_column(column, justify="right" if index else "left")
+            grid.add_column(column, justify="right" if index else "left", no_wrap=not index)
         for line in lines:
             grid.add_row(*line)
         Console(highlight=False, width=140).print(grid)
