@@ -169,18 +169,24 @@ class Replica:
             self._samples += samples
         if plan.push is Role.GRADIENT:
             self.clocks = [self._next_push(index) + 1 for index in self._indices()]
-        for index in self.front_first():
+        # A pull that only a later step waits for must have landed when its slice is pushed again,
+        # and backward, which decides when that is, ends with the front. It is asked for as soon as
+        # the one before it has been used, so that the way from the shard never lies idle.
+        with_state = plan.pull and self._wants_state(plan)
+        order = self.front_first() if plan.block else self._indices()
+        for index in order:
             yield from self.land(index)
             self._rebase(index)
             if plan.local:
                 self.local.update(self.parts[index], grads[index])
                 self.parts[index].num_local += 1
+            if plan.pull and plan.push is not Role.DELTA:
+                self._ask(index, self.newest(index), outbox, with_state=with_state)
         if plan.push is Role.DELTA:
             self._push_moves(grads, outbox)
-        if plan.pull:
-            with_state = self._wants_state(plan)
-            for index in self.front_first():
-                self._ask(index, self.newest(index), outbox, with_state=with_state)
+            if plan.pull:
+                for index in order:
+                    self._ask(index, self.newest(index), outbox, with_state=with_state)
         self.step += 1
         if plan.block:
             yield from self.settle()
