@@ -43,6 +43,12 @@ class Context:
         self._shards = shards
         self._closers: list[Callable[[], None]] = []
         self._tables: dict[str, int] = {}
+        self._pid = os.getpid()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has joined, not the one that it was forked from."""
+        return self._pid == os.getpid()
 
     def at_close(self, closer: Callable[[], None]) -> None:
         """Has `closer` called when the session ends in order."""
@@ -166,7 +172,8 @@ def shutdown() -> None:
     global _current
     if _current is not None:
         context, _current = _current, None
-        context.close()
+        if context.is_own:
+            context.close()
 
 
 def _at_exit() -> None:
@@ -174,7 +181,8 @@ def _at_exit() -> None:
     global _current
     if _current is not None:
         context, _current = _current, None
-        context.abandon("its process ended")
+        if context.is_own:
+            context.abandon("its process ended")
 
 
 # ----- shards of our own

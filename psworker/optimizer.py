@@ -102,6 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._make_table(parameters, tensors)
         self._overlap = Overlap(overlap, self._names)
         self._watch(parameters)
+        self._is_closed = False
         self._buffers = Buffers(model, buffers, self.session)
         self._upload()
         self._context.at_close(self.close)
@@ -169,9 +170,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             GradientError: A gradient holds NaN or Inf, or was changed after it had left.
-            ConfigError: A parameter has moved, or was frozen when the wrapper was made.
+            ConfigError: A parameter has moved, or was frozen when the wrapper was made; or
+                training has ended.
             PacelineError: A shard refused something, or nobody answers.
         """
+        if self._is_closed:
+            raise ConfigError("training has ended: step() after close() or psworker.shutdown()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -245,8 +249,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Inside, the model holds the shards' weights: in the synchronous and delayed modes those
         after this worker's last step, else the newest. It also holds the shared buffers.
-        Afterwards training goes on from where it was, to the bit.
+        Afterwards training goes on from where it was, to the bit. After `close` the model holds
+        the global weights anyway, and its own buffers.
         """
+        if self._is_closed:
+            yield
+            return
         self.exchange.flush()
         kept = None
         if self.replica.drifts or not self.rule.by_step:
@@ -262,11 +270,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self.bucket.scatter_weights()
 
     def close(self) -> None:
-        """Ends training: the model keeps the global weights, and nobody waits for this worker."""
-        if self._handles:
+        """Ends training: the model keeps the global weights.
+
+        Others wait for this worker's gradients until it leaves the job: `psworker.shutdown`, which
+        calls this, or the end of the script.
+        """
+        if not self._is_closed:
+            self._is_closed = True
             for handle in self._handles:
                 handle.remove()
-            self._handles = []
             self.exchange.flush()
             self.replica.end_round(self._grads(), self.exchange)
             self.exchange.run(self.replica.fetch(None, self.exchange))
