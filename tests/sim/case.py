@@ -1,0 +1,143 @@
+"""What is simulated: a job, its faults and its mode, all drawn from one seed.
+
+The modes come from the registry, and their arguments from the names of their fields, so that a new
+rule is covered as soon as it is registered.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pscore.compressors import COMPRESSORS
+from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
+from pscore.errors import ConfigError
+from pscore.local import LOCAL_UPDATES
+from pscore.rules import RULES
+from pscore.rules.base import Rule
+from tests.sim.loop import NO_FAULTS, Cut, Faults
+
+STEPS_MAX = 8
+WORKERS_MAX = 4
+RAW = NoCompression()
+NUMEL = 64  # Of a slice: one element for each worker and step, and more.
+ONE_SLICE = ((NUMEL,),)
+# Four slices: with two segments, with one, with parts of two tensors, and the rest of a tensor.
+SHAPES = ((96,), (4, 8), (64,), (16,), (48,))
+GRADIENT = 5040.0  # Divided by every number of samples up to ten it is a whole number.
+SAMPLES = (1.0, 2.0)
+
+# What is tried for a field of this name, whatever the rule; other fields keep their defaults.
+CHOICES: dict[str, Sequence[Any]] = {
+    "adaptive": (False, True),
+    "backup": (0, 1, 2),
+    "bound": (-1, 0, 1, 2, 3),
+    "correction": ("raw", "flush"),
+    "local": (*sorted(LOCAL_UPDATES), "none"),
+    "mirror": ("exact", "kept"),
+    "outer_lr": (1.0, 0.5),
+    "outer_momentum": (0.0, 0.9),
+    "slow_momentum": (0.0, 0.5),
+    "splits": (1, 2, 3),
+    "steps": (1, 2, 3, 5),
+    "warmup": (0, 1, 3),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One simulated job."""
+
+    seed: int  # Of the network.
+    rule: Rule
+    compressor: Compressor = RAW
+    num_shards: int = 2
+    steps: tuple[int, ...]  # Of each worker; one with fewer leaves early.
+    compute_s: tuple[float, ...]  # Of each worker and step.
+    dies_s: tuple[float | None, ...]  # When each worker falls silent, after its first step began.
+    back_s: tuple[float | None, ...]  # How long after that it is started again.
+    samples: tuple[float, ...]
+    faults: Faults = NO_FAULTS
+    cuts: tuple[Cut, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    quadratic: bool = False  # Gradients depend on the weights; else each has an element of its own.
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.steps)
+
+    def __str__(self) -> str:
+        return f"{self.rule}, {self.compressor}, {self.num_workers}x{self.num_shards}"
+
+
+def draw(name: str, seed: int) -> Case:
+    """Returns the case of rule `name` and this seed."""
+    rng = random.Random(f"{name} {seed}")
+    num_workers = rng.randint(1, WORKERS_MAX)
+    longest = rng.randint(3, 6)
+    rule = draw_rule(name, num_workers, rng)
+    slowest = rng.choice((1.0, 1.0, 5.0, 20.0))
+    num_shards = rng.randint(1, 3)
+    return Case(
+        seed=seed,
+        rule=rule,
+        compressor=draw_compressor(rule, rng),
+        shapes=ONE_SLICE if getattr(rule, "backup", 0) else SHAPES,  # See test_backup.py.
+        num_shards=num_shards,
+        steps=tuple(
+            longest if rng.random() < 0.7 else rng.randint(1, longest) for _ in range(num_workers)
+        ),
+        compute_s=tuple(
+            rng.uniform(0.02, 0.2) * (slowest if rank == num_workers - 1 else 1.0)
+            for rank in range(num_workers)
+        ),
+        dies_s=tuple(
+            rng.uniform(0.0, 1.5) if rng.random() < 0.12 else None for _ in range(num_workers)
+        ),
+        back_s=tuple(
+            rng.uniform(0.1, 6.0) if rng.random() < 0.5 else None for _ in range(num_workers)
+        ),
+        samples=tuple(rng.choice(SAMPLES) for _ in range(num_workers)),
+        faults=Faults(
+            drop=rng.choice((0.0, 0.05, 0.2)),
+            duplicate=rng.choice((0.0, 0.1, 0.3)),
+            delay_s_max=rng.choice((0.01, 0.1, 0.4)),
+            until_s=rng.uniform(1.0, 8.0),
+        ),
+        cuts=tuple(draw_cut(num_workers, num_shards, rng) for _ in range(rng.choice((0, 0, 1)))),
+    )
+
+
+def draw_cut(num_workers: int, num_shards: int, rng: random.Random) -> Cut:
+    """Returns a cut between one worker and one shard, or all; it may outlast a lease."""
+    from_s = rng.uniform(0.0, 3.0)
+    return Cut(
+        worker=rng.randrange(num_workers),
+        shard=rng.choice((None, *range(num_shards))),
+        from_s=from_s,
+        until_s=from_s + rng.uniform(0.5, 6.0),
+    )
+
+
+def draw_rule(name: str, num_workers: int, rng: random.Random) -> Rule:
+    """Returns the rule with random arguments that it accepts."""
+    while True:
+        arguments = {
+            item.name: rng.choice(CHOICES[item.name])
+            for item in fields(RULES[name])
+            if item.name in CHOICES
+        }
+        try:
+            rule = RULES[name](**arguments)
+            rule.require_workers(num_workers)
+        except ConfigError:
+            continue
+        return rule
+
+
+def draw_compressor(rule: Rule, rng: random.Random) -> Compressor:
+    """Returns none mostly; any for a rule that does not look into gradients."""
+    if rng.random() < 0.8 or rule.compensates:
+        return RAW
+    return COMPRESSORS[rng.choice(sorted(COMPRESSORS))]()

@@ -1,0 +1,233 @@
+"""What must hold, checked at every event: each push once, in the right update, in the right order.
+
+The ledger sees what the shards decide and what the workers send and receive, keeps books of its own
+and replays every update from the payloads as they were sent. It knows nothing of how a shard works.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from pscore.optimizers.base import Optimizer
+from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
+from psserver.clock import Acknowledge, Action, Add, Answer, SliceClock, Update
+from psserver.store import Payload
+from tests.sim.case import Case
+
+Identity: TypeAlias = tuple[int, int, int]  # Worker, step on the wire, incarnation.
+PLAIN = {"lr": 1.0, "slow_lr": 1.0}  # An optimizer with these and zeros subtracts the mean.
+
+
+@dataclass(slots=True, kw_only=True)
+class Sent:
+    """One push as its worker sent it."""
+
+    payload: Payload
+    base_version: int
+    samples: float
+    elements: list[int]  # Those that only this push touches.
+    verdict: Verdict | None = None  # As the worker was told.
+
+
+class SliceBook:
+    """The books of one slice."""
+
+    def __init__(
+        self, case: Case, spec: SliceSpec, optimizer: Optimizer, start: FloatArray
+    ) -> None:
+        self.case = case
+        self.spec = spec
+        self.optimizer = optimizer
+        self.sent: dict[Identity, Sent] = {}
+        self.entered: dict[Identity, int] = {}  # The version that each push is first in.
+        self.weights = [start]  # Of each version.
+        self.is_exact = True  # Every update so far was a plain subtraction of a mean.
+        self.counts = np.zeros(len(spec.segments), dtype=np.int64)
+        self.lead_max = 0  # Steps that an accepted push was beyond the newest update.
+        self.ahead_max = 0  # Steps that a worker was ahead of the slowest.
+        self._open: dict[int, list[Identity]] = {}
+        self._sums: dict[int, FloatArray] = {}
+        self._state = [np.zeros_like(start) for _ in optimizer.state_names]
+
+    @property
+    def version(self) -> int:
+        return len(self.weights) - 1
+
+    # ----- decisions
+
+    def added(self, action: Add, identity: Identity) -> None:
+        """A gradient enters a sum."""
+        former = identity in self.entered or any(identity in bin_ for bin_ in self._open.values())
+        assert not former, f"push {identity} is counted twice"
+        sent, rule = self.sent[identity], self.case.rule
+        if rule.by_step:
+            assert action.bin == identity[1], f"push {identity} entered step {action.bin}"
+            weight = sent.samples
+        else:
+            weight = rule.scale(self.version - sent.base_version)
+            weight *= sent.samples if rule.fan_in(*[self.case.num_workers] * 2) > 1 else 1.0
+        bin_ = self._open.setdefault(action.bin, [])
+        assert action.is_first == (not bin_)
+        bin_.append(identity)
+        if action.is_first:
+            self._sums[action.bin] = np.zeros_like(self.weights[0])
+        # A worker alone needs no weight: its mean is its gradient.
+        assert action.weight in ((weight, 1.0) if rule.by_step else (weight,))
+        payload, total = sent.payload, self._sums[action.bin]
+        if payload.compressor.name == "none" and payload.data.nbytes:
+            total += payload.data.view("<f4") * np.float32(action.weight)
+        elif payload.data.nbytes:
+            payload.compressor.decode_add(
+                payload.data, total, action.weight, assign=action.is_first
+            )
+
+    def updated(self, action: Update) -> None:
+        """A sum becomes an update."""
+        assert action.version == self.version + 1, f"version {action.version} made out of order"
+        identities = self._open.pop(action.bin)
+        if self.case.rule.by_step:
+            steps = {step for _, step, _ in identities}
+            assert steps == {self.version}, f"steps {steps} in the update of step {self.version}"
+        for identity in identities:
+            self.entered[identity] = action.version
+        grad = self._sums.pop(action.bin)
+        row = dict(zip(self.optimizer.hyper_names, action.hyper[0].tolist(), strict=True))
+        self.is_exact &= all(value == PLAIN.get(name, 0.0) for name, value in row.items())
+        before = self.weights[-1]
+        after = np.empty_like(before)
+        active = [action.present >> i & 1 for i in range(len(self.spec.segments))]
+        self.optimizer.step(
+            before,
+            after,
+            grad,
+            action.scale,
+            self._state,
+            SegmentTable.of(self.spec),
+            self.counts,
+            np.array(active, dtype=np.int64),
+            action.hyper,
+        )
+        if self.is_exact:
+            assert np.array_equal(after, before - grad * np.float32(action.scale))
+        self.weights.append(after)
+
+    def acknowledged(self, action: Acknowledge, identity: Identity, clocks: SliceClock) -> None:
+        """A push is answered: from here on its worker relies on it."""
+        held = any(identity in bin_ for bin_ in self._open.values())
+        if action.verdict is Verdict.ACCEPTED:
+            self.ahead_max = max(self.ahead_max, identity[1] + 1 - clocks.clock_min())
+        if action.verdict is Verdict.ACCEPTED and self.case.rule.by_step:
+            lead = identity[1] - action.version
+            self.lead_max = max(self.lead_max, lead)
+            assert lead < self.case.rule.steps_open(), f"push {identity} is {lead} steps ahead"
+        if action.verdict is Verdict.TOO_LATE:
+            assert identity not in self.entered
+            assert not held, f"push {identity} is too late and in a sum"
+
+    # ----- what a worker is told
+
+    def landed(
+        self, worker: int, incarnation: int, clock: int, version: int, weights: FloatArray
+    ) -> None:
+        """A pull that a worker made after `clock` pushes brings these weights."""
+        assert version <= self.version, f"version {version} is not made yet"
+        assert np.array_equal(weights, self.weights[version]), (
+            f"worker {worker} got other weights than those of version {version} of slice "
+            f"{self.spec.index}: {np.flatnonzero(weights != self.weights[version])} differ"
+        )
+        rule = self.case.rule
+        if rule.by_step:
+            assert version >= clock or clock == 0
+        if rule.fan_in(*[self.case.num_workers] * 2) > 1 and not rule.by_step:
+            return  # An own gradient may still wait for company.
+        for identity, sent in self.sent.items():
+            owner, step, life = identity
+            is_own = owner == worker and life == incarnation and step < clock
+            if is_own and sent.verdict is Verdict.ACCEPTED:
+                entered = self.entered.get(identity, version + 1)
+                assert entered <= version, f"worker {worker} misses its step {step}"
+
+    def answered(
+        self, clocks: SliceClock, worker: int, clock: int, expected: Iterable[int]
+    ) -> None:
+        """A pull is answered: ssp's read bound, for any rule that has a `bound`."""
+        bound = getattr(self.case.rule, "bound", -1)
+        if bound < 0:
+            return
+        steps_in = {(rank, step) for rank, step, _ in self.entered}
+        for rank in expected:
+            behind = [step for step in range(clock - bound) if (rank, step) not in steps_in]
+            assert not behind, f"worker {worker} at clock {clock} reads without {rank}'s {behind}"
+        assert self.case.rule.by_step or clocks.clock_min() >= clock - bound
+
+    # ----- the end
+
+    def settled(self, left: FloatArray) -> None:
+        """Nothing is under way any more; the shard has these weights."""
+        assert not self._open, f"{self._open} never entered an update"
+        assert np.array_equal(left, self.weights[-1])
+        for identity, sent in self.sent.items():
+            is_in = identity in self.entered
+            if sent.verdict in (Verdict.ACCEPTED, Verdict.DUPLICATE):
+                assert is_in, f"push {identity} was acknowledged and is lost"
+            elif sent.verdict is Verdict.TOO_LATE:
+                assert not is_in, f"push {identity} was refused and is counted"
+        if self.is_exact and self.case.compressor.name == "none" and not self.case.quadratic:
+            self._check_units(left)
+
+    def _check_units(self, left: FloatArray) -> None:
+        """To the unit, from what the workers were told alone: each element has one owner."""
+        steps: dict[int, float] = {}
+        for identity in self.entered:
+            steps[identity[1]] = steps.get(identity[1], 0.0) + self.sent[identity].samples
+        moved = self.weights[0] - left
+        is_single = self.case.rule.fan_in(*[self.case.num_workers] * 2) == 1
+        for identity, sent in self.sent.items():
+            unit = sent.payload.data.view("<f4") if sent.payload.data.nbytes else None
+            for element in sent.elements if unit is not None else ():
+                assert unit is not None
+                if identity not in self.entered:
+                    expected = 0.0
+                elif self.case.rule.by_step:
+                    expected = float(unit[element]) * sent.samples / steps[identity[1]]
+                elif is_single:
+                    expected = float(unit[element]) * self._share(sent, identity)
+                else:
+                    continue
+                assert abs(float(moved[element]) - expected) < 0.5, (
+                    f"push {identity} moved element {element} by {moved[element]}, not {expected}"
+                )
+
+    def _share(self, sent: Sent, identity: Identity) -> float:
+        return self.case.rule.scale(self.entered[identity] - 1 - sent.base_version)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The books of all slices."""
+
+    books: dict[int, SliceBook] = field(default_factory=dict)
+    came_back: set[int] = field(default_factory=set)  # Their clocks have jumped over steps.
+
+    def decided(
+        self,
+        index: int,
+        action: Action,
+        identity: Identity,
+        role: Role,
+        clocks: SliceClock,
+        expected: Sequence[int],
+    ) -> None:
+        """A shard has decided something about a slice."""
+        book = self.books[index]
+        if isinstance(action, Add):
+            book.added(action, identity)
+        elif isinstance(action, Update):
+            book.updated(action)
+        elif isinstance(action, Acknowledge) and role not in (Role.WEIGHTS, Role.STATE):
+            book.acknowledged(action, identity, clocks)
+        elif isinstance(action, Answer):
+            worker, clock, _ = identity
+            book.answered(clocks, worker, clock, set(expected) - self.came_back)

@@ -1,0 +1,89 @@
+"""The worker's edge of the simulated network: what `Exchange` takes for links and a session."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from pscore import wire
+from pscore.pb.ps.v1 import data_pb2
+from pscore.types import Role, Verdict
+from psworker.transports.base import PullCall, PushCall, Transport
+from tests.sim.server import JOB, Server
+
+if TYPE_CHECKING:
+    from tests.sim.worker import Worker
+
+
+def is_load(header: data_pb2.PushHeader) -> bool:
+    """Whether a push brings weights and not a gradient."""
+    return Role(int(header.role)) in (Role.WEIGHTS, Role.STATE)
+
+
+class SimTransport(Transport):
+    """The data plane from one worker to one shard."""
+
+    name: ClassVar[str] = "simulated"
+
+    def __init__(self, worker: "Worker", server: Server) -> None:
+        self._worker = worker
+        self._server = server
+
+    def push(self, call: PushCall) -> None:
+        header, parts = call.make()
+        self._worker.about_to_push(header, b"".join(parts))
+        frame = wire.encode(header.SerializeToString(), *parts)
+        kind = "load" if is_load(header) else f"push of step {header.step},"
+        what = f"{kind} slice {header.slice}"
+
+        def land(answer: bytes) -> None:
+            reply = data_pb2.PushReply.FromString(bytes(wire.decode(answer)[0]))
+            self._worker.pushed(header, Verdict(int(reply.verdict)))
+            call.done.set_result(reply)
+
+        self._worker.insist(self._server, what, partial(self._server.push, frame), land)
+
+    def pull(self, call: PullCall) -> None:
+        frame = wire.encode(call.header.SerializeToString())
+        header = call.header
+        what = f"pull of version {header.min_version}, slice {header.slice}"
+
+        def land(answer: bytes) -> None:
+            raw, payload = wire.decode(answer)
+            reply = data_pb2.PullReply.FromString(bytes(raw))
+            if not reply.ready:
+                self.pull(call)
+                return
+            call.land(reply, payload)
+            weights = call.weights.copy()
+            self._worker.landed(header, reply.version, weights)
+            call.done.set_result(reply)
+
+        self._worker.insist(self._server, what, partial(self._server.pull, frame), land)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SimLink:
+    """What `Exchange` knows of a link."""
+
+    def __init__(self, transport: SimTransport, address: str) -> None:
+        self.transport = transport
+        self.address = address
+
+
+class SimSession:
+    """What `Exchange` knows of a session; the table has been declared before."""
+
+    job = JOB
+
+    def __init__(self, rank: int, incarnation: int, links: Sequence[SimLink]) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self.links = links
+
+    def define(self, *table: object, **options: object) -> int:
+        return 0
+
+    def check(self) -> None:
+        raise AssertionError("a worker of the simulation waits without yielding")

@@ -1,0 +1,260 @@
+"""One simulated shard: the real `Shard`, `Intake`, `Lane` and `SliceStore`, called as by a daemon.
+
+What a daemon's transports and its driver do around them is done here, on simulated time and in one
+thread: slices are so small that the lanes carry everything out at once.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from pscore import wire
+from pscore.errors import PacelineError
+from pscore.pb.ps.v1 import data_pb2
+from pscore.types import FloatArray, Role
+from psserver.clock import Update
+from psserver.intake import Intake, Request
+from psserver.lanes import INLINE_NUMEL_MAX, Lane
+from psserver.membership import Member
+from psserver.shard import Actions, Job, Shard, TableSpec
+from psserver.store import SliceStore
+from psserver.tally import Tally
+from tests.sim.case import Case
+from tests.sim.ledger import Identity, Ledger
+from tests.sim.loop import Network
+
+JOB = "job"
+LEASE_S = 3.0
+TICK_S = 0.5
+PULL_WAIT_S = 1.0
+
+NUMBERS = itertools.count()
+Result: TypeAlias = bytes | PacelineError
+Answer: TypeAlias = Callable[[Result], None]
+
+
+class NoThreads(Executor):
+    """Small slices are carried out at once; a simulation has no threads."""
+
+    def submit(self, *args: object, **kwargs: object) -> Any:
+        raise AssertionError("a slice of the simulation is too large")
+
+
+class Courier:
+    """Takes one answer out; identity and role are the request's, for the ledger."""
+
+    def __init__(
+        self, answer: Answer, identity: Identity, role: Role, send_later: Callable[..., None]
+    ) -> None:
+        self.identity = identity
+        self.role = role
+        self.number = next(NUMBERS)
+        self._answer = answer
+        self._send_later = send_later
+
+    def pushed(self, reply: data_pb2.PushReply) -> None:
+        self._answer(wire.encode(reply.SerializeToString()))
+
+    def pulled(
+        self,
+        reply: data_pb2.PullReply,
+        arrays: Sequence[FloatArray],
+        release: Callable[[], None] | None,
+    ) -> None:
+        def send() -> None:
+            parts = [wire.as_bytes(array) for array in arrays]
+            self._answer(wire.encode(reply.SerializeToString(), *parts))
+
+        if release is None:
+            send()
+        else:  # A slow reader: what was leased must stay as it is until it has left.
+            self._send_later(send, release)
+
+
+class InOrder(set[Request]):
+    """Requests in the order in which they came: a set's own order differs from run to run."""
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(super().__iter__(), key=_number))
+
+
+def _number(request: Request) -> int:
+    assert isinstance(request.reply, Courier)
+    return request.reply.number
+
+
+class WatchedIntake(Intake):
+    """Tells the ledger what was decided, before it is carried out."""
+
+    __slots__ = ("ledger", "note")
+    ledger: Ledger
+    note: Callable[[str], None]
+
+    def carry_out(self, job: Job, actions: Actions) -> None:
+        expected = job.membership.expected()
+        for address, action in actions:
+            token = getattr(action, "token", None)
+            identity, role = (-1, -1, -1), Role.GRADIENT
+            if token is not None:
+                assert isinstance(token, Request)
+                assert isinstance(token.reply, Courier)
+                identity, role = token.reply.identity, token.reply.role
+            clock = job.table(address.table).clock(address.slice)
+            if isinstance(action, Update):
+                self.note(f"slice {address.slice} has version {action.version}")
+            self.ledger.decided(address.slice, action, identity, role, clock, expected)
+        super().carry_out(job, actions)
+
+
+class Server:
+    """One shard."""
+
+    def __init__(
+        self,
+        index: int,
+        case: Case,
+        ledger: Ledger,
+        network: Network,
+        now: Callable[[], float],
+        send_later: Callable[..., None],
+    ) -> None:
+        self.index = index
+        self.name = f"shard {index}"
+        self.shard = Shard(index, case.num_shards, LEASE_S)
+        self.problem: BaseException | None = None
+        self.num_leased = 0
+        self.num_leased_max = 0
+        self._case = case
+        self._network = network
+        self._now = now
+        self._pool = NoThreads()
+        self._send_later = send_later
+        self.intake = WatchedIntake(
+            self.shard, self._pool, now, self._broke, threading.RLock(), Tally()
+        )
+        self.intake.waiting = InOrder()
+        self.intake.ledger = ledger
+        self.intake.note = self._note
+
+    # ----- requests; each is answered by a call of `answer`
+
+    def join(self, rank: int, incarnation: int, *, restart: int, returns: bool) -> None:
+        member = Member(
+            rank=rank,
+            incarnation=incarnation,
+            restart=restart,
+            host="host",
+            pid=rank,
+            heard_s=self._now(),
+            returns=returns,
+        )
+        job = self.shard.join(JOB, self._case.num_workers, member)
+        self.intake.carry_out(job, self.shard.recheck(job))
+
+    def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
+        job = self.shard.heard(JOB, rank, incarnation, self._now())
+        table, created = self.shard.define(job, spec)
+        if created:
+            for index, part in table.specs.items():
+                assert part.numel <= INLINE_NUMEL_MAX
+                store = SliceStore(part, spec.rule, table.optimizer)
+                lane = Lane(store, self.intake, self._pool)
+                self.intake.lanes[id(job), table.index, index] = lane
+
+    def heartbeat(self, rank: int, incarnation: int) -> None:
+        self.shard.heard(JOB, rank, incarnation, self._now())
+
+    def leave(self, rank: int, incarnation: int) -> None:
+        actions = self.shard.leave(JOB, rank, incarnation, "finished")
+        self.intake.carry_out(self.shard.jobs[JOB], actions)
+
+    def push(self, frame: bytes, answer: Answer) -> None:
+        raw, payload = wire.decode(frame)
+        header = data_pb2.PushHeader.FromString(bytes(raw))
+        identity = (header.sender.worker, header.step, header.sender.incarnation)
+        courier = Courier(answer, identity, Role(header.role), self._send_later)
+        data = np.frombuffer(payload, dtype=np.uint8)
+        before = self._num_parked()
+        self.intake.admit(header, data.nbytes)
+        self.intake.push(header, data, courier)
+        if self._num_parked() > before:
+            self._note(f"the push of worker {header.sender.worker} is too far ahead and waits")
+
+    def pull(self, frame: bytes, answer: Answer) -> None:
+        raw, _ = wire.decode(frame)
+        header = data_pb2.PullHeader.FromString(bytes(raw))
+        identity = (header.sender.worker, header.clock, header.sender.incarnation)
+        courier = Courier(answer, identity, Role.GRADIENT, self._send_later)
+        self.intake.pull(header, courier, PULL_WAIT_S)
+
+    # ----- time
+
+    def tick(self) -> None:
+        lost, actions = self.shard.tick(self._now())
+        for job, member in lost:
+            self._note(f"worker {member.rank} is lost")
+            self.intake.carry_out(job, actions)
+            actions = []
+        self.intake.put_off()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everybody who came has gone."""
+        job = self.shard.jobs.get(JOB)
+        return job is not None and job.membership.is_over
+
+    # ----- invariants
+
+    def stores(self) -> dict[int, SliceStore]:
+        return {key[2]: lane.store for key, lane in self.intake.lanes.items()}
+
+    def check(self) -> None:
+        """What holds after every event: no more is kept than the rule's open steps need."""
+        if self.problem is not None:
+            raise self.problem
+        rule, workers = self._case.rule, self._case.num_workers
+        open_max = rule.steps_open() if rule.by_step else 1
+        for job in self.shard.jobs.values():
+            for table in job.tables.values():
+                for index, clock in table.clocks.items():
+                    store = self.intake.lanes[id(job), table.index, index].store
+                    assert clock.version == self.intake.ledger.books[index].version or (
+                        clock.version == -1
+                    )
+                    assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
+                    assert len(store._bins) + len(store._free) <= open_max + 1
+                    assert len(clock._parked) <= workers, f"{len(clock._parked)} pushes parked"
+                    assert len(store._buffers) <= 2 + self.num_leased_max
+                    if rule.by_step:
+                        newest = max(clock._bins, default=0)
+                        assert newest < max(clock.version, 0) + open_max
+
+    def settled(self) -> None:
+        """What holds when nothing is under way any more."""
+        assert not self.intake.waiting
+        for job in self.shard.jobs.values():
+            for table in job.tables.values():
+                for index, clock in table.clocks.items():
+                    store = self.intake.lanes[id(job), table.index, index].store
+                    assert not store._bins, f"sums {list(store._bins)} never became an update"
+                    assert clock.num_waiting == 0
+                    assert all(buffer.leases == 0 for buffer in store._buffers)
+                    self.intake.ledger.books[index].settled(store.weights)
+
+    def _num_parked(self) -> int:
+        return sum(
+            len(clock._parked)
+            for job in self.shard.jobs.values()
+            for table in job.tables.values()
+            for clock in table.clocks.values()
+        )
+
+    def _note(self, text: str) -> None:
+        self._network.note(f"    {self.name}: {text}")
+
+    def _broke(self, problem: BaseException | None) -> None:
+        self.problem = problem

@@ -1,0 +1,160 @@
+"""The invariants can fail: with the service broken on purpose, some seed says so.
+
+Each mutation is one that a suite of limits and convergence tests does not notice (STYLE.md 2.9).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscore.rules.base import Rule
+from psserver.clock import Acknowledge, Action, Add, Answer, Counted, SliceClock
+from psserver.store import SliceStore
+from tests.sim.case import draw
+from tests.sim.cluster import simulate
+
+SEEDS = 40
+
+
+def first_failure(name: str) -> str:
+    """Returns what the first seed that fails says."""
+    for seed in range(SEEDS):
+        try:
+            simulate(draw(name, seed))
+        except AssertionError as problem:
+            return str(problem) or "an assertion"
+    return ""
+
+
+class Otherwise:
+    """A rule as a clock sees it, with some answers replaced; the ledger knows the real one."""
+
+    def __init__(self, rule: Rule, **answers: Any) -> None:
+        self._rule = rule
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        return self._answers[name] if name in self._answers else getattr(self._rule, name)
+
+
+@pytest.fixture
+def clocks_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Returns a function that gives every clock a rule with other answers."""
+    original = SliceClock.__init__
+
+    def replace_answers(**answers: Any) -> None:
+        def init(self: SliceClock, rule: Any, *others: Any) -> None:
+            original(self, Otherwise(rule, **answers), *others)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(SliceClock, "__init__", init)
+
+    return iter([replace_answers]).__next__()  # type: ignore[return-value]
+
+
+def test_collecting_by_arrival_instead_of_by_step_is_caught(
+    clocks_with: Callable[..., None],
+) -> None:
+    clocks_with(by_step=False)
+    assert first_failure("ssd")
+
+
+def test_staleness_that_is_not_scaled_is_caught(clocks_with: Callable[..., None]) -> None:
+    clocks_with(scale=lambda staleness: 1.0)
+    assert first_failure("staleness")
+
+
+def test_reads_beyond_the_bound_are_caught(clocks_with: Callable[..., None]) -> None:
+    clocks_with(readable=lambda clocks, worker, clock, min_version: clocks.version >= min_version)
+    assert first_failure("ssp")
+
+
+def test_reads_without_the_own_push_are_caught(clocks_with: Callable[..., None]) -> None:
+    clocks_with(readable=lambda clocks, worker, clock, min_version: True)
+    assert "misses its step" in first_failure("asgd")
+
+
+def test_more_open_steps_than_the_rule_allows_are_caught(
+    clocks_with: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers keep to the bound by themselves, so one that does not wait for its pull is needed."""
+    monkeypatch.setattr("psworker.replica.Replica.land", lambda self, index: iter(()))
+    monkeypatch.setattr("psworker.replica.Replica._has_landed", lambda self, index: True)
+    clocks_with(steps_open=lambda: 1 << 30)
+    assert first_failure("od")
+
+
+def test_counting_a_duplicate_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "__contains__", lambda self, step: False)
+    assert "counted twice" in first_failure("asgd")
+
+
+def test_acknowledging_what_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SliceClock._count
+
+    def drop_some(self: SliceClock, push: Any, token: Any) -> list[Action]:
+        actions = original(self, push, token)
+        if push.step == 2:
+            return [action for action in actions if isinstance(action, Acknowledge)]
+        return actions
+
+    monkeypatch.setattr(SliceClock, "_count", drop_some)
+    assert first_failure("asgd")
+
+
+def test_answering_before_the_update_is_done_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SliceClock.push
+
+    def answers_first(self: SliceClock, push: Any, token: Any) -> list[Action]:
+        actions = original(self, push, token)
+        return sorted(actions, key=lambda action: not isinstance(action, Answer))
+
+    monkeypatch.setattr(SliceClock, "push", answers_first)
+    assert first_failure("ssgd")
+
+
+def test_overwriting_weights_that_are_on_their_way_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SliceStore, "_spare", lambda self: self._newest)
+    assert "got other weights" in first_failure("asgd")
+
+
+def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = SliceClock._fill
+
+    def heavier(self: SliceClock, step: int) -> list[Action]:
+        return [
+            Add(
+                token=action.token,
+                bin=action.bin,
+                worker=action.worker,
+                weight=action.weight * 2,
+                is_first=action.is_first,
+            )
+            if isinstance(action, Add)
+            else action
+            for action in original(self, step)
+        ]
+
+    monkeypatch.setattr(SliceClock, "_fill", heavier)
+    assert first_failure("ssgd")
+
+
+def test_never_closing_a_step_of_a_dead_worker_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SliceClock, "recheck", lambda self: [])
+    assert "simulated seconds" in first_failure("ssgd")
+
+
+def test_a_bit_of_a_weight_that_flips_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SliceStore.update
+
+    def flips(self: SliceStore, action: Any) -> None:
+        original(self, action)
+        self.weights.view(np.uint8)[17] ^= 1
+
+    monkeypatch.setattr(SliceStore, "update", flips)
+    assert "got other weights" in first_failure("ssgd")

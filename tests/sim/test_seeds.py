@@ -1,0 +1,38 @@
+"""Every rule under reordering, duplicates, drops, cuts, slow, leaving, dying and returning workers.
+
+A seed that fails is printed with the command that runs it again and shows every message.
+"""
+
+import pytest
+
+from pscore.rules import RULES
+from tests.sim.case import CHOICES, draw
+from tests.sim.cluster import simulate
+
+SEEDS_PER_TEST = 48
+TESTS_PER_RULE = 4  # With eleven rules, 2112 seeds.
+
+
+def test_every_rule_is_simulated() -> None:
+    """The parameters below come from the registry; at least 2000 seeds in all."""
+    assert len(RULES) * SEEDS_PER_TEST * TESTS_PER_RULE >= 2000
+
+
+@pytest.mark.parametrize("part", range(TESTS_PER_RULE))
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_no_invariant_breaks(name: str, part: int) -> None:
+    for seed in range(part * SEEDS_PER_TEST, (part + 1) * SEEDS_PER_TEST):
+        try:
+            simulate(draw(name, seed))
+        except BaseException as problem:
+            problem.add_note(f"\nrun it again: python -m tests.sim run {name} {seed}")
+            raise
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_arguments_are_varied(name: str) -> None:
+    """Each argument that `CHOICES` knows takes all of its values in some seed, if it can."""
+    rules = [draw(name, seed).rule for seed in range(SEEDS_PER_TEST * TESTS_PER_RULE)]
+    for argument in rules[0].arguments():
+        if argument in CHOICES:
+            assert len({getattr(rule, argument) for rule in rules}) > 1, argument
