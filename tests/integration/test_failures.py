@@ -13,12 +13,14 @@ import pytest
 import torch
 
 import psworker
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psworker.link import Link
 from tests.integration.cluster import Script, Shards, Station, new_job, wait_until
 from tests.integration.models import backward, batch, make_model, relative_error, sgd, weights_of
 
 Weights = dict[str, np.ndarray]
 LONG, SHORT = 10, 6
-LEASE_S = 1.0
+LEASE_S = 3.0
 
 
 def train(me: Station, mode: str, steps: tuple[int, int], end: str = "") -> Weights:
@@ -77,7 +79,7 @@ def test_no_mode_hangs_on_uneven_data(shards: Shards, mode: str) -> None:
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Shards]:
-    """Shards that declare a silent worker lost after a second."""
+    """Shards that declare a silent worker lost sooner than usual."""
     with Shards(2, lease_s=LEASE_S) as started:
         yield started
 
@@ -211,6 +213,55 @@ def test_a_shard_that_dies_is_an_error_that_names_it(script: Path) -> None:
             addresses = "|".join(map(re.escape, dying.addresses))
             message = rf"ServerUnavailableError: no shard answers at ({addresses}) after \d"
             assert re.search(message, worker.stderr()), worker.stderr()
+
+
+LOADER_SCRIPT = """
+import os
+import sys
+import torch
+import psworker
+from tests.integration.models import batch, make_model, sgd
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    data = torch.utils.data.TensorDataset(*batch(psworker.rank(), 0, rows=32))
+    for inputs, classes in torch.utils.data.DataLoader(data, batch_size=8, num_workers=1):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+        optimizer.step()
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    os.waitpid(child, 0)
+    optimizer.step()
+    print("trained", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_loader_with_processes_of_its_own_and_a_fork_leave_the_job_alone(
+    shards: Shards, tmp_path: Path
+) -> None:
+    script, job = tmp_path / "loader.py", new_job()
+    script.write_text(LOADER_SCRIPT, encoding="utf-8")
+    with Script(script, env=shards.environment(0, 1, job)) as worker:
+        assert worker.line() == "trained"
+        assert states_of(shards, job) == ["live"]
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+        assert worker.wait() == 0
+
+
+def states_of(shards: Shards, job: str) -> list[str]:
+    """Returns what the first shard says of the workers of a job."""
+    link = Link(shards.addresses[0], patience_s=5.0)
+    try:
+        jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
+    finally:
+        link.close()
+    return [worker.state for item in jobs if item.job == job for worker in item.workers]
 
 
 # ----- shards of one's own

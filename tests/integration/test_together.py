@@ -146,6 +146,41 @@ def test_global_weights_are_the_same_on_all_workers_and_go_again(shards: Shards)
         assert same(a, b) == (step < 1)
 
 
+def end(me: Station, whole: bool) -> tuple[Weights, Weights, str]:
+    """Returns the weights at the end, those of an evaluation after it, and what a step says."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), mode="ssd(steps=3, warmup=1)"
+    )
+    for step in range(6):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    if whole:
+        psworker.shutdown()
+    else:
+        optimizer.close()
+    weights = weights_of(model)
+    with optimizer.global_weights():
+        seen = weights_of(model)
+    try:
+        optimizer.step()
+    except psworker.ConfigError as problem:
+        return weights, seen, str(problem)
+    return weights, seen, ""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_training_has_an_end_with_the_global_weights_in_the_model(
+    shards: Shards, whole: bool
+) -> None:
+    first, second = shards.run(end, whole)
+    for weights, seen, said in (first, second):
+        assert same(weights, first[0])
+        assert same(weights, seen)
+        assert said == "training has ended: step() after close() or psworker.shutdown()"
+
+
 # ----- types of numbers
 
 

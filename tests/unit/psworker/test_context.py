@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +109,18 @@ def test_a_script_that_ends_leaves_without_closing(monkeypatch: pytest.MonkeyPat
     context.at_close(lambda: pytest.fail("nothing may be waited for"))
     module._at_exit()
     assert session_of(context).left == ["its process ended"]
+
+
+@pytest.mark.parametrize("end", [module._at_exit, shutdown])
+def test_a_forked_child_does_not_leave_for_its_parent(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]
+) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    context = join()
+    context.at_close(lambda: pytest.fail("the parent trains on"))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    end()
+    assert session_of(context).left == []
 
 
 def test_tables_of_one_name_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
