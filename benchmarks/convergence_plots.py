@@ -109,9 +109,9 @@ def over_time(rows: dict[str, Row], path: Path) -> Path:
         left.plot(steps, losses, style, color=color)
         label = f"{name}{' (lost)' if run.failure else ''}"
         right.plot([second for second, _ in run.losses], losses, style, color=color, label=label)
-    top = 1.3 if "LeNet" in next(iter(rows.values())).runs[0].task else 2.4
+    top = 1.3 if "LeNet" in next(iter(rows.values())).runs[0].task else 2.5
     for axes in (left, right):
-        axes.set_ylim(0.3 if top < 2 else 1.2, top)
+        axes.set_ylim(0.3 if top < 2 else 1.8, top)
         axes.set_xlim(left=0)
     curves.dress(left, "step", f"training loss, mean of {LOSS_STEPS} steps")
     curves.dress(right, "simulated seconds")
