@@ -11,10 +11,11 @@ from pscore import rpc
 from pscore.errors import ReplacedError, TransportError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from psworker.retry import CALL_TIMEOUT_S, Patience
+from psworker.retry import Patience
 from psworker.transports import Endpoint, Transport, choose
 
 T = TypeVar("T")
+CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a shard that hangs is told of within 10 s.
 
 
 class Link:
