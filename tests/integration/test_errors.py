@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -479,4 +480,17 @@ def test_within_ten_seconds_a_worker_says_whom_it_waits_for(shards: Shards) -> N
         for worker in (absent, late):
             worker.tell()
         for worker in (stepping, absent, arrived, late):
+            worker.result()
+
+
+def test_a_shard_that_hangs_is_named_within_ten_seconds() -> None:
+    with Shards(2) as hanging:
+        _, second = sorted(
+            psutil.Process(hanging.pid).children(), key=lambda process: process.create_time()
+        )
+        second.suspend()
+        with hanging.workers(wait_at_a_barrier, num_workers=1) as (worker,):
+            assert said(worker, r"127.0.0.1:\d+ has not answered for (\d+) s") <= 10.0
+            assert f"{hanging.addresses[1]} has not answered" in worker.written()
+            second.resume()
             worker.result()
