@@ -85,7 +85,9 @@ def on(device: torch.device, part: LocalSlice) -> LocalSlice:
 
 
 @pytest.mark.parametrize(
-    "update", [PlainSGD(0.7), GLU(), DC(), AdaptiveDC(decay=0.5), Mirror("kept")], ids=lambda update: update.name
+    "update",
+    [PlainSGD(0.7), GLU(), DC(), AdaptiveDC(decay=0.5), Mirror("kept")],
+    ids=lambda update: update.name,
 )
 def test_local_updates_are_the_cpus(
     device: torch.device, launch: Launch, update: LocalUpdate

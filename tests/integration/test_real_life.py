@@ -44,7 +44,9 @@ class Shapes(torch.nn.Module):
         self.scalar = torch.nn.Parameter(torch.tensor(0.7))
         self.transposed = torch.nn.Parameter(torch.randn(5, 3).t())
         self.empty = torch.nn.Parameter(torch.zeros(0, 4))
-        self.convolution = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        convolution = torch.nn.Conv2d(3, 4, 3)
+        last = torch.channels_last
+        self.convolution = convolution.to(memory_format=last)  # type: ignore[call-overload]
         self.strided = torch.nn.Parameter(torch.randn(20)[::2])
         self.cube = torch.nn.Parameter(torch.randn(2, 1, 3))
 

@@ -123,6 +123,6 @@ def test_weights_that_were_not_saved_are_not_begun_anew_in_silence(
         path.unlink()
     os.kill(victim, signal.SIGKILL)
     worker.tell("go on")
-    with pytest.raises(WorkerError, match="StateLostError: .* without the weights"):
+    with pytest.raises(WorkerError, match=r"StateLostError: .* without the weights"):
         run_until(worker, 80)
     worker.close()

@@ -94,7 +94,9 @@ def test_what_is_open_is_closed_before_the_worker_leaves(monkeypatch: pytest.Mon
     session = session_of(context)
     order: list[str] = []
     for name in ("first", "second"):
-        context.at_close(lambda name=name: order.append(f"{name} {session.left}"))  # type: ignore[misc]
+        context.at_close(
+            lambda name=name: order.append(f"{name} {session.left}")  # type: ignore[misc]
+        )
     shutdown()
     assert order == ["second []", "first []"]
     assert session.left == ["finished"]

@@ -74,7 +74,8 @@ def make(compression: str = "none") -> tuple[Exchange, Session]:
         for t in TENSORS
     ]
     layout = make_layout(tensors, 2)
-    exchange = Exchange(session, "model", layout, SSGD(), compressor, SGD(), 1)  # type: ignore[arg-type]
+    plugins = (SSGD(), compressor, SGD())
+    exchange = Exchange(session, "model", layout, *plugins, 1)  # type: ignore[arg-type]
     return exchange, session
 
 
