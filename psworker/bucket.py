@@ -72,6 +72,7 @@ class Bucket:
                 parameter.data = self.weight(index).view(parameter.shape)
             else:
                 self._cast.append(index)
+        self.note_weights()
 
     @property
     def has_casts(self) -> bool:
@@ -97,6 +98,17 @@ class Bucket:
             for index in self._cast:
                 parameter = self.parameters[index]
                 parameter.copy_(self.weight(index).view(parameter.shape))
+
+    def note_weights(self) -> None:
+        """Takes the parameters as they are for what the optimizer has made of them."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def changed_weights(self) -> str | None:
+        """Returns the first parameter that others have changed in place since, or None."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter._version != self._versions[index]:
+                return self.layout.tensors[index].name
+        return None
 
     def check_weights(self) -> None:
         """Refuses parameters that have been given other memory since the start.

@@ -102,7 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._make_table(parameters, tensors)
         self._overlap = Overlap(overlap, self._names)
         self._watch(parameters)
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
         self._buffers = Buffers(model, buffers, self.session)
         self._upload()
         self._context.at_close(self.close)
@@ -218,12 +218,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: A parameter has moved, or was frozen when the wrapper was made.
         """
         self.bucket.check_weights()
+        self._warn_of_changes()
         for parameter in self._frozen:
             if parameter.grad is not None and parameter.numel():
                 raise ConfigError(
                     f"a parameter of shape {list(parameter.shape)} has a gradient, but it was "
                     "frozen when DistributedOptimizer was made; freeze it after that"
                 )
+
+    def _warn_of_changes(self) -> None:
+        """Says once that weights were changed here, which changes nothing on the shards."""
+        name = None if self._has_warned else self.bucket.changed_weights()
+        if name is not None:
+            self._has_warned = True
+            log.warning(
+                "the weights of %r were changed in place, not by this optimizer; training goes on "
+                "from the shards' weights: load weights before DistributedOptimizer is made, or "
+                "call its load_state_dict after it",
+                name,
+            )
 
     def _come_back(self, problem: ReplacedError) -> None:
         """Joins anew after having been declared lost; this step's gradient is lost."""
@@ -255,6 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._is_closed:
             yield
             return
+        self._warn_of_changes()
         self.exchange.flush()
         kept = None
         if self.replica.drifts or not self.rule.by_step:
@@ -268,6 +282,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if kept is not None:
                     self.bucket.weights.copy_(kept)
                     self.bucket.scatter_weights()
+                    self.bucket.note_weights()
 
     def close(self) -> None:
         """Ends training: the model keeps the global weights.
@@ -425,6 +440,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.rule.outer_optimizer and self.bucket.has_casts and self.replica.num_inner == 0:
             self.bucket.gather_weights()
             self.replica.take_reference()
+        self.bucket.note_weights()
 
     def load(self, role: Role, state: list[np.ndarray], counts: Sequence[int] = ()) -> None:
         """Uploads the model's weights, with flat state arrays `(numel,)` for `Role.STATE`."""
