@@ -1,0 +1,96 @@
+"""The shared loops, against NumPy, on any memory a payload may lie in."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pscore import kernels
+from pscore.types import FloatArray
+
+ARRAYS = hnp.arrays(np.float32, st.integers(0, 70), elements=st.floats(-1e6, 1e6, width=32))
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 1000)
+
+
+def random(numel: int, seed: int = 0) -> FloatArray:
+    return np.random.default_rng(seed).standard_normal(numel, dtype=np.float32)
+
+
+@given(ARRAYS, st.sampled_from([1.0, 2.0, 0.5, 32.0, -3.0]))
+@settings(max_examples=50)
+def test_assigning_is_one_multiplication(source: FloatArray, scale: float) -> None:
+    out = np.full_like(source, np.nan)
+    kernels.assign_scaled(source, out, scale)
+    assert np.array_equal(out, source * np.float32(scale))
+
+
+@given(ARRAYS, st.sampled_from([1.0, 2.0, 0.1, 32.0, -3.0]))
+@settings(max_examples=50)
+def test_adding_is_a_product_and_a_sum_each_rounded(source: FloatArray, scale: float) -> None:
+    """Not fused: the bits must not depend on the machine that a shard runs on."""
+    out = random(len(source))
+    expected = out + source * np.float32(scale)
+    kernels.add_scaled(source, out, scale)
+    assert np.array_equal(out, expected)
+
+
+def test_scale_one_is_exact() -> None:
+    source, out = random(100), np.zeros(100, np.float32)
+    kernels.assign_scaled(source, out, 1.0)
+    assert np.array_equal(out, source)
+
+
+def test_the_source_is_not_changed() -> None:
+    source = random(10)
+    kept = source.copy()
+    kernels.add_scaled(source, random(10, 1), 3.0)
+    kernels.assign_scaled(source, random(10, 2), 3.0)
+    assert np.array_equal(source, kept)
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_copying_says_whether_all_is_finite(numel: int) -> None:
+    source, out = random(numel), np.zeros(numel, np.float32)
+    assert kernels.copy_checked(source, out)
+    assert np.array_equal(out, source)
+    assert kernels.all_finite(source)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("numel", [1, 17, 1000])
+def test_one_bad_element_anywhere_is_found(bad: float, numel: int) -> None:
+    for position in {0, numel // 2, numel - 1}:
+        source = random(numel)
+        source[position] = bad
+        assert not kernels.all_finite(source)
+        assert not kernels.copy_checked(source, np.zeros(numel, np.float32))
+
+
+def test_the_largest_finite_numbers_are_finite() -> None:
+    limits = np.finfo(np.float32)
+    extremes = np.array([limits.max, limits.min, limits.tiny, limits.smallest_subnormal, -0.0])
+    assert kernels.all_finite(extremes.astype(np.float32))
+
+
+def test_read_only_and_unaligned_memory_is_read() -> None:
+    """A payload lies behind a header of any length, in memory that cannot be written."""
+    values = random(20)
+    for shift in range(4):
+        raw = bytes(shift) + values.tobytes()
+        source = np.frombuffer(raw, dtype=np.float32, offset=shift)
+        out = np.zeros(20, np.float32)
+        kernels.assign_scaled(source, out, 2.0)
+        assert np.array_equal(out, values * 2)
+        kernels.add_scaled(source, out, 1.0)
+        assert np.array_equal(out, values * 2 + values)
+        assert kernels.all_finite(source)
+
+
+def test_a_read_only_view_shares_memory_and_cannot_be_written() -> None:
+    array = random(4)
+    view = kernels.read_only(array)
+    assert np.shares_memory(view, array)
+    assert array.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1.0
