@@ -63,7 +63,8 @@ def trained_plainly(lr: Any = None) -> nn.Module:
         parts = [minibatch(rank, step) for rank in range(NUM_WORKERS)]
         inputs, labels = (torch.cat(part) for part in zip(*parts, strict=True))
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return model
 
