@@ -181,6 +181,48 @@ def test_training_has_an_end_with_the_global_weights_in_the_model(
         assert said == "training has ended: step() after close() or psworker.shutdown()"
 
 
+def load_late(me: Station, mode: str, whole: bool) -> float:
+    """Loads zeros into the model of a wrapper; returns the largest weight after a step."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-6), model.named_parameters(), mode=mode
+    )
+    for step in range(3):
+        with optimizer.global_weights():
+            optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    me.tell()
+    me.hear()
+    model.load_state_dict({name: torch.zeros(w.shape) for name, w in model.state_dict().items()})
+    if whole:
+        optimizer.load_state_dict(optimizer.state_dict())
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    psworker.shutdown()
+    return max(weight.abs().max().item() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=0)"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_that_are_changed_in_place_are_warned_of(
+    shards: Shards, mode: str, whole: bool
+) -> None:
+    """They are not the shards', unless the wrapper's state is loaded with them."""
+    with shards.workers(load_late, mode, whole) as workers:
+        for worker in workers:
+            worker.hear()
+            assert worker.written() == ""
+        for worker in workers:
+            worker.tell()
+        for worker in workers:
+            largest = worker.result()
+            warned = worker.written().count("weights of '0.weight' were changed in place")
+            assert (largest < 1e-3, warned) == ((True, 0) if whole else (False, 1))
+
+
 # ----- types of numbers
 
 

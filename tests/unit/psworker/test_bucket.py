@@ -157,3 +157,18 @@ def test_a_parameter_that_was_given_other_memory_is_refused_by_name() -> None:
     parameters["scalar"].data = torch.tensor(1.0)
     with pytest.raises(ConfigError, match="parameter 'scalar' was given other memory"):
         bucket.check_weights()
+
+
+def test_a_change_in_place_by_others_is_seen_and_ones_own_is_not() -> None:
+    parameters, bucket = make_bucket()
+    bucket.weights.add_(1.0)
+    bucket.weights.numpy()[:] = 3.0
+    assert bucket.changed_weights() is None
+    bucket.scatter_weights()
+    bucket.note_weights()
+    assert bucket.changed_weights() is None
+    with torch.no_grad():
+        parameters["transposed"].clamp_(-1.0, 1.0)
+    assert bucket.changed_weights() == "transposed"
+    bucket.note_weights()
+    assert bucket.changed_weights() is None
