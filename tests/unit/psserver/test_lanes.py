@@ -1,13 +1,15 @@
-"""Lanes: what becomes of an action that fails, inline and on the pool."""
+"""Lanes: actions in order, additions and updates in one, and what becomes of one that fails."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pscore.types import Role
-from psserver.clock import Load
-from psserver.lanes import INLINE_NUMEL_MAX, Lane
+from pscore.types import Role, Verdict
+from psserver.clock import Acknowledge, Add, Answer, Hold, Load, Update
+from psserver.lanes import INLINE_NUMEL_MAX, Copy, Lane, Work, carry_out
 
 LOAD = Load(token=1, role=Role.WEIGHTS, version=0)
 
@@ -55,3 +57,171 @@ def test_a_failure_on_the_pool_is_told() -> None:
         lane.submit([LOAD])
     assert [str(problem) for problem in desk.problems] == ["an invariant"]
     assert lane.is_busy  # It is stuck for good: what waits for it must not be told otherwise.
+
+
+# ----- order
+
+
+class Words:
+    """A store and a desk that write down what is asked of them."""
+
+    def __init__(self, numel: int = 16) -> None:
+        self.numel = numel
+        self.said: list[str] = []
+        self.meanwhile: Callable[[], None] | None = None
+
+    def payload(self, token: object) -> object:
+        return token
+
+    def done(self, token: object) -> None:
+        self.said.append(f"done {token}")
+
+    def hold(self, token: object) -> None:
+        self.said.append(f"hold {token}")
+
+    def acknowledge(self, action: Acknowledge) -> None:
+        self.said.append(f"ack {action.token}")
+
+    def answer(self, action: Answer, store: object) -> None:
+        self.said.append(f"answer {action.token}")
+
+    def broke(self, problem: BaseException | None) -> None:
+        raise AssertionError(problem)
+
+    def load(self, action: Load, payload: object) -> None:
+        self.said.append(f"load {payload}")
+
+    def add(self, action: Add, payload: object) -> None:
+        self.said.append(f"add {payload} to {action.bin}")
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+
+    def update(self, action: Update) -> None:
+        self.said.append(f"update {action.bin}")
+
+    def add_and_update(self, add: Add, payload: object, update: Update) -> None:
+        self.said.append(f"add {payload} and update {update.bin}")
+
+
+def add(token: str, bin_: int = 0) -> Add:
+    return Add(token=token, bin=bin_, worker=0, weight=1.0, is_first=True)
+
+
+def update(bin_: int = 0) -> Update:
+    return Update(bin=bin_, scale=1.0, present=-1, hyper=np.zeros((1, 1)), version=1)
+
+
+def ack(token: str) -> Acknowledge:
+    return Acknowledge(token=token, verdict=Verdict.ACCEPTED, version=0)
+
+
+def answer(token: str) -> Answer:
+    return Answer(token=token, worker=0, version=1, with_state=False)
+
+
+def words_of(actions: list[Work]) -> list[str]:
+    words: Any = Words()
+    carry_out(actions, words, words)
+    said: list[str] = words.said
+    return said
+
+
+def test_actions_are_carried_out_in_their_order() -> None:
+    actions: list[Work] = [LOAD, ack("a"), add("b"), Hold(token="c"), update(), answer("d")]
+    assert words_of(actions) == [
+        "load 1",
+        "done 1",
+        "ack a",
+        "add b to 0",
+        "done b",
+        "hold c",
+        "update 0",
+        "answer d",
+    ]
+
+
+def test_an_addition_and_its_update_are_one() -> None:
+    assert words_of([add("a"), add("b"), update(), ack("b")]) == [
+        "add a to 0",
+        "done a",
+        "add b and update 0",
+        "done b",
+        "ack b",
+    ]
+
+
+def test_an_acknowledgement_lets_its_update_go_first_and_an_answer_does_not() -> None:
+    assert words_of([add("a"), ack("a"), update()]) == ["add a and update 0", "done a", "ack a"]
+    assert words_of([add("a"), answer("p"), update()]) == [
+        "add a to 0",
+        "done a",
+        "answer p",
+        "update 0",
+    ]
+
+
+def test_the_update_of_another_bin_is_not_taken_for_it() -> None:
+    assert words_of([add("a", 1), ack("a"), update(0), update(1)]) == [
+        "add a to 1",
+        "done a",
+        "ack a",
+        "update 0",
+        "update 1",
+    ]
+
+
+def test_several_updates_follow_each_other() -> None:
+    assert words_of([add("a", 0), update(0), add("b", 1), ack("b"), update(1), answer("p")]) == [
+        "add a and update 0",
+        "done a",
+        "add b and update 1",
+        "done b",
+        "ack b",
+        "answer p",
+    ]
+
+
+def test_what_is_submitted_meanwhile_comes_behind() -> None:
+    words: Any = Words()
+    with ThreadPoolExecutor(1) as pool:
+        lane = Lane(words, words, pool)
+        words.meanwhile = lambda: lane.submit([answer("later")])
+        lane.submit([add("a"), answer("now")])
+    assert words.said == ["add a to 0", "done a", "answer now", "answer later"]
+    assert not lane.is_busy
+
+
+def test_nothing_submitted_is_nothing_done() -> None:
+    words: Any = Words()
+    with ThreadPoolExecutor(1) as pool:
+        lane = Lane(words, words, pool)
+        lane.submit([])
+    assert words.said == []
+    assert not lane.is_busy
+
+
+def test_many_threads_submit_to_one_lane_and_each_finds_its_order() -> None:
+    """Large slices run on the pool: no two actions of a slice at once, no action lost."""
+    words: Any = Words(INLINE_NUMEL_MAX + 1)
+    with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as callers:
+        lane = Lane(words, words, pool)
+        tokens = [[f"{caller}.{number}" for number in range(100)] for caller in range(4)]
+
+        def submit_all(own: list[str]) -> None:
+            for token in own:
+                lane.submit([ack(token)])
+
+        list(callers.map(submit_all, tokens))
+    for caller, own in enumerate(tokens):
+        mine = [said for said in words.said if said.startswith(f"ack {caller}.")]
+        assert mine == [f"ack {token}" for token in own]
+
+
+def test_a_copy_is_of_what_is_there_between_two_actions() -> None:
+    words: Any = Words()
+    words.export = lambda: {"said": np.array(len(words.said))}
+    taken: list[int] = []
+    copy = Copy(take=lambda arrays: taken.append(int(arrays["said"])))
+    carry_out([ack("a"), copy, ack("b")], words, words)
+    assert taken == [1]
