@@ -186,12 +186,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._overlap.changed("a learning rate or other hyper-parameter")
         self._overlap.finish(self.bucket.parameters)
         self._check_parameters()
+        number = self.replica.step
         try:
             if self._lost is not None:
                 raise self._lost
             self._finish_step()
         except ReplacedError as problem:
-            self._come_back(problem)
+            self._come_back(problem, number)
         self._gathered.clear()
         self._pushed.clear()
         self._reset_missing()
@@ -238,11 +239,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 name,
             )
 
-    def _come_back(self, problem: ReplacedError) -> None:
-        """Joins anew after having been declared lost; this step's gradient is lost."""
-        log.warning(
-            "worker %d comes back at step %d: %s", self.session.rank, self.replica.step, problem
-        )
+    def _come_back(self, problem: ReplacedError, number: int) -> None:
+        """Joins anew after having been declared lost; the gradient of step `number` is lost."""
+        log.warning("worker %d comes back at step %d: %s", self.session.rank, number, problem)
         self._lost = None
         self.session.rejoin()
         self.exchange.restart()
@@ -250,7 +249,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.replica.restart()
         self.exchange.run(self.replica.fetch(0, self.exchange))
         self.show_weights()
-        self.replica.step += 1
+        self.replica.step = number + 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch does."""
