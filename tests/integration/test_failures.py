@@ -16,7 +16,15 @@ import psworker
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.link import Link
 from tests.integration.cluster import Script, Shards, Station, new_job, wait_until
-from tests.integration.models import backward, batch, make_model, relative_error, sgd, weights_of
+from tests.integration.models import (
+    backward,
+    batch,
+    make_model,
+    relative_error,
+    same,
+    sgd,
+    weights_of,
+)
 
 Weights = dict[str, np.ndarray]
 LONG, SHORT = 10, 6
@@ -110,6 +118,47 @@ def test_a_job_whose_workers_have_died_can_begin_anew(impatient: Shards) -> None
     wait_until(lambda: impatient.written().count(f"job={job}") >= 2)
     first, _ = impatient.run(train, "ssgd", (LONG, SHORT), job=job)
     agree(first, alone((LONG, SHORT)))
+
+
+def train_on_signal(me: Station) -> Weights:
+    """Trains SHORT steps, and then one for each word from the test until it says stop."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    step = 0
+    while step < SHORT or me.hear():
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+        step += 1
+        assert optimizer.replica.step == step
+        if step >= SHORT:
+            me.tell()
+    psworker.shutdown()
+    return weights_of(model)
+
+
+def test_a_worker_that_was_held_up_comes_back_and_says_so(impatient: Shards) -> None:
+    """As by a debugger, or a machine that sleeps: it is missed, and joins again."""
+    with impatient.workers(train_on_signal) as (first, second):
+        for worker in (first, second):
+            worker.hear()
+        os.kill(second.pid, signal.SIGSTOP)
+        first.tell(True)
+        first.hear()  # The step closes when the lease is over.
+        os.kill(second.pid, signal.SIGCONT)
+        second.tell(True)
+        second.hear()
+        for _ in range(3):
+            for worker in (first, second):
+                worker.tell(True)
+            for worker in (first, second):
+                worker.hear()
+        for worker in (first, second):
+            worker.tell(False)
+        weights = [worker.result() for worker in (first, second)]
+        assert same(*weights)
+        assert f"worker 1 comes back at step {SHORT}" in second.written()
+        assert "comes back" not in first.written()
 
 
 # ----- scripts
