@@ -1,0 +1,176 @@
+"""One shard behind its gRPC services, without a network: requests in, replies or refusals out.
+
+Everything from the servicer on is the daemon's own; only the sockets and the clock are missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pscore import wire
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import data_pb2
+from pscore.rpc import DATA_SERVICE
+from pscore.types import FloatArray, Verdict
+from psserver.driver import Driver
+from psserver.servicer import ControlServicer, data_handler
+from psserver.shard import Job, Shard
+
+T = TypeVar("T")
+LEASE_S = 10.0
+JOB = "run"
+NUMEL = 32  # Of the model below: one slice of two segments.
+HYPER = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # Plain SGD with learning rate 1.
+
+
+class Refused(Exception):  # noqa: N818 - it is what the peer is told, not an error of ours
+    """A call ended with a status code of ours."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+class Context:
+    """What a servicer needs of a call."""
+
+    async def abort(self, code: object, details: str, metadata: Sequence[tuple[str, str]]) -> None:
+        raise Refused(metadata[0][1], details)
+
+
+class Front:
+    """A shard, its services, and time."""
+
+    def __init__(self) -> None:
+        """Must be made inside an event loop."""
+        self.now_s = 0.0
+        self.problems: list[BaseException] = []
+        shard = Shard(0, 1, LEASE_S)
+        self.driver = Driver(
+            shard, num_threads=1, now=lambda: self.now_s, broke=self.problems.append
+        )
+        self.control: Any = ControlServicer(self.driver, "cluster", 7, lambda grace_s: None)
+        handler: Any = data_handler(self.driver)
+        self._push = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Push")).unary_unary
+        self._pull = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Pull")).unary_unary
+
+    @property
+    def job(self) -> Job:
+        return self.driver.shard.jobs[JOB]
+
+    def weights(self) -> FloatArray:
+        """Returns the weights of the model's only slice."""
+        (store,) = self.driver.stores(self.job)
+        return store.weights
+
+    def version(self) -> int:
+        return self.job.table(0).clock(0).version
+
+    # ----- control
+
+    async def join(self, rank: int, num_workers: int = 2, **fields: Any) -> pb.JoinReply:
+        values: dict[str, Any] = {
+            "incarnation": 100 + rank,
+            "protocol": wire.PROTOCOL,
+            "host": "a",
+        }
+        request = pb.JoinRequest(job=JOB, rank=rank, num_workers=num_workers, **values | fields)
+        reply: pb.JoinReply = await self.control.Join(request, Context())
+        return reply
+
+    async def define(self, rank: int = 0, **fields: Any) -> pb.DefineReply:
+        request = pb.DefineRequest(
+            job=JOB, worker=rank, incarnation=100 + rank, table=table(**fields)
+        )
+        reply: pb.DefineReply = await self.control.Define(request, Context())
+        return reply
+
+    async def ready(self, num_workers: int = 2, **fields: Any) -> None:
+        """Makes a job whose weights are zeros."""
+        for rank in range(num_workers):
+            await self.join(rank, num_workers)
+        await self.define(**fields)
+        zeros = np.zeros(NUMEL, np.float32)
+        await self.push(push_header(0, 0, role=data_pb2.ROLE_WEIGHTS, hyper=[]), zeros)
+
+    # ----- data
+
+    async def push(self, header: data_pb2.PushHeader, *payload: FloatArray) -> data_pb2.PushReply:
+        parts = [wire.as_bytes(array) for array in payload]
+        return await self.push_frame(wire.encode(header.SerializeToString(), *parts))
+
+    async def push_frame(self, frame: bytes) -> data_pb2.PushReply:
+        answer = await self._push(frame, Context())
+        return data_pb2.PushReply.FromString(bytes(wire.decode(answer)[0]))
+
+    async def pull(self, header: data_pb2.PullHeader) -> tuple[data_pb2.PullReply, FloatArray]:
+        return await self.pull_frame(wire.encode(header.SerializeToString()))
+
+    async def pull_frame(self, frame: bytes) -> tuple[data_pb2.PullReply, FloatArray]:
+        raw, payload = wire.decode(await self._pull(frame, Context()))
+        return data_pb2.PullReply.FromString(bytes(raw)), np.frombuffer(payload, np.float32)
+
+
+def sender(rank: int, **fields: Any) -> data_pb2.Sender:
+    values: dict[str, Any] = {"job": JOB, "worker": rank, "incarnation": 100 + rank}
+    return data_pb2.Sender(**values | fields)
+
+
+def push_header(rank: int, step: int, **fields: Any) -> data_pb2.PushHeader:
+    values: dict[str, Any] = {"sender": sender(rank), "step": step, "samples": 1.0, "hyper": HYPER}
+    return data_pb2.PushHeader(**values | fields)
+
+
+def pull_header(rank: int, clock: int, min_version: int, **fields: Any) -> data_pb2.PullHeader:
+    values: dict[str, Any] = {"clock": clock, "min_version": min_version}
+    return data_pb2.PullHeader(**values | {"sender": sender(rank)} | fields)
+
+
+def table(**fields: Any) -> pb.Table:
+    """Returns the declaration of a model in one slice: the bias, a gap to 16, and the weight."""
+    values: dict[str, Any] = {
+        "name": "model",
+        "tensors": [
+            pb.Tensor(name="weight", shape=[4, 4], dtype="float32"),
+            pb.Tensor(name="bias", shape=[10], dtype="float32"),
+        ],
+        "num_shards": 1,
+        "rule": pb.Plugin(name="ssgd"),
+        "compressor": pb.Plugin(name="none"),
+        "optimizer": "sgd",
+        "num_groups": 1,
+    }
+    return pb.Table(**values | fields)
+
+
+def grad(value: float) -> FloatArray:
+    return np.full(NUMEL, value, np.float32)
+
+
+def play(scene: Callable[[Front], Awaitable[T]]) -> T:
+    """Runs a scene in an event loop of its own; nothing may have broken in it."""
+
+    async def run() -> T:
+        front = Front()
+        result = await scene(front)
+        assert not front.problems, front.problems
+        front.driver._pool.shutdown()
+        return result
+
+    return asyncio.run(run())
+
+
+def told(reply: data_pb2.PushReply) -> tuple[str, int]:
+    """Returns what a push was answered with."""
+    return Verdict(int(reply.verdict)).name, reply.version
+
+
+async def settle() -> None:
+    """Lets everything happen that can happen now."""
+    for _ in range(10):
+        await asyncio.sleep(0)

@@ -1,0 +1,338 @@
+"""A shard as its peers see it: pushes, pulls that wait, departures, barriers and refusals."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import data_pb2
+from tests.unit.psserver.front import (
+    JOB,
+    LEASE_S,
+    NUMEL,
+    Context,
+    Front,
+    Refused,
+    grad,
+    play,
+    pull_header,
+    push_header,
+    sender,
+    settle,
+    told,
+)
+
+# ----- a gradient's way
+
+
+def test_gradients_go_in_and_weights_come_out() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        assert told(await front.push(push_header(0, 0), grad(2.0))) == ("ACCEPTED", 0)
+        assert told(await front.push(push_header(1, 0), grad(4.0))) == ("ACCEPTED", 0)
+        reply, weights = await front.pull(pull_header(0, 1, 1))
+        assert (reply.ready, reply.version, reply.clock) == (True, 1, 1)
+        # Minus the mean, at learning rate 1, and nothing between the tensors.
+        assert weights.tolist() == [-3.0] * 10 + [0.0] * 6 + [-3.0] * 16
+
+    play(scene)
+
+
+def test_a_repeated_push_changes_nothing() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        await front.push(push_header(0, 0), grad(1.0))
+        assert told(await front.push(push_header(0, 0), grad(1.0))) == ("DUPLICATE", 1)
+        assert front.weights()[0] == -1.0
+
+    play(scene)
+
+
+def test_state_travels_with_a_pull_on_request() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        await front.push(push_header(0, 0), grad(1.0))
+        reply, arrays = await front.pull(pull_header(0, 1, 1, with_state=True))
+        assert reply.counts == [1, 1]
+        assert len(arrays) == 2 * NUMEL  # Weights and momentum.
+
+    play(scene)
+
+
+def test_restored_state_is_taken() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        header = push_header(0, 0, role=data_pb2.ROLE_STATE, hyper=[], counts=[5, 6])
+        await front.push(header, grad(7.0), grad(8.0))
+        reply, arrays = await front.pull(pull_header(0, 0, 0, with_state=True))
+        assert reply.counts == [5, 6]
+        assert arrays.tolist() == [7.0] * NUMEL + [8.0] * NUMEL
+
+    play(scene)
+
+
+def test_a_pull_waits_for_the_others() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        await front.push(push_header(0, 0), grad(1.0))
+        pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=10_000)))
+        await settle()
+        assert not pull.done()
+        await front.push(push_header(1, 0), grad(1.0))
+        reply, _ = await pull
+        assert (reply.ready, reply.version) == (True, 1)
+        assert not front.driver.intake.waiting
+
+    play(scene)
+
+
+def test_a_pull_that_waits_too_long_is_told_what_is_missing() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        await front.push(push_header(0, 0), grad(1.0))
+        pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=2_000)))
+        await settle()
+        front.now_s = 1.9
+        front.driver.tick()
+        await settle()
+        assert not pull.done()
+        front.now_s = 2.0
+        front.driver.tick()
+        reply, weights = await pull
+        assert not reply.ready
+        assert len(weights) == 0
+        assert reply.waiting_for == (
+            "step 0 of worker 1 (process 0 on a), at slice 0 of 'model' on shard 0"
+        )
+        assert front.job.table(0).clock(0).num_waiting == 0
+        assert front.driver.tally.num_pulls_put_off == 1
+
+    play(scene)
+
+
+def test_a_pull_waits_at_most_ten_seconds_whatever_it_asks_for() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        header = pull_header(0, 0, 5, wait_ms=(1 << 32) - 1)
+        pull = asyncio.ensure_future(front.pull(header))
+        await settle()
+        front.now_s = 10.0
+        front.driver.tick()
+        assert not (await pull)[0].ready
+
+    play(scene)
+
+
+def test_a_pull_whose_caller_has_gone_is_forgotten() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=10_000)))
+        await settle()
+        assert front.job.table(0).clock(0).num_waiting == 1
+        pull.cancel()
+        await settle()
+        assert front.job.table(0).clock(0).num_waiting == 0
+        assert not front.driver.intake.waiting
+
+    play(scene)
+
+
+def test_a_push_too_far_ahead_is_answered_when_there_is_room() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        ahead = asyncio.ensure_future(front.push(push_header(0, 1), grad(1.0)))
+        await settle()
+        assert not ahead.done()
+        await front.push(push_header(0, 0), grad(1.0))
+        await front.push(push_header(1, 0), grad(1.0))
+        assert told(await ahead) == ("ACCEPTED", 1)
+
+    play(scene)
+
+
+# ----- who comes and goes
+
+
+def test_a_departure_wakes_those_who_wait() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        await front.push(push_header(0, 0), grad(1.0))
+        pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=10_000)))
+        await settle()
+        front.driver.leave(JOB, 1, 101, "finished")
+        reply, weights = await pull
+        assert (reply.version, weights[0]) == (1, -1.0)
+
+    play(scene)
+
+
+def test_a_lease_that_is_over_wakes_those_who_wait() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        front.now_s = LEASE_S / 2
+        await front.push(push_header(0, 0), grad(1.0))
+        pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=10_000)))
+        await settle()
+        front.now_s = LEASE_S + 0.1
+        front.driver.tick()
+        assert (await pull)[0].version == 1
+        with pytest.raises(Refused, match="ReplacedError: rank 1 was silent for more than"):
+            await front.push(push_header(1, 0), grad(1.0))
+
+    play(scene)
+
+
+def test_a_heartbeat_keeps_a_lease() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        for _ in range(5):
+            front.now_s += LEASE_S
+            request = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100)
+            assert (await front.control.Heartbeat(request, Context())).instance == 7
+            front.driver.tick()
+        await front.push(push_header(0, 0), grad(1.0))
+
+    play(scene)
+
+
+def test_a_barrier_opens_for_all_at_once() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=3)
+        first = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 0, 10.0))
+        second = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 1, 10.0))
+        await settle()
+        assert not first.done()
+        assert await front.driver.barrier(front.job, "b", 0, 2, 10.0) == (True, "")
+        assert await first == await second == (True, "")
+
+    play(scene)
+
+
+def test_a_departure_opens_a_barrier() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        wait = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 0, 10.0))
+        await settle()
+        front.driver.leave(JOB, 1, 101, "finished")
+        assert await wait == (True, "")
+
+    play(scene)
+
+
+def test_a_barrier_says_who_is_missing() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        assert await front.driver.barrier(front.job, "b", 0, 0, 0.0) == (
+            False,
+            "worker 1 (process 0 on a) at barrier 'b'",
+        )
+
+    play(scene)
+
+
+# ----- jobs
+
+
+def test_a_job_that_begins_anew_frees_the_former_ones_numbers() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        former = front.job
+        front.driver.leave(JOB, 0, 100, "finished")
+        await front.join(0, 1, incarnation=200)
+        assert front.job is not former
+        front.driver.forget_ended()
+        assert front.driver.stores(former) == []
+
+    play(scene)
+
+
+def test_a_worker_of_the_former_job_cannot_push_into_the_new_one() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        front.driver.leave(JOB, 0, 100, "finished")
+        await front.join(0, 1, incarnation=200)
+        with pytest.raises(Refused, match="ReplacedError: rank 0 is now process"):
+            await front.push(push_header(0, 0), grad(1.0))
+
+    play(scene)
+
+
+def test_status_tells_what_there_is() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        await front.push(push_header(0, 0), grad(1.0))
+        status = await front.control.Status(pb.StatusRequest(), Context())
+        (job,) = status.jobs
+        (model,) = job.tables
+        assert (job.job, job.num_workers, model.mode) == (JOB, 2, "ssgd(backup=0)")
+        assert (model.version_min, model.version_max, model.num_slices) == (0, 0, 1)
+        assert [(worker.rank, worker.step, worker.state) for worker in job.workers] == [
+            (0, 1, "live"),
+            (1, 0, "live"),
+        ]
+
+    play(scene)
+
+
+# ----- refusals: the message names what came, and nothing has changed
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sender": sender(0, job="other")}, "UnknownJobError: no job 'other' on shard 0"),
+        ({"sender": sender(7)}, "UnknownJobError: no worker has joined at rank 7"),
+        ({"sender": sender(0, incarnation=1)}, "ReplacedError: rank 0 is now process 0 on a"),
+        ({"sender": sender(0, table=3)}, "UnknownJobError: job 'run' has no table 3"),
+        ({"slice": 5}, r"RemoteProtocolError: slice 5 of 'model' is not here"),
+        ({"role": 9}, r"DecodeError: role of a push is 9, must be 0\.\.3"),
+        ({"samples": -1.0}, r"DecodeError: weight of a push is -1\.0, must be 0\.\."),
+        ({"hyper": [1.0]}, "DecodeError: 1 hyper-parameters, 1 groups of 6 wanted"),
+        ({"present": b"\xff"}, "DecodeError: 1 bytes of segment bits for 2 segments"),
+        ({"counts": [1]}, "DecodeError: 1 counts of steps for 2 segments"),
+        ({"compressor": "fp16"}, "RemoteProtocolError: worker 0 pushed step 0 compressed by"),
+        ({"base_version": 1}, "RemoteProtocolError: worker 0 pushed step 0 on version 1, the"),
+        ({"shared": True}, "RemoteProtocolError: worker 0 has attached no segment"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_push_that_is_refused_is_told_why(fields: dict[str, object], message: str) -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        with pytest.raises(Refused, match=message):
+            await front.push(push_header(0, 0, **fields), grad(1.0))
+        assert front.job.table(0).clock(0).clock(0) == 0
+        assert front.driver.tally.num_pushes_refused == 1
+        assert told(await front.push(push_header(0, 0), grad(1.0))) == ("ACCEPTED", 0)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("numel", [1, NUMEL - 1, NUMEL + 1])
+def test_a_gradient_of_another_length_is_refused(numel: int) -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        with pytest.raises(Refused, match=f"DecodeError: payload of {4 * numel} bytes, 128 wanted"):
+            await front.push(push_header(0, 0), np.zeros(numel, np.float32))
+        assert front.job.table(0).clock(0).clock(0) == 0
+
+    play(scene)
+
+
+def test_a_worker_of_another_protocol_is_refused() -> None:
+    async def scene(front: Front) -> None:
+        with pytest.raises(Refused, match="ProtocolVersionError: worker speaks protocol 99, shard"):
+            await front.join(0, protocol=99)
+        assert not front.driver.shard.jobs
+
+    play(scene)
+
+
+def test_a_job_of_another_model_is_refused() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        with pytest.raises(Refused, match="JobMismatchError: job 'run': mode is asgd here and"):
+            await front.define(1, rule=pb.Plugin(name="asgd"))
+
+    play(scene)
