@@ -128,6 +128,33 @@ def test_batches_of_different_sizes_weigh_by_their_samples(shards: Shards) -> No
         assert relative_error(first[name], weight) <= 1e-5, name
 
 
+def train_with_gaps(me: Station) -> dict[str, np.ndarray]:
+    """Worker 1 has no data at each third step: its gradient is of no account there."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        sgd(two_groups(model)), named_parameters=model.named_parameters()
+    )
+    for step in range(9):
+        optimizer.samples = 0.0 if me.rank == 1 and step % 3 == 2 else 16.0
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    return weights_of(model)
+
+
+def test_a_worker_without_samples_does_not_count(shards: Shards) -> None:
+    model = make_model()
+    optimizer = sgd(two_groups(model))
+    for step in range(9):
+        parts = [batch(rank, step) for rank in range(1 if step % 3 == 2 else 2)]
+        optimizer.zero_grad()
+        backward(model, *(torch.cat(part) for part in zip(*parts, strict=True)))
+        optimizer.step()
+    for together in shards.run(train_with_gaps):
+        for name, weight in weights_of(model).items():
+            assert relative_error(together[name], weight) <= 1e-5, name
+
+
 LARGE = 3 * (1 << 20) + 12345  # Elements: a tensor over four slices of at most 4 MiB.
 
 
