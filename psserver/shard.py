@@ -25,7 +25,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout, first_difference, make_layout
 from pscore.rules import make_rule
 from pscore.rules.base import Rule
-from pscore.types import Pull, Push, SliceSpec, TensorSpec
+from pscore.types import Pull, Push, Role, SliceSpec, TensorSpec
 from psserver.clock import Action, SliceClock, Token, Update
 from psserver.membership import Member, Membership
 
@@ -113,7 +113,7 @@ class Job:
     membership: Membership
     tables: dict[str, Table] = field(default_factory=dict)
     barriers: dict[tuple[str, int], Round] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)  # Newest step heard of each worker.
+    steps: dict[int, int] = field(default_factory=dict)  # Steps that each worker has pushed.
     met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
     counters: Counters = field(default_factory=Counters)
 
@@ -285,7 +285,8 @@ class Shard:
         actions = clock.push(push, token)
         job.counters.num_pushes += 1
         job.counters.num_updates += max(0, clock.version - max(before, 0))
-        job.steps[push.worker] = max(job.steps.get(push.worker, 0), push.step + 1)
+        if actions and push.role not in (Role.WEIGHTS, Role.STATE):  # Not one that waits for room.
+            job.steps[push.worker] = max(job.steps.get(push.worker, 0), push.step + 1)
         return [(address, action) for action in actions]
 
     def pull(self, job: Job, address: Address, pull: Pull, token: Token) -> Actions:

@@ -329,6 +329,13 @@ def test_a_push_is_counted_for_status() -> None:
     assert job.steps == {0: 1, 1: 1}
 
 
+def test_a_push_that_waits_for_room_is_not_a_step_that_was_made() -> None:
+    """Its number is whatever the peer wrote; status has 64 bits for it, and no more."""
+    shard, job, address = ready(2)
+    assert push(shard, job, address, 0, (1 << 64) - 1) == []
+    assert job.steps == {}
+
+
 def test_updates_that_follow_a_departure_are_counted_as_well() -> None:
     shard, job, address = ready(3)
     push(shard, job, address, 0, 0)
