@@ -12,9 +12,8 @@ from psserver.cli import app
 from psworker.environment import Environment
 from tests.house.source import ROOT
 
-SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())[
-    "services"
-]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 SHARDS = [name for name in SERVICES if name.startswith("shard")]
 WORKERS = [name for name in SERVICES if "worker" in name]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -44,6 +43,14 @@ def test_a_shard_is_checked_and_has_time_to_end(name: str) -> None:
     assert service["healthcheck"]["test"] == ["CMD", "psserver", "health"]
     assert int(service["stop_grace_period"].removesuffix("s")) > 10  # server.grace_s
     assert "ports" not in service, "--insecure is for a network that nobody else is on"
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_shard_finds_its_snapshots_again(name: str) -> None:
+    folder = SERVICES[name]["environment"]["PACELINE_STATE_DIR"]
+    assert SERVICES[name]["volumes"] == [f"{name}:{folder}"]
+    assert name in COMPOSE["volumes"]
+    assert f"install --directory --owner paceline {folder}" in DOCKERFILE
 
 
 def test_the_shards_are_one_cluster() -> None:
