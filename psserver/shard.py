@@ -158,7 +158,7 @@ class Shard:
         if not name or len(name) > NAME_LENGTH_MAX:
             raise ConfigError(f"job name {name!r} must have 1..{NAME_LENGTH_MAX} characters")
         job = self.jobs.get(name)
-        if job is None or (job.membership.is_over and not self._belongs(job, member)):
+        if job is None or (job.membership.is_over and not self._belongs(job, num_workers, member)):
             job = Job(name=name, membership=Membership(num_workers, self.lease_s))
         if job.membership.num_workers != num_workers:
             raise JobMismatchError(
@@ -334,10 +334,18 @@ class Shard:
         job.counters.num_updates += sum(isinstance(action, Update) for _, action in actions)
         return actions
 
-    def _belongs(self, job: Job, member: Member) -> bool:
-        """Whether a worker joins a job that has no live worker in order to go on with it."""
+    def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
+        """Whether a worker joins a job that has no live worker in order to go on with it.
+
+        It does if it comes back, and if it has not been there yet: in an asynchronous mode the
+        others may have come to their end before it began.
+        """
         was_there = member.returns and member.rank in job.membership.members
-        return was_there or self._is_repeated(job, member)
+        is_awaited = (
+            0 <= member.rank < num_workers == job.membership.num_workers
+            and member.rank not in job.met
+        )
+        return was_there or is_awaited or self._is_repeated(job, member)
 
     @staticmethod
     def _is_repeated(job: Job, member: Member) -> bool:

@@ -148,6 +148,13 @@ def test_a_worker_comes_back_as_another_process_while_others_go_on() -> None:
     assert job.membership.members[0].presence is Presence.LIVE
 
 
+def test_a_worker_that_begins_when_others_have_ended_belongs_to_their_job() -> None:
+    shard = Shard(0, 1, LEASE_S)
+    job = shard.join("run", 2, member(0))
+    shard.leave("run", 0, 1, "finished")
+    assert shard.join("run", 2, member(1)) is job
+
+
 def test_a_job_without_live_workers_goes_on_with_one_that_returns() -> None:
     shard, job, _ = ready(1)
     shard.tick(LEASE_S + 1.0)
