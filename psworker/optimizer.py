@@ -17,7 +17,13 @@ import torch
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
-from pscore.errors import ConfigError, GradientError, ReplacedError
+from pscore.errors import (
+    ConfigError,
+    GradientError,
+    PacelineError,
+    ReplacedError,
+    UnknownJobError,
+)
 from pscore.optimizers import OPTIMIZERS, from_torch, hyper_rows
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
@@ -143,7 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]
             if id(parameter) not in self._index
         ]
-        self._lost: ReplacedError | None = None  # The shards go on without this worker.
+        self._lost: PacelineError | None = None  # The shards go on without this worker.
         self._gathered: set[int] = set()
         self._pushed: set[int] = set()
         hook = self._hook
@@ -191,7 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._lost is not None:
                 raise self._lost
             self._finish_step()
-        except ReplacedError as problem:
+        except (ReplacedError, UnknownJobError) as problem:
             self._come_back(problem, number)
         self._gathered.clear()
         self._pushed.clear()
@@ -361,7 +367,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         try:
             self._leave_early(index)
-        except ReplacedError as problem:
+        except (ReplacedError, UnknownJobError) as problem:
             self._lost = problem  # `step` comes back; backward goes on undisturbed.
 
     def _leave_early(self, index: int) -> None:
