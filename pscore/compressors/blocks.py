@@ -8,7 +8,8 @@ Payload of a compressor with scales: `num_blocks` float32 scales, then the codes
 packed; both little-endian. The last block may be short; unused bits are zero.
 
 Sums over a block have one order, which is part of the contract because CUDA makes the same payload
-bit for bit: magnitudes are added as float32, squares as float64, zeros stand behind a short block,
+bit for bit. Magnitudes are added as float32; squares as float64, or where it says so as float32 if
+that gives 2^-60 to 2^60; zeros stand behind a short block:
 
     lane[t] = ((x[t]        + x[t + 256])  + (x[t + 512]  + x[t + 768]))
             + ((x[t + 1024] + x[t + 1280]) + (x[t + 1536] + x[t + 1792]))       t < 256
@@ -20,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy import int32
 
 from pscore.compressors.base import aligned
 from pscore.errors import DecodeError
@@ -29,6 +31,7 @@ from pscore.types import ByteArray, FloatArray
 BLOCK = 2048
 LANES = 256
 SCALE_MIN = np.float32(2.0**-100)  # Below it a block is sent as zeros: 127 / scale must be finite.
+SQUARES_MIN, SQUARES_MAX = np.float32(2.0**-60), np.float32(2.0**60)
 ABS_BITS = np.int32(0x7FFFFFFF)
 INF_BITS = np.int32(0x7F800000)
 PACK_2 = np.uint32(0x40100401)  # Moves bits 0..1 of bytes 0, 1, 2, 3 to bits 30, 28, 26, 24.
@@ -115,6 +118,56 @@ def sum_abs(owed: FloatArray, lanes: FloatArray) -> Any:
             (abs(x[t + 1024]) + abs(x[t + 1280])) + (abs(x[t + 1536]) + abs(x[t + 1792]))
         )
     return _fold(lanes)
+
+
+@kernel
+def sample_beyond(
+    owed: FloatArray, threshold: np.float32, lanes: FloatArray, count: np.ndarray
+) -> Any:
+    """Returns the sum of the sample's magnitudes that are `threshold` or more.
+
+    The sample is elements 0 to 255 and 1024 to 1279. How many of the magnitudes are not zero is put
+    into `count`, `(1,) int32`.
+    """
+    x = padded(owed)
+    found = int32(0)
+    for t in range(LANES):
+        a, b = _if(x[t], threshold), _if(x[t + 1024], threshold)
+        lanes[t] = a + b
+        found = int32(found + int32(_one(a) + _one(b)))
+    count[0] = found
+    return _fold(lanes)
+
+
+@kernel
+def sample_squares(owed: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> float:
+    """Returns the sum of the sample's squares, added as float32 if that holds it."""
+    x = padded(owed)
+    for t in range(LANES):
+        lanes[t] = x[t] * x[t] + x[t + 1024] * x[t + 1024]
+    total = _fold(lanes)
+    if SQUARES_MIN <= total <= SQUARES_MAX:
+        return np.float64(total)
+    for t in range(LANES):
+        wide_lanes[t] = _square(x[t]) + _square(x[t + 1024])
+    return np.float64(_fold(wide_lanes))
+
+
+@kernel
+def num_sampled(numel: int) -> int:
+    """Returns how many elements of a block of `numel` are in the sample."""
+    return min(numel, LANES) + min(max(numel - 1024, 0), LANES)
+
+
+@kernel
+def _if(x: np.float32, threshold: np.float32) -> np.float32:
+    size = abs(x)
+    return size if size >= threshold else np.float32(0.0)
+
+
+@kernel
+def _one(size: np.float32) -> np.int32:
+    return int32(1) if size > np.float32(0.0) else int32(0)
 
 
 @kernel

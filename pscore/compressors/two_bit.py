@@ -5,22 +5,30 @@ MXNet's 2-bit compressor (Apache MXNet, "Gradient Compression", 2018; its code a
 using commodity GPU cloud computing", Interspeech 2015.
 
     u = g + r
-    u >=  t: send +t, r = u - t      u <= -t: send -t, r = u + t      else: send 0, r = u
+    u >=  t: send +v, r = u - v      u <= -t: send -v, r = u + v      else: send 0, r = u
 
-Payload of n elements: with an adapted threshold, ceil(n / 2048) float32 thresholds, one for each
-block of 2048 elements, little-endian; then 4 * ceil(n / 16) bytes of codes. Element i of a group of
-16 is in byte i / 4 of its word, the first in the highest two bits: 11 is +t, 10 is -t, 00 is 0. 01
-is refused, and so are codes behind the last element that are not 00.
+With a fixed threshold v = t, as in MXNet. With `threshold=0`, the default, each block has its own,
+in the form of ternary weights (Li et al., "Ternary Weight Networks", arXiv:1605.04711):
+
+    t = 2 * sqrt(mean(u^2));  v = mean of the |u| that are t or more
+
+both over a sample, elements 0 to 255 and 1024 to 1279 of the block; where none of these is t or
+more and not zero, t = v = max(|u|) of the whole block.
+
+Payload of n elements: with adapted thresholds, ceil(n / 2048) float32 values v, one for each block
+of 2048 elements, little-endian; then 4 * ceil(n / 16) bytes of codes. Element i of a group of 16 is
+in byte i / 4 of its word, the first in the highest two bits: 11 is +v, 10 is -v, 00 is 0. 01 is
+refused, and so are codes behind the last element that are not 00. A v below 2^-100 is sent as 0,
+and so are its block's elements. Squares are added as float32 if that holds them (`blocks.py`).
 
 Differs from MXNet: gradients are means over a batch and not sums, so that MXNet's default of 0.5
-would be about 0.5 / batch; with `threshold=0`, the default, the threshold of a block is 1.25 times
-the mean of |u| in it, which for Gaussian and Laplacian u is near the one that leaves the least
-residual (t = 1.13 and 1.41 times the mean of |u|, from E[(2|u|t - t^2); |u| >= t]). With a fixed
-one, an element that stays beyond it owes more and more.
+would be about 0.5 / batch. With a fixed threshold an element that stays beyond it owes more and
+more; v is there so that what is large leaves at once.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,7 +42,7 @@ from pscore.rules.base import require_range
 from pscore.types import ByteArray, FloatArray
 
 THRESHOLD_MAX = 1e30
-FACTOR = np.float32(1.25)  # Of the mean of |u| in a block.
+FACTOR = 2.0  # Of a block's root mean square.
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,6 @@ class TwoBit(Compressor):
         nbytes, head = self.payload_nbytes_max(len(grad)), self._scales_nbytes(len(grad))
         data = out[head:nbytes]
         data[-4:] = 0
-        ok: bool | np.bool
         if self.threshold:
             fixed = np.float32(self.threshold)
             ok = _encode_fixed(read_only(grad), state[RESIDUAL], fixed, data)
@@ -117,22 +124,29 @@ def _encode_fixed(
 @kernel
 def _encode_adapted(
     grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray
-) -> bool:
-    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.LANES, np.float32)
-    is_finite = True
+) -> np.bool:
+    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.LANES)
+    sums, limit = np.empty(blocks.LANES, np.float32), np.empty(1, np.float32)
+    count = np.empty(1, np.int32)
+    largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):
         stop = min(start + BLOCK, grad.size)
         r = residual[start:stop]
         blocks.take(grad[start:stop], r)
-        total = blocks.sum_abs(r, lanes)
-        is_finite &= np.isfinite(total)
-        threshold = FACTOR * (total / np.float32(r.size))
-        is_sent = threshold >= SCALE_MIN
-        scales[start // BLOCK] = threshold if is_sent else np.float32(0.0)
-        _quantise(r, threshold if is_sent else np.float32(np.inf), codes)
+        limit.view(np.int32)[0] = blocks.max_bits(r)
+        largest = max(largest, limit.view(np.int32)[0])
+        squares = blocks.sample_squares(r, sums, lanes)
+        threshold = np.float32(FACTOR * math.sqrt(squares / blocks.num_sampled(r.size)))
+        total = blocks.sample_beyond(r, threshold, sums, count)
+        value = total / np.float32(count[0])
+        if count[0] == 0:
+            threshold = value = limit[0]
+        is_sent = value >= SCALE_MIN
+        scales[start // BLOCK] = value if is_sent else np.float32(0.0)
+        _quantise(r, threshold if is_sent else np.float32(np.inf), value, codes)
         blocks.clear_tail(codes, stop - start)
         blocks.pack_2(codes, out[start // 4 : (stop + 3) // 4])
-    return is_finite
+    return largest < INF_BITS
 
 
 @kernel
@@ -148,10 +162,10 @@ def _take_and_quantise(
 
 
 @kernel
-def _quantise(r: FloatArray, threshold: np.float32, codes: ByteArray) -> None:
+def _quantise(r: FloatArray, threshold: np.float32, value: np.float32, codes: ByteArray) -> None:
     zero = np.float32(0.0)
     for i in range(r.size):
         u = r[i]
         up, down = u >= threshold, u <= -threshold
         codes[i] = np.uint8(3) if up else (np.uint8(2) if down else np.uint8(0))
-        r[i] = u - (threshold if up else (-threshold if down else zero))
+        r[i] = u - (value if up else (-value if down else zero))

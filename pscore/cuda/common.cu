@@ -84,23 +84,49 @@ __device__ inline T fold_lanes(T lane) {
     if (t < half) lanes[t] += lanes[t + half];
     __syncthreads();
   }
-  return lanes[0];
+  T total = lanes[0];
+  __syncthreads();
+  return total;
 }
 
-__device__ inline float sum_abs8(const float* u) {
-  const float* x = stage8(u);
+__device__ inline float sum_abs8(const float* x) {
   return fold_lanes<float>(
       ((fabsf(x[0]) + fabsf(x[256])) + (fabsf(x[512]) + fabsf(x[768]))) +
       ((fabsf(x[1024]) + fabsf(x[1280])) + (fabsf(x[1536]) + fabsf(x[1792]))));
 }
 
+__device__ inline float beyond(float x, float threshold) {
+  float size = fabsf(x);
+  return size >= threshold ? size : 0.0f;
+}
+
+// What two_bit.py asks of a block's sample: elements 0 to 255 and 1024 to 1279.
+__device__ inline float sample_beyond(const float* x, float threshold) {
+  return fold_lanes<float>(beyond(x[0], threshold) + beyond(x[1024], threshold));
+}
+
+__device__ inline int count_beyond(const float* x, float threshold) {
+  return fold_lanes<int>((beyond(x[0], threshold) > 0.0f) + (beyond(x[1024], threshold) > 0.0f));
+}
+
 __device__ inline double square(float x) { return (double)x * (double)x; }
 
-__device__ inline double sum_squares8(const float* u) {
-  const float* x = stage8(u);
+__device__ inline double sum_squares8(const float* x) {
   return fold_lanes<double>(
       ((square(x[0]) + square(x[256])) + (square(x[512]) + square(x[768]))) +
       ((square(x[1024]) + square(x[1280])) + (square(x[1536]) + square(x[1792]))));
+}
+
+// In float32 where that holds it.
+__device__ inline double sample_squares(const float* x) {
+  float total = fold_lanes<float>(x[0] * x[0] + x[1024] * x[1024]);
+  bool holds = total >= 8.673617379884035e-19f && total <= 1.152921504606847e18f;  // 2^-60, 2^60
+  return holds ? (double)total : fold_lanes<double>(square(x[0]) + square(x[1024]));
+}
+
+__device__ inline int num_sampled(int numel) {
+  int second = numel < ROW ? 0 : numel - ROW;
+  return (numel < THREADS ? numel : THREADS) + (second < THREADS ? second : THREADS);
 }
 
 __device__ inline float max_abs8(const float* u) {

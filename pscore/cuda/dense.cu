@@ -2,11 +2,11 @@
 // payload written once. The contract of each payload is in pscore/compressors. `residual` may be
 // null for those that can do without.
 
-__device__ inline void ternary8(float* u, float threshold, int n, int* code) {
+__device__ inline void ternary8(float* u, float threshold, float value, int n, int* code) {
   for (int k = 0; k < EACH; ++k) {
     bool up = u[k] >= threshold, down = u[k] <= -threshold;
     code[k] = place(k) < n ? (up ? 3 : (down ? 2 : 0)) : 0;
-    u[k] = u[k] - (up ? threshold : (down ? -threshold : 0.0f));
+    u[k] = u[k] - (up ? value : (down ? -value : 0.0f));
   }
 }
 
@@ -15,7 +15,7 @@ extern "C" __global__ void two_bit_fixed(const float* grad, float* residual, flo
   float u[EACH];
   int code[EACH];
   take8(grad, residual, n, u, bad);
-  ternary8(u, threshold, n, code);
+  ternary8(u, threshold, threshold, n, code);
   store8(residual, n, u);
   store_codes(out, n, code);
 }
@@ -25,11 +25,16 @@ extern "C" __global__ void two_bit_adapted(const float* grad, float* residual, f
   float u[EACH];
   int code[EACH];
   take8(grad, residual, n, u, bad);
-  float mean = sum_abs8(u) / (float)numel_here(n);
-  float threshold = factor * mean;
-  bool is_sent = threshold >= SCALE_MIN;
-  if (threadIdx.x == 0) scales[blockIdx.x] = is_sent ? threshold : 0.0f;
-  ternary8(u, is_sent ? threshold : float_of(INF_BITS), n, code);
+  float limit = max_abs8(u);
+  const float* x = stage8(u);
+  double mean = sample_squares(x) / (double)num_sampled(numel_here(n));
+  float threshold = (float)((double)factor * sqrt(mean));
+  int count = count_beyond(x, threshold);
+  float value = sample_beyond(x, threshold) / (float)count;
+  if (count == 0) threshold = value = limit;
+  bool is_sent = value >= SCALE_MIN;
+  if (threadIdx.x == 0) scales[blockIdx.x] = is_sent ? value : 0.0f;
+  ternary8(u, is_sent ? threshold : float_of(INF_BITS), value, n, code);
   // Beyond every element the threshold leaves it as it was.
   store8(residual, n, u);
   store_codes(out, n, code);
@@ -40,7 +45,7 @@ extern "C" __global__ void one_bit(const float* grad, float* residual, float* sc
   __shared__ u8 nibbles[2][THREADS];
   float u[EACH];
   take8(grad, residual, n, u, bad);
-  float mean = sum_abs8(u) / (float)numel_here(n);
+  float mean = sum_abs8(stage8(u)) / (float)numel_here(n);
   float scale = mean >= SCALE_MIN ? mean : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;
   for (int row = 0; row < 2; ++row) {
@@ -104,7 +109,7 @@ extern "C" __global__ void terngrad(const float* grad, float* residual, u32 low,
   int code[EACH];
   take8(grad, residual, n, u, bad);
   float limit = max_abs8(u);
-  float clip = (float)(2.5 * sqrt(sum_squares8(u) / (double)numel_here(n)));
+  float clip = (float)(2.5 * sqrt(sum_squares8(stage8(u)) / (double)numel_here(n)));
   float scale = limit < clip ? limit : clip;
   scale = scale >= SCALE_MIN ? scale : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;

@@ -144,7 +144,8 @@ def _two_bit(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None
         encoder.blocks("two_bit_fixed", *start, threshold, encoder.at(0), n, encoder.bad)
     else:
         where = (encoder.at(0), encoder.at(_head(encoder)))
-        encoder.blocks("two_bit_adapted", *start, FACTOR, *where, n, encoder.bad)
+        factor = np.float32(FACTOR)
+        encoder.blocks("two_bit_adapted", *start, factor, *where, n, encoder.bad)
 
 
 def _one_bit(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:

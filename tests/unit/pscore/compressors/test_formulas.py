@@ -29,18 +29,45 @@ def test_two_bits_are_in_mxnets_order() -> None:
     assert sender.residual.tolist() == [0.0, 0.0, 0.0, 0.0, -0.375]
 
 
-def test_two_bits_adapt_to_the_mean_magnitude() -> None:
-    payload, sender = send(parse_compressor("2bit"), 1.0, -3.0, 0.0, 4.0)  # Mean 2, threshold 2.5.
-    assert np.frombuffer(payload[:4], "<f4") == 2.5
-    assert payload[4:] == bytes([0b00_10_00_11, 0, 0, 0])
-    assert sender.residual.tolist() == [1.0, -0.5, 0.0, 1.5]
+def test_two_bits_adapt_to_what_is_large() -> None:
+    # The root of (64 + 36 + 28) / 32 is 2, twice that 4; two are beyond, their mean is 7.
+    values = [-8.0, 6.0, *[1.0] * 28, 0.0, 0.0]
+    payload, sender = send(parse_compressor("2bit"), *values)
+    assert np.frombuffer(payload[:4], "<f4") == 7.0
+    assert payload[4:] == bytes([0b10_11_00_00, 0, 0, 0, 0, 0, 0, 0])
+    assert sender.residual.tolist() == [-1.0, -1.0, *values[2:]]
+
+
+def test_the_largest_is_always_sent() -> None:
+    payload, sender = send(parse_compressor("2bit"), 3.0, -3.0, 3.0)  # Twice the root is 6.
+    assert np.frombuffer(payload[:4], "<f4") == 3.0
+    assert not sender.residual.any()
+
+
+def test_what_the_sample_does_not_see_is_sent_by_the_largest() -> None:
+    compressor = parse_compressor("2bit")
+    grad = np.zeros(2048, np.float32)
+    grad[[300, 900, 2000]] = [5.0, -4.0, -5.0]
+    sender = Sender(compressor, 2048)
+    payload = sender.encode(grad)
+    assert payload[:4].view("<f4")[0] == 5.0
+    assert sender.residual.nonzero()[0].tolist() == [900]
+
+
+def test_the_sample_is_a_quarter_of_the_block() -> None:
+    grad = np.full(2048, 64.0, np.float32)
+    grad[:256], grad[1024:1280] = 1.0, 2.0
+    grad[[7, 1030]] = 40.0, 50.0
+    payload = Sender(parse_compressor("2bit"), 2048).encode(grad)
+    # Mean square of the sample: (255 + 40^2 + 255 * 4 + 50^2) / 512, twice its root is below 7.
+    assert payload[:4].view("<f4")[0] == 45.0
 
 
 def test_each_block_has_its_own_threshold() -> None:
     compressor = parse_compressor("2bit")
     grad = np.concatenate([np.full(2048, 1.0, np.float32), np.full(3, 0.5, np.float32)])
     payload = Sender(compressor, 2051).encode(grad)
-    assert payload[:8].view("<f4").tolist() == [1.25, 0.625]
+    assert payload[:8].view("<f4").tolist() == [1.0, 0.5]
 
 
 def test_one_bit_sends_signs_and_the_mean_magnitude() -> None:
