@@ -245,7 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 name,
             )
 
-    def _come_back(self, problem: ReplacedError, number: int) -> None:
+    def _come_back(self, problem: PacelineError, number: int) -> None:
         """Joins anew after having been declared lost; the gradient of step `number` is lost."""
         log.warning("worker %d comes back at step %d: %s", self.session.rank, number, problem)
         self._lost = None
