@@ -48,7 +48,7 @@ def serve(front: Front, sent: bytes) -> list[data_pb2.Envelope]:
         ours.sendall(sent)
         ours.shutdown(socket.SHUT_WR)
         Connection(front.driver, theirs).serve()
-        # A peer that closes before it has read everything is reported once; then comes what it said.
+        # A peer that closes before it has read all is reported once; then comes what it said.
         ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         answers = []
         while (incoming := sockets.read_header(ours)) is not None:
