@@ -119,7 +119,11 @@ class Signalled:
 
 
 class Launch:
-    """The workers of one job, from their start to their end."""
+    """The workers of one job, from their start to their end.
+
+    Attributes:
+        is_ending: The workers were asked to end; what they still say is of little use.
+    """
 
     def __init__(
         self,
@@ -143,7 +147,7 @@ class Launch:
         self._events: queue.SimpleQueue[Ended | Signalled] = queue.SimpleQueue()
         self._running: dict[int, subprocess.Popen[str]] = {}
         self._shards: OwnShards | None = None
-        self._is_ending = False  # The workers were asked to end.
+        self.is_ending = False
         self._kill_s: float | None = None  # When those that have not ended yet are killed.
         self._code = 0
 
@@ -257,7 +261,7 @@ class Launch:
 
     def _on_signal(self, number: int) -> None:
         """Passes the first signal on to the workers; the second one kills them."""
-        if self._is_ending and self._code >= SIGNAL_BASE:
+        if self.is_ending and self._code >= SIGNAL_BASE:
             self._signal_all(signal.SIGKILL)
             return
         self._code = SIGNAL_BASE + number
@@ -265,14 +269,14 @@ class Launch:
 
     def _on_shards_ended(self, status: int) -> None:
         """Without its shards a job cannot go on."""
-        if not self._is_ending:
+        if not self.is_ending:
             self._tell(f"the shards ended with exit status {status}; stopping the workers")
             self._code = self._code or Exit.NO_SHARDS
             self._end_all(signal.SIGTERM)
 
     def _on_worker_ended(self, rank: int, status: int) -> None:
         process = self._running.pop(rank)
-        if status == 0 or self._is_ending:
+        if status == 0 or self.is_ending:
             return
         how = f"was ended by {name_of(-status)}" if status < 0 else f"failed with status {status}"
         goes_on = self.plan.on_failure is OnFailure.CONTINUE
@@ -286,7 +290,7 @@ class Launch:
     # ----- ending
 
     def _end_all(self, number: int) -> None:
-        self._is_ending = True
+        self.is_ending = True
         self._kill_s = time.monotonic() + self.plan.grace_s
         self._signal_all(number)
 

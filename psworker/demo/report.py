@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,9 +58,10 @@ def make_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PLOT).touch()
     except OSError as problem:
         raise ConfigError(f"cannot write to --out {folder}: {problem.strerror}") from problem
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write to --out {folder}: no rights for it")
 
 
 def show(results: dict[str, Result], plot_path: Path | None) -> None:
@@ -98,7 +100,6 @@ def plot(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        (folder / PLOT).unlink(missing_ok=True)
         return None
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     over_steps, over_seconds = figure.subplots(1, 2, sharey=True)

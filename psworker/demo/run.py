@@ -121,8 +121,7 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
                     job=new_job("demo"),
                 )
                 run = bar.run(key, mode)
-                launch = Launch(launch_plan, write=run.hear, tell=bar.say, is_quiet=True)
-                if status := launch.run():
+                if status := _launch(launch_plan, run):
                     return Exit.FAILED if status < Exit.INTERRUPTED else status
                 results[key] = run.result()
                 bar.done(key, results[key])
@@ -138,6 +137,17 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
         values = {key: result.as_json() for key, result in results.items()}
         sys.stdout.write(json.dumps(values) + "\n")
     return Exit.OK
+
+
+def _launch(plan: LaunchPlan, run: Run) -> int:
+    """Has `run` hear the workers, but not what they say when they have been asked to end."""
+
+    def hear(rank: int, line: str, target: IO[str]) -> None:
+        if not launch.is_ending:
+            run.hear(rank, line, target)
+
+    launch = Launch(plan, write=hear, tell=run.complain, is_quiet=True)
+    return launch.run()
 
 
 def keyed(text: str) -> dict[str, str]:
