@@ -438,6 +438,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._set_hyper()
         self.exchange.run(self.replica.fetch(0, self.exchange))
         self.show_weights()
+        if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
+            self.session.barrier("begin")
 
     def show_weights(self) -> None:
         """Brings the flat weights into the model; a round begins from what the model holds."""

@@ -84,6 +84,7 @@ class Session:
             self._check_shards()
             for link in self.links:
                 self._join(link, restart)
+                undo.callback(self._take_leave, link, "it could not join every shard")
                 link.open(data_plane)
             undo.pop_all()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -198,20 +199,24 @@ class Session:
         if self._stop.is_set():
             return
         self._stop.set()
-        request = pb.LeaveRequest(
-            job=self.job, worker=self.rank, incarnation=self.incarnation, reason=reason
-        )
         for link in self.links:
-            link.patience.limit_s = 0.0
-            try:
-                link.call(link.control.Leave, request, timeout_s=LEAVE_TIMEOUT_S)
-            except PacelineError as error:
-                log.info("could not say good-bye to %s: %s", link.address, error)
+            self._take_leave(link, reason)
         self._close_links()
         if threading.current_thread() is not self._heart:
             self._heart.join(LEAVE_TIMEOUT_S)
 
     # ----- inside
+
+    def _take_leave(self, link: Link, reason: str) -> None:
+        """Leaves the job at one shard, if that answers."""
+        request = pb.LeaveRequest(
+            job=self.job, worker=self.rank, incarnation=self.incarnation, reason=reason
+        )
+        link.patience.limit_s = 0.0
+        try:
+            link.call(link.control.Leave, request, timeout_s=LEAVE_TIMEOUT_S)
+        except PacelineError as error:
+            log.info("could not say good-bye to %s: %s", link.address, error)
 
     def _check_shards(self) -> None:
         """Checks that the addresses are the shards of one cluster, in their order."""
