@@ -198,9 +198,14 @@ class SliceClock:
             self.counted[rank] = Counted(clock=version if self.rule.by_step else clock)
 
     def welcome(self, worker: int) -> None:
-        """Lets a worker come to a job that has begun: nobody waits for it until it pulls."""
+        """Lets a worker come to a job that has begun: nobody waits for it until it pulls.
+
+        What waits for room was sent by its former self, whose memory may be in use again.
+        """
         if self.version >= 0:
             self._absent.add(worker)
+            for key in [key for key in self._parked if key[0] == worker]:
+                del self._parked[key]
 
     def forget(self, token: Token) -> bool:
         """Drops a pull whose requester no longer waits; False if its answer is under way."""
