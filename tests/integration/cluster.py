@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Worker:
         )
         self._process.start()
         theirs.close()
+        self._over: tuple[str, Any] | None = None  # How it ended, once `is_over` has seen it.
 
     @property
     def pid(self) -> int:
@@ -98,7 +99,7 @@ class Worker:
 
     def result(self, deadline_s: float = DEADLINE_S) -> Any:
         """Waits for the end of the worker function and returns its result."""
-        kind, value = self._receive(deadline_s)
+        kind, value = self._over or self._receive(deadline_s)
         while kind == "said":
             kind, value = self._receive(deadline_s)
         self._process.join(deadline_s)
@@ -120,6 +121,17 @@ class Worker:
         self._line.close()
         self._folder.cleanup()
 
+    def is_over(self) -> bool:
+        """Whether the result is there, or the process has ended; drops what it has told."""
+        while self._over is None and self._line.poll():
+            kind, value = self._receive(0.0)
+            self._over = None if kind == "said" else (kind, value)
+        return self._over is not None
+
+    def fileno(self) -> int:
+        """Readable when the worker has told something."""
+        return self._line.fileno()
+
     def _receive(self, deadline_s: float) -> tuple[str, Any]:
         if not self._line.poll(deadline_s):
             os.kill(self.pid, signal.SIGUSR1)
@@ -135,6 +147,18 @@ class Worker:
                 f"worker {self.rank} ended with {self._process.exitcode}\n{self.written()}"
             ) from None
         return kind, value
+
+
+def results_of(workers: Sequence[Worker]) -> list[Any]:
+    """Returns all results; the first worker that fails is the one that is told of."""
+    pending = list(workers)
+    while pending:
+        if not wait([worker.fileno() for worker in pending], DEADLINE_S):
+            pending[0].result(0.0)  # Says what it does instead.
+        for worker in [worker for worker in pending if worker.is_over()]:
+            worker.result()
+            pending.remove(worker)
+    return [worker.result() for worker in workers]
 
 
 def _work(
@@ -246,7 +270,7 @@ class Shards:
     ) -> list[Any]:
         """Runs a function as every worker of a job and returns the results by rank."""
         with self.workers(function, *args, num_workers=num_workers, **options) as workers:
-            return [worker.result() for worker in workers]
+            return results_of(workers)
 
     def close(self) -> None:
         """Ends the shards in order."""

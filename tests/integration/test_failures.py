@@ -115,7 +115,7 @@ def test_a_job_whose_workers_have_died_can_begin_anew(impatient: Shards) -> None
         workers[1].hear()
         for worker in workers:
             worker.kill()
-    wait_until(lambda: impatient.written().count(f"job={job}") >= 2)
+    wait_until(lambda: impatient.written().count(f"job={job}") == 4)  # Both, at both shards.
     first, _ = impatient.run(train, "ssgd", (LONG, SHORT), job=job)
     agree(first, alone((LONG, SHORT)))
 
