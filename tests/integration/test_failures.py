@@ -85,6 +85,16 @@ def test_no_mode_hangs_on_uneven_data(shards: Shards, mode: str) -> None:
         assert all(np.isfinite(weight).all() for weight in weights.values())
 
 
+def test_an_asynchronous_job_is_not_over_before_all_have_come(shards: Shards) -> None:
+    job = new_job()
+    with shards.workers(train, "asgd", (SHORT, SHORT), ranks=[0], job=job) as (first,):
+        waits = r"has waited \d s for worker 1 \(has not joined yet\) at barrier 'begin'"
+        wait_until(lambda: re.search(waits, first.written()) is not None)
+        with shards.workers(train, "asgd", (SHORT, SHORT), ranks=[1], job=job) as (second,):
+            for worker in (first, second):
+                assert worker.result()
+
+
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Shards]:
     """Shards that declare a silent worker lost sooner than usual."""

@@ -179,7 +179,7 @@ REFUSALS: list[tuple[Callable[[list[FakeLink]], None], type[Exception], str]] = 
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), REFUSALS)
-def test_what_is_refused_is_raised_and_the_links_close(
+def test_what_is_refused_is_raised_and_what_was_joined_is_left(
     links: list[FakeLink],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[list[FakeLink]], None],
@@ -189,7 +189,8 @@ def test_what_is_refused_is_raised_and_the_links_close(
     prepare(change, monkeypatch)
     with pytest.raises(kind, match=message):
         begin()
-    assert len(links) == 2
+    joined = [1, 0] if kind is RankTakenError else [0, 0]
+    assert [len(link.sent("Leave")) for link in links] == joined
 
 
 def define(session: Session, again: bool = False) -> int:
