@@ -181,7 +181,18 @@ def as_json(rows: dict[str, Row]) -> str:
 def keep(run: Run, path: Path) -> None:
     """Adds a run to a results file."""
     with path.open("a") as file:
-        file.write(json.dumps(curves.finite(asdict(run))) + "\n")
+        file.write(json.dumps(_short(curves.finite(asdict(run)))) + "\n")
+
+
+def _short(value: Any) -> Any:
+    """Returns the value with five digits of each float: more says nothing, and fills files."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return value
 
 
 def load(path: Path | None) -> list[Run]:

@@ -12,6 +12,7 @@ LOCALS = {
     "sgd": "local='sgd'",
 }
 WARMUP = 50  # Steps.
+WARMUP_FULL = 100  # Of runs of two epochs: about the same share of the run.
 LR, MOMENTUM = 0.05, 0.9
 LR_ADAM = 1e-3
 NUM_WORKERS = 4
@@ -56,7 +57,7 @@ def by_k() -> list[Setting]:
     return [ssgd(), *first, *rest]
 
 
-def modes() -> list[Setting]:
+def modes(warmup: int = WARMUP) -> list[Setting]:
     """Returns the other modes.
 
     An asynchronous mode makes N updates in the time of one synchronous step, so each has 1/N of the
@@ -73,18 +74,24 @@ def modes() -> list[Setting]:
         Setting(name="dcasgd", mode="dcasgd", lr=LR / NUM_WORKERS),
         Setting(name="dcasgd adaptive", mode="dcasgd(adaptive=True, decay=0.95)", **share),
         Setting(name="ssp s=3", mode="ssp(bound=3)", lr=LR / NUM_WORKERS),
-        Setting(name="od dc", mode=f"od(warmup={WARMUP})"),
-        Setting(name="od mirror", mode=f"od(warmup={WARMUP}, local='mirror')"),
-        Setting(name="od none", mode=f"od(warmup={WARMUP}, local='none')"),
-        Setting(name="cd k=5, 2-bit", mode=f"cd(warmup={WARMUP})", compression="2bit"),
+        Setting(name="od dc", mode=f"od(warmup={warmup})"),
+        Setting(name="od mirror", mode=f"od(warmup={warmup}, local='mirror')"),
+        Setting(name="od none", mode=f"od(warmup={warmup}, local='none')"),
+        Setting(name="cd k=5, 2-bit", mode=f"cd(warmup={warmup})", compression="2bit"),
         Setting(
-            name="cd mirror, 2-bit", mode=f"cd(warmup={WARMUP}, local='mirror')", compression="2bit"
+            name="cd mirror, 2-bit", mode=f"cd(warmup={warmup}, local='mirror')", compression="2bit"
         ),
-        Setting(name="local H=8", mode=f"local(steps=8, warmup={WARMUP})"),
-        Setting(name="slowmo H=8", mode=f"slowmo(steps=8, warmup={WARMUP})"),
-        Setting(name="diloco H=16", mode=f"diloco(steps=16, warmup={WARMUP})"),
+        Setting(name="local H=8", mode=f"local(steps=8, warmup={warmup})"),
+        Setting(name="slowmo H=8", mode=f"slowmo(steps=8, warmup={warmup})"),
+        Setting(name="diloco H=16", mode=f"diloco(steps=16, warmup={warmup})"),
     ]
     return [ssgd(), *settings]
+
+
+def full() -> list[Setting]:
+    """Returns every mode, and GLU and mirror at every k: the table that needs several seeds."""
+    sweep = [ssd(local, k, WARMUP_FULL) for k in STEPS_BETWEEN_PULLS for local in ("mirror", "glu")]
+    return [*modes(WARMUP_FULL), *sweep]
 
 
 def seeds() -> list[Setting]:
@@ -157,6 +164,7 @@ def resnet() -> list[Setting]:
 SWEEPS = {
     "quick": quick,
     "k": by_k,
+    "full": full,
     "seeds": seeds,
     "modes": modes,
     "glu": tuned_glu,

@@ -68,8 +68,8 @@ class Replica:
     Attributes:
         parts: The slices, by index.
         step: Steps finished; 0-based number of the step under way.
-        clocks: For each slice, the `step` of its next push on the wire: pushes made so far, or
-            more where steps have closed without this worker.
+        clocks: For each slice, one more than the `step` of its last push on the wire: pushes made
+            so far, or more where steps have closed without this worker.
         num_inner: Steps of the user's own optimizer since the last pull.
     """
 
@@ -168,7 +168,7 @@ class Replica:
             self.num_inner += 1
             self._samples += samples
         if plan.push is Role.GRADIENT:
-            self.clocks = [self._next_push(index) + 1 for index in self._indices()]
+            self._count()
         # A pull that only a later step waits for must have landed when its slice is pushed again,
         # and backward, which decides when that is, ends with the front. It is asked for as soon as
         # the one before it has been used, so that the way from the shard never lies idle.
@@ -255,7 +255,7 @@ class Replica:
                 if target.device.type != "cpu":
                     weights = self._landing(index, with_state=False).weights
                 landings[index] = Landing(weights=weights, state=[])
-                clock, version = self.clocks[index], self.newest(index)
+                clock, version = self.clock(index), self.newest(index)
                 outbox.pull(index, clock, version, landings[index], with_state=False)
         for index in self._indices():
             yield index
@@ -265,8 +265,12 @@ class Replica:
 
     def newest(self, index: int = 0) -> int:
         """Returns the oldest version of a slice that has this worker's last push in it."""
-        clock = self.clocks[index]
+        clock = self.clock(index)
         return self.rule.min_version(clock - 1) if clock else 0
+
+    def clock(self, index: int) -> int:
+        """Returns how many pushes of this worker a pull of a slice has to wait for."""
+        return min(self.clocks) if self.rule.by_step else self.clocks[index]
 
     @property
     def drifts(self) -> bool:
@@ -290,11 +294,20 @@ class Replica:
     def _next_push(self, index: int) -> int:
         """Returns the step of the next push of a slice.
 
-        A step that has closed without this worker takes nothing more, so it goes on with the one
-        that its weights are for: it was late (backup workers), or began when others had begun.
+        In a mode by step it is one number for all slices, the oldest that some slice still takes: a
+        step that has closed takes nothing more, to a worker that was late (backup workers) or came
+        when others had begun. Were it another number in each slice, two workers could wait for
+        each other: A for B's push of one slice, B for A's push of another.
         """
-        closed = self.parts[index].version if self.rule.by_step else 0
-        return max(self.clocks[index], closed)
+        if not self.rule.by_step:
+            return self.clocks[index]
+        clocks = zip(self.clocks, self.parts, strict=True)
+        return min(max(clock, part.version) for clock, part in clocks)
+
+    def _count(self) -> None:
+        """Counts one push of every slice; a slice that had it from a former life stays ahead."""
+        pushed = [self._next_push(index) + 1 for index in self._indices()]
+        self.clocks = [max(pair) for pair in zip(self.clocks, pushed, strict=True)]
 
     def _send(
         self,
@@ -305,10 +318,12 @@ class Replica:
         samples: float,
         outbox: Outbox,
     ) -> None:
-        plan, part = self.plan(), self.parts[index]
+        plan, part, step = self.plan(), self.parts[index], self._next_push(index)
+        if step < self.clocks[index]:
+            return  # A shard has it from this worker's former life, and would count no other.
         push = Push(
             worker=self.rank,
-            step=self._next_push(index),
+            step=step,
             base_version=max(0, part.version),
             role=role,
             samples=samples,
@@ -330,14 +345,14 @@ class Replica:
         for index in self.front_first():
             samples = self._samples / self.num_inner
             self._send(index, Role.DELTA, moves[index], -1, samples, outbox)
-        self.clocks = [self._next_push(index) + 1 for index in self._indices()]
+        self._count()
         self.num_inner, self._samples = 0, 0.0
 
     def _ask(self, index: int, min_version: int, outbox: Outbox, *, with_state: bool) -> None:
         landing = self._landing(index, with_state=with_state)
         landing.version = -1
         self._pending.add(index)
-        outbox.pull(index, self.clocks[index], min_version, landing, with_state=with_state)
+        outbox.pull(index, self.clock(index), min_version, landing, with_state=with_state)
 
     def _has_landed(self, index: int) -> bool:
         return index not in self._pending or self._landings[index].version >= 0

@@ -83,7 +83,6 @@ def draw(name: str, seed: int) -> Case:
         seed=seed,
         rule=rule,
         compressor=draw_compressor(rule, rng),
-        shapes=ONE_SLICE if getattr(rule, "backup", 0) else SHAPES,  # See test_backup.py.
         num_shards=num_shards,
         steps=tuple(
             longest if rng.random() < 0.7 else rng.randint(1, longest) for _ in range(num_workers)

@@ -278,3 +278,28 @@ def test_a_round_that_is_not_over_is_pushed_at_the_end() -> None:
     replica.end_round(moves, notes)
     assert {(push.role, value) for _, push, value in notes.pushes} == {(Role.DELTA, 0.5)}
     assert replica.clocks == [1, 1]
+
+
+def test_a_step_has_one_number_in_all_slices() -> None:
+    """Slice 0 was at version 5, slice 1 at 7 already: step 5 is the oldest that is still open."""
+    replica, notes = make("ssgd(backup=1)")
+    replica.restart()
+    for index in replica.fetch(0, notes):
+        notes.land(index, 1.0, version=5 + 2 * index)
+    push_all(replica, notes, grads(replica, 1.0))
+    assert {push.step for _, push, _ in notes.pushes} == {5}
+    assert [push.base_version for _, push, _ in notes.pushes] == [7, 5]
+
+
+def test_what_a_former_life_has_pushed_is_not_pushed_again() -> None:
+    replica, notes = make("ssgd")
+    replica.restart()
+    for index in replica.fetch(0, notes):
+        notes.land(index, 1.0, version=5, clock=5 + index)
+    notes.taken()
+    push_all(replica, notes, grads(replica, 1.0))
+    assert [(index, push.step) for index, push, _ in notes.pushes] == [(0, 5)]
+    notes.run(replica.finish(grads(replica, 1.0), notes), 1.0, version=6)
+    assert [pull[2] for pull in notes.pulls] == [6, 6]
+    push_all(replica, notes, grads(replica, 1.0))
+    assert [(index, push.step) for index, push, _ in notes.pushes[1:]] == [(1, 6), (0, 6)]
