@@ -82,9 +82,8 @@ class Role:
         text = self.popen.stdout.readline()
         if not text:
             self.popen.wait()
-            self._errors.seek(0)
-            written = self._errors.read().decode(errors="replace")
-            raise RuntimeError(f"{self.what} ended with {self.popen.returncode}\n{written[-4000:]}")
+            written = self.written()[-4000:]
+            raise RuntimeError(f"{self.what} ended with {self.popen.returncode}\n{written}")
         value: dict[str, Any] = json.loads(text)
         return value
 
@@ -93,6 +92,11 @@ class Role:
         value = self.line()
         self.popen.wait(ROLE_TIMEOUT_S)
         return value
+
+    def written(self) -> str:
+        """Returns what it has written to standard error."""
+        nbytes = os.fstat(self._errors.fileno()).st_size
+        return os.pread(self._errors.fileno(), nbytes, 0).decode(errors="replace")
 
     def end(self) -> None:
         """Ends it in any case."""

@@ -18,7 +18,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from types import TracebackType
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -64,6 +63,15 @@ class Lab:
         """Returns what goes in front of a command that shall run on a host."""
         return ["ip", "netns", "exec", self.name(host)]
 
+    def cut(self, host: int, *, mend: bool = False) -> None:
+        """Takes a host's link away, or gives it back: packets are lost, nobody is told."""
+        _ip("-n", self.name("switch"), "link", "set", f"port{host}", "up" if mend else "down")
+
+    def slow(self, host: int, rate: str | None = None) -> None:
+        """Gives a host's link another rate, each way; without one, its own again."""
+        self._shape(self.name("switch"), f"port{host}", rate or self._rate, "change")
+        self._shape(self.name(host), "net", rate or self._rate, "change")
+
     def __enter__(self) -> Lab:
         clean()
         try:
@@ -99,8 +107,11 @@ class Lab:
             _ip("-n", inner, "addr", "add", f"{self.address(host)}/24", "dev", "net")
             _ip("-n", inner, "link", "set", "net", "up")
             _ip("-n", inner, "link", "set", "lo", "up")
-            self._shape(switch, port)
-            self._shape(inner, "net")
+            for namespace, device in ((switch, port), (inner, "net")):
+                self._shape(namespace, device, self._rate, "add")
+                if self._delay is not None:
+                    _tc(namespace, "qdisc", "add", "dev", device, "parent", "1:", "netem",
+                        "delay", self._delay, "limit", "100000")  # fmt: skip
 
     def _namespace(self, host: int | str) -> str:
         name = self.name(host)
@@ -108,14 +119,10 @@ class Lab:
         self._names.append(name)
         return name
 
-    def _shape(self, namespace: str, device: str) -> None:
-        burst = max(BURST_NBYTES_MIN, int(bits_per_s(self._rate) / 8 / TICKS_PER_S))
-        handle: Sequence[str] = ("root", "handle", "1:")
-        _tc(namespace, "qdisc", "add", "dev", device, *handle, "tbf", "rate", self._rate,
+    def _shape(self, namespace: str, device: str, rate: str, verb: str) -> None:
+        burst = max(BURST_NBYTES_MIN, int(bits_per_s(rate) / 8 / TICKS_PER_S))
+        _tc(namespace, "qdisc", verb, "dev", device, "root", "handle", "1:", "tbf", "rate", rate,
             "burst", str(burst), "latency", f"{QUEUE_MS}ms")  # fmt: skip
-        if self._delay is not None:
-            _tc(namespace, "qdisc", "add", "dev", device, "parent", "1:", "netem",
-                "delay", self._delay, "limit", "100000")  # fmt: skip
 
 
 def clean() -> None:

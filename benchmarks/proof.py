@@ -1,0 +1,223 @@
+"""To the unit: which pushes a worker has sent, which were acknowledged, and which the weights hold.
+
+Every push of a slice gets a ticket of its own: two elements of the slice, one in each half, that no
+other push touches. Its gradient is zero but there. A worker writes down each ticket before it is
+sent and again when the acknowledgement has come, into a file that outlives the process. In the end
+the weights say of each ticket how often it was added: an acknowledged one must be there once, one
+that was sent and not acknowledged at most once, and both halves must agree.
+
+In an asynchronous mode a push adds 1. In `ssgd` the n pushes of a step make one update, their mean:
+each adds UNIT / n, so the n of a step must be equal and their sum UNIT.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RECORD = struct.Struct("<BxHIQd")
+SENT, ACKNOWLEDGED, REFUSED = 0, 1, 2  # REFUSED: answered, and not counted: it was too late.
+COPIES = 2
+UNIT = 5040.0  # Divided by every number of workers up to ten it is a whole number.
+LATE = "VERDICT_TOO_LATE"
+NEAR = 0.25
+
+
+class Entry(NamedTuple):
+    """What a worker has written down of one push."""
+
+    kind: int
+    slice: int
+    ticket: int
+    step: int  # On the wire.
+    time_s: float  # Of the machine's monotonic clock.
+
+
+def read(path: Path, offset: int = 0) -> Iterator[Entry]:
+    """Reads the entries behind `offset` bytes; half of one at the end is left for the next time."""
+    if path.exists():
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        whole = len(data) - len(data) % RECORD.size
+        for kind, index, ticket, step, time_s in RECORD.iter_unpack(data[:whole]):
+            yield Entry(kind, index, ticket, step, time_s)
+
+
+def elements(numel: int, num_workers: int, rank: int, ticket: int) -> list[int]:
+    """Returns where a ticket lies in its slice; tickets beyond the room begin anew."""
+    room = numel // COPIES // num_workers
+    return [(copy * num_workers + rank) * room + ticket % room for copy in range(COPIES)]
+
+
+class Notebook:
+    """One worker's file: what it has sent, and what came back; goes on where its former self died.
+
+    The file is not synced: it has to outlive the process, not the machine.
+    """
+
+    def __init__(self, path: Path, rank: int, num_workers: int, *, by_step: bool) -> None:
+        self._next: dict[int, int] = {}
+        for entry in read(path):
+            self._next[entry.slice] = max(self._next.get(entry.slice, 0), entry.ticket + 1)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        whole = os.fstat(self._fd).st_size // RECORD.size * RECORD.size
+        os.ftruncate(self._fd, whole)
+        self._rank, self._num_workers = rank, num_workers
+        self._value = -UNIT if by_step else -1.0
+
+    def attach(self, exchange: Any) -> None:
+        """Puts a ticket into each push of an `Exchange` from now on."""
+        push_plain = exchange.push
+
+        def push(index: int, push: Any, grad: Any, **options: Any) -> None:
+            ticket = self._next.get(index, 0)
+            self._next[index] = ticket + 1
+            for element in elements(len(grad), self._num_workers, self._rank, ticket):
+                grad[element] = self._value
+            self.note(SENT, index, ticket, push.step)
+            push_plain(index, push, grad, **options)
+            done = exchange._pushes[index]  # Where the acknowledgement will be.
+            done.add_done_callback(lambda future: self._answered(future, index, ticket, push.step))
+
+        exchange.push = push
+
+    def note(self, kind: int, index: int, ticket: int, step: int) -> None:
+        """Writes one entry down, in one call: a process that is killed has written it or not."""
+        os.write(self._fd, RECORD.pack(kind, index, ticket, step, time.monotonic()))
+
+    def _answered(self, future: Future[Any], index: int, ticket: int, step: int) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        from pscore.pb.ps.v1 import data_pb2
+
+        late = future.result().verdict == data_pb2.Verdict.Value(LATE)
+        self.note(REFUSED if late else ACKNOWLEDGED, index, ticket, step)
+
+
+@dataclass(slots=True)
+class Proof:
+    """What the weights say about all pushes."""
+
+    pushes: int = 0  # Acknowledged, counted by slice.
+    lost: int = 0  # Acknowledged, and not in the weights.
+    double: int = 0  # More often in the weights than they were sent.
+    torn: int = 0  # In one half of the slice and not, or differently, in the other.
+    open_in: int = 0  # Never acknowledged, and in the weights: their worker or shard had died.
+    open_out: int = 0  # Never acknowledged, and not in the weights.
+    told: list[str] = field(default_factory=list)  # The first few findings, in words.
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing was lost, counted twice or torn."""
+        return self.lost == self.double == self.torn == 0
+
+    def say(self, text: str) -> None:
+        """Keeps a finding, if there are not many yet."""
+        if len(self.told) < 8:
+            self.told.append(text)
+
+
+def check(books: Sequence[Path], slices: Sequence[np.ndarray], *, by_step: bool) -> Proof:
+    """Compares the workers' files with the weights of each slice, which began with zeros."""
+    proof = Proof()
+    for index, weights in enumerate(slices):
+        entries = [[entry for entry in read(path) if entry.slice == index] for path in books]
+        room = len(weights) // COPIES // len(books)
+        grid = weights[: COPIES * len(books) * room].astype(np.float64)
+        grid = grid.reshape(COPIES, len(books), room)
+        differs = np.abs(grid - grid[0]).max(axis=0) > 1e-3
+        proof.torn += int(differs.sum())
+        for rank, ticket in np.argwhere(differs)[:4]:
+            values = grid[:, rank, ticket].tolist()
+            proof.say(f"slice {index}: ticket {ticket} of worker {rank} is torn: {values}")
+        if by_step:
+            _check_steps(proof, index, entries, grid[0])
+        else:
+            _check_units(proof, index, entries, grid[0])
+    return proof
+
+
+def _check_units(
+    proof: Proof, index: int, books: Sequence[Sequence[Entry]], found: np.ndarray
+) -> None:
+    """An asynchronous mode: the weights hold how often each ticket was added."""
+    for rank, entries in enumerate(books):
+        sent, answered = np.zeros(found.shape[1], int), np.zeros(found.shape[1], int)
+        for entry in entries:
+            if entry.kind == SENT:
+                sent[entry.ticket % len(sent)] += 1
+            elif entry.kind == ACKNOWLEDGED:
+                answered[entry.ticket % len(sent)] += 1
+        counts = np.rint(found[rank]).astype(int)
+        proof.torn += int((np.abs(found[rank] - counts) > 1e-3).sum())
+        lost, double = np.maximum(answered - counts, 0), np.maximum(counts - sent, 0)
+        proof.pushes += int(answered.sum())
+        proof.lost += int(lost.sum())
+        proof.double += int(double.sum())
+        proof.open_in += int(np.maximum(np.minimum(counts, sent) - answered, 0).sum())
+        proof.open_out += int(np.maximum(sent - np.maximum(counts, answered), 0).sum())
+        for ticket in np.flatnonzero(lost + double)[:4]:
+            proof.say(
+                f"slice {index}: ticket {ticket} of worker {rank} was sent {sent[ticket]} and "
+                f"acknowledged {answered[ticket]} times, the weights hold {counts[ticket]}"
+            )
+
+
+Ticket = tuple[int, int]  # Worker and number.
+
+
+def _check_steps(
+    proof: Proof, index: int, books: Sequence[Sequence[Entry]], found: np.ndarray
+) -> None:
+    """A mode by step: the pushes of one step are equal shares of one unit, or not there."""
+    steps: dict[int, list[Ticket]] = {}
+    answers: dict[Ticket, int] = {}
+    for rank, entries in enumerate(books):
+        for entry in entries:
+            if entry.kind != SENT:
+                answers[rank, entry.ticket] = entry.kind
+            elif entry.ticket < found.shape[1]:
+                steps.setdefault(entry.step, []).append((rank, entry.ticket))
+            else:
+                raise ValueError(f"no room for {entry.ticket} pushes: raise --numel")
+    proof.pushes += sum(kind == ACKNOWLEDGED for kind in answers.values())
+    for step, tickets in steps.items():
+        inside = [ticket for ticket in tickets if abs(found[ticket]) > NEAR]
+        for ticket in tickets:
+            _check_ticket(proof, (index, *ticket), answers.get(ticket), is_in=ticket in inside)
+        values = [float(found[ticket]) for ticket in inside]
+        wrong = sum(abs(value * len(inside) - UNIT) > len(inside) for value in values)
+        proof.double += wrong
+        if wrong:
+            proof.say(f"slice {index}: step {step} holds {values}, not shares of {UNIT:g}")
+    left = found.copy()
+    for ticket in itertools.chain(*steps.values()):
+        left[ticket] = 0.0
+    unknown = int((np.abs(left) > NEAR).sum())
+    proof.double += unknown
+    if unknown:
+        proof.say(f"slice {index}: {unknown} elements hold what nobody sent")
+
+
+def _check_ticket(
+    proof: Proof, name: tuple[int, int, int], answer: int | None, *, is_in: bool
+) -> None:
+    """Compares what a worker was told of one push with whether it is in the weights."""
+    if answer is None:
+        proof.open_in += is_in
+        proof.open_out += not is_in
+    elif is_in != (answer == ACKNOWLEDGED):
+        proof.lost += not is_in
+        proof.double += is_in
+        told = "refused, and counted" if is_in else "acknowledged, and is lost"
+        proof.say(f"slice {name[0]}: ticket {name[2]} of worker {name[1]} was {told}")

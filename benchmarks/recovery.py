@@ -1,0 +1,377 @@
+"""A kill loop under load: seconds to recovery, and to the unit what was lost or counted twice.
+
+    python -m benchmarks.recovery --seconds 60 --json
+    python -m benchmarks.recovery --seconds 600 --mode ssgd --json
+    python -m benchmarks.recovery --seconds 90 --numel 100000000 --workers 2 --kinds shard --json
+
+Workers push whole numbers to real shards (`stage.py`), without a pause but what stands for
+computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows links, and
+fills the shards' disk; the next fault comes a while after the job has recovered from the last one.
+In the end the weights tell of every single push whether it is in them (`proof.py`).
+
+Recovery is the time from a fault (where it lasts, from its end) until every worker that it concerns
+has had a push of every slice that it concerns acknowledged. Of a killed worker that includes the
+start of its interpreter, most of it for importing torch. `shard` is any shard but the first, which
+is the `coordinator`. Throughput kept is measured if the run is long enough for a stretch with one
+fault a minute; else it is what one fault of the loop costs, spread over a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import kit, proof
+from benchmarks.stage import Setup, Stage
+
+CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
+MEASURED_S_MIN = 400.0  # A run of this length has a stretch with one fault a minute.
+FINISH_S = 4.0  # Of a run, for its end.
+
+
+# ----- a worker
+
+
+def work(folder: str, rank: int, workers: int, numel: int, mode: str, think_s: float) -> None:
+    """Is a worker: pushes until told to stop; the first one then writes the weights down."""
+    import torch
+
+    import psworker
+
+    torch.set_num_threads(1)
+    weights = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weights], lr=1.0), [("w", weights)], mode=mode, overlap=False
+    )
+    book = proof.Notebook(
+        Path(folder, f"{rank}.book"), rank, workers, by_step=optimizer.rule.by_step
+    )
+    book.attach(optimizer.exchange)
+    end = Path(folder, "stop" if rank else "last")
+    weights.grad = torch.zeros(numel)
+    while not end.exists():
+        optimizer.step()
+        time.sleep(think_s)
+    optimizer.close()
+    if rank == 0:
+        np.save(Path(folder, "weights.npy"), weights.detach().numpy())
+    psworker.shutdown()
+
+
+# ----- faults
+
+
+@dataclass(slots=True, kw_only=True)
+class Fault:
+    """One thing that went wrong on purpose."""
+
+    kind: str
+    what: str
+    at_s: float  # When it struck, or ended if it lasts.
+    recovery_s: float = float("nan")
+
+
+@dataclass(slots=True)
+class Saboteur:
+    """Breaks a stage as a seeded plan says."""
+
+    stage: Stage
+    rng: random.Random
+    kinds: Sequence[str]
+    faults: list[Fault] = field(default_factory=list)
+
+    def strike(self, kind: str) -> None:
+        """Makes one fault, waits until it is over, and until the job has recovered from it."""
+        what, wanted = STRIKES[kind](self)
+        if what:
+            fault = Fault(kind=kind, what=what, at_s=self.stage.progress.since_s)
+            self.faults.append(fault)
+            fault.recovery_s = self.stage.await_all(wanted) - fault.at_s
+
+    def everything(self, ranks: Sequence[int] = (), shard: int = -1) -> set[tuple[int, int]]:
+        """Returns what must go on: `(worker, slice)` of these workers and that shard, or all."""
+        slices = range(len(self.stage.layout.slices)) if shard < 0 else self.stage.slices_of(shard)
+        return {(r, s) for r in ranks or range(self.stage.setup.workers) for s in slices}
+
+    def kill_worker(self) -> tuple[str, set[tuple[int, int]]]:
+        """SIGKILL of a worker."""
+        rank = self.rng.randrange(self.stage.setup.workers)
+        self.stage.progress.mark(time.monotonic())
+        self.stage.roles[rank].popen.kill()
+        return f"worker {rank}", self.everything([rank])
+
+    def kill_shard(self, index: int = -1) -> tuple[str, set[tuple[int, int]]]:
+        """SIGKILL of a shard."""
+        if index < 0:
+            index = self.rng.randrange(1, self.stage.setup.shards)
+        self.stage.progress.mark(time.monotonic())
+        there = self.stage.signal_shard(index, signal.SIGKILL)
+        return f"shard {index}" if there else "", self.everything(shard=index)
+
+    def kill_coordinator(self) -> tuple[str, set[tuple[int, int]]]:
+        """SIGKILL of the first shard."""
+        return self.kill_shard(0)
+
+    def kill_both(self) -> tuple[str, set[tuple[int, int]]]:
+        """SIGKILL of a worker and of any shard, at once."""
+        who, _ = self.kill_worker()
+        what, _ = self.kill_shard(self.rng.randrange(self.stage.setup.shards))
+        return f"{who}, {what}", self.everything()
+
+    def stop_worker(self) -> tuple[str, set[tuple[int, int]]]:
+        """SIGSTOP of a worker, perhaps beyond its lease, then SIGCONT."""
+        rank = self.rng.randrange(self.stage.setup.workers)
+        process = self.stage.roles[rank].popen
+        process.send_signal(signal.SIGSTOP)
+        self.stage.watch(self.rng.uniform(0.2, 2.0 * self.stage.setup.lease_s))
+        self.stage.progress.mark(time.monotonic())
+        process.send_signal(signal.SIGCONT)
+        return f"worker {rank}", self.everything([rank])
+
+    def stop_shard(self) -> tuple[str, set[tuple[int, int]]]:
+        """SIGSTOP of any shard, perhaps beyond the leases, then SIGCONT."""
+        index = self.rng.randrange(self.stage.setup.shards)
+        if not self.stage.signal_shard(index, signal.SIGSTOP):
+            return "", set()
+        self.stage.watch(self.rng.uniform(0.2, 1.5 * self.stage.setup.lease_s))
+        self.stage.progress.mark(time.monotonic())
+        self.stage.signal_shard(index, signal.SIGCONT)
+        return f"shard {index}", self.everything(shard=index)
+
+    def cut_link(self) -> tuple[str, set[tuple[int, int]]]:
+        """Cuts the link of a host: of the shards, or of a third of the workers."""
+        lab = self.stage.lab
+        assert lab is not None
+        host = self.rng.randrange(lab.num_hosts)
+        lab.cut(host)
+        self.stage.watch(self.rng.uniform(0.3, 1.5 * self.stage.setup.lease_s))
+        self.stage.progress.mark(time.monotonic())
+        lab.cut(host, mend=True)
+        return f"host {host}", self.everything()
+
+    def slow_link(self) -> tuple[str, set[tuple[int, int]]]:
+        """Gives the link of a host a hundredth of its rate for a while."""
+        lab = self.stage.lab
+        assert lab is not None
+        host = self.rng.randrange(lab.num_hosts)
+        lab.slow(host, "100mbit")
+        self.stage.watch(self.rng.uniform(1.0, 3.0))
+        self.stage.progress.mark(time.monotonic())
+        lab.slow(host)
+        return f"host {host}", self.everything()
+
+    def fill_disk(self) -> tuple[str, set[tuple[int, int]]]:
+        """Leaves no byte on the shards' disk for a while."""
+        free = os.statvfs(self.stage.state)
+        with self.stage.ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize))
+        self.stage.watch(self.rng.uniform(1.0, 3.0))
+        self.stage.progress.mark(time.monotonic())
+        self.stage.ballast.unlink()
+        return "the disk", self.everything()
+
+
+STRIKES: dict[str, Callable[[Saboteur], tuple[str, set[tuple[int, int]]]]] = {
+    "worker": Saboteur.kill_worker,
+    "shard": Saboteur.kill_shard,
+    "coordinator": Saboteur.kill_coordinator,
+    "worker stopped": Saboteur.stop_worker,
+    "shard stopped": Saboteur.stop_shard,
+    "link cut": Saboteur.cut_link,
+    "link slow": Saboteur.slow_link,
+    "disk full": Saboteur.fill_disk,
+    "worker and shard": Saboteur.kill_both,
+}
+KILLS = ("worker", "shard", "coordinator")
+
+
+def possible(stage: Stage, wanted: Sequence[str]) -> list[str]:
+    """Returns the kinds of faults that can be made here."""
+    found = [kind for kind in STRIKES if not wanted or kind in wanted]
+    if stage.lab is None:
+        found = [kind for kind in found if not kind.startswith("link")]
+    if not stage.has_small_disk:
+        found = [kind for kind in found if kind != "disk full"]
+    if stage.setup.shards == 1:
+        found = [kind for kind in found if kind != "shard"]
+    return found
+
+
+# ----- a run
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What came of a run."""
+
+    proof: proof.Proof
+    faults: list[Fault]
+    rate: float  # Acknowledged pushes per second without faults.
+    kept: float
+    is_measured: bool  # Whether `kept` was measured with one fault a minute.
+    skipped: list[str]
+    failures: list[str]
+
+
+def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[str]) -> Outcome:
+    """Runs a stage for about so long, with faults, and proves what its weights hold."""
+    with Stage(setup) as stage:
+        saboteur = Saboteur(stage, random.Random(seed), possible(stage, kinds))
+        started_s = time.monotonic()
+        stage.progress.mark(started_s)
+        stage.await_all(saboteur.everything())
+        end_s = time.monotonic() + seconds - FINISH_S - (time.monotonic() - started_s)
+        calm_s = time.monotonic()
+        stage.watch(max(3.0, CALM_SHARE * seconds))
+        rate = stage.progress.rate(calm_s, time.monotonic())
+        is_measured = seconds >= MEASURED_S_MIN
+        kept = _minutes(saboteur, MINUTES_SHARE * seconds) / rate if is_measured else 0.0
+        loop_s, before = time.monotonic(), len(saboteur.faults)
+        _loop(saboteur, end_s, gap_s)
+        if not is_measured:
+            took_s = time.monotonic() - loop_s
+            lost_s = took_s * (1.0 - stage.progress.rate(loop_s, time.monotonic()) / rate)
+            kept = 1.0 - lost_s / max(1, len(saboteur.faults) - before) / 60.0
+        weights = stage.finish()
+        by_step = setup.mode.partition("(")[0] == "ssgd"
+        return Outcome(
+            proof=proof.check(stage.books, weights, by_step=by_step),
+            faults=saboteur.faults,
+            rate=rate,
+            kept=kept,
+            is_measured=is_measured,
+            skipped=stage.skipped,
+            failures=stage.failures,
+        )
+
+
+def _minutes(saboteur: Saboteur, seconds: float) -> float:
+    """Kills something once a minute; returns the rate."""
+    stage, started_s = saboteur.stage, time.monotonic()
+    kinds = [kind for kind in KILLS if kind in saboteur.kinds] or saboteur.kinds
+    for number in range(max(1, round(seconds / 60.0))):
+        stage.watch(started_s + 60.0 * number + 20.0 - time.monotonic())
+        saboteur.strike(kinds[number % len(kinds)])
+        stage.watch(started_s + 60.0 * (number + 1) - time.monotonic())
+    return stage.progress.rate(started_s, time.monotonic())
+
+
+def _loop(saboteur: Saboteur, end_s: float, gap_s: float) -> None:
+    """Makes each kind of fault once, however long it takes, and then at random until the end."""
+    number, kinds = 0, saboteur.kinds
+    while number < len(kinds) or time.monotonic() < end_s:
+        kind = kinds[number] if number < len(kinds) else saboteur.rng.choice(kinds)
+        saboteur.strike(kind)
+        saboteur.stage.watch(gap_s * saboteur.rng.uniform(0.5, 1.5))
+        number += 1
+
+
+# ----- figures
+
+
+def summary(faults: Sequence[Fault], kind: str) -> dict[str, Any]:
+    """Returns median, p99 and number of the recoveries from one kind of fault."""
+    values = sorted(fault.recovery_s for fault in faults if fault.kind == kind)
+    if not values:
+        return {"median": None, "p99": None, "count": 0}
+    median, p99 = np.percentile(values, [50, 99], method="closest_observation")
+    return {"median": round(float(median), 2), "p99": round(float(p99), 2), "count": len(values)}
+
+
+def show(outcome: Outcome, setup: Setup) -> None:
+    """Prints the tables."""
+    rows = []
+    for kind in STRIKES:
+        figures = summary(outcome.faults, kind)
+        if figures["count"]:
+            rows.append([kind, figures["count"], figures["median"], figures["p99"]])
+    kit.show(
+        f"{setup.workers} workers, {setup.shards} shards, {setup.numel:,} parameters, {setup.mode}",
+        ["fault", "count", "recovery s, median", "p99"],
+        rows,
+    )
+    found = outcome.proof
+    kit.show(
+        "pushes by slice",
+        ["acknowledged", "lost", "double", "torn", "open, in", "open, out"],
+        [[found.pushes, found.lost, found.double, found.torn, found.open_in, found.open_out]],
+    )
+    how = "measured" if outcome.is_measured else "from the cost of each fault"
+    print(f"{outcome.rate:.0f} pushes/s without faults; one fault a minute keeps "
+          f"{100 * outcome.kept:.1f} % ({how})")  # fmt: skip
+    for text in (*found.told, *(f"skipped: {text}" for text in outcome.skipped)):
+        print(text)
+    for text in sorted(set(outcome.failures)):
+        print(f"ended with an error: {text}")
+
+
+def figures(outcome: Outcome) -> dict[str, Any]:
+    """Returns the figures as they are printed in JSON."""
+    found = outcome.proof
+    return {
+        "pushes": found.pushes,
+        "lost": found.lost,
+        "double": found.double,
+        "torn": found.torn,
+        "faults": len(outcome.faults),
+        "recovery_s": {kind: summary(outcome.faults, kind) for kind in KILLS},
+        "throughput_kept": round(outcome.kept, 3),
+        "throughput_measured": outcome.is_measured,
+        "workers_failed": len(outcome.failures),
+        "skipped": outcome.skipped,
+    }
+
+
+def main() -> None:
+    """Runs it."""
+    if kit.serve_role(sys.argv[1:], {"worker": work}):
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of the run, about")
+    parser.add_argument("--mode", default="asgd", help="asgd or ssgd")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--numel", type=int, default=1 << 20, help="parameters")
+    parser.add_argument("--think-ms", type=float, default=5.0, help="pause between two steps")
+    parser.add_argument("--gap-s", type=float, default=3.0, help="from a recovery to a fault")
+    parser.add_argument("--seed", type=int, default=1, help="of the plan of faults")
+    parser.add_argument("--kinds", nargs="*", default=[], help=f"of {', '.join(STRIKES)}")
+    parser.add_argument("--no-net", action="store_true", help="without namespaces")
+    parser.add_argument("--no-disk", action="store_true", help="without a disk that can be full")
+    parser.add_argument("--shard-option", action="append", default=[], help="of psserver start")
+    parser.add_argument("--out", type=Path, default=Path("docs/plots"), help="folder of the plot")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    setup = Setup(
+        workers=args.workers,
+        shards=args.shards,
+        numel=-(-args.numel // 64) * 64,
+        mode=args.mode,
+        think_s=args.think_ms / 1e3,
+        options=tuple(args.shard_option),
+        net=not args.no_net,
+        disk=not args.no_disk,
+    )
+    outcome = run(setup, args.seconds, args.gap_s, args.seed, args.kinds)
+    show(outcome, setup)
+    bars = {kind: summary(outcome.faults, kind)["median"] for kind in STRIKES}
+    bars = {kind: value for kind, value in bars.items() if value is not None}
+    kit.plot_bars(args.out / "recovery.png", "recovery, median", "seconds", bars)
+    if args.json:
+        print(json.dumps(figures(outcome)))
+    sys.exit(0 if outcome.proof.is_exact else 1)
+
+
+if __name__ == "__main__":
+    main()
