@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 from pscore.errors import ConfigError
 
 T = TypeVar("T")
+BRIEF_BITS_MAX = 256  # Python refuses to print whole numbers of many digits.
+BRIEF_LENGTH_MAX = 200
 
 
 def make_plugin(
@@ -39,14 +42,31 @@ def make_plugin(
         if key not in known:
             listed = ", ".join(known) or "no arguments"
             raise ConfigError(f"{kind} {name!r} has no argument {key!r}; it has {listed}")
-        wanted = type(known[key].default)
-        number = isinstance(value, int) and not isinstance(value, bool)
-        if wanted is float and number:
-            value = float(value)
-        if type(value) is not wanted:
-            raise ConfigError(f"{name}.{key} is {value!r}, must be of type {wanted.__name__}")
-        checked[key] = value
+        checked[key] = _checked(f"{name}.{key}", value, type(known[key].default))
     return registry[name](**checked)
+
+
+def _checked(what: str, value: Any, wanted: type) -> Any:
+    """Returns a value as one of type `wanted`; a whole number will do for a float.
+
+    Raises:
+        ConfigError: It is of another type, or no number that a float can hold.
+    """
+    if wanted is float and type(value) in {int, float}:
+        if not abs(value) <= sys.float_info.max:  # Compares whole numbers of any size, and NaN.
+            raise ConfigError(f"{what} is {_brief(value)}, must be a finite number")
+        value = float(value)
+    if type(value) is not wanted:
+        raise ConfigError(f"{what} is {_brief(value)}, must be of type {wanted.__name__}")
+    return value
+
+
+def _brief(value: Any) -> str:
+    """Returns a value for a message: it may come from anybody."""
+    if isinstance(value, int) and value.bit_length() > BRIEF_BITS_MAX:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= BRIEF_LENGTH_MAX else f"{text[:BRIEF_LENGTH_MAX]}..."
 
 
 def parse_plugin(kind: str, text: str) -> tuple[str, dict[str, Any]]:

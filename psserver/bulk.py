@@ -140,7 +140,7 @@ class Connection:
     def send(
         self,
         envelope: pb.Envelope,
-        arrays: Sequence[FloatArray] = (),
+        arrays: Sequence[FloatArray | ByteArray] = (),
         release: Callable[[], None] | None = None,
     ) -> None:
         """Sends a frame, now as far as the peer takes it, the rest later.
@@ -234,7 +234,7 @@ class SocketReply:
     def pulled(
         self,
         reply: pb.PullReply,
-        arrays: Sequence[FloatArray],
+        arrays: Sequence[FloatArray | ByteArray],
         release: Callable[[], None] | None,
     ) -> None:
         """Answers a pull."""

@@ -22,6 +22,7 @@ from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.segment import Segment, WeightsMap
 from psserver import snapshot
+from psserver.estimate import ESTIMATE_ARRAYS
 from psserver.intake import Intake
 from psserver.lanes import Lane
 from psserver.membership import Member
@@ -115,6 +116,8 @@ class Driver:
         """
         layout = WeightsMap(list(table.specs.values()))
         num_arrays = 2 + len(table.optimizer.state_names) + 1  # Weights twice, state, one bin.
+        if table.spec.pull_compressor.name != "none":
+            num_arrays += ESTIMATE_ARRAYS
         wanted = num_arrays * table.nbytes
         available = psutil.virtual_memory().available
         if wanted > available:

@@ -42,7 +42,7 @@ class Reply(Protocol):
     def pulled(
         self,
         reply: data_pb2.PullReply,
-        arrays: Sequence[FloatArray],
+        arrays: Sequence[FloatArray | ByteArray],
         release: Callable[[], None] | None,
     ) -> None:
         """Answers a pull.
@@ -67,6 +67,7 @@ class Request:
     payload: Payload | None = None
     release: Callable[[], None] | None = None  # Gives the payload's memory back.
     is_shared: bool = False  # The payload lies in the worker's segment, or the answer in ours.
+    held: int | None = None  # Of a compressed pull: the estimate that the worker has.
     deadline_s: float = 0.0  # Of a pull: then it is told what is missing.
     taken_s: float = 0.0  # When a lane began with the payload.
 
@@ -156,6 +157,8 @@ class Intake:
             request = Request(job, address, table.clock(header.slice), pull.worker, reply)
             request.deadline_s = self.now() + wait_s
             request.is_shared = header.shared
+            if header.estimate and not header.with_state:
+                request.held = _held(header, table)
             self.waiting.add(request)
             self.carry_out(job, self.shard.pull(job, address, pull, request))
 
@@ -247,11 +250,11 @@ class Intake:
         """Answers a pull: by reference, from a leased buffer, or with a copy of the state."""
         request = action.token
         assert isinstance(request, Request)
+        if request.held is not None:
+            self._answer_estimate(action, store, request, request.held)
+            return
         arrays = store.read(action.worker, with_state=action.with_state)
-        nbytes = sum(array.nbytes for array in arrays)
-        with self.lock:
-            request.job.counters.pulled_nbytes += nbytes
-            self.tally.sent_nbytes += nbytes
+        self._note_sent(request, sum(array.nbytes for array in arrays))
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         if action.with_state:
             reply.counts.extend(store.counts.tolist())
@@ -267,6 +270,33 @@ class Intake:
 
     # ----- inside
 
+    def _answer_estimate(
+        self, action: Answer, store: SliceStore, request: Request, held: int
+    ) -> None:
+        """Answers a compressed pull: by the deltas that the worker lacks, or by the whole."""
+        table = request.job.table(request.address.table)
+        estimate = store.estimate(action.worker, action.version, table.spec.pull_compressor)
+        reply = data_pb2.PullReply(
+            ready=True,
+            version=action.version,
+            clock=action.clock,
+            fingerprint=estimate.fingerprint,
+        )
+        deltas = estimate.since(held)
+        if deltas is None:
+            reply.whole = True
+            self._note_sent(request, estimate.values.nbytes)
+            request.reply.pulled(reply, [estimate.values], None)
+        else:
+            reply.deltas.extend(delta.nbytes for delta in deltas)
+            self._note_sent(request, sum(reply.deltas))
+            request.reply.pulled(reply, deltas, _nothing)  # Nobody writes into them.
+
+    def _note_sent(self, request: Request, nbytes: int) -> None:
+        with self.lock:
+            request.job.counters.pulled_nbytes += nbytes
+            self.tally.sent_nbytes += nbytes
+
     def _address(self, sender: data_pb2.Sender, index: int) -> tuple[Job, Table, Address]:
         job = self.shard.heard(sender.job, sender.worker, sender.incarnation, self.now())
         table = job.table(sender.table)
@@ -279,6 +309,24 @@ class Intake:
             raise RemoteProtocolError(f"worker {worker} has attached no segment for its gradients")
         spec = table.specs[address.slice]
         return grads[spec.start : spec.stop].view(np.uint8)
+
+
+def _nothing() -> None:
+    """Nothing has to be given back."""
+
+
+def _held(header: data_pb2.PullHeader, table: Table) -> int:
+    """Returns the estimate that a worker has.
+
+    Raises:
+        RemoteProtocolError: There is none of this slice.
+    """
+    if table.spec.pull_compressor.name == "none" or not table.specs[header.slice].compress:
+        raise RemoteProtocolError(
+            f"worker {header.sender.worker} asks for an estimate of slice {header.slice} of "
+            f"{table.spec.name!r}, whose pulls are not compressed"
+        )
+    return header.held
 
 
 def _releaser(store: SliceStore, buffer: Buffer) -> Callable[[], None]:

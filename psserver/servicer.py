@@ -23,12 +23,13 @@ from pscore.errors import ConfigError, DecodeError, PacelineError, ProtocolVersi
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rpc import DATA_SERVICE, ERROR_KEY, code_of
-from pscore.types import FloatArray, TensorSpec
+from pscore.types import ByteArray, FloatArray, TensorSpec
 from psserver.bulk import BulkServer
 from psserver.driver import WAIT_S_MAX, Driver
 from psserver.membership import Member
 from psserver.shard import Job, Table, TableSpec, make_spec
 
+RAW = pb.Plugin(name="none")
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -54,7 +55,7 @@ class GrpcReply:
     def pulled(
         self,
         reply: data_pb2.PullReply,
-        arrays: Sequence[FloatArray],
+        arrays: Sequence[FloatArray | ByteArray],
         release: Callable[[], None] | None,
     ) -> None:
         """Answers a pull; the arrays are copied here."""
@@ -285,6 +286,7 @@ def _spec(table: pb.Table) -> TableSpec:
     Raises:
         ConfigError: Its arguments are not JSON objects, or name no plug-in there is.
     """
+    has_pulls = table.HasField("pull_compressor")
     return make_spec(
         name=table.name,
         tensors=tuple(
@@ -300,6 +302,7 @@ def _spec(table: pb.Table) -> TableSpec:
         num_shards=table.num_shards,
         rule=_plugin(table.rule),
         compressor=_plugin(table.compressor),
+        pull_compressor=_plugin(table.pull_compressor if has_pulls else RAW),
         optimizer=table.optimizer,
         num_groups=table.num_groups,
     )

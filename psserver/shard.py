@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pscore.compressors import make_compressor
 from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
 from pscore.errors import (
     ConfigError,
     JobMismatchError,
@@ -20,6 +21,7 @@ from pscore.errors import (
     RemoteProtocolError,
     UnknownJobError,
 )
+from pscore.estimate import require_for_pulls
 from pscore.optimizers import OPTIMIZERS
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout, first_difference, make_layout
@@ -34,6 +36,7 @@ TABLES_MAX = 4096  # Per job.
 GROUPS_MAX = 1024
 BARRIERS_MAX = 1024  # Per job; older ones are forgotten, and all workers have passed them.
 NAME_LENGTH_MAX = 256
+RAW = NoCompression()
 
 
 class Address(NamedTuple):
@@ -58,6 +61,7 @@ class TableSpec:
     compressor: Compressor
     optimizer: str
     num_groups: int
+    pull_compressor: Compressor = RAW
 
 
 @dataclass(slots=True, kw_only=True)
@@ -268,6 +272,7 @@ class Shard:
         for what, mine, yours in (
             ("mode", str(ours.rule), str(theirs.rule)),
             ("compression", str(ours.compressor), str(theirs.compressor)),
+            ("pull compression", str(ours.pull_compressor), str(theirs.pull_compressor)),
             ("optimizer", ours.optimizer, theirs.optimizer),
             ("number of parameter groups", str(ours.num_groups), str(theirs.num_groups)),
         ):
@@ -377,12 +382,15 @@ def make_spec(
     compressor: tuple[str, dict[str, object]],
     optimizer: str,
     num_groups: int,
+    pull_compressor: tuple[str, dict[str, object]] = (RAW.name, {}),
 ) -> TableSpec:
     """Returns a declaration from its parts by name.
 
     Raises:
-        ConfigError: A rule, compressor or argument is not one that there is.
+        ConfigError: A rule, compressor or argument is not one that there is, or not for pulls.
     """
+    pulls = make_compressor(*pull_compressor)
+    require_for_pulls(pulls)
     return TableSpec(
         name=name,
         tensors=tensors,
@@ -391,4 +399,5 @@ def make_spec(
         compressor=make_compressor(*compressor),
         optimizer=optimizer,
         num_groups=num_groups,
+        pull_compressor=pulls,
     )

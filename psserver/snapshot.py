@@ -177,6 +177,7 @@ def spec_of(entry: dict[str, Any]) -> TableSpec:
         compressor=(spec["compressor"][0], spec["compressor"][1]),
         optimizer=spec["optimizer"],
         num_groups=spec["num_groups"],
+        pull_compressor=tuple(spec.get("pull_compressor", ("none", {}))),
     )
 
 
@@ -194,6 +195,7 @@ def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
         "compressor": [spec.compressor.name, spec.compressor.arguments()],
         "optimizer": spec.optimizer,
         "num_groups": spec.num_groups,
+        "pull_compressor": [spec.pull_compressor.name, spec.pull_compressor.arguments()],
     }
 
 

@@ -21,6 +21,7 @@ from pscore.rules.base import Memory, Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Role, SegmentTable, SliceSpec
 from pscore.wire import floats
 from psserver.clock import Add, Load, Update
+from psserver.estimate import Estimate
 
 RAW = NoCompression()
 
@@ -81,6 +82,7 @@ class SliceStore:
         self._bins: dict[int, FloatArray] = {}
         self._free: list[FloatArray] = []
         self._memory: Memory | None = None
+        self._estimate: Estimate | None = None
 
     @property
     def weights(self) -> FloatArray:
@@ -94,7 +96,8 @@ class SliceStore:
         arrays += [*self.state, *self._bins.values(), *self._free]
         if self._memory is not None:
             arrays += [self._memory.scratch, *self._memory.state.values()]
-        return sum(array.nbytes for array in arrays)
+        estimate_nbytes = self._estimate.nbytes if self._estimate is not None else 0
+        return sum(array.nbytes for array in arrays) + estimate_nbytes
 
     def export(self) -> dict[str, np.ndarray]:
         """Returns copies of all that has to outlive the process; open sums are not part of it."""
@@ -154,6 +157,7 @@ class SliceStore:
             np.copyto(array, value)
         if payload.counts:
             self.counts[:] = payload.counts
+        self._estimate = None  # What was loaded may be far away: it is sent whole.
 
     def add(self, action: Add, payload: Payload) -> None:
         """Adds a gradient to a bin; an empty payload is a gradient of zeros."""
@@ -193,6 +197,23 @@ class SliceStore:
         if self._rule.remembers_pulls and not with_state:
             self._rule.on_pull(worker, self._remember())
         return [self.weights, *self.state] if with_state else [self.weights]
+
+    def estimate(self, worker: int, version: int, compressor: Compressor) -> Estimate:
+        """Returns what stands for the newest weights where pulls are compressed.
+
+        Args:
+            worker: Who pulls.
+            version: Of the newest weights.
+            compressor: Of what workers pull.
+        """
+        if self._estimate is None:
+            self._estimate = Estimate(compressor, self.weights, version)
+        self._estimate.follow(self.weights, version)
+        if self._rule.remembers_pulls:
+            memory = self._remember()
+            memory.weights = self._estimate.values  # What the worker computes its gradient from.
+            self._rule.on_pull(worker, memory)
+        return self._estimate
 
     def _step(self, grad: FloatArray, update: Update) -> None:
         active = np.array(

@@ -7,7 +7,7 @@ change of these is a change of the model; parameters of another type are cast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,45 @@ from pscore import kernels
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
+
+
+def trained(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
+) -> tuple[list[str], list[torch.nn.Parameter], list[int]]:
+    """Returns names, parameters and groups of what is trained, in the order of `named`.
+
+    Raises:
+        ConfigError: The optimizer has a parameter without a name, or there is nothing to train.
+    """
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    names: list[str] = []
+    parameters: list[torch.nn.Parameter] = []
+    known: set[int] = set()
+    for name, parameter in named:
+        is_trained = _can_train(parameter) and id(parameter) in group_of
+        if is_trained and id(parameter) not in known:
+            known.add(id(parameter))
+            names.append(name)
+            parameters.append(parameter)
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if _can_train(parameter) and id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {position} of group {index} {list(parameter.shape)} is in the "
+                    "optimizer but not in named_parameters; pass model.named_parameters() of the "
+                    "whole model"
+                )
+    if not parameters:
+        raise ConfigError("the optimizer has no parameter that requires a gradient")
+    return names, parameters, [group_of[id(parameter)] for parameter in parameters]
+
+
+def _can_train(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.numel() > 0
 
 
 def describe(

@@ -21,6 +21,7 @@ import torch
 
 from pscore import wire
 from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
 from pscore.cuda.runtime import launcher
 from pscore.errors import PacelineError
 from pscore.optimizers.base import Optimizer
@@ -30,6 +31,7 @@ from pscore.rules.base import Rule
 from pscore.segment import Segment
 from pscore.types import FloatArray, Push, Role, Verdict
 from psworker.device import make_feedback
+from psworker.estimate import Held
 from psworker.feedback import Feedback
 from psworker.replica import Landing
 from psworker.session import Session
@@ -40,6 +42,7 @@ log = logging.getLogger("paceline")
 T = TypeVar("T")
 WAIT_MS = 5_000  # A pull that cannot be answered by then is told what is missing.
 SAY_AFTER_S = 9.0
+RAW = NoCompression()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +74,7 @@ class Exchange:
         optimizer: Optimizer,
         num_groups: int,
         *,
+        pull_compressor: Compressor = RAW,
         share: bool = False,
     ) -> None:
         """Declares the table at every shard.
@@ -83,6 +87,7 @@ class Exchange:
             compressor: Of its pushes.
             optimizer: That the shards run.
             num_groups: Parameter groups.
+            pull_compressor: Of what it pulls (pscore/estimate.py).
             share: Whether gradients and weights lie in shared memory where that can be.
 
         Raises:
@@ -91,9 +96,17 @@ class Exchange:
         self.session = session
         self.layout = layout
         self.compressor = compressor
+        self.pull_compressor = pull_compressor
         self.traffic = Traffic()
         self._define = partial(
-            session.define, name, layout, rule, compressor, optimizer, num_groups
+            session.define,
+            name,
+            layout,
+            rule,
+            compressor,
+            optimizer,
+            num_groups,
+            pull_compressor,
         )
         self.table = self._define()
         self.grads: FloatArray | None = None
@@ -101,10 +114,16 @@ class Exchange:
         self._shared: set[int] = set()  # Shards that have mapped `grads`.
         self._placed: set[int] = set()  # Slices whose error feedback has seen its device.
         self._feedback = self._make_feedback()
+        self._held = self._make_held()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[Future[data_pb2.PullReply], Landing]] = {}
         if share:
             self._share()
+
+    @property
+    def compresses_pulls(self) -> bool:
+        """Whether what is pulled in training is an estimate of the weights."""
+        return self.pull_compressor.name != "none"
 
     # ----- Outbox
 
@@ -132,7 +151,7 @@ class Exchange:
     def pull(
         self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
     ) -> None:
-        """Asks for one slice."""
+        """Asks for one slice: for the weights, or for the estimate that stands for them."""
         header = data_pb2.PullHeader(
             sender=self._sender(),
             slice=index,
@@ -143,6 +162,9 @@ class Exchange:
         )
         state = [tensor.numpy() for tensor in landing.state] if with_state else []
         call = PullCall(header=header, weights=landing.weights.numpy(), state=state)
+        held = self._held[index]
+        if held is not None and not (with_state or landing.exact):
+            header.estimate, header.held, call.held = True, held.fingerprint, held
         self._pulls[index] = (call.done, landing)
         self._transport(index).pull(call)
 
@@ -159,8 +181,7 @@ class Exchange:
             reply = self._wait(future, f"slice {index} from {self._address(index)}")
             landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             landing.version, landing.clock = reply.version, reply.clock
-            nbytes = sum(tensor.nbytes for tensor in (landing.weights, *landing.state))
-            self.traffic.pulled_nbytes += nbytes if reply.counts else landing.weights.nbytes
+            self.traffic.pulled_nbytes += _pulled_nbytes(reply, landing)
             self.traffic.num_pulls += 1
 
     def has_landed(self, index: int) -> bool:
@@ -204,6 +225,7 @@ class Exchange:
         self.table = self._define(again=True)
         self._pushes.clear()
         self._pulls.clear()
+        self._held = self._make_held()
         for feedback in self._feedback:
             if feedback is not None:
                 feedback.settle(Verdict.ACCEPTED)
@@ -249,6 +271,18 @@ class Exchange:
             return [None] * len(self.layout.slices)
         return [
             Feedback(self.compressor, spec.numel, self._key(spec.index)) if spec.compress else None
+            for spec in self.layout.slices
+        ]
+
+    def _make_held(self) -> list[Held | None]:
+        """Returns what is held of each slice's estimate; None where pulls are not compressed."""
+        if not self.compresses_pulls:
+            return [None] * len(self.layout.slices)
+        who = f"worker {self.session.rank}"
+        return [
+            Held(self.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
+            if spec.compress
+            else None
             for spec in self.layout.slices
         ]
 
@@ -387,3 +421,11 @@ class Exchange:
             return header, ()
         self.traffic.pushed_nbytes += data.nbytes
         return header, () if shared else (data,)
+
+
+def _pulled_nbytes(reply: data_pb2.PullReply, landing: Landing) -> int:
+    """Returns the bytes of payload of an answer; shared memory counts as if it had travelled."""
+    if reply.fingerprint and not reply.whole:
+        return sum(reply.deltas)
+    nbytes = sum(tensor.nbytes for tensor in (landing.weights, *landing.state))
+    return nbytes if reply.counts else landing.weights.nbytes

@@ -25,8 +25,7 @@ MATRIX_NDIM = 2  # Biases and the weights of norm layers have one dimension.
 
 def choose(
     tensors: Sequence[TensorSpec],
-    compressor: Compressor,
-    *,
+    *compressors: Compressor,
     min_nbytes: int,
     exclude: Sequence[str],
 ) -> list[TensorSpec]:
@@ -34,14 +33,14 @@ def choose(
 
     Args:
         tensors: The parameters.
-        compressor: The job's.
+        *compressors: The job's: of pushes, and of pulls if they have one.
         min_nbytes: Smaller tensors stay as they are, in bytes of float32.
         exclude: Names, or patterns as in `fnmatch`, of tensors that stay as they are.
     """
     return [
         replace(
             spec,
-            compress=compressor.name != "none"
+            compress=any(compressor.name != "none" for compressor in compressors)
             and len(spec.shape) >= MATRIX_NDIM
             and wire.FLOAT_NBYTES * spec.numel >= min_nbytes
             and not any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in exclude),

@@ -24,13 +24,14 @@ from pscore.errors import (
     ReplacedError,
     UnknownJobError,
 )
+from pscore.estimate import parse_pull_compressor
 from pscore.optimizers import OPTIMIZERS, from_torch, hyper_rows
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.types import Role, TensorSpec
 from psworker import context
-from psworker.bucket import Bucket, describe
+from psworker.bucket import Bucket, describe, trained
 from psworker.buffers import Buffers
 from psworker.exchange import Exchange
 from psworker.feedback import choose
@@ -52,6 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         mode: str | Rule = "ssgd",
         compression: str | Compressor = "none",
+        pull_compression: str | Compressor = "none",
         servers: str | list[str] | None = None,
         job: str | None = None,
         timeout_s: float | None = None,
@@ -68,7 +70,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer: SGD, Adam or AdamW; its groups' hyper-parameters travel with each push.
             named_parameters: As `model.named_parameters()` gives them, on every worker alike.
             mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`.
-            compression: A compressor: `"none"`, `"fp16"`, or a `Compressor`.
+            compression: A compressor: `"none"`, `"fp16"`, or a `Compressor`. Of what is pushed.
+            pull_compression: Of what is pulled to train on; else weights are pulled as they are.
             servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
                 are started on this machine and end with the job.
             job: Name of the job; else PACELINE_JOB; else torchrun's run id.
@@ -94,21 +97,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self.rule = parse_mode(mode)
         self.compressor = parse_compressor(compression)
+        self.pull_compressor = parse_pull_compressor(pull_compression)
         outer = self.rule.outer_optimizer
         self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
-        self._names, parameters, groups = _trained(optimizer, named_parameters)
+        self._names, parameters, groups = trained(optimizer, named_parameters)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._samples = samples
         self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
         self.session = self._context.session
         tensors = describe(list(zip(self._names, parameters, strict=True)), groups)
-        tensors = choose(
-            tensors, self.compressor, min_nbytes=compress_min_nbytes, exclude=compress_exclude
+        compressors = (self.compressor, self.pull_compressor)
+        chosen = choose(
+            tensors, *compressors, min_nbytes=compress_min_nbytes, exclude=compress_exclude
         )
-        self._make_table(parameters, tensors)
+        self._make_table(parameters, chosen)
         self._overlap = Overlap(overlap, self._names)
         self._watch(parameters)
-        self._is_closed = self._has_warned = False
         self._buffers = Buffers(model, buffers, self.session)
         self._upload()
         self._context.at_close(self.close)
@@ -127,6 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.compressor,
             self.plugin,
             num_groups,
+            pull_compressor=self.pull_compressor,
             share=True,
         )
         self.bucket = Bucket(parameters, layout, self.exchange.grads)
@@ -143,6 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for segment in spec.segments:
                 self._slices_of[segment.tensor].append(spec.index)
         self._reset_missing()
+        self._is_closed = self._has_warned = False
         self._frozen = [
             parameter
             for group in self.param_groups
@@ -276,7 +282,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._warn_of_changes()
         self.exchange.flush()
         kept = None
-        if self.replica.drifts or not self.rule.by_step:
+        differs = self.replica.drifts or self.exchange.compresses_pulls
+        if differs or not self.rule.by_step:
             kept = self.bucket.weights.clone()
             self.exchange.run(self.replica.peek(self.bucket.weights, self.exchange))
             self.bucket.scatter_weights()
@@ -458,42 +465,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
             steps = [counts[segment.tensor] for segment in spec.segments] if counts else []
             self.exchange.load(spec.index, role, arrays, steps)
         self.exchange.flush()
-
-
-def _trained(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
-) -> tuple[list[str], list[torch.nn.Parameter], list[int]]:
-    """Returns names, parameters and groups of what is trained, in the order of `named`.
-
-    Raises:
-        ConfigError: The optimizer has a parameter without a name, or there is nothing to train.
-    """
-    group_of = {
-        id(parameter): index
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    names: list[str] = []
-    parameters: list[torch.nn.Parameter] = []
-    known: set[int] = set()
-    for name, parameter in named:
-        is_trained = _can_train(parameter) and id(parameter) in group_of
-        if is_trained and id(parameter) not in known:
-            known.add(id(parameter))
-            names.append(name)
-            parameters.append(parameter)
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if _can_train(parameter) and id(parameter) not in known:
-                raise ConfigError(
-                    f"parameter {position} of group {index} {list(parameter.shape)} is in the "
-                    "optimizer but not in named_parameters; pass model.named_parameters() of the "
-                    "whole model"
-                )
-    if not parameters:
-        raise ConfigError("the optimizer has no parameter that requires a gradient")
-    return names, parameters, [group_of[id(parameter)] for parameter in parameters]
-
-
-def _can_train(parameter: torch.nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.numel() > 0

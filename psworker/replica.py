@@ -32,6 +32,7 @@ class Landing:
     version: int = -1  # -1 while it is under way.
     counts: IntArray | None = None  # With state: optimizer steps of each segment.
     clock: int = 0  # Pushes of this worker that the shard has counted.
+    exact: bool = False  # The weights themselves, where training goes on from an estimate of them.
 
 
 class Outbox(Protocol):
@@ -218,7 +219,7 @@ class Replica:
         with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
             oldest = self.newest(index) if min_version is None else min_version
-            self._ask(index, oldest, outbox, with_state=with_state)
+            self._ask(index, oldest, outbox, with_state=with_state, exact=True)
         yield from self.settle()
 
     def restart(self) -> None:
@@ -254,7 +255,7 @@ class Replica:
                 weights = target[self._span(index)]
                 if target.device.type != "cpu":
                     weights = self._landing(index, with_state=False).weights
-                landings[index] = Landing(weights=weights, state=[])
+                landings[index] = Landing(weights=weights, state=[], exact=True)
                 clock, version = self.clock(index), self.newest(index)
                 outbox.pull(index, clock, version, landings[index], with_state=False)
         for index in self._indices():
@@ -348,9 +349,17 @@ class Replica:
         self._count()
         self.num_inner, self._samples = 0, 0.0
 
-    def _ask(self, index: int, min_version: int, outbox: Outbox, *, with_state: bool) -> None:
+    def _ask(
+        self,
+        index: int,
+        min_version: int,
+        outbox: Outbox,
+        *,
+        with_state: bool,
+        exact: bool = False,
+    ) -> None:
         landing = self._landing(index, with_state=with_state)
-        landing.version = -1
+        landing.version, landing.exact = -1, exact
         self._pending.add(index)
         outbox.pull(index, self.clock(index), min_version, landing, with_state=with_state)
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pscore import wire
 from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
 from pscore.errors import (
     PacelineError,
     ProtocolVersionError,
@@ -29,6 +30,7 @@ from psworker.link import Link
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
+RAW = NoCompression()
 FIRST_TIMEOUT_S = 5.0  # Of one attempt of the first call: what listens there may be no shard.
 
 
@@ -107,7 +109,7 @@ class Session:
 
     def define(
         self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
-        num_groups: int, *, again: bool = False,
+        num_groups: int, pull_compressor: Compressor = RAW, *, again: bool = False,
     ) -> int:  # fmt: skip
         """Declares a table at every shard and returns its index.
 
@@ -124,10 +126,9 @@ class Session:
                 for t in layout.tensors
             ],
             num_shards=layout.num_shards,
-            rule=pb.Plugin(name=rule.name, arguments=json.dumps(rule.arguments())),
-            compressor=pb.Plugin(
-                name=compressor.name, arguments=json.dumps(compressor.arguments())
-            ),
+            rule=_plugin(rule),
+            compressor=_plugin(compressor),
+            pull_compressor=_plugin(pull_compressor),
             optimizer=optimizer.name,
             num_groups=num_groups,
             fingerprint=layout.fingerprint,
@@ -282,3 +283,7 @@ class Session:
     def _close_links(self) -> None:
         for link in self.links:
             link.close()
+
+
+def _plugin(plugin: Rule | Compressor) -> pb.Plugin:
+    return pb.Plugin(name=plugin.name, arguments=json.dumps(plugin.arguments()))

@@ -19,7 +19,8 @@ import numpy as np
 from pscore.errors import DecodeError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray
-from pscore.wire import FLOAT_NBYTES, floats
+from pscore.wire import FLOAT_NBYTES
+from psworker.estimate import Held
 
 log = logging.getLogger("paceline")
 SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
@@ -41,6 +42,7 @@ class PullCall:
     header: data_pb2.PullHeader
     weights: FloatArray  # (numel,)
     state: list[FloatArray]  # (numel,) each; may be unused.
+    held: Held | None = None  # Of a compressed pull: what its answer builds upon.
     done: Future[data_pb2.PullReply] = field(default_factory=Future)
     started_s: float = field(default_factory=time.monotonic)
     say_s: float = SAY_AFTER_S
@@ -51,6 +53,8 @@ class PullCall:
         Raises:
             DecodeError: It has another length than what was asked for.
         """
+        if self.held is not None and reply.fingerprint:
+            return [self.held.room(reply, nbytes)]
         arrays = [self.weights, *(self.state if reply.counts else [])]
         if nbytes != sum(array.nbytes for array in arrays):
             raise DecodeError(
@@ -61,10 +65,26 @@ class PullCall:
 
     def land(self, reply: data_pb2.PullReply, payload: memoryview) -> None:
         """Copies a payload to where it has to go."""
-        num_arrays = 1 + (len(self.state) if reply.counts else 0)
-        values = floats(payload, num_arrays, len(self.weights))
-        for array, value in zip((self.weights, *self.state), values, strict=False):
-            np.copyto(array, value)
+        for target in self.targets(reply, payload.nbytes):
+            target[:] = payload[: target.nbytes]
+            payload = payload[target.nbytes :]
+
+    def settle(self, reply: data_pb2.PullReply) -> bool:
+        """Ends an answer that has landed; returns False if the header, as it is now, asks again.
+
+        Raises:
+            DecodeError: What has landed is not what was asked for.
+        """
+        if self.held is None or not reply.fingerprint:
+            return True
+        try:
+            if self.held.take(reply):
+                assert self.held.values is not None
+                np.copyto(self.weights, self.held.values)
+                return True
+        finally:
+            self.header.held = self.held.fingerprint
+        return False
 
     def put_off(self, reply: data_pb2.PullReply) -> None:
         """Says what the shard waits for, less and less often."""

@@ -62,12 +62,17 @@ class GrpcTransport(Transport):
         return data_pb2.PushReply.FromString(bytes(wire.decode(answer)[0]))
 
     def _pull_now(self, call: PullCall) -> data_pb2.PullReply:
-        frame = wire.encode(call.header.SerializeToString())
         while True:
-            answer = self._patience.insist(lambda: self._pull(frame, timeout=CALL_TIMEOUT_S))
-            raw, payload = wire.decode(answer)
+            raw, payload = wire.decode(self._ask(call))
             reply = data_pb2.PullReply.FromString(bytes(raw))
             if reply.ready:
                 call.land(reply, payload)
-                return reply
-            call.put_off(reply)
+                if call.settle(reply):
+                    return reply
+            else:
+                call.put_off(reply)
+
+    def _ask(self, call: PullCall) -> bytes:
+        frame = wire.encode(call.header.SerializeToString())
+        answer: bytes = self._patience.insist(lambda: self._pull(frame, timeout=CALL_TIMEOUT_S))
+        return answer

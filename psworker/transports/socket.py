@@ -287,6 +287,8 @@ class SocketTransport(Transport):
                 return False
         else:
             incoming.read_into(*call.targets(reply, incoming.payload_nbytes))
+            if not call.settle(reply):
+                return False
         call.done.set_result(reply)
         return True
 

@@ -188,11 +188,6 @@ def test_hostile_arguments_of_a_rule_are_refused(arguments: str) -> None:
     play(scene)
 
 
-@pytest.mark.xfail(
-    reason="make_plugin lets OverflowError through, and a handler that fails stops the shard",
-    raises=OverflowError,
-    strict=True,
-)
 @pytest.mark.parametrize("plugin", ["rule", "compressor"])
 def test_a_whole_number_too_large_for_a_float_is_refused(plugin: str) -> None:
     async def scene(front: Front) -> None:

@@ -178,7 +178,7 @@ def differ(what: str) -> None:
         adam = torch.optim.Adam(model.parameters())
         psworker.DistributedOptimizer(adam, model.named_parameters())
     else:
-        wrap(model, **{what: {"mode": "ssd(steps=3)", "compression": "fp16"}[what]})
+        wrap(model, **{what: {"mode": "ssd(steps=3)"}.get(what, "fp16")})
 
 
 def join_after(me: Station, what: str) -> tuple[str, str]:
@@ -211,7 +211,8 @@ MISMATCHES = {
     "groups": r"number of parameter groups is 6 here and 1 in the job",
     "optimizer": r"optimizer is adam here and sgd in the job",
     "mode": r"mode is ssd\(steps=3, .*\) here and ssgd.* in the job",
-    "compression": r"compression is fp16.* here and none in the job",
+    "compression": r": compression is fp16.* here and none in the job",
+    "pull_compression": r"pull compression is fp16.* here and none in the job",
 }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from pscore import wire
 from pscore.errors import PacelineError
 from pscore.pb.ps.v1 import data_pb2
-from pscore.types import FloatArray, Role
+from pscore.types import ByteArray, FloatArray, Role
 from psserver.clock import Update
 from psserver.intake import Intake, Request
 from psserver.lanes import INLINE_NUMEL_MAX, Lane
@@ -62,7 +62,7 @@ class Courier:
     def pulled(
         self,
         reply: data_pb2.PullReply,
-        arrays: Sequence[FloatArray],
+        arrays: Sequence[FloatArray | ByteArray],
         release: Callable[[], None] | None,
     ) -> None:
         def send() -> None:

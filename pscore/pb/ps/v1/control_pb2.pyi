@@ -87,7 +87,7 @@ class Plugin(_message.Message):
     def __init__(self, name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("name", "tensors", "num_shards", "rule", "compressor", "optimizer", "num_groups", "fingerprint")
+    __slots__ = ("name", "tensors", "num_shards", "rule", "compressor", "optimizer", "num_groups", "fingerprint", "pull_compressor")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class Table(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PULL_COMPRESSOR_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     num_shards: int
@@ -104,7 +105,8 @@ class Table(_message.Message):
     optimizer: str
     num_groups: int
     fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    pull_compressor: Plugin
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., num_shards: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., compressor: _Optional[_Union[Plugin, _Mapping]] = ..., optimizer: _Optional[str] = ..., num_groups: _Optional[int] = ..., fingerprint: _Optional[str] = ..., pull_compressor: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
 
 class DefineRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "table")

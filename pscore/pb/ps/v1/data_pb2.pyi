@@ -76,7 +76,7 @@ class PushReply(_message.Message):
     def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms", "shared")
+    __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms", "shared", "estimate", "held")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,8 @@ class PullHeader(_message.Message):
     WITH_STATE_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     slice: int
     clock: int
@@ -91,23 +93,31 @@ class PullHeader(_message.Message):
     with_state: bool
     wait_ms: int
     shared: bool
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ..., shared: bool = ...) -> None: ...
+    estimate: bool
+    held: int
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ..., shared: bool = ..., estimate: bool = ..., held: _Optional[int] = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("ready", "version", "counts", "waiting_for", "clock", "buffer")
+    __slots__ = ("ready", "version", "counts", "waiting_for", "clock", "buffer", "fingerprint", "deltas", "whole")
     READY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     BUFFER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     version: int
     counts: _containers.RepeatedScalarFieldContainer[int]
     waiting_for: str
     clock: int
     buffer: int
-    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., clock: _Optional[int] = ..., buffer: _Optional[int] = ...) -> None: ...
+    fingerprint: int
+    deltas: _containers.RepeatedScalarFieldContainer[int]
+    whole: bool
+    def __init__(self, ready: bool = ..., version: _Optional[int] = ..., counts: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ..., clock: _Optional[int] = ..., buffer: _Optional[int] = ..., fingerprint: _Optional[int] = ..., deltas: _Optional[_Iterable[int]] = ..., whole: bool = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("kind", "message")

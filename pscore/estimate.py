@@ -1,0 +1,58 @@
+"""Compressed pulls: an estimate of the weights that all workers hold. What both sides agree on.
+
+EF21-P of Kaja Gruntkowska, Alexander Tyurin and Peter Richtarik, "EF21-P and Friends: Improved
+Theoretical Communication Complexity for Distributed Optimization with Bidirectional Compression",
+ICML 2023, arXiv:2209.15218. W are the weights on the shard, X the estimate, C compresses:
+
+    shard    u = W - X;  send C(u);  X <- X + D(C(u))        worker    X <- X + D(C(u))
+
+What is owed is W - X, whatever was sent before: error feedback by construction, without a residual.
+X is the same bits on the shard and on every worker, because all of them add the same payloads in
+the same order. Its fingerprint names it: a worker says which X it holds, the shard sends the deltas
+from there on, and both compare the fingerprint of what comes out.
+
+Differs from the paper: X moves when a worker asks, not with each update; a worker that lacks too
+many deltas, or whose fingerprint differs, gets X whole; optimizers other than plain SGD run on W.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from pscore.compressors import parse_compressor
+from pscore.compressors.base import RESIDUAL, Compressor
+from pscore.errors import ConfigError
+from pscore.types import FloatArray
+from pscore.wire import as_bytes
+
+DELTAS_MAX = 64  # Deltas in one answer; a worker that is further behind gets the estimate whole.
+
+
+def fingerprint(values: FloatArray) -> int:
+    """Returns XXH3-64 of `(numel,) float32`; never 0, which stands for none."""
+    return xxhash.xxh3_64_intdigest(as_bytes(values)) or 1
+
+
+def parse_pull_compressor(text: str | Compressor) -> Compressor:
+    """Returns the compressor of pulls that `text` describes.
+
+    Raises:
+        ConfigError: There is no such compressor, or it is not one for pulls.
+    """
+    compressor = parse_compressor(text)
+    require_for_pulls(compressor)
+    return compressor
+
+
+def require_for_pulls(compressor: Compressor) -> None:
+    """Refuses what cannot compress pulls.
+
+    Raises:
+        ConfigError: It keeps more than a residual, or none, and then nothing bounds what is owed.
+    """
+    if compressor.name == "none" or compressor.state_names == (RESIDUAL,):
+        return
+    raise ConfigError(
+        f"pull_compression is {str(compressor)!r}, must be a compressor with a residual and "
+        "nothing else: fp16, bf16, int8, 2bit, 1bit, topk, randomk, or another with feedback=True"
+    )

@@ -1,0 +1,99 @@
+"""What workers hold of one slice's weights where pulls are compressed, and how it follows them.
+
+The equations stand in pscore/estimate.py. The estimate moves when somebody asks for it, at most
+once for each version of the weights, and all workers share it. The last deltas are kept, as many as
+are smaller than the estimate itself: a worker that is that far behind gets those that it has not
+seen, any other the whole. Nothing of this outlives the process: then the whole is sent again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from pscore.compressors.base import RESIDUAL, Compressor
+from pscore.errors import GradientError
+from pscore.estimate import DELTAS_MAX, fingerprint
+from pscore.types import ByteArray, FloatArray
+
+ESTIMATE_ARRAYS = 4  # As long as the weights: X, what it owes, and at most two for deltas.
+
+
+class Estimate:
+    """The estimate of one slice; only the slice's lane touches it.
+
+    Attributes:
+        values: `(numel,) float32`, X.
+        fingerprint: Of `values`.
+    """
+
+    def __init__(self, compressor: Compressor, weights: FloatArray, version: int) -> None:
+        """Starts at the weights themselves.
+
+        Args:
+            compressor: Of the deltas.
+            weights: `(numel,) float32`; copied.
+            version: Of these weights, in updates.
+        """
+        self.values = weights.copy()
+        self.fingerprint = fingerprint(self.values)
+        self._compressor = compressor
+        self._version = version
+        self._owed = np.empty_like(self.values)
+        self._buffer = np.zeros(compressor.payload_nbytes_max(len(weights)), dtype=np.uint8)
+        # Each with the fingerprint that it leads on from, oldest first.
+        # Invariant: together smaller than `values`.
+        self._deltas: deque[tuple[int, ByteArray]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        kept = sum(payload.nbytes for _, payload in self._deltas)
+        return self.values.nbytes + self._owed.nbytes + self._buffer.nbytes + kept
+
+    def follow(self, weights: FloatArray, version: int) -> None:
+        """Moves towards newer weights, by one delta.
+
+        Args:
+            weights: `(numel,) float32`.
+            version: Of these weights: at one that it has followed already it stays as it is.
+        """
+        if version == self._version:
+            return
+        self._version = version
+        np.negative(self.values, out=self._owed)  # So that encoding makes W - X in its first pass.
+        try:
+            nbytes = self._compressor.encode(
+                weights, {RESIDUAL: self._owed}, self._buffer, seed=self.fingerprint, step=version
+            )
+        except GradientError:  # Weights that diverge, beyond float32: they are shown as they are.
+            np.copyto(self.values, weights)
+            self._deltas.clear()
+        else:
+            payload = self._buffer[:nbytes].copy()
+            self._compressor.decode_add(payload, self.values, 1.0, assign=False)
+            self._keep(payload)
+        self.fingerprint = fingerprint(self.values)
+
+    def since(self, held: int) -> Sequence[ByteArray] | None:
+        """Returns the deltas from the estimate with fingerprint `held` to this one.
+
+        Returns:
+            None if there is no such way: then the whole has to be sent.
+        """
+        if held == self.fingerprint:
+            return ()
+        found: list[ByteArray] = []
+        for start, payload in reversed(self._deltas):
+            found.append(payload)
+            if start == held:
+                return found[::-1]
+        return None
+
+    def _keep(self, payload: ByteArray) -> None:
+        self._deltas.append((self.fingerprint, payload))
+        kept = sum(payload.nbytes for _, payload in self._deltas)
+        while self._deltas and (kept >= self.values.nbytes or len(self._deltas) > DELTAS_MAX):
+            kept -= self._deltas.popleft()[1].nbytes
