@@ -211,6 +211,24 @@ class SliceClock:
         """Drops a pull whose requester no longer waits; False if its answer is under way."""
         return self._waiting.pop(token, None) is not None
 
+    def change(self, rule: Rule) -> list[Action]:
+        """Goes on under another rule, while nobody is expected; what is in enters an update.
+
+        Versions go on, and every worker's next push is that of the newest version.
+
+        Raises:
+            ConfigError: The rule's arguments do not fit the number of workers.
+        """
+        rule.require_workers(self._num_workers)
+        actions = self.recheck()
+        for key in sorted(self._bins):  # Of somebody who was lost, and had left out steps.
+            self.version = max(self.version, key)
+            actions.append(self._close(key))
+        self.rule = rule
+        for rank in {*self._members(), *self.counted}:
+            self.counted[rank] = Counted(clock=max(self.version, 0))
+        return actions + self._answers()
+
     def recheck(self) -> list[Action]:
         """Decides again after the membership has changed."""
         if self.rule.by_step:

@@ -20,11 +20,12 @@ import structlog
 from pscore.errors import LimitError, RemoteProtocolError
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
+from pscore.rules.base import Rule
 from pscore.segment import Segment, WeightsMap
 from psserver import snapshot
 from psserver.estimate import ESTIMATE_ARRAYS
 from psserver.intake import Intake
-from psserver.lanes import Lane
+from psserver.lanes import Change, Lane
 from psserver.membership import Member
 from psserver.shard import Address, Job, Shard, Table, TableSpec
 from psserver.store import SliceStore
@@ -107,6 +108,23 @@ class Driver:
             nbytes=table.nbytes,
         )
         return table, True
+
+    def step_aside(self, job: Job, index: int, rank: int, change: tuple[int, int]) -> None:
+        """Lets the steps of a table close without a worker that waits for a change of its mode."""
+        with self.lock:
+            self.intake.carry_out(job, self.shard.step_aside(job, index, rank, change))
+
+    def change(self, job: Job, index: int, rank: int, rule: Rule) -> None:
+        """Gives a table another mode, unless a worker before this one has done so."""
+        with self.lock:
+            actions = self.shard.change(job, index, rank, rule)
+            if actions is None:
+                return
+            self.intake.carry_out(job, actions)
+            for key, lane in self._lanes_of(job).items():
+                if key[0] == index:
+                    lane.submit([Change(rule=rule)])
+        log.info("mode changed", job=job.name, table=job.table(index).spec.name, mode=str(rule))
 
     def _allocate(self, job: Job, table: Table) -> None:
         """Makes the stores of a table, their weights in memory that workers can map.

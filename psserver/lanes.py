@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pscore.rules.base import Rule
 from psserver.clock import Acknowledge, Action, Add, Answer, Hold, Load, Token, Update
 from psserver.store import Payload, SliceStore
 
@@ -31,7 +32,14 @@ class Copy:
     take: Callable[[dict[str, np.ndarray]], None]
 
 
-Work = Action | Copy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Go on under another rule."""
+
+    rule: Rule
+
+
+Work = Action | Copy | Change
 
 
 class Desk(Protocol):
@@ -175,8 +183,13 @@ def _copy(action: Copy, store: SliceStore, desk: Desk) -> None:
     action.take(store.export())
 
 
+def _change(action: Change, store: SliceStore, desk: Desk) -> None:
+    store.change(action.rule)
+
+
 CARRIERS: dict[type[Work], Callable[..., None]] = {
     Copy: _copy,
+    Change: _change,
     Load: _load,
     Hold: _hold,
     Update: _update,

@@ -23,6 +23,7 @@ from pscore.errors import ConfigError, DecodeError, PacelineError, ProtocolVersi
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rpc import DATA_SERVICE, ERROR_KEY, code_of
+from pscore.rules import make_rule
 from pscore.types import ByteArray, FloatArray, TensorSpec
 from psserver.bulk import BulkServer
 from psserver.driver import WAIT_S_MAX, Driver
@@ -193,6 +194,21 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             raise
         return pb.DefineReply(table=table.index, created=created)
 
+    async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
+        """Lets a worker step aside, or changes the mode of a table."""
+        try:
+            job = self._heard(request)
+            if request.HasField("rule"):
+                rule = make_rule(*_plugin(request.rule))
+                self._driver.change(job, request.table, request.worker, rule)
+            else:
+                change = (request.incarnation, request.number)
+                self._driver.step_aside(job, request.table, request.worker, change)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.ChangeReply()
+
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
         try:
@@ -235,7 +251,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._drain(request.grace_s)
         return pb.DrainReply()
 
-    def _heard(self, request: pb.DefineRequest | pb.HeartbeatRequest | pb.BarrierRequest) -> Job:
+    def _heard(
+        self,
+        request: pb.DefineRequest | pb.ChangeRequest | pb.HeartbeatRequest | pb.BarrierRequest,
+    ) -> Job:
         return self._driver.heard(request.job, request.worker, request.incarnation)
 
     def _job_status(self, job: Job) -> pb.JobStatus:

@@ -8,7 +8,8 @@ tensor of the low-level interface. Jobs share nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pscore.compressors import make_compressor
@@ -48,6 +49,7 @@ class Address(NamedTuple):
 
 
 Actions = list[tuple[Address, Action]]
+Change = tuple[int, ...]  # Incarnation of a worker, and its number of a change of the mode.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,8 @@ class Table:
     optimizer: Optimizer
     specs: dict[int, SliceSpec]
     clocks: dict[int, SliceClock]
+    aside: dict[int, Change]  # By rank: waits for the mode to be changed, and nobody for it.
+    changed: dict[int, Change] = field(default_factory=dict)  # The newest that each has made.
 
     @property
     def nbytes(self) -> int:
@@ -254,18 +258,76 @@ class Shard:
             raise ConfigError(f"a tensor is in a group beyond the {spec.num_groups} declared")
         layout = make_layout(spec.tensors, self.num_shards)
         specs = {part.index: part for part in layout.of_shard(self.index)}
-        members = job.membership
+        members, aside = job.membership, dict[int, Change]()
+
+        def expected() -> list[int]:
+            return [rank for rank in members.expected() if rank not in aside]
+
         return Table(
             index=len(job.tables),
             spec=spec,
             layout=layout,
             optimizer=OPTIMIZERS[spec.optimizer](),
             specs=specs,
-            clocks={
-                index: SliceClock(spec.rule, members.expected, members.num_workers)
-                for index in specs
-            },
+            clocks={index: SliceClock(spec.rule, expected, members.num_workers) for index in specs},
+            aside=aside,
         )
+
+    # ----- a change of the mode
+
+    def step_aside(self, job: Job, index: int, rank: int, change: Change) -> Actions:
+        """Lets the steps of a table close without `rank`, until its mode has been changed."""
+        table = job.table(index)
+        if change <= table.changed.get(rank, ()):
+            return []  # Sent twice, and this one was under way for long.
+        table.aside[rank] = change
+        return self._noted(job, table, lambda clock: clock.recheck())
+
+    def change(self, job: Job, index: int, rank: int, rule: Rule) -> Actions | None:
+        """Gives a table another mode; None if a worker before this one has done so.
+
+        Raises:
+            JobMismatchError: That worker named another mode.
+            RemoteProtocolError: Not all workers have stepped aside.
+            ConfigError: The mode's arguments do not fit the job, or its updates the optimizer.
+        """
+        table = job.table(index)
+        if rank not in table.aside:
+            if str(rule) != str(table.spec.rule):
+                raise JobMismatchError(
+                    f"job {job.name!r}: mode is changed to {rule} here and to {table.spec.rule} "
+                    "in the job"
+                )
+            return None
+        if rule.outer_optimizer != table.spec.rule.outer_optimizer:
+            raise ConfigError(
+                f"{table.spec.rule} cannot become {rule} while it runs: the shards run another "
+                "optimizer then"
+            )
+        rule.require_workers(job.membership.num_workers)
+        others = [who for who in job.membership.expected() if who not in table.aside]
+        if others:
+            raise RemoteProtocolError(
+                f"job {job.name!r}: the mode is to be changed to {rule}, but "
+                f"{job.membership.describe(others[0])} has not stepped aside for it"
+            )
+        table.changed |= table.aside
+        actions = self._noted(job, table, lambda clock: clock.change(rule))
+        table.spec = replace(table.spec, rule=rule)
+        table.aside.clear()
+        return actions
+
+    def _noted(
+        self, job: Job, table: Table, decide: Callable[[SliceClock], list[Action]]
+    ) -> Actions:
+        """Returns what follows for each slice of a table, and counts its updates."""
+        actions = [
+            (Address(job.name, table.index, index), action)
+            for index, clock in table.clocks.items()
+            for action in decide(clock)
+        ]
+        job.counters.num_updates += sum(isinstance(action, Update) for _, action in actions)
+        return actions
 
     def _difference(self, theirs: TableSpec, ours: TableSpec) -> str | None:
         """Returns a sentence about the first difference between two declarations, or None."""
@@ -330,14 +392,11 @@ class Shard:
 
     def recheck(self, job: Job) -> Actions:
         """Decides again, for every slice of a job, after its membership has changed."""
-        actions = [
-            (Address(job.name, table.index, index), action)
+        return [
+            item
             for table in job.tables.values()
-            for index, clock in table.clocks.items()
-            for action in clock.recheck()
+            for item in self._noted(job, table, lambda clock: clock.recheck())
         ]
-        job.counters.num_updates += sum(isinstance(action, Update) for _, action in actions)
-        return actions
 
     def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
         """Whether a worker joins a job that has no live worker in order to go on with it.

@@ -123,6 +123,10 @@ class SliceStore:
         for name in [name for name in arrays if name.startswith(prefix)]:
             self._remember().state[name.removeprefix(prefix)] = arrays[name]
 
+    def change(self, rule: Rule) -> None:
+        """Goes on under another rule; what the former one remembered is of no use to it."""
+        self._rule, self._memory = rule, None
+
     def lease(self) -> Buffer:
         """Returns the newest weights' buffer; it stays as it is until `release`."""
         with self._leasing:

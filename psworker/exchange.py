@@ -98,6 +98,7 @@ class Exchange:
         self.compressor = compressor
         self.pull_compressor = pull_compressor
         self.traffic = Traffic()
+        self._num_changes = 0  # Of the mode.
         self._define = partial(
             session.define,
             name,
@@ -230,6 +231,16 @@ class Exchange:
             if feedback is not None:
                 feedback.settle(Verdict.ACCEPTED)
         self._attach()
+
+    def change(self, rule: Rule) -> None:
+        """Has the table go on under another rule, on every shard and for every worker."""
+        self.flush()
+        self._num_changes += 1
+        self.session.step_aside(self.table, self._num_changes)
+        self.session.barrier("mode")
+        self.session.change(self.table, self._num_changes, rule)
+        name, layout, _, *others = self._define.args
+        self._define = partial(self.session.define, name, layout, rule, *others)
 
     # ----- loading
 

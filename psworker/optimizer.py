@@ -33,6 +33,7 @@ from pscore.types import Role, TensorSpec
 from psworker import context
 from psworker.bucket import Bucket, describe, trained
 from psworker.buffers import Buffers
+from psworker.change import change_mode
 from psworker.exchange import Exchange
 from psworker.feedback import choose
 from psworker.overlap import Overlap
@@ -295,6 +296,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self.bucket.weights.copy_(kept)
                     self.bucket.scatter_weights()
                     self.bucket.note_weights()
+
+    def set_mode(self, mode: str | Rule) -> None:
+        """Changes the mode of the running job, between two steps; every worker calls it.
+
+        Every gradient so far counts, and all go on from the same weights, with the shards'
+        optimizer state and versions. A `warmup` counts from the start of training. A worker that
+        is started again later names the new mode.
+
+        Args:
+            mode: As for the constructor: `"ssd(steps=8)"`.
+
+        Raises:
+            ConfigError: It does not fit this job, or this is not between two steps.
+            JobMismatchError: Another worker has named another mode.
+        """
+        if self._is_closed or self._pushed:
+            raise ConfigError("set_mode() is called after step(), and before training has ended")
+        change_mode(self, parse_mode(mode), self._grads())
 
     def close(self) -> None:
         """Ends training: the model keeps the global weights.

@@ -232,6 +232,13 @@ class Replica:
             part.counts[:] = 0
             part.state.clear()
 
+    def change(self, rule: Rule) -> None:
+        """Goes on under another rule at the same step: the next pulls bring weights and clocks."""
+        assert (self._reference is None) == (not rule.outer_optimizer)
+        self.rule, self.local = rule, rule.local_update()
+        self._landings.clear()  # Where a pull lands depends on the local update.
+        self.restart()
+
     def settle(self) -> Waits:
         """Lets pulls that are still on their way land and takes them as the base."""
         for index in self.front_first():

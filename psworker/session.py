@@ -150,6 +150,25 @@ class Session:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
         return int(tables.pop())
 
+    def step_aside(self, table: int, number: int) -> None:
+        """Has nobody wait for this worker's pushes to a table until change `number` of its mode."""
+        self._change(pb.ChangeRequest(table=table, number=number))
+
+    def change(self, table: int, number: int, rule: Rule) -> None:
+        """Gives a table another mode; every worker has stepped aside, and each calls it.
+
+        Raises:
+            JobMismatchError: Another worker has named another mode.
+            ConfigError: The mode does not fit the job.
+        """
+        self._change(pb.ChangeRequest(table=table, number=number, rule=_plugin(rule)))
+
+    def _change(self, request: pb.ChangeRequest) -> None:
+        request.job, request.worker = self.job, self.rank
+        request.incarnation = self.incarnation
+        for link in self.links:
+            link.call(link.control.Change, request)
+
     def rejoin(self) -> None:
         """Comes back to the job after having been declared lost, as a new incarnation.
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from pscore.errors import RemoteProtocolError
+from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.rules import ASGD, SSD, SSGD
 from pscore.types import Push, Role
 from psserver.clock import LATE_KEPT, PARKED_MAX, Update
-from tests.unit.psserver.bench import Bench, Bounded, FirstOfOpen, Pairs
+from tests.unit.psserver.bench import Bench, Bounded, FirstOfOpen, Pairs, words
 
 SYNC = SSGD()
 OPEN = SSD(steps=3, warmup=0, local="sgd")  # A worker may be 3 steps beyond the newest update.
@@ -384,3 +384,53 @@ def test_a_rule_may_hold_a_pull_until_the_slowest_has_come() -> None:
     bench.push(0, 1)
     assert bench.pull(0, 2, 0) == []
     assert bench.push(1, 0)[-1] == "answer pull0 v3"
+
+
+# ----- a change of the rule
+
+
+def test_a_change_closes_what_is_open_and_versions_go_on() -> None:
+    bench = Bench(OPEN, 2)
+    bench.push(0, 0)
+    bench.push(0, 1)
+    bench.expected = []
+    assert words(bench.clock.change(SYNC)) == ["update 0 x1 -> v1", "update 1 x1 -> v2"]
+    bench.expected = [0, 1]
+    assert bench.push(0, 2, base=2) == ["set 0@2 x1 in 2", "ack 0@2 ACCEPTED v2"]
+    assert bench.push(1, 2, base=2)[-1] == "update 2 x0.5 -> v3"
+
+
+def test_a_change_leaves_out_a_step_that_nobody_can_push_any_more() -> None:
+    """Worker 0 came back and left out step 0; then all stepped aside."""
+    bench = Bench(OPEN, 2)
+    bench.push(0, 1)
+    bench.expected = []
+    assert words(bench.clock.change(SYNC)) == ["update 1 x1 -> v2"]
+
+
+def test_after_a_change_every_worker_goes_on_from_the_newest_version() -> None:
+    """Asynchronous: 3 updates, of which worker 1 made one; then step 3 is the next for both."""
+    bench = Bench(ASGD(), 2)
+    for worker, step in ((0, 0), (0, 1), (1, 0)):
+        bench.push(worker, step)
+    bench.expected = []
+    assert bench.clock.change(SYNC) == []
+    bench.expected = [0, 1]
+    assert [bench.clock.clock(rank) for rank in (0, 1)] == [3, 3]
+    assert bench.push(0, 2, base=3) == ["ack 0@2 DUPLICATE v3"]
+    bench.push(0, 3, base=3)
+    assert bench.push(1, 3, base=3)[-1] == "update 3 x0.5 -> v4"
+
+
+def test_a_change_updates_with_a_collection_that_is_not_full() -> None:
+    bench = Bench(Pairs(), 2)
+    bench.push(0, 0)
+    bench.expected = []
+    assert words(bench.clock.change(ASGD())) == ["update 0 x1 -> v1"]
+
+
+def test_a_change_to_what_the_job_is_too_small_for_changes_nothing() -> None:
+    bench = Bench(SYNC, 2)
+    with pytest.raises(ConfigError, match="must be less than the 2 workers"):
+        bench.clock.change(SSGD(backup=2))
+    assert bench.clock.rule == SYNC

@@ -128,6 +128,26 @@ class DefineReply(_message.Message):
     created: bool
     def __init__(self, table: _Optional[int] = ..., created: bool = ...) -> None: ...
 
+class ChangeRequest(_message.Message):
+    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    worker: int
+    incarnation: int
+    table: int
+    number: int
+    rule: Plugin
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
+
+class ChangeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class HeartbeatRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "step")
     JOB_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class ControlStub(object):
                 request_serializer=ps_dot_v1_dot_control__pb2.DefineRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_control__pb2.DefineReply.FromString,
                 _registered_method=True)
+        self.Change = channel.unary_unary(
+                '/ps.v1.Control/Change',
+                request_serializer=ps_dot_v1_dot_control__pb2.ChangeRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_control__pb2.ChangeReply.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/ps.v1.Control/Heartbeat',
                 request_serializer=ps_dot_v1_dot_control__pb2.HeartbeatRequest.SerializeToString,
@@ -92,6 +97,12 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Define(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Change(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +155,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Define,
                     request_deserializer=ps_dot_v1_dot_control__pb2.DefineRequest.FromString,
                     response_serializer=ps_dot_v1_dot_control__pb2.DefineReply.SerializeToString,
+            ),
+            'Change': grpc.unary_unary_rpc_method_handler(
+                    servicer.Change,
+                    request_deserializer=ps_dot_v1_dot_control__pb2.ChangeRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_control__pb2.ChangeReply.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -252,6 +268,33 @@ class Control(object):
             '/ps.v1.Control/Define',
             ps_dot_v1_dot_control__pb2.DefineRequest.SerializeToString,
             ps_dot_v1_dot_control__pb2.DefineReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Change(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Control/Change',
+            ps_dot_v1_dot_control__pb2.ChangeRequest.SerializeToString,
+            ps_dot_v1_dot_control__pb2.ChangeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,82 @@
+"""A change of a table's mode on one shard: who has to agree, and what comes twice or too late."""
+
+import pytest
+
+from pscore.errors import ConfigError, JobMismatchError, RemoteProtocolError
+from pscore.rules import ASGD, SSD, SSGD, LocalSGD
+from psserver.clock import Update
+from psserver.shard import Job, Shard
+from tests.unit.psserver.test_shard import push, ready
+
+NEW = SSD(steps=4, warmup=0)
+
+
+def aside(shard: Shard, job: Job, rank: int, number: int = 1) -> None:
+    shard.step_aside(job, 0, rank, (1, number))
+
+
+def test_the_first_worker_changes_and_the_others_find_it_done() -> None:
+    shard, job, _ = ready(2)
+    aside(shard, job, 0)
+    aside(shard, job, 1)
+    assert shard.change(job, 0, 1, NEW) == []
+    assert shard.change(job, 0, 0, NEW) is None
+    assert job.table(0).spec.rule == NEW
+    assert job.table(0).clock(0).rule == NEW
+
+
+def test_a_step_closes_without_a_worker_that_stepped_aside() -> None:
+    shard, job, address = ready(2)
+    push(shard, job, address, 0, 0)
+    actions = shard.step_aside(job, 0, 1, (1, 1))
+    assert [type(action) for _, action in actions] == [Update]
+    assert job.counters.num_updates == 1
+
+
+def test_after_the_change_everybody_is_waited_for_again() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        aside(shard, job, rank)
+    shard.change(job, 0, 0, SSD(steps=2, warmup=0))
+    push(shard, job, address, 0, 0)
+    assert job.table(0).clock(0).version == 0
+    push(shard, job, address, 1, 0)
+    assert job.table(0).clock(0).version == 1
+
+
+def test_nothing_changes_before_all_have_stepped_aside() -> None:
+    shard, job, _ = ready(2)
+    aside(shard, job, 0)
+    with pytest.raises(RemoteProtocolError, match=r"worker 1 .*has not stepped aside"):
+        shard.change(job, 0, 0, NEW)
+    assert job.table(0).spec.rule == SSGD()
+
+
+def test_a_message_of_a_change_that_is_over_is_not_heard() -> None:
+    shard, job, _ = ready(2)
+    for rank in (0, 1):
+        aside(shard, job, rank)
+    shard.change(job, 0, 0, NEW)
+    aside(shard, job, 1)
+    assert not job.table(0).aside
+    aside(shard, job, 1, number=2)
+    assert set(job.table(0).aside) == {1}
+
+
+def test_another_mode_is_refused() -> None:
+    shard, job, _ = ready(2)
+    for rank in (0, 1):
+        aside(shard, job, rank)
+    shard.change(job, 0, 0, NEW)
+    with pytest.raises(JobMismatchError, match=r"changed to asgd here and to ssd\(steps=4"):
+        shard.change(job, 0, 1, ASGD())
+
+
+def test_a_mode_that_needs_another_optimizer_is_refused() -> None:
+    shard, job, _ = ready(1)
+    aside(shard, job, 0)
+    with pytest.raises(ConfigError, match="the shards run another optimizer"):
+        shard.change(job, 0, 0, LocalSGD())
+    with pytest.raises(ConfigError, match="must be less than the 1 workers"):
+        shard.change(job, 0, 0, SSGD(backup=1))
+    assert job.table(0).clock(0).rule == SSGD()
