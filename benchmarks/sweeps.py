@@ -12,6 +12,7 @@ LOCALS = {
     "sgd": "local='sgd'",
 }
 WARMUP = 50  # Steps.
+LIFTED = ", lr_scale=1.4, beta=0.7, local_warmup=100"
 WARMUP_FULL = 100  # Of runs of two epochs: about the same share of the run.
 LR, MOMENTUM = 0.05, 0.9
 LR_ADAM = 1e-3
@@ -89,8 +90,8 @@ def modes(warmup: int = WARMUP) -> list[Setting]:
 
 
 def full() -> list[Setting]:
-    """Returns every mode, and GLU and mirror at every k: the table that needs several seeds."""
-    sweep = [ssd(local, k, WARMUP_FULL) for k in STEPS_BETWEEN_PULLS for local in ("mirror", "glu")]
+    """Returns every mode, and every local update at every k: the table that needs several seeds."""
+    sweep = [ssd(local, k, WARMUP_FULL) for local in LOCALS for k in STEPS_BETWEEN_PULLS]
     return [*modes(WARMUP_FULL), *sweep]
 
 
@@ -111,12 +112,20 @@ def tuned_glu() -> list[Setting]:
         (5, "alpha=0.25, beta=1", ", alpha=0.25, beta=1.0"),
         (5, "alpha=1, beta=1", ", alpha=1.0, beta=1.0"),
         (5, "alpha=4, beta=0.5", ", alpha=4.0, beta=0.5"),
+        (5, "local_warmup=100", ", local_warmup=100"),
+        (5, "local_warmup=300", ", local_warmup=300"),
+        (5, "lr_scale=1.4, local_warmup=100", ", lr_scale=1.4, local_warmup=100"),
+        (5, "lr_scale=1.4, beta=0.8", ", lr_scale=1.4, beta=0.8"),
+        (5, "lr_scale=1.4, beta=0.7, local_warmup=100", LIFTED),
         (16, "lr_scale=0.5", ", lr_scale=0.5"),
         (16, "lr_scale=0.25", ", lr_scale=0.25"),
         (16, "alpha=4, beta=0.5", ", alpha=4.0, beta=0.5"),
         (16, "alpha=4, beta=0.1", ", alpha=4.0, beta=0.1"),
         (16, "alpha=0.25, beta=1", ", alpha=0.25, beta=1.0"),
         (16, "alpha=2, beta=0.8", ", alpha=2.0, beta=0.8"),
+        (16, "local_warmup=100", ", local_warmup=100"),
+        (16, "local_warmup=300", ", local_warmup=300"),
+        (16, "lr_scale=1.4, local_warmup=300", ", lr_scale=1.4, local_warmup=300"),
     )
     settings = [ssd("glu", k, more=more, name=f"glu k={k}, {about}") for k, about, more in choices]
     longer = ssd("glu", 16, warmup=200, name="glu k=16, warmup=200")

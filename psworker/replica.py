@@ -181,6 +181,7 @@ class Replica:
             if plan.local:
                 self.local.update(self.parts[index], grads[index])
                 self.parts[index].num_local += 1
+                self.parts[index].num_made += 1
             if plan.pull and plan.push is not Role.DELTA:
                 self._ask(index, self.newest(index), outbox, with_state=with_state)
         if plan.push is Role.DELTA:
@@ -228,7 +229,7 @@ class Replica:
         self.clocks = [0] * len(self.parts)
         self.num_inner, self._samples = 0, 0.0
         for part in self.parts:
-            part.version, part.num_local = -1, 0
+            part.version, part.num_local, part.num_made = -1, 0, 0
             part.counts[:] = 0
             part.state.clear()
 

@@ -30,6 +30,7 @@ class LocalSlice:
     counts: IntArray  # (num_segments,) int64: optimizer steps the weights have had.
     version: int = -1  # Of the newest pull that has landed; -1 before the first.
     num_local: int = 0  # Local updates since that pull.
+    num_made: int = 0  # Local updates since the worker began, or came back.
     state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.
 
     def __post_init__(self) -> None:

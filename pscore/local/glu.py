@@ -7,7 +7,8 @@ arXiv:2012.05396; the rule's shape and the defaults of alpha and beta as in the 
     pull of W, k updates after W_old:
         G_sync = ((1 - lr * wd)^k * W_old - W) / (k * lr);  W_old = W;  w = W
     local step:
-        w = w - lr_scale * lr * (alpha * g + beta * G_sync + wd * w)      (maximize: -g)
+        w = w - lr_scale * u * lr * (alpha * g + beta * G_sync + wd * w)      (maximize: -g)
+        u = min(1, j / local_warmup) in the worker's j-th local step; 1 without local_warmup
 
 G_sync is the SGD step solved for its gradient: the mean direction of one update of the shard. With
 momentum on the shard a steady gradient is in there 1 / (1 - momentum) times, so that alpha=2 and
@@ -16,10 +17,11 @@ beta=0.5 stand in for the momentum that the local step lacks; without it, alpha 
 Differs from the paper, of which only the abstract and the code were read: the code divides by a
 constant D (8, in drafts 4 to 32) where `k * lr` stands here, and what D is there remains
 unresolved; D = k * (local learning rate) is the reading that fits its launch scripts and that
-follows a learning rate schedule. k is counted in versions, so that each pull of the warm-up counts
-as k = 1. Gradients are means, where the code's are sums over the workers' number. With Adam on the
-shard G_sync is the direction of its update and not a gradient, and its weight decay is treated as
-if it were decoupled; with AdamW it is.
+follows a learning rate schedule. Their scripts raise the local rate from 0 over 625 steps, which
+`local_warmup` does; here it counts local steps, and is 0 by default. k is counted in versions, so
+that each pull of the warm-up counts as k = 1. Gradients are means, where the code's are sums over
+the workers' number. With Adam on the shard G_sync is the direction of its update and not a
+gradient, and its weight decay is treated as if it were decoupled; with AdamW it is.
 """
 
 from __future__ import annotations
@@ -45,22 +47,29 @@ class GLU(LocalUpdate):
         alpha: Factor of the worker's own gradient.
         beta: Factor of the global update read off two pulls.
         lr_scale: Learning rate of the local step over the optimizer's.
+        local_warmup: Local steps over which that rate rises to its full size.
     """
 
     name: ClassVar[str] = "glu"
 
-    def __init__(self, alpha: float = 2.0, beta: float = 0.5, lr_scale: float = 1.0) -> None:
+    def __init__(
+        self, alpha: float = 2.0, beta: float = 0.5, lr_scale: float = 1.0, local_warmup: int = 0
+    ) -> None:
         for argument, value in (("alpha", alpha), ("beta", beta), ("lr_scale", lr_scale)):
             if not 0.0 <= value <= FACTOR_MAX:
                 raise ConfigError(f"glu.{argument} is {value!r}, must be in 0.0..{FACTOR_MAX}")
         self.alpha = float(alpha)
         self.beta = float(beta)
         self.lr_scale = float(lr_scale)
+        self.local_warmup = local_warmup
 
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Makes the local step."""
         decay_column, sign_column = hyper_columns(part)
         sync = _array(part, "grad_sync")
+        scale = self.lr_scale
+        if part.num_made < self.local_warmup:
+            scale *= (part.num_made + 1) / self.local_warmup
         if part.weights.device.type == "cpu":
             _update(
                 part.weights.numpy(),
@@ -68,7 +77,7 @@ class GLU(LocalUpdate):
                 sync.numpy(),
                 self.alpha,
                 self.beta,
-                self.lr_scale,
+                scale,
                 part.segments.bounds,
                 part.segments.groups,
                 part.active,
@@ -81,13 +90,13 @@ class GLU(LocalUpdate):
 
         launch = device.kernels(part.weights)
         if launch is not None:
-            factors = (self.alpha, self.beta, self.lr_scale)
+            factors = (self.alpha, self.beta, scale)
             device.glu(launch, part, grad, sync, factors, (decay_column, sign_column))
             return
         for index in np.flatnonzero(part.active):
             row = part.hyper[part.segments.groups[index]].tolist()
             start, stop = part.segments.bounds[index].tolist()
-            lr = self.lr_scale * row[0]
+            lr = scale * row[0]
             sign = -1.0 if sign_column >= 0 and row[sign_column] else 1.0
             weights = part.weights[start:stop]
             if decay_column >= 0:

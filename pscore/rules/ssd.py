@@ -40,6 +40,7 @@ class SSD(Synchronous):
         lr_scale: Learning rate of the local update over the optimizer's.
         alpha: `glu`: factor of the worker's own gradient.
         beta: `glu`: factor of the global update read off two pulls.
+        local_warmup: `glu`: local steps over which its rate rises to its full size.
         mirror: `exact` (the shard's optimizer state travels with each pull) or `kept`.
     """
 
@@ -49,6 +50,7 @@ class SSD(Synchronous):
     lr_scale: float = 1.0
     alpha: float = 2.0
     beta: float = 0.5
+    local_warmup: int = 0
     mirror: str = "exact"
 
     name: ClassVar[str] = "ssd"
@@ -62,6 +64,7 @@ class SSD(Synchronous):
         """
         require_range("ssd.steps", self.steps, 1, 1024)
         require_range("ssd.warmup", self.warmup, 0, 1 << 40)
+        require_range("ssd.local_warmup", self.local_warmup, 0, 1 << 40)
         require_range("ssd.lr_scale", self.lr_scale, 0.0, 1e6)
         require_one_of("ssd.local", self.local, LOCAL_UPDATES)
         self.local_update()

@@ -49,6 +49,17 @@ def test_the_local_step_adds_its_own_gradient_the_global_one_and_weight_decay() 
     assert part.state["grad_sync"].tolist() == [0.75]
 
 
+def test_the_local_rate_rises_over_the_first_local_steps_whatever_is_pulled_meanwhile() -> None:
+    """local_warmup = 2: half a step, then whole ones; a pull in between does not begin anew."""
+    part, glu = make_part([0.5, 0.0, 0.0, 0.0, 0.0, 0.0], 1), GLU(beta=0.0, local_warmup=2)
+    rebase(glu, part, [1.0], version=0)
+    for pulled, moved in ((1.0, 0.25), (1.0, 0.5), (2.0, 0.5)):
+        rebase(glu, part, [pulled], version=part.version + 1)
+        glu.update(part, torch.tensor([0.5]))
+        part.num_made += 1  # As the replica counts.
+        assert part.weights.tolist() == [pulled - moved]
+
+
 def test_maximize_turns_the_own_gradient_only() -> None:
     part = make_part([0.5, 0.0, 0.0, 0.0, 0.0, 1.0], 1)
     rebase(GLU(), part, [1.0], version=0)

@@ -280,6 +280,15 @@ def test_a_round_that_is_not_over_is_pushed_at_the_end() -> None:
     assert replica.clocks == [1, 1]
 
 
+def test_local_updates_are_counted_over_pulls_and_anew_after_a_restart() -> None:
+    replica, notes = make("ssd(steps=2, warmup=1, local=sgd)")
+    for number in range(5):
+        step(replica, notes, 1.0, 1.0, version=number + 1)
+    assert [part.num_made for part in replica.parts] == [4, 4]
+    replica.restart()
+    assert [part.num_made for part in replica.parts] == [0, 0]
+
+
 def test_a_step_has_one_number_in_all_slices() -> None:
     """Slice 0 was at version 5, slice 1 at 7 already: step 5 is the oldest that is still open."""
     replica, notes = make("ssgd(backup=1)")
