@@ -7,6 +7,7 @@
     |-- LocalProtocolError          this side broke the protocol: a bug in Paceline
     |-- RemoteProtocolError         the peer sent something that this side refuses
     |   |-- DecodeError             bytes that are not what their header declares
+    |   |   `-- DamagedError        a frame that was changed on its way; a retry may help
     |   |-- ProtocolVersionError    the peer speaks another version of the protocol
     |   |-- ShardMapError           shards in the wrong order, number or of several clusters
     |   |-- JobMismatchError        another model, mode, compressor or optimizer than the job's
@@ -49,6 +50,10 @@ class RemoteProtocolError(PacelineError):
 
 class DecodeError(RemoteProtocolError):
     """The bytes are not exactly what their header declares."""
+
+
+class DamagedError(DecodeError):
+    """The checksum of a frame differs: bytes were changed on their way."""
 
 
 class ProtocolVersionError(RemoteProtocolError):

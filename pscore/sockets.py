@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from pscore.errors import DecodeError, TransportError
+from pscore.errors import DamagedError, DecodeError, TransportError
 from pscore.wire import (
     CHECKED,
     HEADER_NBYTES_MAX,
@@ -20,6 +20,7 @@ from pscore.wire import (
     PREFIX,
 )
 
+SCRATCH_NBYTES = 1 << 16
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a local bulk connection, as far as granted.
 
 
@@ -89,17 +90,38 @@ class Incoming:
         """Reads the payload into `targets`, which are as long as it, and checks the frame.
 
         Raises:
-            DecodeError: The checksum differs, or the targets have another length.
+            DecodeError: The targets have another length.
+            DamagedError: The checksum differs.
             TransportError: The connection broke.
         """
         if sum(target.nbytes for target in targets) != self.payload_nbytes:
             wanted = sum(target.nbytes for target in targets)
+            self.skip()  # If it was damaged, that is what is wrong with it.
             raise DecodeError(f"payload of {self.payload_nbytes} bytes, {wanted} wanted")
         for target in targets:
             receive_into(self._connection, target)
             self._digest.update(target)
+        self._check()
+
+    def skip(self) -> None:
+        """Reads the payload and drops it; a frame is believed only once all of it is checked.
+
+        Raises:
+            DamagedError: The checksum differs.
+            TransportError: The connection broke.
+        """
+        scratch = memoryview(bytearray(min(self.payload_nbytes, SCRATCH_NBYTES)))
+        left = self.payload_nbytes
+        while left:
+            part = scratch[: min(left, scratch.nbytes)]
+            receive_into(self._connection, part)
+            self._digest.update(part)
+            left -= part.nbytes
+        self._check()
+
+    def _check(self) -> None:
         if self._digest.intdigest() != self._declared:
-            raise DecodeError(
+            raise DamagedError(
                 f"checksum of a frame of {self.payload_nbytes} bytes of payload differs from its "
                 "content"
             )

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from pscore.errors import DecodeError
+from pscore.errors import DamagedError, DecodeError
 from pscore.types import ByteArray, FloatArray
 
 PROTOCOL = 1  # Raised when a peer of the former version would misunderstand a message.
@@ -52,6 +52,7 @@ def decode(frame: Buffer) -> tuple[memoryview, memoryview]:
 
     Raises:
         DecodeError: The frame is not exactly what its first 24 bytes declare.
+        DamagedError: Its checksum differs.
     """
     view = memoryview(frame)
     if view.nbytes < PREFIX.size:
@@ -70,7 +71,7 @@ def decode(frame: Buffer) -> tuple[memoryview, memoryview]:
     digest = xxhash.xxh3_64(view[: CHECKED.size])
     digest.update(view[PREFIX.size :])
     if digest.intdigest() != checksum:
-        raise DecodeError(f"checksum of a frame of {view.nbytes} bytes differs from its content")
+        raise DamagedError(f"checksum of a frame of {view.nbytes} bytes differs from its content")
     middle = PREFIX.size + header_nbytes
     return view[PREFIX.size : middle], view[middle:]
 

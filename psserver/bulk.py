@@ -25,8 +25,8 @@ import numpy as np
 import structlog
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore import sockets, wire
-from pscore.errors import DecodeError, PacelineError, TransportError
+from pscore import faults, sockets, wire
+from pscore.errors import DamagedError, DecodeError, PacelineError, TransportError
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
 from psserver.driver import Driver
@@ -54,6 +54,9 @@ class Connection:
         self._is_closed = False
         self._sender: pb.Sender | None = None  # Who has spoken here.
         self._buffers: deque[ByteArray] = deque(maxlen=KEPT_BUFFERS)
+        wanted = faults.from_environment()
+        self._faults = {point: wanted.at(point) for point in ("pushed", "pulled")}
+        self.send = self._send_faulty if any(self._faults.values()) else self._send
 
     # ----- reading
 
@@ -86,19 +89,18 @@ class Connection:
         reply = SocketReply(self, envelope.id)
         kind = envelope.WhichOneof("body")
         try:
+            if kind != "push":
+                incoming.read_into()  # No payload; and what is damaged is not believed.
             if kind == "push":
                 self._push(envelope.push, incoming, reply)
             elif kind == "pull":
-                incoming.read_into()
                 self._sender = envelope.pull.sender
                 wait_s = min(envelope.pull.wait_ms / 1000, 10.0)
                 self._driver.intake.pull(envelope.pull, reply, wait_s)
-            elif kind is None:
-                incoming.read_into()  # A greeting: somebody who means it has connected.
-            else:
+            elif kind is not None:  # That would be a greeting: somebody who means it.
                 raise DecodeError(f"bulk frame with {kind!r} in it")
-        except TransportError:
-            raise
+        except (TransportError, DamagedError):
+            raise  # Not even whom to answer is sure; the peer sends it again.
         except PacelineError as error:
             if kind == "push":
                 self._driver.tally.num_pushes_refused += 1
@@ -110,7 +112,7 @@ class Connection:
         try:
             self._driver.intake.admit(header, nbytes)
         except PacelineError:
-            self._skip(incoming)
+            incoming.skip()  # So that the next frame can be read.
             raise
         data = self._buffer(nbytes)
         incoming.read_into(memoryview(data))
@@ -126,18 +128,9 @@ class Connection:
             self._buffers.append(buffer)
         return np.empty(nbytes, dtype=np.uint8)
 
-    def _skip(self, incoming: sockets.Incoming) -> None:
-        """Reads a refused payload into a small buffer, so that the next frame can be read."""
-        scratch = memoryview(bytearray(min(incoming.payload_nbytes, 1 << 16)))
-        left = incoming.payload_nbytes
-        while left:
-            part = scratch[: min(left, scratch.nbytes)]
-            sockets.receive_into(self._socket, part)
-            left -= part.nbytes
-
     # ----- writing
 
-    def send(
+    def _send(
         self,
         envelope: pb.Envelope,
         arrays: Sequence[FloatArray | ByteArray] = (),
@@ -148,7 +141,10 @@ class Connection:
         Without `release`, arrays are only valid during the call: what is left of them is copied.
         """
         payload = [wire.as_bytes(array) for array in arrays]
-        parts = sockets.frame_parts(envelope.SerializeToString(), payload)
+        self._queue(sockets.frame_parts(envelope.SerializeToString(), payload), release)
+
+    def _queue(self, parts: list[memoryview], release: Callable[[], None] | None = None) -> None:
+        """Sends parts of a frame now as far as the peer takes them, the rest later."""
         with self._lock:
             if not self._is_closed:
                 if not self._unsent:
@@ -161,6 +157,27 @@ class Connection:
                     return
         if release is not None:
             release()
+
+    def _send_faulty(
+        self,
+        envelope: pb.Envelope,
+        arrays: Sequence[FloatArray | ByteArray] = (),
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """Sends a copy of a frame as PACELINE_FAULTS says; in the place of `_send`."""
+        payload = [wire.as_bytes(array) for array in arrays]
+        frame = b"".join(sockets.frame_parts(envelope.SerializeToString(), payload))
+        if release is not None:
+            release()
+        line = self._faults.get(envelope.WhichOneof("body") or "")
+        if line is None:
+            self._queue([memoryview(frame)])
+        else:
+            line.send(frame, lambda sent: self._queue([memoryview(sent)]), self._cut)
+
+    def _cut(self) -> None:
+        with contextlib.suppress(OSError):  # The peer may have closed it already.
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
         """Sends what the kernel takes without waiting; returns the rest."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import structlog
 
+from pscore import faults
 from psserver import logs, runfile
 from psserver.exits import CommandError, Exit
 from psserver.plan import ShardPlan, join_address
@@ -168,6 +169,7 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
         CommandError: They cannot be started.
     """
     server = settings.server
+    faults.from_environment()  # What is wrong with them is said here, not by each shard.
     directory = RunDirectory(server.state_dir)
     for run in directory.runs():
         if run.port == server.port:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore import wire
+from pscore import faults, wire
 from pscore.errors import ConfigError, DecodeError, PacelineError, ProtocolVersionError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
@@ -34,6 +34,7 @@ RAW = pb.Plugin(name="none")
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
+    Method = Callable[[bytes, Context], Awaitable[bytes]]
 
 
 async def refuse(context: Context, error: PacelineError) -> None:
@@ -101,11 +102,28 @@ def data_handler(driver: Driver) -> grpc.GenericRpcHandler[Any, Any]:
             if not reply.frame.done() or reply.frame.cancelled():
                 driver.intake.forget(lambda other: other is reply)
 
+    wanted = faults.from_environment()
     handlers = {
-        "Push": grpc.unary_unary_rpc_method_handler(push),
-        "Pull": grpc.unary_unary_rpc_method_handler(pull),
+        "Push": grpc.unary_unary_rpc_method_handler(_faulty(push, wanted.at("pushed"))),
+        "Pull": grpc.unary_unary_rpc_method_handler(_faulty(pull, wanted.at("pulled"))),
     }
     return grpc.method_handlers_generic_handler(DATA_SERVICE, handlers)
+
+
+def _faulty(method: Method, line: faults.Line | None) -> Method:
+    """Returns a method, whose answers are lost, late or damaged if that was asked for."""
+    if line is None:
+        return method
+
+    async def answer(frame: bytes, context: Context) -> bytes:
+        drawn = line.draw()
+        sent = line.damaged(await method(frame, context), drawn)
+        await asyncio.sleep(line.wait_s(drawn))
+        if "drop" in drawn or "disconnect" in drawn:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "an answer was lost on purpose")
+        return sent
+
+    return answer
 
 
 def _parse(frame: bytes, header: H) -> tuple[H, memoryview]:

@@ -11,7 +11,12 @@ from typing import TypeVar
 import grpc
 
 from pscore import rpc
-from pscore.errors import PacelineError, ServerUnavailableError, TransportError
+from pscore.errors import (
+    DamagedError,
+    PacelineError,
+    ServerUnavailableError,
+    TransportError,
+)
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
@@ -35,7 +40,7 @@ class Patience:
         self.is_over = False  # Set when the link closes: then nothing is repeated.
 
     def insist(self, attempt: Callable[[], T]) -> T:
-        """Returns what `attempt` returns, the first time that it is not a failing network.
+        """Returns what `attempt` returns, the first time that neither network nor bytes fail.
 
         Raises:
             PacelineError: The peer refused, or nobody answered in time.
@@ -47,9 +52,9 @@ class Patience:
                 return attempt()
             except grpc.RpcError as failure:
                 error = rpc.error_of(failure, self.address)
-            except TransportError as failure:
+            except (TransportError, DamagedError) as failure:
                 error = failure
-            if self.is_over or not isinstance(error, TransportError):
+            if self.is_over or not isinstance(error, TransportError | DamagedError):
                 raise error
             waited_s = time.monotonic() - started_s
             if waited_s >= self.limit_s:

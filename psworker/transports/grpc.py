@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import grpc
 
-from pscore import rpc, wire
+from pscore import faults, rpc, wire
 from pscore.pb.ps.v1 import data_pb2
 from psworker.crew import Crew
 from psworker.retry import CALL_TIMEOUT_S, Patience
@@ -32,8 +32,11 @@ class GrpcTransport(Transport):
         """
         self._patience = patience
         self._channels = [grpc.insecure_channel(address, rpc.CHANNEL_OPTIONS) for _ in range(2)]
-        self._push = self._channels[0].unary_unary(f"/{rpc.DATA_SERVICE}/Push", None, None)
-        self._pull = self._channels[1].unary_unary(f"/{rpc.DATA_SERVICE}/Pull", None, None)
+        push = self._channels[0].unary_unary(f"/{rpc.DATA_SERVICE}/Push", None, None)
+        pull = self._channels[1].unary_unary(f"/{rpc.DATA_SERVICE}/Pull", None, None)
+        wanted = faults.from_environment()
+        self._push = faults.caller(wanted.at("push"), push)
+        self._pull = faults.caller(wanted.at("pull"), pull)
         self._pushers = Crew(num_threads, "push")
         self._pullers = Crew(num_threads, "pull")
 
@@ -58,12 +61,14 @@ class GrpcTransport(Transport):
     def _push_now(self, call: PushCall) -> data_pb2.PushReply:
         header, payload = call.make()
         frame = wire.encode(header.SerializeToString(), *payload)
-        answer = self._patience.insist(lambda: self._push(frame, timeout=CALL_TIMEOUT_S))
-        return data_pb2.PushReply.FromString(bytes(wire.decode(answer)[0]))
+        raw, _ = self._patience.insist(
+            lambda: wire.decode(self._push(frame, timeout=CALL_TIMEOUT_S))
+        )
+        return data_pb2.PushReply.FromString(bytes(raw))
 
     def _pull_now(self, call: PullCall) -> data_pb2.PullReply:
         while True:
-            raw, payload = wire.decode(self._ask(call))
+            raw, payload = self._ask(call)
             reply = data_pb2.PullReply.FromString(bytes(raw))
             if reply.ready:
                 call.land(reply, payload)
@@ -72,7 +77,6 @@ class GrpcTransport(Transport):
             else:
                 call.put_off(reply)
 
-    def _ask(self, call: PullCall) -> bytes:
+    def _ask(self, call: PullCall) -> tuple[memoryview, memoryview]:
         frame = wire.encode(call.header.SerializeToString())
-        answer: bytes = self._patience.insist(lambda: self._pull(frame, timeout=CALL_TIMEOUT_S))
-        return answer
+        return self._patience.insist(lambda: wire.decode(self._pull(frame, timeout=CALL_TIMEOUT_S)))

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore import errors, sockets, wire
+from pscore import errors, faults, sockets, wire
 from pscore.errors import DecodeError, PacelineError, RemoteProtocolError, TransportError
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.segment import Segment, WeightsMap
@@ -80,6 +81,7 @@ class Channel:
         self._socket: socket.socket | None = None
         self._is_closed = False
         self._failure: PacelineError | None = None
+        self._send_all = faults.sender(faults.from_environment().at(name), sockets.send_all)
         self.take: Callable[[pb.Envelope, Call, sockets.Incoming], bool] = lambda *_: True
         self._thread = threading.Thread(target=self._run, name=f"bulk-{name}", daemon=True)
 
@@ -115,7 +117,7 @@ class Channel:
         """Sends under the lock; a connection that breaks is left to the reading thread."""
         assert self._socket is not None
         try:
-            sockets.send_all(self._socket, sockets.frame_parts(header, payload))
+            self._send_all(self._socket, sockets.frame_parts(header, payload))
         except TransportError:
             self._shut()
 
@@ -154,19 +156,23 @@ class Channel:
     def _read(self, connection: socket.socket) -> None:
         try:
             while (incoming := sockets.read_header(connection)) is not None:
-                self._dispatch(connection, incoming)
+                self._dispatch(incoming)
         except (TransportError, DecodeError):
             return  # Connect again; what was under way is asked again.
 
-    def _dispatch(self, connection: socket.socket, incoming: sockets.Incoming) -> None:
-        envelope = pb.Envelope.FromString(incoming.header)
+    def _dispatch(self, incoming: sockets.Incoming) -> None:
+        try:
+            envelope = pb.Envelope.FromString(incoming.header)
+        except ProtobufDecodeError as problem:
+            raise DecodeError(f"header of {len(incoming.header)} bytes is no message") from problem
         with self._lock:
             item = self._open.get(envelope.id)
         if item is None:
-            drop(connection, incoming.payload_nbytes)
+            incoming.skip()
             return
         call = item[0]
         if envelope.WhichOneof("body") == "failed":
+            incoming.read_into()
             self._answered(envelope.id)
             call.done.set_exception(_error_of(envelope.failed))
         elif self.take(envelope, call, incoming):
@@ -373,12 +379,3 @@ def _error_of(failure: pb.Failure) -> PacelineError:
     kind = getattr(errors, failure.kind, RemoteProtocolError)
     known = isinstance(kind, type) and issubclass(kind, PacelineError)
     return (kind if known else RemoteProtocolError)(failure.message)
-
-
-def drop(connection: socket.socket, nbytes: int) -> None:
-    """Reads a payload that nobody waits for any more."""
-    scratch = memoryview(bytearray(min(nbytes, 1 << 16)))
-    while nbytes:
-        part = scratch[: min(nbytes, scratch.nbytes)]
-        sockets.receive_into(connection, part)
-        nbytes -= part.nbytes
