@@ -26,6 +26,7 @@ from benchmarks.inprocess import Cluster, Compute, Job, Network
 from benchmarks.runs import Run, as_json, collect, keep, load, show
 from benchmarks.sweeps import NUM_WORKERS, SWEEPS, Setting
 from pscore.compressors import parse_compressor
+from pscore.estimate import parse_pull_compressor
 from pscore.rules import parse_mode
 
 NUM_TEST_ON_THE_WAY = 1000  # Test images of the points of a curve; the last point takes all.
@@ -86,9 +87,11 @@ def run_one(setting: Setting, task: tasks.Task, steps: int, args: argparse.Names
         optimizer=setting.optimizer,
         lr=lr,
         make_inner=make if rule.outer_optimizer else None,
-        num_workers=NUM_WORKERS,
+        num_workers=setting.num_workers,
         steps=steps,
         compressor=parse_compressor(setting.compression),
+        pull_compressor=parse_pull_compressor(setting.pull_compression),
+        compress_min_nbytes=setting.min_nbytes,
         network=Network(bandwidth=args.gbit * 125e6),
         compute=Compute(mean_s=args.compute_ms / 1e3),
         seed=task.seed,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,14 @@ from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
+from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
-from pscore.types import Pull, Push, Role, SliceSpec, Verdict
+from pscore.types import ByteArray, FloatArray, Pull, Push, Role, SliceSpec, Verdict
 from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token
 from psserver.lanes import carry_out
 from psserver.store import Payload, SliceStore
 from psworker.bucket import Bucket, describe
+from psworker.estimate import Held
 from psworker.feedback import Feedback, choose
 from psworker.replica import Landing, Replica
 
@@ -84,6 +86,7 @@ class Job:
     num_shards: int = 2
     steps: int = 100  # Of each worker.
     compressor: Compressor = RAW
+    pull_compressor: Compressor = RAW
     compress_min_nbytes: int = 1 << 10  # Models are small here.
     network: Network = Network()
     compute: Compute = Compute()
@@ -101,6 +104,7 @@ class Message:
     payload: Payload | None = None
     pull: Pull | None = None
     landing: Landing | None = None
+    held: int | None = None  # Of a compressed pull.
 
 
 class Shards:
@@ -158,14 +162,21 @@ class Shards:
         """Sends the weights as they are now."""
         message = action.token
         assert isinstance(message, Message)
-        arrays = store.read(action.worker, with_state=action.with_state)
-        reply = [array.copy() for array in arrays]
-        counts = store.counts.copy() if action.with_state else None
-        nbytes = sum(array.nbytes for array in reply) + REQUEST_NBYTES
+        reply = data_pb2.PullReply(version=action.version)
+        arrays: Sequence[FloatArray | ByteArray]
+        if message.held is None:
+            arrays = store.read(action.worker, with_state=action.with_state)
+            reply.counts.extend(store.counts.tolist() if action.with_state else ())
+        else:
+            pulls = self.cluster.job.pull_compressor
+            estimate = store.estimate(action.worker, action.version, pulls)
+            arrays = estimate.answer(message.held, reply)
+        copies = [array.copy() for array in arrays]
+        nbytes = sum(array.nbytes for array in copies) + REQUEST_NBYTES
         worker = self.cluster.workers[message.worker]
         worker.pulled_nbytes += nbytes
         arrival_s = self.cluster.down(message.worker, self.owners[message.slice], nbytes)
-        self.cluster.at(arrival_s, lambda: worker.land(message, reply, action.version, counts))
+        self.cluster.at(arrival_s, lambda: worker.land(message, copies, reply))
 
     def broke(self, problem: BaseException | None) -> None:
         """Only a bug can cause it."""
@@ -189,6 +200,12 @@ class Worker:
         self.replica = Replica(cluster.layout, job.rule, plugin, 1, self.bucket.weights, rank)
         self.feedback = [
             Feedback(job.compressor, spec.numel, f"{rank}/{spec.index}") if spec.compress else None
+            for spec in slices
+        ]
+        self.held = [
+            Held(job.pull_compressor, spec.numel, f"slice {spec.index} of worker {rank}")
+            if spec.compress and job.pull_compressor.name != "none"
+            else None
             for spec in slices
         ]
         self.inner = job.make_inner(parameters) if job.make_inner else None
@@ -227,7 +244,11 @@ class Worker:
         """Asks for weights."""
         pull = Pull(worker=self.rank, clock=clock, min_version=min_version, with_state=with_state)
         self.landed[index] = False
-        self._send(Message(self.rank, index, pull=pull, landing=landing), 0)
+        message = Message(self.rank, index, pull=pull, landing=landing)
+        held = self.held[index]
+        if held is not None and not (with_state or landing.exact):
+            message.held = held.fingerprint
+        self._send(message, 0)
 
     def _send(self, message: Message, nbytes: int) -> None:
         nbytes += REQUEST_NBYTES
@@ -246,17 +267,23 @@ class Worker:
             feedback.settle(verdict)
         self.wake()
 
-    def land(
-        self, message: Message, reply: list[Any], version: int, counts: np.ndarray | None
-    ) -> None:
+    def land(self, message: Message, arrays: list[Any], reply: data_pb2.PullReply) -> None:
         """A pull has been answered."""
-        landing = message.landing
+        landing, held = message.landing, self.held[message.slice]
         assert landing is not None
-        weights, *state = reply
+        if message.held is None:
+            weights, *state = arrays
+        else:
+            assert held is not None
+            payload = b"".join(array.tobytes() for array in arrays)
+            held.room(reply, len(payload))[:] = payload
+            assert held.take(reply)
+            weights, state = held.values, []
         landing.weights.copy_(torch.from_numpy(weights))
         for target, array in zip(landing.state, state, strict=False):
             target.copy_(torch.from_numpy(array))
-        landing.version, landing.counts = version, counts
+        landing.version = reply.version
+        landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
         self.landed[message.slice] = True
         self.wake()
 
@@ -336,6 +363,7 @@ class Cluster:
         tensors = choose(
             describe(named, [0] * len(named)),
             job.compressor,
+            job.pull_compressor,
             min_nbytes=job.compress_min_nbytes,
             exclude=(),
         )

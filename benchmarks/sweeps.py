@@ -29,6 +29,9 @@ class Setting:
     momentum: float = MOMENTUM
     optimizer: str = "sgd"
     compression: str = "none"
+    pull_compression: str = "none"
+    min_nbytes: int = 1 << 10  # Smaller tensors are not compressed. Models are small here.
+    num_workers: int = NUM_WORKERS
     longer: float = 1.0  # Factor on the number of steps.
     k: int = 0
 

@@ -16,6 +16,7 @@ import numpy as np
 from pscore.compressors.base import RESIDUAL, Compressor
 from pscore.errors import GradientError
 from pscore.estimate import DELTAS_MAX, fingerprint
+from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray, FloatArray
 
 ESTIMATE_ARRAYS = 4  # As long as the weights: X, what it owes, and at most two for deltas.
@@ -91,6 +92,21 @@ class Estimate:
             if start == held:
                 return found[::-1]
         return None
+
+    def answer(
+        self, held: int, reply: data_pb2.PullReply
+    ) -> Sequence[ByteArray] | Sequence[FloatArray]:
+        """Returns what somebody with the estimate `held` lacks, and says in `reply` what it is.
+
+        Deltas stay as they are; the whole is a view, until the next `follow`.
+        """
+        reply.fingerprint = self.fingerprint
+        deltas = self.since(held)
+        reply.whole = deltas is None
+        if deltas is None:
+            return [self.values]
+        reply.deltas.extend(delta.nbytes for delta in deltas)
+        return deltas
 
     def _keep(self, payload: ByteArray) -> None:
         self._deltas.append((self.fingerprint, payload))

@@ -276,21 +276,11 @@ class Intake:
         """Answers a compressed pull: by the deltas that the worker lacks, or by the whole."""
         table = request.job.table(request.address.table)
         estimate = store.estimate(action.worker, action.version, table.spec.pull_compressor)
-        reply = data_pb2.PullReply(
-            ready=True,
-            version=action.version,
-            clock=action.clock,
-            fingerprint=estimate.fingerprint,
-        )
-        deltas = estimate.since(held)
-        if deltas is None:
-            reply.whole = True
-            self._note_sent(request, estimate.values.nbytes)
-            request.reply.pulled(reply, [estimate.values], None)
-        else:
-            reply.deltas.extend(delta.nbytes for delta in deltas)
-            self._note_sent(request, sum(reply.deltas))
-            request.reply.pulled(reply, deltas, _nothing)  # Nobody writes into them.
+        reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
+        parts = estimate.answer(held, reply)
+        self._note_sent(request, sum(part.nbytes for part in parts))
+        # Nobody writes into deltas, so they may be sent when there is time.
+        request.reply.pulled(reply, parts, None if reply.whole else _nothing)
 
     def _note_sent(self, request: Request, nbytes: int) -> None:
         with self.lock:

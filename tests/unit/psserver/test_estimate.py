@@ -39,15 +39,8 @@ def values(seed: int, scale: float = 1.0) -> FloatArray:
 
 def answer(estimate: Estimate, held: Held) -> data_pb2.PullReply:
     """Returns what a shard says, and lays its payload where the worker wants it."""
-    reply = data_pb2.PullReply(ready=True, fingerprint=estimate.fingerprint)
-    deltas = estimate.since(held.fingerprint)
-    parts: list[FloatArray | ByteArray] = [estimate.values]
-    if deltas is None:
-        reply.whole = True
-    else:
-        parts = list(deltas)
-        reply.deltas.extend(delta.nbytes for delta in deltas)
-    data = b"".join(part.tobytes() for part in parts)
+    reply = data_pb2.PullReply(ready=True)
+    data = b"".join(part.tobytes() for part in estimate.answer(held.fingerprint, reply))
     held.room(reply, len(data))[:] = data
     return reply
 
