@@ -44,6 +44,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -144,11 +147,13 @@ def plan(
     shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
     mode: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "ssgd",
     compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
+    pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     optimizer: Annotated[str, typer.Option(help="That the shards run: sgd, adam, adamw.")] = "sgd",
     as_json: AsJson = False,
 ) -> None:
     """Show slices, shards, and bytes per step of a model, without any server."""
     from pscore.compressors import parse_compressor
+    from pscore.estimate import parse_pull_compressor
     from pscore.optimizers import OPTIMIZERS
     from pscore.rules import parse_mode
     from psworker.plan import lines_of, make_report, shapes_of
@@ -161,9 +166,60 @@ def plan(
         rule=parse_mode(mode),
         compressor=parse_compressor(compression),
         optimizer=OPTIMIZERS[optimizer](),
+        pull_compressor=parse_pull_compressor(pull_compression),
     )
     text = json.dumps(report.as_json()) if as_json else "\n".join(lines_of(report))
     sys.stdout.write(text + "\n")
+
+
+@bench.command()
+def compressors(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="lenet, resnet50, or module:factory of a torch module.")
+    ],
+    servers: Annotated[
+        str | None,
+        typer.Option(help="Shards to measure the link to, host:port,... [PACELINE_SERVERS]."),
+    ] = None,
+    gbit: Annotated[
+        float | None, typer.Option(help="Take the link as so many 10^9 bit/s.", min=1e-6, max=1e6)
+    ] = None,
+    latency_ms: Annotated[float, typer.Option(help="With --gbit: there and back.", min=0.0)] = 0.2,
+    workers: Annotated[int, typer.Option(help="Workers of the job.", min=1, max=1 << 20)] = 1,
+    shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
+    compute_ms: Annotated[
+        float, typer.Option(help="Computing that hides as much of a step's traffic.", min=0.0)
+    ] = 0.0,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A compressor to measure; may be repeated.")
+    ] = None,
+    min_nbytes: Annotated[int, typer.Option(help="Smaller parameters stay as they are.")] = 1 << 16,
+    as_json: AsJson = False,
+) -> None:
+    """Say what each compressor costs and saves on this machine and link, if it does."""
+    from psworker import bench as measuring
+    from psworker.plan import shapes_of
+
+    shapes = shapes_of(model)
+    if gbit is None:
+        wire = measuring.measure_wire_to(parse_servers(servers) or _servers_around())
+    else:
+        wire = measuring.Wire.given(gbit, latency_ms / 1e3)
+    report = measuring.make_report(
+        model,
+        shapes,
+        wire,
+        names=only or measuring.NAMES,
+        num_workers=workers,
+        num_shards=shards,
+        compute_s=compute_ms / 1e3,
+        min_nbytes=min_nbytes,
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    else:
+        measuring.show(report)
 
 
 @app.command()

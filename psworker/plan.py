@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout, make_layout
@@ -19,6 +20,7 @@ from pscore.wire import FLOAT_NBYTES
 from psworker.feedback import choose
 
 MIN_NBYTES = 1 << 16  # As `DistributedOptimizer` has it by default.
+RAW = NoCompression()
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
@@ -33,6 +35,7 @@ class Report:
     shards: list[dict[str, int]]  # Of each: its slices, and the bytes of its weights.
     mode: str
     compression: str
+    pull_compression: str
     optimizer: str
     period_steps: int  # After the warm-up; the bytes below are means over it.
     pushed_nbytes: float  # Per step.
@@ -51,6 +54,7 @@ def make_report(
     rule: Rule,
     compressor: Compressor,
     optimizer: Optimizer,
+    pull_compressor: Compressor = RAW,
     min_nbytes: int = MIN_NBYTES,
     exclude: Sequence[str] = (),
 ) -> Report:
@@ -62,6 +66,7 @@ def make_report(
         rule: The mode.
         compressor: Of its pushes.
         optimizer: That the shards run.
+        pull_compressor: Of its pulls.
         min_nbytes: Smaller parameters are not compressed, in bytes of float32.
         exclude: Names, or patterns, of more that are not.
 
@@ -69,9 +74,10 @@ def make_report(
         ConfigError: There is no such layout.
     """
     tensors = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in shapes]
-    tensors = choose(tensors, compressor, min_nbytes=min_nbytes, exclude=exclude)
+    compressors = (compressor, pull_compressor)
+    tensors = choose(tensors, *compressors, min_nbytes=min_nbytes, exclude=exclude)
     layout = make_layout(tensors, num_shards)
-    period, pushed, pulled = _traffic(layout, rule, compressor, len(optimizer.state_names))
+    period, pushed, pulled = _traffic(layout, rule, compressors, len(optimizer.state_names))
     return Report(
         num_tensors=len(tensors),
         num_elements=sum(spec.numel for spec in tensors),
@@ -86,6 +92,7 @@ def make_report(
         ],
         mode=str(rule),
         compression=str(compressor),
+        pull_compression=str(pull_compressor),
         optimizer=optimizer.name,
         period_steps=period,
         pushed_nbytes=pushed,
@@ -95,13 +102,16 @@ def make_report(
 
 
 def _traffic(
-    layout: Layout, rule: Rule, compressor: Compressor, num_state: int
+    layout: Layout, rule: Rule, compressors: tuple[Compressor, Compressor], num_state: int
 ) -> tuple[int, float, float]:
     """Returns the steps after which the plan repeats, and bytes pushed and pulled per step."""
     raw = FLOAT_NBYTES * sum(spec.numel for spec in layout.slices)
-    packed = sum(
-        compressor.payload_nbytes_max(spec.numel) if spec.compress else FLOAT_NBYTES * spec.numel
-        for spec in layout.slices
+    packed, pulled_packed = (
+        sum(
+            item.payload_nbytes_max(spec.numel) if spec.compress else FLOAT_NBYTES * spec.numel
+            for spec in layout.slices
+        )
+        for item in compressors
     )
     arguments = {item.name: getattr(rule, item.name) for item in fields(rule)}
     start, period = int(arguments.get("warmup", 0)), int(arguments.get("steps", 1))
@@ -116,7 +126,7 @@ def _traffic(
         if plan.pull:
             with_state = local is not None and not plan.block
             with_state = with_state and local.wants_state(last_of_warmup=False)
-            pulled += raw * (1 + num_state if with_state else 1)
+            pulled += raw * (1 + num_state) if with_state else pulled_packed
     return period, pushed / period, pulled / period
 
 
@@ -198,14 +208,15 @@ def lines_of(report: Report) -> list[str]:
             f"shard {index}: {shard['num_slices']} slices, {_mib(shard['nbytes'])} of weights"
             for index, shard in enumerate(report.shards)
         ),
-        f"{report.mode}, compression {report.compression}, {report.optimizer} on the shards",
+        f"{report.mode}, compression {report.compression}, of pulls {report.pull_compression}, "
+        f"{report.optimizer} on the shards",
         f"per worker and step, as a mean over {report.period_steps} after the warm-up: "
         f"{_mib(report.pushed_nbytes)} pushed, {_mib(report.pulled_nbytes)} pulled",
     ]
     kept = report.uncompressed
-    if report.compression != "none" and kept:
+    if (report.compression, report.pull_compression) != ("none", "none") and kept:
         listed = ", ".join(kept[:6]) + (", ..." if len(kept) > 6 else "")  # noqa: PLR2004
-        lines.append(f"pushed uncompressed: {len(kept)} tensors: {listed}")
+        lines.append(f"always uncompressed: {len(kept)} tensors: {listed}")
     return lines
 
 

@@ -17,14 +17,26 @@ SHAPES = [("large", (1024, 1024)), ("small", (64, 64)), ("bias", (1 << 20,))]
 MIB = 1 << 20
 
 
-def report_of(mode: str, compression: str = "none", optimizer: str = "sgd") -> Report:
+def report_of(
+    mode: str, compression: str = "none", optimizer: str = "sgd", pulls: str = "none"
+) -> Report:
     return make_report(
         SHAPES,
         num_shards=2,
         rule=parse_mode(mode),
         compressor=parse_compressor(compression),
         optimizer=OPTIMIZERS[optimizer](),
+        pull_compressor=parse_compressor(pulls),
     )
+
+
+def test_compressed_pulls_are_those_of_the_large_matrices_and_bring_no_state() -> None:
+    report = report_of("ssgd", pulls="int8")
+    rest = 4 * (report.num_elements - MIB)
+    assert report.pushed_nbytes == 4 * report.num_elements
+    assert report.pulled_nbytes == pytest.approx(MIB + rest, rel=0.01)
+    with_state = "ssd(steps=4, warmup=3, local=mirror)"
+    assert report_of(with_state, pulls="int8").pulled_nbytes == report_of(with_state).pulled_nbytes
 
 
 def test_slices_and_shards_hold_every_element_once() -> None:
@@ -113,4 +125,4 @@ def test_the_command_prints_the_report(
 
 
 def test_the_lines_name_what_stays_uncompressed() -> None:
-    assert lines_of(report_of("ssgd", "fp16"))[-1] == "pushed uncompressed: 2 tensors: small, bias"
+    assert lines_of(report_of("ssgd", "fp16"))[-1] == "always uncompressed: 2 tensors: small, bias"
