@@ -47,8 +47,11 @@ MODES = {
     "ssd k=16": "ssd(steps=16, warmup=0)",
     "local H=8": "local(steps=8)",
     "local H=64": "local(steps=64)",
+    "local H=8, backup=1": "local(steps=8, backup=1)",
     "slowmo H=48": "slowmo",
+    "slowmo H=48, backup=1": "slowmo(backup=1)",
     "diloco H=64": "diloco(steps=64)",
+    "diloco H=64, backup=1": "diloco(steps=64, backup=1)",
 }
 
 

@@ -34,6 +34,7 @@ class DiLoCo(LocalSGD):
         steps: H, steps from one round to the next, 1 or more.
         warmup: Steps that are rounds of their own, of which the shards take the plain mean,
             before rounds of H steps begin.
+        backup: b, workers that a round need not wait for, 0 to the number of workers less one.
         outer_lr: Learning rate of the rounds, without unit: 1 is the whole way to the mean.
         outer_momentum: m, momentum over the rounds, 0 to below 1.
         nesterov: Whether that momentum is Nesterov's.

@@ -15,7 +15,9 @@ moments.
 
 Differs from the paper: what travels is the difference to the weights of the last pull and not the
 weights, so that a round can be weighed, compressed, or given to another outer optimizer. The
-warm-up is no different program, as it is in post-local SGD, but rounds of one step.
+warm-up is no different program, as it is in post-local SGD, but rounds of one step. With `backup`
+a round takes the first N of N + b workers (as arXiv:1604.00981 does for single steps); what comes
+later is dropped, and its worker goes on from the newest weights.
 """
 
 from __future__ import annotations
@@ -25,24 +27,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pscore.rules.base import Plan, require_range
-from pscore.rules.ssgd import Synchronous
+from pscore.rules.ssgd import WithBackup
 from pscore.types import Role
 
 STEPS_MAX = 1_000_000
 
 
 @dataclass(frozen=True)
-class LocalSGD(Synchronous):
+class LocalSGD(WithBackup):
     """Local SGD.
 
     Attributes:
         steps: H, steps from one round to the next, 1 or more.
         warmup: Steps that are rounds of their own, of which the shards take the plain mean,
             before rounds of H steps begin.
+        backup: b, workers that a round need not wait for, 0 to the number of workers less one.
     """
 
     steps: int = 8
     warmup: int = 0
+    backup: int = 0
 
     name: ClassVar[str] = "local"
     source: ClassVar[str] = "Stich, arXiv:1805.09767"
@@ -54,6 +58,7 @@ class LocalSGD(Synchronous):
         Raises:
             ConfigError: One of them is out of its range.
         """
+        super().__post_init__()
         require_range(f"{self.name}.steps", self.steps, 1, STEPS_MAX)
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)
 

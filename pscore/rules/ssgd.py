@@ -47,8 +47,37 @@ class Synchronous(Rule):
         return clocks.version >= min_version
 
 
+class WithBackup(Synchronous):
+    """The server half of a mode by step that need not wait for everybody; `backup` is a field."""
+
+    backup: int
+
+    def __post_init__(self) -> None:
+        """Checks the argument.
+
+        Raises:
+            ConfigError: It is out of its range.
+        """
+        require_range(f"{self.name}.backup", self.backup, 0, 4095)
+
+    def require_workers(self, num_workers: int) -> None:
+        """Refuses more backup workers than leave one to wait for.
+
+        Raises:
+            ConfigError: There are.
+        """
+        if self.backup >= num_workers:
+            raise ConfigError(
+                f"{self.name}.backup is {self.backup}, must be less than the {num_workers} workers"
+            )
+
+    def fan_in(self, num_expected: int, num_workers: int) -> int:
+        """All but the backup workers, or everybody if fewer are left."""
+        return min(num_expected, max(1, num_workers - self.backup))
+
+
 @dataclass(frozen=True)
-class SSGD(Synchronous):
+class SSGD(WithBackup):
     """Synchronous SGD, with backup workers if asked for.
 
     Attributes:
@@ -60,26 +89,3 @@ class SSGD(Synchronous):
 
     name: ClassVar[str] = "ssgd"
     source: ClassVar[str] = "Chen et al., arXiv:1604.00981"
-
-    def __post_init__(self) -> None:
-        """Checks the argument.
-
-        Raises:
-            ConfigError: It is out of its range.
-        """
-        require_range("ssgd.backup", self.backup, 0, 4095)
-
-    def require_workers(self, num_workers: int) -> None:
-        """Refuses more backup workers than leave one to wait for.
-
-        Raises:
-            ConfigError: There are.
-        """
-        if self.backup >= num_workers:
-            raise ConfigError(
-                f"ssgd.backup is {self.backup}, must be less than the {num_workers} workers"
-            )
-
-    def fan_in(self, num_expected: int, num_workers: int) -> int:
-        """All but the backup workers, or everybody if fewer are left."""
-        return min(num_expected, max(1, num_workers - self.backup))

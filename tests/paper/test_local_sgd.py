@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError, GradientError
-from pscore.rules import LocalSGD
+from pscore.rules import DiLoCo, LocalSGD
 from pscore.types import Role
-from tests.harness import NUMEL, Cluster, Vector, assert_follows, quadratic
+from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
 from tests.paper.inner import Inner, Maker
 from tests.paper.rounds import WORKERS, model
 
@@ -104,6 +104,79 @@ def test_it_follows_the_equation_for_200_steps(make: Maker, steps: int, warmup: 
         return step < warmup or (step - warmup + 1) % steps == 0
 
     assert_follows(cluster, *model(Inner(make), is_round, average, 200))
+
+
+# ----- rounds that need not wait for everybody
+
+
+def test_a_round_closes_without_the_slowest_and_what_that_brings_later_is_dropped() -> None:
+    """Worker 2 alone moves, by 3 in a round; what is in time is half of a mean of two."""
+    cluster = Cluster(
+        LocalSGD(steps=3, backup=1),
+        lambda worker, step, weights: np.full(NUMEL, float(worker == 2)),
+        num_workers=3,
+        steps=2_000,
+        inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
+        speeds=(1.0, 1.0, 0.2),
+    )
+    cluster.run(events=8_000)
+    assert cluster.workers[2].num_late > 10
+    pushed = [event for event in cluster.log if event.kind == "push" and event.worker == 2]
+    for index, part in enumerate(SLICES):
+        in_time = sum(event.slice == index for event in pushed)
+        np.testing.assert_array_equal(cluster.weights[part], -1.5 * in_time)
+
+
+def backup_model(cluster: Cluster, steps: int, num_needed: int) -> tuple[Vector, Vector]:
+    """Rounds of the first `num_needed` workers of each slice, by the order of what happened."""
+    count = cluster.num_workers
+    weights, views = np.zeros(NUMEL), np.zeros((count, NUMEL))
+    reference, local, speed = (np.zeros((count, NUMEL)) for _ in range(3))
+    seen = np.zeros((count, cluster.steps, NUMEL))
+    moves = [dict[int, Vector]() for _ in SLICES]
+    live = set(range(count))
+    for event in cluster.log:
+        who = event.worker
+        if event.kind == "compute":
+            if event.number % steps == 0:
+                reference[who] = local[who] = views[who]
+            seen[who, event.number] = local[who]
+            grad = quadratic(who, event.number, local[who]) + 0.01 * local[who]
+            speed[who] = grad if event.number == 0 else 0.9 * speed[who] + grad
+            local[who] = local[who] - 0.1 * speed[who]
+        elif event.kind == "push":
+            part = SLICES[event.slice]
+            moves[event.slice][who] = reference[who, part] - local[who, part]
+        elif event.kind == "answer":
+            views[who, SLICES[event.slice]] = weights[SLICES[event.slice]]
+        elif event.kind == "leave":
+            live.discard(who)
+        for part, moved in zip(SLICES, moves, strict=True):
+            if moved and len(moved) >= min(num_needed, len(moved.keys() | live)):
+                weights[part] -= sum(moved.values()) / len(moved)
+                moved.clear()
+    return seen, weights
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_with_backup_workers_follow_the_equation_for_200_steps(seed: int) -> None:
+    cluster = Cluster(
+        LocalSGD(steps=5, backup=2),
+        quadratic,
+        num_workers=5,
+        inner=Inner(sgd),
+        seed=seed,
+        speeds=(1.0, 1.0, 1.0, 0.5, 0.1),
+    ).run()
+    assert sum(worker.num_late for worker in cluster.workers) > 20
+    assert_follows(cluster, *backup_model(cluster, 5, 3))
+
+
+def test_more_backup_workers_than_workers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"local.backup is 2, must be less than the 2 workers"):
+        Cluster(LocalSGD(backup=2), quadratic, num_workers=2)
+    with pytest.raises(ConfigError, match=r"diloco.backup is -1, must be in 0"):
+        DiLoCo(backup=-1)
 
 
 def test_arguments_out_of_range_are_refused() -> None:
