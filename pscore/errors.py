@@ -11,6 +11,8 @@
     |   |-- ProtocolVersionError    the peer speaks another version of the protocol
     |   |-- ShardMapError           shards in the wrong order, number or of several clusters
     |   |-- JobMismatchError        another model, mode, compressor or optimizer than the job's
+    |   |-- AccessError             no token, a wrong one, or one of another job
+    |   |-- TLSError                a certificate is not good, or only one side speaks TLS
     |   |-- RankTakenError          another live process holds this rank
     |   |-- LimitError              a limit of the shard would be passed
     |   |-- UnknownJobError         the shard does not know this job or table
@@ -66,6 +68,14 @@ class ShardMapError(RemoteProtocolError):
 
 class JobMismatchError(RemoteProtocolError):
     """The job on the shards has another model, mode, compressor or optimizer."""
+
+
+class AccessError(RemoteProtocolError):
+    """The peer was not let in: it has no token, a wrong one, or one of another job."""
+
+
+class TLSError(RemoteProtocolError):
+    """No TLS comes about: a certificate is not good, or only one side speaks TLS."""
 
 
 class RankTakenError(RemoteProtocolError):

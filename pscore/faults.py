@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pscore.errors import ConfigError, TransportError
+from pscore.tls import Stream
 
 VARIABLE = "PACELINE_FAULTS"
 POINTS = ("push", "pull", "pushed", "pulled")
@@ -152,7 +153,7 @@ class Line:
         return bytes(broken)
 
 
-SendAll = Callable[[socket.socket, Sequence[memoryview]], None]
+SendAll = Callable[[Stream, Sequence[memoryview]], None]
 Call = Callable[..., bytes]
 
 
@@ -162,7 +163,7 @@ def sender(line: Line | None, send_all: SendAll) -> SendAll:
         return send_all
     one_by_one = threading.Lock()
 
-    def send(connection: socket.socket, parts: Sequence[memoryview]) -> None:
+    def send(connection: Stream, parts: Sequence[memoryview]) -> None:
         here = threading.get_ident()
 
         def send_now(frame: bytes) -> None:

@@ -9,6 +9,7 @@ can tell a refusal from a failing network; the error's class name travels beside
     FAILED_PRECONDITION  JobMismatchError, ProtocolVersionError, ShardMapError, RemoteProtocolError
     ABORTED              ReplacedError
     OUT_OF_RANGE         LimitError
+    PERMISSION_DENIED    AccessError
 
 UNAVAILABLE and DEADLINE_EXCEEDED come from gRPC and mean: try again; so does CANCELLED, which a
 call gets that arrives in the moment in which a shard stops.
@@ -37,12 +38,14 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # Whoever only connects is not kept.
     ("grpc.so_reuseport", 0),  # A port that is taken is an error, not a second listener.
 )
 
 CODES: dict[type[errors.PacelineError], grpc.StatusCode] = {
     errors.DecodeError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.AccessError: grpc.StatusCode.PERMISSION_DENIED,
     errors.UnknownJobError: grpc.StatusCode.NOT_FOUND,
     errors.RankTakenError: grpc.StatusCode.ALREADY_EXISTS,
     errors.JobMismatchError: grpc.StatusCode.FAILED_PRECONDITION,

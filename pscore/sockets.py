@@ -7,11 +7,13 @@ both and is compared after the last byte has come.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 
 import xxhash
 
 from pscore.errors import DamagedError, DecodeError, TransportError
+from pscore.tls import Stream
 from pscore.wire import (
     CHECKED,
     HEADER_NBYTES_MAX,
@@ -48,7 +50,7 @@ def frame_parts(header: bytes, payload: Sequence[memoryview]) -> list[memoryview
     return [memoryview(head), *(part for part in payload if part.nbytes)]
 
 
-def send_all(connection: socket.socket, parts: Sequence[memoryview]) -> None:
+def send_all(connection: Stream, parts: Sequence[memoryview]) -> None:
     """Sends parts one behind the other; waits while the peer does not read.
 
     Raises:
@@ -77,7 +79,7 @@ def advance(parts: list[memoryview], nbytes: int) -> list[memoryview]:
 class Incoming:
     """One frame that is being read: the header is here, the payload still on its way."""
 
-    def __init__(self, connection: socket.socket, header: bytes, nbytes: int, start: bytes) -> None:
+    def __init__(self, connection: Stream, header: bytes, nbytes: int, start: bytes) -> None:
         """Is made by `read_header`."""
         self.header = header
         self.payload_nbytes = nbytes
@@ -127,30 +129,48 @@ class Incoming:
             )
 
 
-def read_header(connection: socket.socket) -> Incoming | None:
+def read_header(
+    connection: Stream,
+    *,
+    header_nbytes_max: int = HEADER_NBYTES_MAX,
+    payload_nbytes_max: int = PAYLOAD_NBYTES_MAX,
+    deadline_s: float | None = None,
+) -> Incoming | None:
     """Reads up to a frame's header; returns None if the peer has closed between two frames.
+
+    Args:
+        connection: Where it comes from.
+        header_nbytes_max: A longer header is refused.
+        payload_nbytes_max: A longer payload is refused.
+        deadline_s: Of the monotonic clock, for all of it, however slowly it trickles in.
 
     Raises:
         DecodeError: What comes is not a frame; nothing has been allocated for it.
         TransportError: The connection broke.
     """
     start = bytearray(PREFIX.size)
-    if not receive_into(connection, memoryview(start), may_end=True):
+    if not receive_into(connection, memoryview(start), may_end=True, deadline_s=deadline_s):
         return None
     magic, header_nbytes, payload_nbytes, _ = PREFIX.unpack(start)
     if magic != MAGIC:
         raise DecodeError(f"frame begins with {magic!r}, {MAGIC!r} wanted")
-    if header_nbytes > HEADER_NBYTES_MAX or payload_nbytes > PAYLOAD_NBYTES_MAX:
+    if header_nbytes > header_nbytes_max or payload_nbytes > payload_nbytes_max:
         raise DecodeError(
             f"frame declares {header_nbytes} bytes of header and {payload_nbytes} of payload, "
-            f"at most {HEADER_NBYTES_MAX} and {PAYLOAD_NBYTES_MAX}"
+            f"at most {header_nbytes_max} and {payload_nbytes_max}"
         )
     header = bytearray(header_nbytes)
-    receive_into(connection, memoryview(header))
+    receive_into(connection, memoryview(header), deadline_s=deadline_s)
     return Incoming(connection, bytes(header), payload_nbytes, bytes(start))
 
 
-def receive_into(connection: socket.socket, target: memoryview, *, may_end: bool = False) -> bool:
+def receive_into(
+    connection: Stream,
+    target: memoryview,
+    *,
+    may_end: bool = False,
+    deadline_s: float | None = None,
+) -> bool:
     """Fills `target`; returns False if the peer closed before the first byte and `may_end`.
 
     Raises:
@@ -159,6 +179,8 @@ def receive_into(connection: socket.socket, target: memoryview, *, may_end: bool
     filled = 0
     try:
         while filled < target.nbytes:
+            if deadline_s is not None:
+                connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
             count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
             if count == 0:
                 if may_end and filled == 0:

@@ -7,6 +7,9 @@ are received in place and sent from where they are. Over the Unix socket a worke
 may pass, on a connection of its own, the file descriptor of its gradients and gets that of the
 weights (pscore/segment.py); then pushes and answers carry notices only.
 
+The first message is `Hello` with a token, where a token is asked for: small, and in time; before it
+nothing else is read, and nothing allocated. Who is accepted is the affair of psserver/listener.py.
+
 One thread reads each connection. Answers are sent by whoever has them, as far as the peer takes
 them at once; the rest is left to a thread of the connection, so that a slow reader stalls nobody.
 """
@@ -14,10 +17,9 @@ them at once; the rest is left to a thread of the connection, so that a slow rea
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -25,28 +27,43 @@ import numpy as np
 import structlog
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore import faults, sockets, wire
-from pscore.errors import DamagedError, DecodeError, PacelineError, TransportError
+from pscore import faults, sockets, tls, wire
+from pscore.access import EVERY
+from pscore.errors import AccessError, DamagedError, DecodeError, PacelineError, TransportError
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
 from psserver.driver import Driver
+from psserver.gate import Gate, Pass
 
 log = structlog.get_logger()
-CONNECTIONS_MAX = 4096
-ATTACH_SUFFIX = ".attach"  # Of the local socket over which file descriptors travel.
-ATTACH_NBYTES_MAX = 1 << 16
 KEPT_BUFFERS = 4  # Receive buffers that a connection keeps for the next payloads.
-CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a Unix socket's peer.
-IDLE_TIMEOUT_S = 30.0  # A connection that has not sent a whole first frame by then is closed.
+HELLO_TIMEOUT_S = 10.0  # From being accepted to a whole first message; then it is closed.
+HELLO_NBYTES_MAX = 4 << 10
 
 
 class Connection:
     """One connection of one worker."""
 
-    def __init__(self, driver: Driver, connection: socket.socket) -> None:
-        """Takes an accepted connection over."""
+    def __init__(
+        self,
+        driver: Driver,
+        connection: tls.Stream,
+        gate: Gate | None = None,
+        greeted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Takes an accepted connection over.
+
+        Args:
+            driver: The shard.
+            connection: With TLS, if there is any.
+            gate: Who may do what; None: everybody everything.
+            greeted: Called when the peer has said who it is.
+        """
         self._driver = driver
         self._socket = connection
+        self._gate = Gate() if gate is None else gate
+        self._greeted = greeted
+        self._pass = Pass(EVERY)
         self._lock = threading.Lock()
         self._unsent: deque[tuple[list[memoryview], Callable[[], None] | None]] = deque()
         self._has_unsent = threading.Event()
@@ -60,13 +77,21 @@ class Connection:
 
     # ----- reading
 
-    def serve(self) -> None:
-        """Reads frames until the peer goes or sends something that is not one."""
+    def serve(self, deadline_s: float | None = None) -> None:
+        """Reads frames until the peer goes or sends something that is not one.
+
+        Args:
+            deadline_s: Of the monotonic clock, for the first one; None: soon.
+        """
+        if deadline_s is None:
+            deadline_s = time.monotonic() + HELLO_TIMEOUT_S
         try:
-            self._socket.settimeout(IDLE_TIMEOUT_S)
-            while (incoming := self._next()) is not None:
-                self._socket.settimeout(None)
+            incoming = self._first(deadline_s)
+            while incoming is not None:
                 self._take(incoming)
+                incoming = sockets.read_header(self._socket)
+        except AccessError as problem:
+            self._gate.refused(problem, "bulk")
         except TransportError as problem:
             log.info("bulk connection ended", reason=str(problem))
         except DecodeError as problem:
@@ -77,15 +102,37 @@ class Connection:
                 self._driver.suspect(self._sender)
             self._driver.intake.forget(lambda reply: getattr(reply, "connection", None) is self)
 
-    def _next(self) -> sockets.Incoming | None:
-        return sockets.read_header(self._socket)
+    def _first(self, deadline_s: float) -> sockets.Incoming | None:
+        """Reads the first frame, which has to be a hello where a token is asked for.
+
+        Raises:
+            AccessError: The token is missing or wrong; the peer was told.
+        """
+        if self._gate.is_open:
+            incoming = sockets.read_header(self._socket, deadline_s=deadline_s)
+        else:
+            incoming = sockets.read_header(
+                self._socket,
+                header_nbytes_max=HELLO_NBYTES_MAX,
+                payload_nbytes_max=0,
+                deadline_s=deadline_s,
+            )
+            if incoming is not None:
+                incoming.read_into()
+                self._admit(_parse(incoming))
+        self._socket.settimeout(None)
+        self._greeted()
+        return incoming
+
+    def _admit(self, envelope: pb.Envelope) -> None:
+        try:
+            self._pass = self._gate.admit(envelope.hello.token)
+        except AccessError as error:
+            SocketReply(self, envelope.id).failed(error)
+            raise
 
     def _take(self, incoming: sockets.Incoming) -> None:
-        envelope = pb.Envelope()
-        try:
-            envelope.ParseFromString(incoming.header)
-        except ProtobufDecodeError as problem:
-            raise DecodeError(f"header of {len(incoming.header)} bytes is no message") from problem
+        envelope = _parse(incoming)
         reply = SocketReply(self, envelope.id)
         kind = envelope.WhichOneof("body")
         try:
@@ -94,10 +141,13 @@ class Connection:
             if kind == "push":
                 self._push(envelope.push, incoming, reply)
             elif kind == "pull":
+                self._pass.require(envelope.pull.sender.job)
                 self._sender = envelope.pull.sender
                 wait_s = min(envelope.pull.wait_ms / 1000, 10.0)
                 self._driver.intake.pull(envelope.pull, reply, wait_s)
-            elif kind is not None:  # That would be a greeting: somebody who means it.
+            elif kind == "hello":
+                self.send(pb.Envelope(id=envelope.id, hello=pb.Hello()))
+            else:
                 raise DecodeError(f"bulk frame with {kind!r} in it")
         except (TransportError, DamagedError):
             raise  # Not even whom to answer is sure; the peer sends it again.
@@ -108,8 +158,9 @@ class Connection:
 
     def _push(self, header: pb.PushHeader, incoming: sockets.Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
-        self._sender = header.sender
         try:
+            self._pass.require(header.sender.job)
+            self._sender = header.sender
             self._driver.intake.admit(header, nbytes)
         except PacelineError:
             incoming.skip()  # So that the next frame can be read.
@@ -263,107 +314,10 @@ class SocketReply:
         self.connection.send(pb.Envelope(id=self._id, failed=failure))
 
 
-class BulkServer:
-    """Listens for workers' bulk connections, on TCP and on an abstract Unix socket.
-
-    Attributes:
-        port: TCP port.
-        local: Name of the abstract Unix socket, without its leading zero byte.
-    """
-
-    def __init__(self, driver: Driver, host: str, port: int, local: str) -> None:
-        """Binds both; nothing is accepted yet.
-
-        Raises:
-            OSError: The port cannot be had.
-        """
-        self._driver = driver
-        self._connections: set[Connection] = set()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._tcp = socket.create_server((host, port), family=family, backlog=256)
-        self.port = int(self._tcp.getsockname()[1])
-        self.local = local
-        self._unix = _listen_locally(local)
-        self._attaching = _listen_locally(local + ATTACH_SUFFIX)
-
-    def start(self) -> None:
-        """Begins to accept."""
-        for listener, take in (
-            (self._tcp, self._serve),
-            (self._unix, self._serve),
-            (self._attaching, self._attach),
-        ):
-            threading.Thread(
-                target=self._accept, args=(listener, take), name="bulk-accept", daemon=True
-            ).start()
-
-    def stop(self) -> None:
-        """Closes the listeners and all connections."""
-        for listener in (self._tcp, self._unix, self._attaching):
-            with contextlib.suppress(OSError):  # Closing alone would not wake `accept`.
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        for connection in list(self._connections):
-            connection.close()
-
-    def _accept(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
-        while True:
-            try:
-                accepted, _ = listener.accept()
-            except OSError:
-                return  # The listener is closed: the daemon ends.
-            if len(self._connections) >= CONNECTIONS_MAX or not _is_welcome(accepted):
-                accepted.close()
-                continue
-            threading.Thread(target=take, args=(accepted,), name="bulk-read", daemon=True).start()
-
-    def _serve(self, accepted: socket.socket) -> None:
-        """Serves one connection to its end."""
-        sockets.tune(accepted)
-        connection = Connection(self._driver, accepted)
-        self._connections.add(connection)
-        try:
-            connection.serve()
-        finally:
-            self._connections.discard(connection)
-
-    def _attach(self, accepted: socket.socket) -> None:
-        """Takes the descriptor of a worker's gradients and gives that of the weights."""
-        with accepted:
-            accepted.settimeout(IDLE_TIMEOUT_S)
-            envelope, reply = pb.Envelope(), pb.Envelope()
-            fds: list[int] = []
-            try:
-                frame, fds, _, _ = socket.recv_fds(accepted, ATTACH_NBYTES_MAX, 1)
-                envelope.ParseFromString(bytes(wire.decode(frame)[0]))
-                if len(fds) != 1 or envelope.WhichOneof("body") != "attach":
-                    raise DecodeError("an attachment must bring one file descriptor")
-                request = envelope.attach
-                weights = self._driver.attach(request.sender, fds.pop(), request.nbytes)
-                reply.attached.nbytes = weights.nbytes
-                answer = wire.encode(reply.SerializeToString())
-                socket.send_fds(accepted, [answer], [weights.fd])
-            except PacelineError as error:
-                reply.failed.kind, reply.failed.message = type(error).__name__, str(error)
-                accepted.sendall(wire.encode(reply.SerializeToString()))
-            except (OSError, ProtobufDecodeError) as problem:
-                log.warning("attachment refused", reason=str(problem))
-            finally:
-                for fd in fds:
-                    os.close(fd)
-
-
-def _listen_locally(name: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(b"\0" + name.encode())
-    listener.listen(256)
-    return listener
-
-
-def _is_welcome(accepted: socket.socket) -> bool:
-    """Whether the peer of a Unix socket is this user; TCP peers are known by what they send."""
-    if accepted.family != socket.AF_UNIX:
-        return True
-    raw = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    _, uid, _ = CREDENTIALS.unpack(raw)
-    return bool(uid == os.geteuid())
+def _parse(incoming: sockets.Incoming) -> pb.Envelope:
+    envelope = pb.Envelope()
+    try:
+        envelope.ParseFromString(incoming.header)
+    except ProtobufDecodeError as problem:
+        raise DecodeError(f"header of {len(incoming.header)} bytes is no message") from problem
+    return envelope

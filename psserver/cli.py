@@ -64,8 +64,16 @@ def start(
     restart: Annotated[
         bool | None, typer.Option(help="Start shards that die again [--restart].")
     ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the shards.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Ask clients for a certificate that this CA has signed.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="A token for everything, or lines: job token.")
+    ] = None,
     insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Allow a host that is not loopback.")
+        bool | None, typer.Option("--insecure", help="Listen beyond loopback without these.")
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of the metrics page [port+1000]; 0 is off.")
@@ -95,7 +103,7 @@ def status(
     from psserver.find import find
 
     found = find(servers, port, state_dir)
-    combined = picture.combine(found.addresses, remote.statuses(found.addresses))
+    combined = picture.combine(found.addresses, remote.statuses(found.addresses, found.credentials))
     if as_json:
         sys.stdout.write(json.dumps(combined, indent=1) + "\n")
     else:
@@ -109,13 +117,13 @@ def health(*, port: Port = None, state_dir: StateDir = None, servers: Servers = 
     from psserver.find import find
 
     try:
-        addresses = find(servers, port, state_dir).addresses
+        found = find(servers, port, state_dir)
     except CommandError as problem:
         raise CommandError(
             problem.code if problem.code is Exit.USAGE else Exit.UNHEALTHY, problem.message
         ) from problem
-    ready = remote.readiness(addresses)
-    for address, is_ready in zip(addresses, ready, strict=True):
+    ready = remote.readiness(found.addresses, found.credentials)
+    for address, is_ready in zip(found.addresses, ready, strict=True):
         sys.stdout.write(f"{address} {'ready' if is_ready else 'not ready'}\n")
     sys.exit(Exit.OK if all(ready) else Exit.UNHEALTHY)
 
@@ -138,7 +146,7 @@ def stop(
     if found.run is not None:
         end(found.run)
     else:
-        remote.drain(found.addresses, grace_s)
+        remote.drain(found.addresses, grace_s, found.credentials)
     sys.stdout.write(f"stopped {', '.join(found.addresses)}\n")
 
 
@@ -171,11 +179,29 @@ def embedded(
     shards: Annotated[int, typer.Option(help="Number of shards.", min=1, max=64)] = 1,
     lease_s: Annotated[float, typer.Option(envvar="PACELINE_LEASE_S", min=0.5, max=3600.0)] = 10.0,
     log_level: Annotated[str, typer.Option(envvar="PACELINE_LOG_LEVEL")] = "error",
+    token: Annotated[bool, typer.Option("--token", help="With a token; names its file.")] = False,
 ) -> None:
     """Start shards that end when standard input does; print their addresses as JSON."""
     from psserver.embedded import serve_parent
 
-    serve_parent(shards, lease_s=lease_s, log_level=log_level)
+    serve_parent(shards, lease_s=lease_s, log_level=log_level, has_token=token)
+
+
+@app.command()
+def certs(
+    *,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address of a shard; may be repeated.")
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long they are good.", min=1, max=3650)] = 365,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+) -> None:
+    """Make a CA for development, certificates for shards and clients, and a token."""
+    from psserver import certs as maker
+
+    maker.make(folder, host or [], days=days, is_forced=force)
+    sys.stdout.write("".join(f"{line}\n" for line in maker.next_steps(folder, host or [])))
 
 
 @app.command()

@@ -28,12 +28,14 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import control_pb2_grpc
 from pscore.rpc import SERVER_OPTIONS
 from psserver import logs
-from psserver.bulk import BulkServer
 from psserver.driver import Driver
 from psserver.exits import CommandError, Exit
+from psserver.gate import Door
+from psserver.listener import BulkServer
 from psserver.metrics import MetricsPage
 from psserver.plan import Ready, Refused, Report, ShardPlan, join_address, report_to_json
 from psserver.servicer import ControlServicer, data_handler
@@ -108,14 +110,22 @@ class Daemon:
             num_threads=plan.num_threads,
             broke=self.broke,
         )
+        self._gate = plan.trust.gate()
         self._instance = secrets.randbits(63)
         self._bulk: BulkServer | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
-        self._page = MetricsPage(self.driver, is_ready=lambda: not self._ending.is_set())
+        self._page = MetricsPage(
+            self.driver,
+            is_ready=lambda: not self._ending.is_set(),
+            gate=self._gate,
+            context=plan.trust.context(mutual=False),
+        )
 
     def _make_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Guard(self.broke)])
-        server.add_generic_rpc_handlers((data_handler(self.driver),))
+        server = grpc.aio.server(
+            options=SERVER_OPTIONS, interceptors=[Door(self._gate), Guard(self.broke)]
+        )
+        server.add_generic_rpc_handlers((data_handler(self.driver, self._gate),))
         servicer = ControlServicer(
             self.driver, self.plan.cluster, self._instance, self.drain, self._bulk
         )
@@ -131,7 +141,14 @@ class Daemon:
         """
         local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
         try:
-            return BulkServer(self.driver, self.plan.host, 0, local)
+            return BulkServer(
+                self.driver,
+                self.plan.host,
+                0,
+                local,
+                gate=self._gate,
+                context=self.plan.trust.context(),
+            )
         except OSError as problem:
             raise bind_error(problem, self.plan.host, 0, "--port") from problem
 
@@ -195,8 +212,12 @@ class Daemon:
         self._loop.call_soon_threadsafe(self._ending.set)
 
     def _bind(self) -> int:
+        address = join_address(self.plan.host, self.plan.port)
+        credentials = self.plan.trust.grpc_credentials()
         try:
-            return self._server.add_insecure_port(join_address(self.plan.host, self.plan.port))
+            if credentials is not None:
+                return self._server.add_secure_port(address, credentials)
+            return self._server.add_insecure_port(address)
         except RuntimeError as problem:
             reason = probe(self.plan.host, self.plan.port)
             raise bind_error(reason, self.plan.host, self.plan.port, "--port") from problem
@@ -321,7 +342,11 @@ def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandErro
 
 async def serve(plan: ShardPlan) -> Exit:
     """Runs one shard until it ends; returns the exit code."""
-    daemon = Daemon(plan)
+    try:
+        daemon = Daemon(plan)
+    except ConfigError as problem:  # A file of secrets has changed since the start was checked.
+        tell(Refused(code=Exit.USAGE, message=str(problem)))
+        return Exit.USAGE
     try:
         ready = await daemon.start()
     except CommandError as refusal:

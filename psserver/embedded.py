@@ -8,12 +8,15 @@ import secrets
 import select
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from types import TracebackType
 
 from pscore.errors import ConfigError
 from psserver.exits import CommandError, Exit
 from psserver.plan import Ready, ShardPlan, join_address
 from psserver.supervisor import ShardProcess, ended, stop, wait_ready
+from psserver.trust import Trust
 
 SHARDS_MAX = 64
 GRACE_S = 2.0
@@ -65,8 +68,9 @@ def start_embedded(
     lease_s: float = 10.0,
     log_format: str = "text",
     log_level: str = "error",
+    trust: Trust | None = None,
 ) -> EmbeddedServers:
-    """Starts shards and returns when all of them answer.
+    """Starts shards and returns when all of them answer; without `trust` whoever is here may ask.
 
     Raises:
         ConfigError: The number of shards or the log level is not one that there can be.
@@ -90,6 +94,7 @@ def start_embedded(
             grace_s=GRACE_S,
             log_format=log_format,
             log_level=log_level,
+            trust=Trust() if trust is None else trust,
         )
         for index in range(num_shards)
     ]
@@ -105,8 +110,17 @@ def start_embedded(
     return EmbeddedServers(shards)
 
 
-def serve_parent(num_shards: int, *, lease_s: float, log_level: str) -> None:
+def serve_parent(
+    num_shards: int, *, lease_s: float, log_level: str, has_token: bool = False
+) -> None:
     """Is `psserver embedded`: serves until standard input ends, or the parent is gone.
+
+    Args:
+        num_shards: Shards to start.
+        lease_s: Seconds of silence until a worker is lost.
+        log_level: The lowest level that is logged.
+        has_token: Make a token for these shards, in a file that only this user can read: loopback
+            is open to every user of the machine.
 
     Raises:
         CommandError: The shards could not be started, or one has died.
@@ -114,11 +128,26 @@ def serve_parent(num_shards: int, *, lease_s: float, log_level: str) -> None:
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when its servers may go.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.OK))
-    with start_embedded(num_shards, lease_s=lease_s, log_level=log_level) as servers:
-        sys.stdout.write(json.dumps({"addresses": servers.addresses}) + "\n")
+    with tempfile.TemporaryDirectory(prefix="paceline-token-") as folder:
+        trust = Trust(token_file=write_token(Path(folder)) if has_token else None)
+        _serve(num_shards, lease_s, log_level, trust, parent)
+
+
+def _serve(num_shards: int, lease_s: float, log_level: str, trust: Trust, parent: int) -> None:
+    with start_embedded(num_shards, lease_s=lease_s, log_level=log_level, trust=trust) as servers:
+        ready = {"addresses": servers.addresses, "token_file": trust.token_file or ""}
+        sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
         while os.getppid() == parent:
             readable, _, _ = select.select([sys.stdin], [], [], PARENT_POLL_S)
             if readable and not os.read(sys.stdin.fileno(), 1 << 10):
                 return
             servers.require_alive()
+
+
+def write_token(folder: Path) -> str:
+    """Writes a new token for everything into `folder`; returns the file's path."""
+    path = folder / "token"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{secrets.token_hex(32)}\n")
+    return str(path)

@@ -21,6 +21,7 @@ class Exit(enum.IntEnum):
     SHARD_DIED = 8
     BUG = 9
     HOST = 10
+    ACCESS = 11
 
 
 MEANINGS: dict[Exit, str] = {
@@ -35,6 +36,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.SHARD_DIED: "a shard died, or did not start or stop in time",
     Exit.BUG: "an invariant broke: please report it with the log",
     Exit.HOST: "the host is not an address of this machine",
+    Exit.ACCESS: "a shard did not let us in: token, certificate, or TLS on one side only",
 }
 
 

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pscore.access import Credentials, read_credentials
 from psserver import remote
 from psserver.exits import CommandError, Exit
 from psserver.runfile import Run, RunDirectory
@@ -23,6 +24,7 @@ class Found:
 
     addresses: list[str]
     run: Run | None  # Known if they were started on this machine by this user.
+    credentials: Credentials  # What to connect with.
 
 
 def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found:
@@ -35,23 +37,28 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
 
     Raises:
         CommandError: There are none, or several and it is not clear which.
+        ConfigError: The variables name files that cannot be used.
     """
     if servers and port is None and state_dir is None:
         addresses = [part.strip() for part in servers.split(",") if part.strip()]
         for address in addresses:
             _require_address(address)
-        return Found(addresses=addresses, run=None)
+        return Found(addresses=addresses, run=None, credentials=read_credentials())
     runs = RunDirectory(_state_dir(state_dir)).runs()
     chosen = [run for run in runs if port in (None, run.port)]
     if len(chosen) == 1:
-        return Found(addresses=chosen[0].addresses, run=chosen[0])
+        run = chosen[0]
+        credentials = read_credentials(token_file=run.token_file)
+        return Found(addresses=run.addresses, run=run, credentials=credentials)
     if chosen:
         listed = ", ".join(str(run.port) for run in chosen)
         raise CommandError(
             Exit.USAGE, f"servers run on ports {listed}; say which with --port, or with --servers"
         )
     # Started by another user, in a container, or with another --state-dir.
-    return Found(addresses=remote.neighbours("127.0.0.1", PORT if port is None else port), run=None)
+    credentials = read_credentials()
+    addresses = remote.neighbours("127.0.0.1", PORT if port is None else port, credentials)
+    return Found(addresses=addresses, run=None, credentials=credentials)
 
 
 def find_run(port: int | None, state_dir: Path | None) -> Run:

@@ -82,6 +82,7 @@ class Launch:
                 grace_s=server.grace_s,
                 state_dir=None if server.state_dir is None else str(server.state_dir.absolute()),
                 snapshot_s=server.snapshot_s,
+                trust=server.trust,
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,
             )
@@ -124,6 +125,7 @@ class Launch:
             port=entries[0].port,
             addresses=[join_address(host, entry.port) for entry in entries],
             grace_s=server.grace_s,
+            token_file=server.trust.token_file,
             detached=self.detached,
             supervisor_log=None if supervisor_log is None else str(supervisor_log),
             shards=entries,
@@ -132,8 +134,9 @@ class Launch:
     def _started(self, run: Run) -> Started:
         host = socket.gethostname() if run.host in WILDCARDS else run.host
         servers = ",".join(join_address(host, shard.port) for shard in run.shards)
+        scheme = "http" if self.settings.server.tls_cert is None else "https"
         pages = ", ".join(
-            f"http://{join_address(host, shard.metrics_port)}/metrics"
+            f"{scheme}://{join_address(host, shard.metrics_port)}/metrics"
             for shard in run.shards
             if shard.metrics_port is not None
         )
@@ -143,6 +146,7 @@ class Launch:
             if self.settings.server.shard_index is None
             else "connect: give workers the addresses of all shards, in the order of their index",
             f"look and end: psserver status --port {run.port}, psserver stop --port {run.port}",
+            *self._access(),
         ]
         if pages:
             hints.append(f"metrics: {pages}")
@@ -151,6 +155,22 @@ class Launch:
         elif self.settings.log.format == "json":
             hints = []  # Standard error is for machines.
         return Started(servers=servers, hints=hints)
+
+    def _access(self) -> list[str]:
+        """Returns what clients need besides the addresses."""
+        server = self.settings.server
+        wanted = []
+        if server.tls_cert is not None:
+            wanted.append("PACELINE_TLS_CA=ca.pem (who signed --tls-cert)")
+        if server.tls_client_ca is not None:
+            wanted.append("PACELINE_TLS_CERT and PACELINE_TLS_KEY (a certificate of their own)")
+        if server.token_file is not None:
+            wanted.append("PACELINE_TOKEN_FILE (the token of their job)")
+        if wanted:
+            return [f"workers and psserver's commands need {', '.join(wanted)}"]
+        if server.insecure:
+            return ["nothing is checked (--insecure): whoever reaches the port changes the weights"]
+        return []
 
     def _which(self) -> str:
         server = self.settings.server

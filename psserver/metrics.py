@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import ssl
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from pscore import wire
+from pscore.errors import AccessError
 from pscore.types import Verdict
 from psserver.driver import Driver
+from psserver.gate import Gate
 from psserver.membership import Presence
 from psserver.tally import Histogram
 
@@ -102,9 +105,24 @@ def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFam
 class MetricsPage:
     """A small HTTP server inside the shard's event loop."""
 
-    def __init__(self, driver: Driver, is_ready: Callable[[], bool]) -> None:
-        """Shows `driver`; `/healthz` says 503 unless `is_ready`."""
+    def __init__(
+        self,
+        driver: Driver,
+        is_ready: Callable[[], bool],
+        gate: Gate | None = None,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        """Shows `driver`.
+
+        Args:
+            driver: Whose numbers are shown.
+            is_ready: Unless it is, `/healthz` says 503.
+            gate: Whose token for everything `/metrics` asks for, as a bearer; `/healthz` does not.
+            context: TLS; None: none.
+        """
         self._driver = driver
+        self._gate = Gate() if gate is None else gate
+        self._context = context
         self._is_ready = is_ready
         self._server: asyncio.Server | None = None
 
@@ -114,7 +132,10 @@ class MetricsPage:
         Raises:
             OSError: The port cannot be had.
         """
-        self._server = await asyncio.start_server(self._serve, host, port, limit=REQUEST_NBYTES_MAX)
+        limits = {} if self._context is None else {"ssl_handshake_timeout": REQUEST_S_MAX}
+        self._server = await asyncio.start_server(
+            self._serve, host, port, limit=REQUEST_NBYTES_MAX, ssl=self._context, **limits
+        )
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
@@ -137,6 +158,8 @@ class MetricsPage:
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if method not in (b"GET", b"HEAD"):
             status, kind, body = "405 Method Not Allowed", TEXT, b"GET or HEAD\n"
+        elif path == b"/metrics" and (refusal := self._refusal(request)):
+            status, kind, body = "401 Unauthorized", TEXT, refusal
         elif path == b"/metrics":
             status, (kind, body) = "200 OK", await self._metrics()
         elif path == b"/healthz":
@@ -150,6 +173,20 @@ class MetricsPage:
             "Connection: close\r\n\r\n"
         )
         return head.encode() + (b"" if method == b"HEAD" else body)
+
+    def _refusal(self, request: bytes) -> bytes:
+        """Returns why somebody may not see the numbers; empty if they may."""
+        secret = ""
+        for line in request.decode("latin-1").split("\r\n")[1:]:
+            name, _, value = line.partition(":")
+            if name.strip().lower() == "authorization":
+                secret = value.strip().removeprefix("Bearer ").strip()
+        try:
+            self._gate.admit(secret).require_control("/metrics")
+        except AccessError as error:
+            self._gate.refused(error, "/metrics")
+            return f"{error}; send it as Authorization: Bearer TOKEN\n".encode()
+        return b""
 
     async def _metrics(self) -> tuple[str, bytes]:
         # Its import takes longer than a push may wait.

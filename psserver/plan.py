@@ -8,9 +8,10 @@ because both sides wait for it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from psserver.exits import Exit
+from psserver.trust import Trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class ShardPlan:
     log_level: str
     state_dir: str | None = None  # Where snapshots are written; None: nowhere.
     snapshot_s: float = 0.0  # Seconds from one to the next; 0: never.
+    trust: Trust = field(default_factory=Trust)
 
     def to_json(self) -> str:
         """Returns the plan as an argument of a command line."""
@@ -38,7 +40,8 @@ class ShardPlan:
     @staticmethod
     def from_json(text: str) -> ShardPlan:
         """Returns the plan that `to_json` wrote."""
-        return ShardPlan(**json.loads(text))
+        values = json.loads(text)
+        return ShardPlan(**{**values, "trust": Trust(**values["trust"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

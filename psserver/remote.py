@@ -9,9 +9,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pscore.access import ANYONE, Credentials
+from pscore.errors import AccessError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from pscore.rpc import CHANNEL_OPTIONS, RETRYABLE
+from pscore.rpc import RETRYABLE, error_of
+from pscore.tls import diagnose
 from psserver.exits import CommandError, Exit
 from psserver.plan import join_address
 
@@ -19,7 +22,7 @@ ANSWER_S_MAX = 5.0
 POLL_S = 0.05
 
 
-def statuses(addresses: Sequence[str]) -> list[pb.StatusReply]:
+def statuses(addresses: Sequence[str], credentials: Credentials = ANYONE) -> list[pb.StatusReply]:
     """Returns the status of the shards at `addresses`, in this order.
 
     Raises:
@@ -30,10 +33,10 @@ def statuses(addresses: Sequence[str]) -> list[pb.StatusReply]:
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)
 
-    return _ask_all(addresses, ask)
+    return _ask_all(addresses, credentials, ask)
 
 
-def neighbours(host: str, port: int) -> list[str]:
+def neighbours(host: str, port: int, credentials: Credentials = ANYONE) -> list[str]:
     """Returns the addresses of all shards of a start whose shard 0 listens on `port`.
 
     Raises:
@@ -44,12 +47,12 @@ def neighbours(host: str, port: int) -> list[str]:
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Describe.future(pb.DescribeRequest(), timeout=ANSWER_S_MAX)
 
-    (about,) = _ask_all([join_address(host, port)], ask)
+    (about,) = _ask_all([join_address(host, port)], credentials, ask)
     first = port - about.shard
     return [join_address(host, first + index) for index in range(about.num_shards)]
 
 
-def drain(addresses: Sequence[str], grace_s: float) -> None:
+def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = ANYONE) -> None:
     """Asks shards to end, and returns when they no longer answer.
 
     Raises:
@@ -60,9 +63,9 @@ def drain(addresses: Sequence[str], grace_s: float) -> None:
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Drain.future(pb.DrainRequest(grace_s=grace_s), timeout=ANSWER_S_MAX)
 
-    _ask_all(addresses, ask)
+    _ask_all(addresses, credentials, ask)
     deadline_s = time.monotonic() + grace_s + ANSWER_S_MAX
-    while any(readiness(addresses, names=("liveness",))):
+    while any(readiness(addresses, credentials, names=("liveness",))):
         if time.monotonic() > deadline_s:
             raise CommandError(
                 Exit.SHARD_DIED, f"{', '.join(addresses)}: still there after {grace_s:g} s of grace"
@@ -70,11 +73,15 @@ def drain(addresses: Sequence[str], grace_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def readiness(addresses: Sequence[str], names: Sequence[str] = ("readiness",)) -> list[bool]:
+def readiness(
+    addresses: Sequence[str],
+    credentials: Credentials = ANYONE,
+    names: Sequence[str] = ("readiness",),
+) -> list[bool]:
     """Returns for each shard whether it answers that it serves."""
     found: list[bool] = []
     for address in addresses:
-        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        with credentials.channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
                 replies = [
@@ -89,13 +96,15 @@ def readiness(addresses: Sequence[str], names: Sequence[str] = ("readiness",)) -
     return found
 
 
-def _ask_all(addresses: Sequence[str], ask: Callable[[grpc.Channel], Any]) -> list[Any]:
+def _ask_all(
+    addresses: Sequence[str], credentials: Credentials, ask: Callable[[grpc.Channel], Any]
+) -> list[Any]:
     started_s = time.monotonic()
-    channels = [grpc.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
+    channels = [credentials.channel(address) for address in addresses]
     try:
         calls = [ask(channel) for channel in channels]
         return [
-            _answer(address, call, started_s)
+            _answer(address, call, started_s, credentials)
             for address, call in zip(addresses, calls, strict=True)
         ]
     finally:
@@ -103,12 +112,17 @@ def _ask_all(addresses: Sequence[str], ask: Callable[[grpc.Channel], Any]) -> li
             channel.close()
 
 
-def _answer(address: str, call: Any, started_s: float) -> Any:
+def _answer(address: str, call: Any, started_s: float, credentials: Credentials) -> Any:
     try:
         return call.result()
     except grpc.RpcError as problem:
         waited_s = time.monotonic() - started_s
         port = address.rpartition(":")[2]
+        refusal = error_of(problem, address)
+        if isinstance(refusal, AccessError):
+            raise CommandError(Exit.ACCESS, f"{address}: {refusal}") from problem
+        if call.code() in RETRYABLE and (reason := diagnose(address, credentials)):
+            raise CommandError(Exit.ACCESS, str(reason)) from problem
         how = f"start servers with: psserver start --port {port}"
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             what = f"{address} is another service, not a shard of psserver"

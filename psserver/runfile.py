@@ -53,6 +53,7 @@ class Run:
     detached: bool
     supervisor_log: str | None
     shards: list[ShardRun]
+    token_file: str | None = None
 
     def is_alive(self) -> bool:
         """Returns whether the supervisor still runs."""

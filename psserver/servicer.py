@@ -25,8 +25,9 @@ from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rpc import DATA_SERVICE, ERROR_KEY, code_of
 from pscore.rules import make_rule
 from pscore.types import ByteArray, FloatArray, TensorSpec
-from psserver.bulk import BulkServer
 from psserver.driver import WAIT_S_MAX, Driver
+from psserver.gate import Gate
+from psserver.listener import BulkServer
 from psserver.membership import Member
 from psserver.shard import Job, Table, TableSpec, make_spec
 
@@ -74,13 +75,19 @@ class GrpcReply:
             self.frame.set_result(frame)
 
 
-def data_handler(driver: Driver) -> grpc.GenericRpcHandler[Any, Any]:
-    """Returns the service that carries frames as raw bytes."""
+def data_handler(driver: Driver, gate: Gate | None = None) -> grpc.GenericRpcHandler[Any, Any]:
+    """Returns the service that carries frames as raw bytes; `gate` says who may touch what."""
+
+    def require(header: data_pb2.PushHeader | data_pb2.PullHeader, context: Context) -> None:
+        if gate is not None:
+            metadata: Any = context.invocation_metadata()
+            gate.admit_call(metadata).require(header.sender.job)
 
     async def push(frame: bytes, context: Context) -> bytes:
         reply = GrpcReply()
         try:
             header, payload = _parse(frame, data_pb2.PushHeader())
+            require(header, context)
             driver.intake.push(header, np.frombuffer(payload, dtype=np.uint8), reply)
         except PacelineError as error:
             driver.tally.num_pushes_refused += 1
@@ -92,6 +99,7 @@ def data_handler(driver: Driver) -> grpc.GenericRpcHandler[Any, Any]:
         reply = GrpcReply()
         try:
             header, _ = _parse(frame, data_pb2.PullHeader())
+            require(header, context)
             driver.intake.pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX))
         except PacelineError as error:
             await refuse(context, error)

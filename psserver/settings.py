@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from pscore.errors import ConfigError
+from psserver.trust import Trust, require_whole
 
 SHARDS_MAX = 64
 METRICS_OFFSET = 1000
@@ -41,7 +42,7 @@ class ServerSettings(BaseSettings):
     model_config = _config("PACELINE_")
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs `insecure`."""
+    """Address to listen on. Anything but loopback needs TLS and tokens, or `insecure`."""
     port: int = Field(default=7070, ge=0, le=PORT_MAX)
     """Port of shard 0; the others follow. 0 takes free ports."""
     shards: int = Field(default=1, ge=1, le=SHARDS_MAX)
@@ -65,8 +66,30 @@ class ServerSettings(BaseSettings):
     one. Less loses less, and writes more. 0 is never. Without `state_dir` there are none."""
     restart: bool = True
     """Whether a shard that dies is started again."""
+    tls_cert: Path | None = None
+    """Certificate of the shards, with `tls_key`: all connections are TLS then."""
+    tls_key: Path | None = None
+    """Private key of `tls_cert`, readable by nobody else."""
+    tls_client_ca: Path | None = None
+    """CA of the clients: who connects must show a certificate that it has signed."""
+    token_file: Path | None = None
+    """File with a token for everything, or lines `job token`; readable by nobody else."""
     insecure: bool = False
     """Whether others than this machine may connect without TLS and token."""
+
+    @property
+    def trust(self) -> Trust:
+        """Who may connect, as absolute paths."""
+
+        def absolute(path: Path | None) -> str | None:
+            return None if path is None else str(path.absolute())
+
+        return Trust(
+            cert=absolute(self.tls_cert),
+            key=absolute(self.tls_key),
+            client_ca=absolute(self.tls_client_ca),
+            token_file=absolute(self.token_file),
+        )
 
     @property
     def threads_each(self) -> int:
@@ -189,12 +212,22 @@ def metrics_ports(settings: Settings) -> list[int | None]:
 def _check(settings: Settings) -> None:
     """Raises a `ConfigError` if values do not go together."""
     server = settings.server
-    if not is_loopback(server.host) and not server.insecure:
-        raise ConfigError(
-            f"server.host is {server.host!r}: others than this machine could connect, and there is "
-            "no TLS and no token yet; give --insecure if the network is yours alone, or --host "
-            "127.0.0.1"
+    require_whole(server.trust)
+    missing = [
+        flags
+        for flags, value in (
+            ("--tls-cert and --tls-key", server.tls_cert),
+            ("--token-file", server.token_file),
         )
+        if value is None
+    ]
+    if missing and not is_loopback(server.host) and not server.insecure:
+        raise ConfigError(
+            f"server.host is {server.host!r}: others than this machine could connect; give "
+            f"{' and '.join(missing)} too (`psserver certs DIR --host NAME` makes the files), or "
+            "--insecure if the network is yours alone, or --host 127.0.0.1"
+        )
+    server.trust.check()
     _check_part(server)
     for name, first in (("server.port", server.port), ("metrics.port", settings.metrics.port)):
         num_shards = len(server.indices)

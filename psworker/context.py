@@ -20,6 +20,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -83,6 +84,7 @@ class OwnShards:
 
     addresses: tuple[str, ...]
     process: subprocess.Popen[str]
+    token_file: str = ""
     rendezvous: Path | None = None
 
     def end(self) -> None:
@@ -106,8 +108,17 @@ def join(
     rank: int | None = None,
     num_workers: int | None = None,
     timeout_s: float | None = None,
+    **files: str | None,
 ) -> Context:
     """Returns this process's context, and makes it if there is none.
+
+    Args:
+        servers: Addresses of the shards in their order.
+        job: Name of the job.
+        rank: Of this worker.
+        num_workers: Workers of the job.
+        timeout_s: How long a shard may not answer before that is an error, in seconds.
+        files: `tls_ca`, `tls_cert`, `tls_key`, `token_file`: paths (environment.py).
 
     Raises:
         ConfigError: It exists already with other arguments, or something is missing.
@@ -118,17 +129,22 @@ def join(
         _check_same(_current.session, servers, job=job, rank=rank, num_workers=num_workers)
         return _current
     environment = Environment.read()
+    given: dict[str, Any] = {name: path for name, path in files.items() if path is not None}
     environment = dataclasses.replace(
         environment,
         job=job or environment.job,
         rank=environment.rank if rank is None else rank,
         num_workers=num_workers or environment.num_workers,
         timeout_s=environment.timeout_s if timeout_s is None else timeout_s,
+        **given,
     )
     addresses = parse_servers(servers) or environment.servers
     shards = None
     if not addresses:
-        addresses, shards = _embedded(environment)
+        addresses, token_file, shards = _embedded(environment)
+        environment = dataclasses.replace(
+            environment, tls_ca="", tls_cert="", tls_key="", token_file=token_file
+        )
     _current = Context(Session.from_environment(addresses, environment), shards)
     atexit.register(_at_exit)
     return _current
@@ -188,8 +204,8 @@ def _at_exit() -> None:
 # ----- shards of our own
 
 
-def _embedded(environment: Environment) -> tuple[tuple[str, ...], OwnShards | None]:
-    """Returns the addresses of shards on this machine, started here or by a sibling.
+def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards | None]:
+    """Returns addresses and token file of shards on this machine, started here or by a sibling.
 
     Raises:
         ConfigError: The job has workers on other machines, or the ranks are not known.
@@ -202,7 +218,7 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], OwnShards | No
         )
     if environment.num_workers == 1:
         shards = start_shards()
-        return shards.addresses, shards
+        return shards.addresses, shards.token_file, shards
     if environment.rank < 0:
         raise ConfigError(
             f"{environment.num_workers} workers, but neither a server address nor this worker's "
@@ -212,10 +228,10 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], OwnShards | No
     if environment.local_rank == 0:
         shards = dataclasses.replace(start_shards(), rendezvous=path)
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(shards.addresses))
+        draft.write_text(json.dumps([shards.addresses, shards.token_file]))
         draft.replace(path)
-        return shards.addresses, shards
-    return _await_addresses(path), None
+        return shards.addresses, shards.token_file, shards
+    return *_await_addresses(path), None
 
 
 def start_shards(num_shards: int = 1) -> OwnShards:
@@ -225,7 +241,10 @@ def start_shards(num_shards: int = 1) -> OwnShards:
         ServerUnavailableError: They did not start; their message stands on standard error.
     """
     shards = subprocess.Popen(
-        [sys.executable, "-P", "-m", "psserver", "embedded", "--shards", str(num_shards)],
+        [
+            *(sys.executable, "-P", "-m", "psserver"),
+            *("embedded", "--token", "--shards", str(num_shards)),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -241,7 +260,10 @@ def start_shards(num_shards: int = 1) -> OwnShards:
             f"shards on this machine did not start (exit status {shards.wait()}); their message "
             "stands above"
         )
-    return OwnShards(addresses=tuple(json.loads(line)["addresses"]), process=shards)
+    ready = json.loads(line)
+    return OwnShards(
+        addresses=tuple(ready["addresses"]), process=shards, token_file=ready["token_file"]
+    )
 
 
 def _rendezvous(environment: Environment) -> Path:
@@ -258,7 +280,8 @@ def _rendezvous(environment: Environment) -> Path:
 def _await_others(session: Session) -> None:
     """Waits until no other worker needs the shards that end with this process."""
     started_s, say_s = time.monotonic(), SAY_AFTER_S
-    link = Link(session.links[0].address, patience_s=0.0)
+    first = session.links[0]
+    link = Link(first.address, patience_s=0.0, credentials=first.credentials)
     try:
         while True:
             jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
@@ -281,11 +304,12 @@ def _await_others(session: Session) -> None:
         link.close()
 
 
-def _await_addresses(path: Path) -> tuple[str, ...]:
+def _await_addresses(path: Path) -> tuple[tuple[str, ...], str]:
     deadline_s = time.monotonic() + EMBEDDED_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if path.exists():
-            return tuple(json.loads(path.read_text()))
+            addresses, token_file = json.loads(path.read_text())
+            return tuple(addresses), token_file
         time.sleep(POLL_S)
     raise ServerUnavailableError(
         f"the first worker on this machine has not started shards within {EMBEDDED_TIMEOUT_S:g} s "

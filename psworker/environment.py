@@ -9,6 +9,9 @@
 | restart | | TORCHELASTIC_RESTART_COUNT | |
 | seconds that nobody may answer | PACELINE_TIMEOUT_S | | |
 | data plane | PACELINE_DATA_PLANE=auto, local, tcp, grpc | | |
+| CA of the shards: connect with TLS | PACELINE_TLS_CA | | |
+| our certificate and its key, for shards that ask | PACELINE_TLS_CERT, PACELINE_TLS_KEY | | |
+| file with the token | PACELINE_TOKEN_FILE | | |
 
 The first column wins. MASTER_PORT is never bound: it belongs to torch.
 """
@@ -20,6 +23,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pscore.access import Credentials, read_credentials
 from pscore.errors import ConfigError
 
 log = logging.getLogger("paceline")
@@ -41,6 +45,10 @@ class Environment:
     restart: int
     data_plane: str
     timeout_s: float = TIMEOUT_S  # How long nobody may answer, in seconds.
+    tls_ca: str = ""  # Paths, as the variables name them.
+    tls_cert: str = ""
+    tls_key: str = ""
+    token_file: str = ""
 
     def __post_init__(self) -> None:
         """Checks what arguments may have replaced.
@@ -52,6 +60,20 @@ class Environment:
             raise ConfigError(
                 f"timeout_s is {self.timeout_s!r}, must be in 0..{TIMEOUT_S_MAX:g} seconds"
             )
+
+    def credentials(self) -> Credentials:
+        """Returns what the shards are connected to with.
+
+        Raises:
+            ConfigError: A file cannot be used.
+        """
+        named = {
+            "PACELINE_TLS_CA": self.tls_ca,
+            "PACELINE_TLS_CERT": self.tls_cert,
+            "PACELINE_TLS_KEY": self.tls_key,
+            "PACELINE_TOKEN_FILE": self.token_file,
+        }
+        return read_credentials(named, job=self.job)
 
     @classmethod
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
@@ -86,6 +108,10 @@ class Environment:
             restart=_number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
             data_plane=variables.get("PACELINE_DATA_PLANE") or "auto",
             timeout_s=_seconds(variables, TIMEOUT_S, "PACELINE_TIMEOUT_S"),
+            tls_ca=variables.get("PACELINE_TLS_CA", ""),
+            tls_cert=variables.get("PACELINE_TLS_CERT", ""),
+            tls_key=variables.get("PACELINE_TLS_KEY", ""),
+            token_file=variables.get("PACELINE_TOKEN_FILE", ""),
         )
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -45,6 +45,13 @@ REPLACED_VARIABLES = (
     "DMLC_ROLE",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
+)
+# What belongs to other shards than those that are started for the job.
+FOREIGN_VARIABLES = (
+    "PACELINE_TLS_CA",
+    "PACELINE_TLS_CERT",
+    "PACELINE_TLS_KEY",
+    "PACELINE_TOKEN_FILE",
 )
 
 Write = Callable[[int, str, IO[str]], None]
@@ -87,6 +94,7 @@ class LaunchPlan:
     num_workers: int
     servers: tuple[str, ...] = ()  # Addresses of shards; empty: they are started for this job.
     num_shards: int = 1  # Of those started for this job.
+    token_file: str = ""  # Of shards that were started for several jobs; else as around us.
     job: str
     on_failure: OnFailure = OnFailure.STOP
     grace_s: float = 10.0  # From the request to end until a worker is killed.
@@ -176,6 +184,7 @@ class Launch:
         if not servers:
             self._shards = start_shards(self.plan.num_shards)
             servers = self._shards.addresses
+            self.plan = replace(self.plan, token_file=self._shards.token_file)
             self._watch(SHARDS, self._shards.process, [])
         if not self._is_quiet:
             self._introduce(servers)
@@ -367,7 +376,10 @@ def worker_environment(
     plan: LaunchPlan, rank: int, servers: Sequence[str], base: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables of one worker: torchrun's names, and ours for job and servers."""
-    kept = {name: value for name, value in base.items() if name not in REPLACED_VARIABLES}
+    replaced = {*REPLACED_VARIABLES, *(FOREIGN_VARIABLES if plan.token_file else ())}
+    kept = {name: value for name, value in base.items() if name not in replaced}
+    if plan.token_file:
+        kept["PACELINE_TOKEN_FILE"] = plan.token_file
     return {
         "OMP_NUM_THREADS": str(threads_each(plan.num_workers)),
         "PYTHONUNBUFFERED": "1",

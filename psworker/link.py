@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from pscore import rpc
+from pscore import rpc, tls
+from pscore.access import ANYONE, Credentials
 from pscore.errors import ReplacedError, TransportError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
@@ -24,14 +25,19 @@ class Link:
     Attributes:
         address: Of the control plane: `host:port` or `unix:///path`.
         patience: How calls are repeated while nobody answers.
+        credentials: What the shard is connected to with.
         control: The control service's methods, for `call`.
     """
 
-    def __init__(self, address: str, *, patience_s: float) -> None:
+    def __init__(
+        self, address: str, *, patience_s: float, credentials: Credentials = ANYONE
+    ) -> None:
         """Connects lazily; `patience_s` is how long nobody may answer, in seconds."""
         self.address = address
-        self.patience = Patience(address, patience_s)
-        self._channel = grpc.insecure_channel(address, rpc.CHANNEL_OPTIONS)
+        self.credentials = credentials
+        self.patience = Patience(address, patience_s, lambda: tls.diagnose(address, credentials))
+        self._tls = tls.client_context(credentials)
+        self._channel = credentials.channel(address)
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self._transport: Transport | None = None
         self.instance = 0  # Of the process that this worker has joined; 0 before.
@@ -74,7 +80,9 @@ class Link:
         """
         if self._transport is not None:
             self._transport.close()
-        self._transport = choose(data_plane, self.address, self._endpoint, self.patience)
+        self._transport = choose(
+            data_plane, self.address, self._endpoint, self.patience, self.credentials
+        )
 
     @property
     def transport(self) -> Transport:
@@ -95,4 +103,10 @@ class Link:
         self._check(reply.instance)
         host = self.address.rpartition(":")[0].strip("[]")
         is_unix = self.address.startswith("unix:")
-        return Endpoint(host=host, port=0 if is_unix else reply.bulk_port, local=reply.bulk_local)
+        return Endpoint(
+            host=host,
+            port=0 if is_unix else reply.bulk_port,
+            local=reply.bulk_local,
+            token=self.credentials.token,
+            tls=self._tls,
+        )

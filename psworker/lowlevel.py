@@ -78,6 +78,10 @@ def init(
     rank: int | None = None,
     num_workers: int | None = None,
     timeout_s: float | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
 ) -> None:
     """Joins a job; what is not given comes from the environment (`environment.py`).
 
@@ -87,11 +91,25 @@ def init(
         rank: Of this worker.
         num_workers: Workers of the job.
         timeout_s: How long a shard may not answer before that is an error, in seconds.
+        tls_ca: Path of the CA that signed the shards' certificates: connect with TLS.
+        tls_cert: Path of our own certificate, for shards that ask for one.
+        tls_key: Path of its private key.
+        token_file: Path of a file with this job's token (pscore/access.py).
 
     Raises:
         PacelineError: The shards do not answer, or refuse this worker.
     """
-    context.join(servers=servers, job=job, rank=rank, num_workers=num_workers, timeout_s=timeout_s)
+    context.join(
+        servers=servers,
+        job=job,
+        rank=rank,
+        num_workers=num_workers,
+        timeout_s=timeout_s,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        token_file=token_file,
+    )
 
 
 def shutdown() -> None:

@@ -33,8 +33,20 @@ class Patience:
         limit_s: How long nobody may answer, in seconds.
     """
 
-    def __init__(self, address: str, limit_s: float) -> None:
-        """Sets the limit for calls to `address`."""
+    def __init__(
+        self,
+        address: str,
+        limit_s: float,
+        explain: Callable[[], PacelineError | None] = lambda: None,
+    ) -> None:
+        """Sets the limit for calls to `address`.
+
+        Args:
+            address: Of the shard.
+            limit_s: How long nobody may answer, in seconds.
+            explain: Returns why it is of no use to try again, or None; asked once for each call.
+        """
+        self._explain = explain
         self.address = address
         self.limit_s = limit_s
         self.is_over = False  # Set when the link closes: then nothing is repeated.
@@ -47,6 +59,7 @@ class Patience:
         """
         started_s = time.monotonic()
         delay_s, said_s = DELAY_S, SAY_AFTER_S
+        is_explained = False
         while True:
             try:
                 return attempt()
@@ -56,6 +69,10 @@ class Patience:
                 error = failure
             if self.is_over or not isinstance(error, TransportError | DamagedError):
                 raise error
+            if not is_explained:
+                is_explained = True
+                if reason := self._explain():
+                    raise reason
             waited_s = time.monotonic() - started_s
             if waited_s >= self.limit_s:
                 raise self._unavailable(waited_s, error)

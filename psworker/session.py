@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from pscore import wire
+from pscore.access import ANYONE, Credentials
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.errors import (
@@ -54,6 +55,7 @@ class Session:
         restart: int = 0,
         patience_s: float = 30.0,
         data_plane: str = "auto",
+        credentials: Credentials = ANYONE,
     ) -> None:
         """Joins every shard, and starts to renew the leases.
 
@@ -65,6 +67,7 @@ class Session:
             restart: How often this worker has been started again.
             patience_s: How long nobody may answer, in seconds.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
+            credentials: What to connect with.
 
         Raises:
             ServerUnavailableError: Nobody answers at an address.
@@ -74,7 +77,9 @@ class Session:
         self.job = job
         self.num_workers = num_workers
         self.incarnation = time.time_ns()
-        self.links = [Link(address, patience_s=patience_s) for address in servers]
+        self.links = [
+            Link(address, patience_s=patience_s, credentials=credentials) for address in servers
+        ]
         self.rank = rank
         self._restart = restart
         self._data_plane = data_plane
@@ -103,6 +108,7 @@ class Session:
             restart=environment.restart,
             patience_s=environment.timeout_s,
             data_plane=environment.data_plane,
+            credentials=environment.credentials(),
         )
 
     # ----- what a job needs

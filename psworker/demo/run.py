@@ -118,6 +118,7 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
                     command=_command(plan, mode, folder),
                     num_workers=plan.num_workers,
                     servers=shards.addresses,
+                    token_file=shards.token_file,
                     job=new_job("demo"),
                 )
                 run = bar.run(key, mode)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from pscore.access import ANYONE, Credentials
 from pscore.errors import ConfigError, TransportError
 from psworker.retry import Patience
 from psworker.transports.base import PullCall, PushCall, Transport
@@ -22,7 +23,11 @@ __all__ = ["DATA_PLANES", "Endpoint", "PullCall", "PushCall", "Transport", "choo
 
 
 def choose(
-    wanted: str, address: str, endpoint: Callable[[], Endpoint], patience: Patience
+    wanted: str,
+    address: str,
+    endpoint: Callable[[], Endpoint],
+    patience: Patience,
+    credentials: Credentials = ANYONE,
 ) -> Transport:
     """Returns the data plane to one shard; a fall-back is logged with its reason.
 
@@ -31,6 +36,7 @@ def choose(
         address: Of the control plane.
         endpoint: Returns where the bulk data plane listens.
         patience: How connecting is repeated.
+        credentials: What gRPC connects with.
 
     Raises:
         ConfigError: There is no such data plane, or the one that was named cannot be had.
@@ -52,7 +58,7 @@ def choose(
         raise ConfigError(f"no {wanted!r} data plane to {address}: {'; '.join(reasons)}")
     if wanted == "auto":
         log.warning("data plane to %s is gRPC (%s)", address, "; ".join(reasons))
-    return GrpcTransport(address, patience)
+    return GrpcTransport(address, patience, credentials)
 
 
 def _obstacle(endpoint: Endpoint, *, is_local: bool) -> str | None:

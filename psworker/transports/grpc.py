@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import grpc
-
 from pscore import faults, rpc, wire
+from pscore.access import ANYONE, Credentials
 from pscore.pb.ps.v1 import data_pb2
 from psworker.crew import Crew
 from psworker.retry import CALL_TIMEOUT_S, Patience
@@ -22,16 +21,23 @@ class GrpcTransport(Transport):
 
     name: ClassVar[str] = "grpc"
 
-    def __init__(self, address: str, patience: Patience, num_threads: int = 2) -> None:
+    def __init__(
+        self,
+        address: str,
+        patience: Patience,
+        credentials: Credentials = ANYONE,
+        num_threads: int = 2,
+    ) -> None:
         """Connects lazily.
 
         Args:
             address: `host:port` or `unix:///path`.
             patience: How calls are repeated.
+            credentials: What to connect with.
             num_threads: Pushes, and pulls, that are under way at once.
         """
         self._patience = patience
-        self._channels = [grpc.insecure_channel(address, rpc.CHANNEL_OPTIONS) for _ in range(2)]
+        self._channels = [credentials.channel(address) for _ in range(2)]
         push = self._channels[0].unary_unary(f"/{rpc.DATA_SERVICE}/Push", None, None)
         pull = self._channels[1].unary_unary(f"/{rpc.DATA_SERVICE}/Pull", None, None)
         wanted = faults.from_environment()

@@ -8,20 +8,22 @@ request may come twice, the second time changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore import errors, faults, sockets, wire
+from pscore import errors, faults, sockets, tls, wire
 from pscore.errors import DecodeError, PacelineError, RemoteProtocolError, TransportError
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.segment import Segment, WeightsMap
@@ -46,6 +48,8 @@ class Endpoint:
     host: str
     port: int
     local: str  # Abstract Unix socket, if this host can reach it; else empty.
+    token: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = None  # Of the TCP port.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +68,7 @@ class Attachment:
 class Channel:
     """One connection that is made anew when it breaks."""
 
-    def __init__(self, connect: Callable[[], socket.socket], patience: Patience, name: str) -> None:
+    def __init__(self, connect: Callable[[], tls.Stream], patience: Patience, name: str) -> None:
         """Connects on its own thread.
 
         Args:
@@ -78,7 +82,7 @@ class Channel:
         self._open: dict[int, tuple[Call, bytes, Sequence[memoryview]]] = {}
         self._lock = threading.Lock()  # Of `_open`.
         self._sending = threading.Lock()  # Of `_socket` for sending.
-        self._socket: socket.socket | None = None
+        self._socket: tls.Stream | None = None
         self._is_closed = False
         self._failure: PacelineError | None = None
         self._send_all = faults.sender(faults.from_environment().at(name), sockets.send_all)
@@ -143,17 +147,16 @@ class Channel:
         except PacelineError as error:
             self._fail(error)
 
-    def _resume(self, connection: socket.socket) -> None:
-        """Greets, and sends again what has not been answered, in order."""
+    def _resume(self, connection: tls.Stream) -> None:
+        """Sends again what has not been answered, in order."""
         with self._sending:
             self._socket = connection
-            self._send(pb.Envelope().SerializeToString(), ())
             with self._lock:
                 unanswered = [item for _, item in sorted(self._open.items())]
             for _, header, payload in unanswered:
                 self._send(header, payload)
 
-    def _read(self, connection: socket.socket) -> None:
+    def _read(self, connection: tls.Stream) -> None:
         try:
             while (incoming := sockets.read_header(connection)) is not None:
                 self._dispatch(incoming)
@@ -258,7 +261,7 @@ class SocketTransport(Transport):
 
     # ----- inside
 
-    def _connect(self) -> socket.socket:
+    def _connect(self) -> tls.Stream:
         endpoint = self._endpoint()
         connection = connect(endpoint, is_local=self.shares_memory)
         for attachment in list(self._attachments.values()):
@@ -307,22 +310,58 @@ class SocketTransport(Transport):
         return bool(versions[number] == reply.version)
 
 
-def connect(endpoint: Endpoint, *, is_local: bool) -> socket.socket:
-    """Returns a bulk connection.
+def connect(endpoint: Endpoint, *, is_local: bool) -> tls.Stream:
+    """Returns a bulk connection on which the shard has answered our hello.
 
     Raises:
         TransportError: Nobody listens there, or somebody who is not this user.
+        RemoteProtocolError: The shard does not let us in; says what to do.
     """
+    where = endpoint.local if is_local else f"{endpoint.host}:{endpoint.port}"
+    connection: tls.Stream | None = None
     try:
-        if is_local:
-            return _connect_locally(endpoint.local)
-        connection = socket.create_connection((endpoint.host, endpoint.port), CONNECT_TIMEOUT_S)
+        connection = _connect_locally(endpoint.local) if is_local else _connect_tcp(endpoint)
+        connection.settimeout(CONNECT_TIMEOUT_S)
+        _greet(connection, endpoint.token)
         connection.settimeout(None)
-    except OSError as problem:
-        where = endpoint.local if is_local else f"{endpoint.host}:{endpoint.port}"
+    except (OSError, TransportError, RemoteProtocolError) as problem:
+        if connection is not None:
+            connection.close()
+        cause = problem.__cause__ if isinstance(problem, TransportError) else problem
+        if isinstance(cause, OSError) and (reason := tls.explain(cause, where)):
+            raise reason from problem
+        if isinstance(problem, RemoteProtocolError):
+            raise
         raise TransportError(f"no bulk connection to {where}: {problem}") from problem
-    sockets.tune(connection)
     return connection
+
+
+def _greet(connection: tls.Stream, token: str) -> None:
+    """Says who we are, and waits for the answer.
+
+    Raises:
+        TransportError: There is none.
+        RemoteProtocolError: The shard refuses.
+    """
+    hello = pb.Envelope(hello=pb.Hello(token=token)).SerializeToString()
+    with contextlib.suppress(TransportError):  # Why it was closed stands in what can be read.
+        sockets.send_all(connection, sockets.frame_parts(hello, ()))
+    incoming = sockets.read_header(connection)
+    if incoming is None:
+        raise TransportError("it was closed before an answer came")
+    incoming.read_into()
+    answer = pb.Envelope.FromString(incoming.header)
+    if answer.WhichOneof("body") == "failed":
+        raise _error_of(answer.failed)
+
+
+def _connect_tcp(endpoint: Endpoint) -> tls.Stream:
+    connection = socket.create_connection((endpoint.host, endpoint.port), CONNECT_TIMEOUT_S)
+    connection.settimeout(None)
+    sockets.tune(connection)
+    if endpoint.tls is None:
+        return connection
+    return tls.secure(connection, endpoint.tls, host=endpoint.host)
 
 
 def _connect_locally(name: str) -> socket.socket:
@@ -348,7 +387,10 @@ def _attach(endpoint: Endpoint, attachment: Attachment) -> None:
         RemoteProtocolError: The shard refused, or answered something else.
     """
     request = pb.Envelope(
-        id=1, attach=pb.Attach(sender=attachment.sender, nbytes=attachment.grads.nbytes)
+        id=1,
+        attach=pb.Attach(
+            sender=attachment.sender, nbytes=attachment.grads.nbytes, token=endpoint.token
+        ),
     )
     try:
         with _connect_locally(endpoint.local + ATTACH_SUFFIX) as connection:

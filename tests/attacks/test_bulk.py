@@ -182,8 +182,11 @@ def test_noise_is_refused() -> None:
             noise = rng.randbytes(rng.randrange(100))
             assert serve(front, noise) == []
             assert serve(front, wire.MAGIC + noise) == []
-            greeting = framed(data_pb2.Envelope(id=1), memoryview(noise))
-            assert len(serve(front, greeting)) == bool(noise)  # It has no payload.
+            greeting = data_pb2.Envelope(id=1, hello=data_pb2.Hello(token="?"))
+            (answer,) = serve(front, framed(greeting, memoryview(noise)))
+            assert answer.WhichOneof("body") == ("failed" if noise else "hello")  # No payload.
+            (answer,) = serve(front, framed(data_pb2.Envelope(id=1), memoryview(noise)))
+            assert answer.failed.kind == "DecodeError"
         nothing_has_changed(front)
         await still_serves(front)
 

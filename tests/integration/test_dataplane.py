@@ -136,11 +136,11 @@ def test_without_a_local_socket_it_is_tcp_and_the_log_says_why(
     shards: Shards, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "paceline")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        endpoint = Endpoint(host="127.0.0.1", port=port, local="paceline-nobody")
-        transport = chosen(shards, endpoint)
-        transport.close()
+    to_shard = link.Link(shards.addresses[0], patience_s=5.0)
+    port = to_shard._endpoint().port
+    to_shard.close()
+    transport = chosen(shards, Endpoint(host="127.0.0.1", port=port, local="paceline-nobody"))
+    transport.close()
     assert (transport.name, transport.shares_memory) == ("tcp", False)
     (line,) = [record.getMessage() for record in caplog.records if "is tcp" in record.message]
     assert "local: no bulk connection to paceline-nobody: " in line

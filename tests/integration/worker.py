@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import grpc
-
 from pscore import wire
+from pscore.access import ANYONE, Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from pscore.rpc import CHANNEL_OPTIONS, DATA_SERVICE
+from pscore.rpc import DATA_SERVICE
 
 NUMEL = 4096
 WAIT_S = 20.0
@@ -15,20 +14,29 @@ HYPER = [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]  # Of sgd: the learning rate, and nothing
 
 
 class Worker:
-    """Rank `rank` of job "train" with one tensor `weight` of `NUMEL` elements."""
+    """Rank `rank` of a job with one tensor `weight` of `NUMEL` elements."""
 
-    def __init__(self, address: str, rank: int = 0, num_workers: int = 1) -> None:
-        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str,
+        rank: int = 0,
+        num_workers: int = 1,
+        *,
+        job: str = "train",
+        credentials: Credentials = ANYONE,
+    ) -> None:
+        self.channel = credentials.channel(address)
+        self.job = job
         self.control = control_pb2_grpc.ControlStub(self.channel)
         self.push_frame = self.channel.unary_unary(f"/{DATA_SERVICE}/Push", bytes, bytes)
         self.pull_frame = self.channel.unary_unary(f"/{DATA_SERVICE}/Pull", bytes, bytes)
         self.rank = rank
         self.num_workers = num_workers
-        self.sender = data_pb2.Sender(job="train", table=0, worker=rank, incarnation=7)
+        self.sender = data_pb2.Sender(job=job, table=0, worker=rank, incarnation=7)
 
     def join(self) -> None:
         request = pb.JoinRequest(
-            job="train",
+            job=self.job,
             rank=self.rank,
             num_workers=self.num_workers,
             incarnation=7,
@@ -48,7 +56,7 @@ class Worker:
             optimizer="sgd",
             num_groups=1,
         )
-        request = pb.DefineRequest(job="train", worker=self.rank, incarnation=7, table=table)
+        request = pb.DefineRequest(job=self.job, worker=self.rank, incarnation=7, table=table)
         self.control.Define(request, timeout=WAIT_S)
 
     def push(self, header: data_pb2.PushHeader, payload: bytes) -> data_pb2.PushReply:

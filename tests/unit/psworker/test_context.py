@@ -169,7 +169,8 @@ class FakeShards:
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeShards:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     fake = FakeShards()
-    own = module.OwnShards(addresses=("h:1",), process=fake.process)  # type: ignore[arg-type]
+    process: Any = fake.process
+    own = module.OwnShards(addresses=("h:1",), process=process, token_file="")
     monkeypatch.setattr(module, "start_shards", lambda: own)
     return fake
 
@@ -186,15 +187,16 @@ def test_the_first_of_the_local_workers_tells_the_others(
     started: FakeShards, tmp_path: Path
 ) -> None:
     variables = {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "PACELINE_JOB": "a/b"}
-    addresses, shards = module._embedded(environment(RANK="0", LOCAL_RANK="0", **variables))
-    assert addresses == ("h:1",)
+    own = environment(RANK="0", LOCAL_RANK="0", **variables)
+    addresses, token_file, shards = module._embedded(own)
+    assert (addresses, token_file) == (("h:1",), "")
     assert shards is not None
-    others, none = module._embedded(environment(RANK="1", LOCAL_RANK="1", **variables))
-    assert (others, none) == (("h:1",), None)
+    others = module._embedded(environment(RANK="1", LOCAL_RANK="1", **variables))
+    assert others == (("h:1",), "", None)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     (file,) = folder.iterdir()
-    assert json.loads(file.read_text()) == ["h:1"]
+    assert json.loads(file.read_text()) == [["h:1"], ""]
     shards.end()
     assert list(folder.iterdir()) == []
     assert started.has_ended

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pscore import wire
+from pscore.access import ANYONE, Credentials
 from pscore.compressors.none import NoCompression
 from pscore.errors import (
     JobMismatchError,
@@ -35,7 +36,8 @@ class FakeLink:
 
     made: "list[FakeLink]" = []  # noqa: RUF012 - emptied by the fixture
 
-    def __init__(self, address: str, *, patience_s: float) -> None:
+    def __init__(self, address: str, *, patience_s: float, credentials: Credentials) -> None:
+        self.credentials = credentials
         self.address = address
         self.patience = SimpleNamespace(limit_s=patience_s)
         self.control = SimpleNamespace(
@@ -99,8 +101,8 @@ def prepare(change: Callable[[list[FakeLink]], None], monkeypatch: pytest.Monkey
     """Has `change` called when both links are made, before anything is asked."""
     real = FakeLink.__init__
 
-    def made(self: FakeLink, address: str, *, patience_s: float) -> None:
-        real(self, address, patience_s=patience_s)
+    def made(self: FakeLink, address: str, **options: Any) -> None:
+        real(self, address, **options)
         if len(FakeLink.made) == 2:
             change(FakeLink.made)
 
@@ -125,6 +127,7 @@ def test_the_environment_says_which_job_and_how_patient(links: list[FakeLink]) -
     environment = Environment.read(
         {"RANK": "1", "WORLD_SIZE": "4", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "2.5"}
     )
+    assert environment.credentials() == ANYONE
     session = Session.from_environment(["a:1", "b:2"], environment)
     assert links[0].sent("Join")[0].job == "night"
     assert links[1].patience.limit_s == 2.5

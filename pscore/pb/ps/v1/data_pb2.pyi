@@ -128,12 +128,14 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("sender", "nbytes")
+    __slots__ = ("sender", "nbytes", "token")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     nbytes: int
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    token: str
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., nbytes: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("nbytes",)
@@ -141,8 +143,14 @@ class Attached(_message.Message):
     nbytes: int
     def __init__(self, nbytes: _Optional[int] = ...) -> None: ...
 
+class Hello(_message.Message):
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
+
 class Envelope(_message.Message):
-    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached")
+    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached", "hello")
     ID_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +159,7 @@ class Envelope(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
     id: int
     push: PushHeader
     pull: PullHeader
@@ -159,4 +168,5 @@ class Envelope(_message.Message):
     failed: Failure
     attach: Attach
     attached: Attached
-    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ...) -> None: ...
+    hello: Hello
+    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ...) -> None: ...

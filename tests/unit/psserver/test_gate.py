@@ -1,0 +1,52 @@
+"""Who may do what: which methods are whose, and what a token opens."""
+
+import pytest
+
+from pscore.access import EVERY, TOKEN_KEY, Token
+from pscore.errors import AccessError
+from pscore.pb.ps.v1 import control_pb2
+from psserver.gate import CONTROL, WORKERS_METHODS, Gate, Pass
+
+A, B, BOTH = "a" * 16, "b" * 16, "c" * 16
+SERVICE = control_pb2.DESCRIPTOR.services_by_name["Control"]
+GATE = Gate([Token(job="a", secret=A), Token(job="b", secret=B), Token(job=EVERY, secret=BOTH)])
+
+
+@pytest.mark.parametrize("method", SERVICE.methods_by_name)
+def test_a_method_that_names_a_job_is_the_workers_and_no_other_but_describe(method: str) -> None:
+    """So that a new method is decided on: add it to `WORKERS_METHODS`, or leave it to control."""
+    names_a_job = "job" in SERVICE.methods_by_name[method].input_type.fields_by_name
+    assert (CONTROL + method in WORKERS_METHODS) == (names_a_job or method == "Describe")
+
+
+def test_a_token_opens_its_job_and_nothing_else() -> None:
+    assert GATE.admit(A) == Pass("a")
+    GATE.admit(A).require("a")
+    with pytest.raises(AccessError, match="the token is of job 'a', not of 'b'"):
+        GATE.admit(A).require("b")
+    with pytest.raises(AccessError, match="of job 'a', and Drain concerns every job"):
+        GATE.admit(A).require_control("Drain")
+
+
+def test_a_token_for_everything_opens_everything() -> None:
+    GATE.admit(BOTH).require("a")
+    GATE.admit(BOTH).require_control("Drain")
+
+
+@pytest.mark.parametrize("secret", ["", "x", A[:-1], A + "a", A.upper(), "\0" * 16, "\u00e4" * 16])
+def test_nothing_else_opens_anything(secret: str) -> None:
+    with pytest.raises(AccessError, match="PACELINE_TOKEN_FILE"):
+        GATE.admit(secret)
+
+
+def test_a_call_shows_one_token() -> None:
+    assert GATE.admit_call([("x", "y"), (TOKEN_KEY, A)]) == Pass("a")
+    for metadata in (None, [], [("x", A)], [(TOKEN_KEY, A), (TOKEN_KEY, BOTH)]):
+        with pytest.raises(AccessError, match="none came"):
+            GATE.admit_call(metadata)
+
+
+def test_without_tokens_everything_is_open() -> None:
+    assert Gate().is_open
+    Gate().admit("").require_control("Drain")
+    Gate().admit_call(None).require("any")
