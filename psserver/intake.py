@@ -100,10 +100,7 @@ class Intake:
         num_arrays = 1 + len(table.optimizer.state_names)
         longest = table.spec.compressor.payload_nbytes_max(numel)
         if nbytes > max(longest, num_arrays * 4 * numel):
-            raise DecodeError(
-                f"worker {header.sender.worker} pushed {nbytes} bytes for slice {header.slice} of "
-                f"{numel} elements"
-            )
+            raise DecodeError(f"{nbytes} bytes for a slice of {numel} elements ({_of(header)})")
 
     def push(
         self,
@@ -125,16 +122,18 @@ class Intake:
         """
         with self.lock:
             job, table, address = self._address(header.sender, header.slice)
-            push = _push(header, table)
-            request = Request(
-                job, address, table.clock(header.slice), push.worker, reply, release=release
-            )
+            clock, worker = table.clock(header.slice), header.sender.worker
+            request = Request(job, address, clock, worker, reply, release=release)
             request.is_shared = header.shared
             if header.shared:
-                data = self._shared_grad(job, table, address, push.worker)
-            request.payload = _payload(table, header, data)
+                data = self._shared_grad(job, table, address, worker)
             store = self.lanes[id(job), address.table, address.slice].store
-            store.check(request.payload, push.role)
+            try:
+                push = _push(header, table)
+                request.payload = _payload(table, header, data)
+                store.check(request.payload, push.role)
+            except DecodeError as problem:
+                raise DecodeError(f"{problem} ({_of(header)})") from None
             actions = self.shard.push(job, address, push, request)
             job.counters.pushed_nbytes += data.nbytes
             self.tally.received_nbytes += data.nbytes
@@ -321,6 +320,12 @@ def _held(header: data_pb2.PullHeader, table: Table) -> int:
 
 def _releaser(store: SliceStore, buffer: Buffer) -> Callable[[], None]:
     return lambda: store.release(buffer)
+
+
+def _of(header: data_pb2.PushHeader) -> str:
+    """Returns which push it is, for messages."""
+    worker, index, step = header.sender.worker, header.slice, header.step
+    return f"push of worker {worker}, slice {index}, step {step}"
 
 
 def _push(header: data_pb2.PushHeader, table: Table) -> Push:

@@ -68,8 +68,7 @@ def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
     for start in range(0, grad.size, BLOCK):
         stop = min(start + BLOCK, grad.size)
         r, upper, sent = residual[start:stop], out[start:stop], scratch[: stop - start]
-        blocks.take(grad[start:stop], r)
-        largest = max(largest, blocks.max_bits(r))
+        largest = max(largest, blocks.take_max(grad[start:stop], r))
         _narrow(r, upper)
         _widen(upper, sent)
         for i in range(r.size):

@@ -86,6 +86,17 @@ def take(grad: FloatArray, owed: FloatArray) -> None:
 
 
 @kernel
+def take_max(grad: FloatArray, owed: FloatArray) -> np.int32:
+    """Sets `owed += grad`, and returns what `max_bits` does, in one pass."""
+    largest = np.int32(0)
+    for i in range(grad.size):
+        u = owed[i] + grad[i]
+        owed[i] = u
+        largest = max(largest, np.float32(u).view(np.int32) & ABS_BITS)
+    return largest
+
+
+@kernel
 def copy(grad: FloatArray, owed: FloatArray) -> None:
     """Sets `owed = grad`."""
     for i in range(grad.size):

@@ -73,8 +73,7 @@ def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
     for start in range(0, grad.size, BLOCK):
         stop = min(start + BLOCK, grad.size)
         r, half = residual[start:stop], out[start:stop]
-        blocks.take(grad[start:stop], r)
-        largest = max(largest, blocks.max_bits(r))
+        largest = max(largest, blocks.take_max(grad[start:stop], r))
         for i in range(r.size):
             # Below 2^-14 the addition of 0.5 rounds, and leaves the half in the lowest bits.
             clipped[i] = min(max(r[i], -MAX), MAX)

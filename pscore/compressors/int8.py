@@ -76,8 +76,7 @@ def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: np.
     for start in range(0, grad.size, BLOCK):
         stop = min(start + BLOCK, grad.size)
         r = residual[start:stop]
-        blocks.take(grad[start:stop], r)
-        limit.view(np.int32)[0] = blocks.max_bits(r)
+        limit.view(np.int32)[0] = blocks.take_max(grad[start:stop], r)
         largest = max(largest, limit.view(np.int32)[0])
         is_sent = limit[0] >= SCALE_MIN
         scale = limit[0] / LEVELS if is_sent else zero

@@ -132,8 +132,7 @@ def _encode_adapted(
     for start in range(0, grad.size, BLOCK):
         stop = min(start + BLOCK, grad.size)
         r = residual[start:stop]
-        blocks.take(grad[start:stop], r)
-        limit.view(np.int32)[0] = blocks.max_bits(r)
+        limit.view(np.int32)[0] = blocks.take_max(grad[start:stop], r)
         largest = max(largest, limit.view(np.int32)[0])
         squares = blocks.sample_squares(r, sums, lanes)
         threshold = np.float32(FACTOR * math.sqrt(squares / blocks.num_sampled(r.size)))

@@ -136,8 +136,9 @@ def test_a_step_far_ahead_does_no_harm(rule: str, step: int) -> None:
         {"sender": sender(0, incarnation=3)},
         {"sender": sender(0, table=1)},
         {"slice": U32},
+        {"estimate": True, "held": U64},
     ],
-    ids=["no sender", "rank", "incarnation", "table", "slice"],
+    ids=["no sender", "rank", "incarnation", "table", "slice", "no estimate"],
 )
 def test_a_hostile_pull_is_refused(fields: dict[str, object]) -> None:
     async def scene(front: Front) -> None:

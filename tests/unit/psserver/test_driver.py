@@ -313,8 +313,12 @@ def test_a_push_that_is_refused_is_told_why(fields: dict[str, object], message: 
 def test_a_gradient_of_another_length_is_refused(numel: int) -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        with pytest.raises(Refused, match=f"DecodeError: payload of {4 * numel} bytes, 128 wanted"):
-            await front.push(push_header(0, 0), np.zeros(numel, np.float32))
+        message = (
+            f"DecodeError: payload of {4 * numel} bytes, 128 wanted for 32 elements "
+            r"\(push of worker 1, slice 0, step 0\)"
+        )
+        with pytest.raises(Refused, match=message):
+            await front.push(push_header(1, 0), np.zeros(numel, np.float32))
         assert front.job.table(0).clock(0).clock(0) == 0
 
     play(scene)
