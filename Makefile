@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13; do \
 	2>/dev/null && echo $$name && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check proto bench test-gpu clean
+.PHONY: help setup run test check proto bench fuzz test-gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -44,6 +44,11 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device; adds CuPy for torch's C
 	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])') && \
 	{ test -z "$$cuda" || $(BIN)/python -c 'import cupy' 2>/dev/null || \
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda$$cuda]"; }
+fuzz: $(STAMP) ## a million mutated frames, guided by coverage
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python -m tests.attacks.fuzz_frames -runs=1000000
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean: ## remove the environment and what tools left behind
