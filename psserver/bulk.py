@@ -20,6 +20,7 @@ import contextlib
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -29,7 +30,14 @@ from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore import faults, sockets, tls, wire
 from pscore.access import EVERY
-from pscore.errors import AccessError, DamagedError, DecodeError, PacelineError, TransportError
+from pscore.errors import (
+    AccessError,
+    DamagedError,
+    DecodeError,
+    LimitError,
+    PacelineError,
+    TransportError,
+)
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
 from psserver.driver import Driver
@@ -66,6 +74,7 @@ class Connection:
         self._pass = Pass(EVERY)
         self._lock = threading.Lock()
         self._unsent: deque[tuple[list[memoryview], Callable[[], None] | None]] = deque()
+        self._unsent_nbytes = 0
         self._has_unsent = threading.Event()
         self._writer: threading.Thread | None = None
         self._is_closed = False
@@ -165,19 +174,31 @@ class Connection:
         except PacelineError:
             incoming.skip()  # So that the next frame can be read.
             raise
-        data = self._buffer(nbytes)
+        try:
+            data = self._buffer(nbytes)
+        except LimitError:
+            incoming.skip()
+            raise
         incoming.read_into(memoryview(data))
         release = (lambda: self._buffers.append(data)) if nbytes else None
         self._driver.intake.push(header, data, reply, release)
 
     def _buffer(self, nbytes: int) -> ByteArray:
-        """Returns memory for a payload: one of the last ones, whose pages are there already."""
+        """Returns memory for a payload: one of the last ones, whose pages are there already.
+
+        Raises:
+            LimitError: Too many bytes are under way.
+        """
         for _ in range(len(self._buffers)):
             buffer = self._buffers.popleft()
             if buffer.nbytes == nbytes:
                 return buffer
             self._buffers.append(buffer)
-        return np.empty(nbytes, dtype=np.uint8)
+        budget = self._driver.budget
+        budget.take(nbytes, "a push")
+        data = np.empty(nbytes, dtype=np.uint8)
+        weakref.finalize(data, budget.give, nbytes)  # Wherever it is let go.
+        return data
 
     # ----- writing
 
@@ -200,7 +221,10 @@ class Connection:
             if not self._is_closed:
                 if not self._unsent:
                     parts = self._send_now(parts)
-                if parts:
+                if parts and self._is_overdrawn(parts):
+                    self._is_closed = True
+                    self._cut()
+                elif parts:
                     if release is None:
                         parts = [memoryview(bytes(part)) for part in parts]
                     self._unsent.append((parts, release))
@@ -229,6 +253,28 @@ class Connection:
     def _cut(self) -> None:
         with contextlib.suppress(OSError):  # The peer may have closed it already.
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _is_overdrawn(self, parts: list[memoryview]) -> bool:
+        """Takes the bytes that wait for a slow peer from the budget; whether there are too few.
+
+        One peer may have half of it, so that something is left for all others.
+        """
+        budget, nbytes = self._driver.budget, _nbytes(parts)
+        try:
+            if self._unsent_nbytes + nbytes > budget.nbytes // 2:
+                raise LimitError(
+                    f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
+                )
+            budget.take(nbytes, "an answer")
+        except LimitError as problem:
+            log.warning("connection closed, its peer does not read", reason=str(problem))
+            return True
+        self._unsent_nbytes += nbytes
+        return False
+
+    def _give_back(self, parts: list[memoryview]) -> None:
+        self._unsent_nbytes -= _nbytes(parts)
+        self._driver.budget.give(_nbytes(parts))
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
         """Sends what the kernel takes without waiting; returns the rest."""
@@ -263,8 +309,10 @@ class Connection:
                 self.close()
                 return
             with self._lock:
-                if self._unsent:
-                    self._unsent.popleft()
+                if self._is_closed:
+                    return  # `close` has given back what was being sent from.
+                self._unsent.popleft()
+                self._give_back(parts)
                 if not self._unsent:
                     self._has_unsent.clear()
             if release is not None:
@@ -276,6 +324,9 @@ class Connection:
             self._is_closed = True
             unsent = list(self._unsent)
             self._unsent.clear()
+            for parts, _ in unsent:
+                self._give_back(parts)
+            self._buffers = deque(maxlen=0)  # What is let go from now on is not kept.
             self._has_unsent.set()
         for _, release in unsent:
             if release is not None:
@@ -321,3 +372,7 @@ def _parse(incoming: sockets.Incoming) -> pb.Envelope:
     except ProtobufDecodeError as problem:
         raise DecodeError(f"header of {len(incoming.header)} bytes is no message") from problem
     return envelope
+
+
+def _nbytes(parts: Sequence[memoryview]) -> int:
+    return sum(part.nbytes for part in parts)

@@ -61,6 +61,12 @@ def start(
     threads: Annotated[int | None, typer.Option(help="Threads of a shard [cores/shards].")] = None,
     lease_s: Annotated[float | None, typer.Option(help="Silence until a worker is lost.")] = None,
     grace_s: Annotated[float | None, typer.Option(help="Time for requests under way.")] = None,
+    memory_mb: Annotated[
+        int | None, typer.Option(help="MiB of a shard for tables [what there is].")
+    ] = None,
+    under_way_mb: Annotated[
+        int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
+    ] = None,
     restart: Annotated[
         bool | None, typer.Option(help="Start shards that die again [--restart].")
     ] = None,

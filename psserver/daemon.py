@@ -106,7 +106,7 @@ class Daemon:
         self._grace_s = plan.grace_s
         self._parent = os.getppid()
         self.driver = Driver(
-            Shard(plan.index, plan.num_shards, plan.lease_s),
+            Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             num_threads=plan.num_threads,
             broke=self.broke,
         )

@@ -26,6 +26,7 @@ from psserver import snapshot
 from psserver.estimate import ESTIMATE_ARRAYS
 from psserver.intake import Intake
 from psserver.lanes import Change, Lane
+from psserver.limits import Budget
 from psserver.membership import Member
 from psserver.shard import Address, Job, Shard, Table, TableSpec
 from psserver.store import SliceStore
@@ -58,6 +59,7 @@ class Driver:
         self.now = now
         self.started_s = now()
         self.tally = Tally()
+        self.budget = Budget(shard.limits.under_way_nbytes)
         self.lock = threading.RLock()
         self._broke = broke
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lane")

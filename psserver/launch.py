@@ -83,6 +83,8 @@ class Launch:
                 state_dir=None if server.state_dir is None else str(server.state_dir.absolute()),
                 snapshot_s=server.snapshot_s,
                 trust=server.trust,
+                memory_mb=server.memory_mb,
+                under_way_mb=server.under_way_mb,
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,
             )

@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from psserver.exits import Exit
+from psserver.limits import Limits
 from psserver.trust import Trust
 
 
@@ -32,6 +33,14 @@ class ShardPlan:
     state_dir: str | None = None  # Where snapshots are written; None: nowhere.
     snapshot_s: float = 0.0  # Seconds from one to the next; 0: never.
     trust: Trust = field(default_factory=Trust)
+    memory_mb: int | None = None  # For tables; None: what is there.
+    under_way_mb: int = 4096
+
+    @property
+    def limits(self) -> Limits:
+        """What the shard may use."""
+        memory = None if self.memory_mb is None else self.memory_mb << 20
+        return Limits(memory_nbytes=memory, under_way_nbytes=self.under_way_mb << 20)
 
     def to_json(self) -> str:
         """Returns the plan as an argument of a command line."""

@@ -24,6 +24,7 @@ from psserver.trust import Trust, require_whole
 SHARDS_MAX = 64
 METRICS_OFFSET = 1000
 PORT_MAX = 65535
+MB_MAX = 1 << 30
 
 
 def _config(prefix: str) -> SettingsConfigDict:
@@ -64,6 +65,12 @@ class ServerSettings(BaseSettings):
     snapshot_s: float = Field(default=30.0, ge=0.0, le=86400.0)
     """Seconds between snapshots into `state_dir`; a shard that died comes back with the last
     one. Less loses less, and writes more. 0 is never. Without `state_dir` there are none."""
+    memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
+    """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
+    refused. By default what the host has."""
+    under_way_mb: int = Field(default=4096, ge=64, le=MB_MAX)
+    """Bytes on their way in each shard, in MiB: pushes that wait for their turn, answers that wait
+    for slow readers. A push beyond it is refused, a reader beyond it is cut off."""
     restart: bool = True
     """Whether a shard that dies is started again."""
     tls_cert: Path | None = None

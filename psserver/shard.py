@@ -30,6 +30,7 @@ from pscore.rules import make_rule
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role, SliceSpec, TensorSpec
 from psserver.clock import Action, SliceClock, Token, Update
+from psserver.limits import Limits
 from psserver.membership import Member, Membership
 
 JOBS_MAX = 64
@@ -37,6 +38,7 @@ TABLES_MAX = 4096  # Per job.
 GROUPS_MAX = 1024
 BARRIERS_MAX = 1024  # Per job; older ones are forgotten, and all workers have passed them.
 NAME_LENGTH_MAX = 256
+SUMS_MAX = 2  # Counted of each slice; more are rare, and only for a while.
 RAW = NoCompression()
 
 
@@ -83,6 +85,13 @@ class Table:
     def nbytes(self) -> int:
         """Bytes of the weights of this shard's slices."""
         return sum(4 * spec.numel for spec in self.specs.values())
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Bytes that they take: weights twice, the optimizer's state, a sum for each open step."""
+        rule = self.spec.rule
+        sums = min(rule.steps_open(), SUMS_MAX) if rule.by_step else 1
+        return (2 + len(self.optimizer.state_names) + sums) * self.nbytes
 
     def clock(self, index: int) -> SliceClock:
         """Returns the clock of a slice.
@@ -140,15 +149,19 @@ class Job:
 class Shard:
     """All that one shard decides."""
 
-    def __init__(self, index: int, num_shards: int, lease_s: float) -> None:
+    def __init__(
+        self, index: int, num_shards: int, lease_s: float, limits: Limits | None = None
+    ) -> None:
         """Starts without jobs.
 
         Args:
             index: 0-based position of this shard.
             num_shards: Shards of the cluster.
             lease_s: Seconds of silence after which a worker is declared lost.
+            limits: What it may use.
         """
         self.index = index
+        self.limits = limits or Limits()
         self.num_shards = num_shards
         self.lease_s = lease_s
         self.jobs: dict[str, Job] = {}
@@ -263,7 +276,7 @@ class Shard:
         def expected() -> list[int]:
             return [rank for rank in members.expected() if rank not in aside]
 
-        return Table(
+        table = Table(
             index=len(job.tables),
             spec=spec,
             layout=layout,
@@ -272,6 +285,10 @@ class Shard:
             clocks={index: SliceClock(spec.rule, expected, members.num_workers) for index in specs},
             aside=aside,
         )
+        held = sum(one.memory_nbytes for j in self.jobs.values() for one in j.tables.values())
+        what = f"table {spec.name!r} of job {job.name!r} on shard {self.index}"
+        self.limits.require_memory(what, table.memory_nbytes, held)
+        return table
 
     # ----- a change of the mode
 

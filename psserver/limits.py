@@ -1,0 +1,80 @@
+"""What a shard may use: memory for tables, and bytes that are under way.
+
+A table is refused before memory is taken for it; a payload before it is received; and whoever asks
+for weights and does not read them is cut off. Each refusal says what was wanted and what is left.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from pscore.errors import LimitError
+
+UNDER_WAY_NBYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one shard may use.
+
+    Attributes:
+        memory_nbytes: For the tables of all jobs: weights, state and sums. None: what is there.
+        under_way_nbytes: Payloads that are being received or wait for their turn, and answers that
+            wait for slow readers; those of the bulk data plane.
+    """
+
+    memory_nbytes: int | None = None
+    under_way_nbytes: int = UNDER_WAY_NBYTES
+
+    def require_memory(self, what: str, wanted: int, held: int) -> None:
+        """Refuses a table that would take more than the shard may have.
+
+        Args:
+            what: The table, for the message.
+            wanted: Bytes that it takes.
+            held: Bytes that the tables here take already.
+
+        Raises:
+            LimitError: It would.
+        """
+        if self.memory_nbytes is not None and held + wanted > self.memory_nbytes:
+            raise LimitError(
+                f"{what} wants {wanted} bytes of memory, {max(0, self.memory_nbytes - held)} of "
+                f"{self.memory_nbytes} are left (memory_mb)"
+            )
+
+
+class Budget:
+    """Bytes that are under way in one shard; used from any thread.
+
+    Attributes:
+        nbytes: All of them.
+        left: Those that nobody has taken.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Starts with all of them free."""
+        self._lock = threading.Lock()
+        self.nbytes = nbytes
+        self.left = nbytes
+
+    def take(self, nbytes: int, what: str) -> None:
+        """Takes bytes; whoever does gives them back.
+
+        Raises:
+            LimitError: There are not so many left.
+        """
+        with self._lock:
+            if nbytes > self.left:
+                raise LimitError(
+                    f"{what} wants {nbytes} bytes under way, {self.left} of {self.nbytes} are "
+                    "left (under_way_mb)"
+                )
+            self.left -= nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Gives bytes back."""
+        with self._lock:
+            self.left += nbytes
+            assert self.left <= self.nbytes

@@ -1,0 +1,169 @@
+"""More than a shard can hold, through real sockets: refused or cut off, and others go on."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from pscore import sockets, wire
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import data_pb2
+from psserver.limits import Budget
+from psserver.listener import BulkServer
+from tests.unit.psserver.front import Front, play, pull_header, push_header
+
+NUMEL = 1 << 20  # 4 MiB: more than one answer does not fit into a socket's buffers for long.
+NBYTES = 4 * NUMEL
+WAIT_S = 30.0
+
+
+class Peer:
+    """One connection to a shard."""
+
+    def __init__(self, server: BulkServer) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
+        self.data = np.zeros(NUMEL, np.float32)
+
+    def ask(self, version: int = 0) -> None:
+        header = data_pb2.Envelope(id=7, pull=pull_header(0, version, version, wait_ms=9000))
+        self.socket.sendall(wire.encode(header.SerializeToString()))
+
+    def push(self, step: int, value: float = -1.0) -> None:
+        header = data_pb2.Envelope(id=8, push=push_header(0, step))
+        payload = wire.as_bytes(np.full(NUMEL, value, np.float32))
+        sockets.send_all(self.socket, sockets.frame_parts(header.SerializeToString(), [payload]))
+
+    def answer(self) -> data_pb2.Envelope:
+        """Reads one answer; weights land in `data`."""
+        incoming = sockets.read_header(self.socket)
+        assert incoming is not None
+        incoming.read_into(*[wire.as_bytes(self.data)] if incoming.payload_nbytes else ())
+        return data_pb2.Envelope.FromString(incoming.header)
+
+    def is_cut(self) -> bool:
+        """Reads what there is to the end of the connection."""
+        try:
+            while self.socket.recv(1 << 20):
+                pass
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+        return True
+
+
+@contextmanager
+def listening(front: Front) -> Iterator[BulkServer]:
+    server = BulkServer(front.driver, "127.0.0.1", 0, f"test-{id(front):x}")
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+async def ready(front: Front, budget_nbytes: int) -> None:
+    front.driver.budget = Budget(budget_nbytes)
+    await front.join(0, 1)
+    await front.define(tensors=[pb.Tensor(name="w", shape=[NUMEL], dtype="float32")])
+    header = push_header(0, 0, role=data_pb2.ROLE_WEIGHTS, hyper=[])
+    await front.push(header, np.zeros(NUMEL, np.float32))
+
+
+def eventually(front: Front, nbytes: int) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while front.driver.budget.left != nbytes:
+        assert time.monotonic() < deadline_s, front.driver.budget.left
+        time.sleep(0.01)
+
+
+def test_a_slow_reader_stalls_nobody_and_reads_whole_versions() -> None:
+    async def scene(front: Front) -> None:
+        await ready(front, 1 << 30)
+        with listening(front) as server:
+            slow, quick = Peer(server), Peer(server)
+            for step in range(6):
+                for _ in range(4):  # Of each version; none of them is read yet.
+                    slow.ask(step)
+                quick.push(step)
+                assert quick.answer().pushed.version <= step + 1
+                quick.ask(step + 1)
+                assert quick.answer().pulled.version == step + 1
+                assert (quick.data == step + 1).all()
+            assert front.driver.budget.left < 1 << 30
+            for _ in range(24):
+                version = slow.answer().pulled.version
+                assert (slow.data == version).all()
+            slow.socket.close()
+            quick.socket.close()
+
+    play(scene)
+
+
+def test_who_asks_and_does_not_read_is_cut_off() -> None:
+    async def scene(front: Front) -> None:
+        nbytes = 16 * NBYTES
+        await ready(front, nbytes)
+        with listening(front) as server:
+            greedy, quick = Peer(server), Peer(server)
+            for _ in range(40):
+                greedy.ask()
+            for step in range(3):
+                quick.push(step)
+                quick.answer()
+                quick.ask(step + 1)
+                assert quick.answer().pulled.version == step + 1
+            assert greedy.is_cut()
+            for peer in (greedy, quick):
+                peer.socket.close()
+            (store,) = front.driver.stores(front.job)
+            deadline_s = time.monotonic() + WAIT_S
+            while any(buffer.leases for buffer in store._buffers):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+        eventually(front, nbytes)
+
+    play(scene)
+
+
+def test_a_push_beyond_the_budget_is_refused_with_what_is_left() -> None:
+    async def scene(front: Front) -> None:
+        await ready(front, 2 * NBYTES - 4)
+        with listening(front) as server:
+            first, second = Peer(server), Peer(server)
+            first.push(5)  # Too far ahead: it waits, and keeps its bytes.
+            deadline_s = time.monotonic() + WAIT_S
+            while front.driver.budget.left != NBYTES - 4:
+                assert time.monotonic() < deadline_s
+            second.push(6)
+            failed = second.answer().failed
+            assert failed.kind == "LimitError"
+            assert f"a push wants {NBYTES} bytes under way, {NBYTES - 4} of" in failed.message
+            second.ask()
+            assert second.answer().pulled.ready  # The connection goes on.
+            for peer in (first, second):
+                peer.socket.close()
+
+    play(scene)
+
+
+def test_many_connections_that_say_nothing_hold_nobody_up() -> None:
+    async def scene(front: Front) -> None:
+        await ready(front, 1 << 30)
+        with listening(front) as server:
+            silent = [Peer(server) for _ in range(100)]
+            for peer in silent[:50]:
+                peer.socket.sendall(wire.MAGIC)  # The begin of a frame that does not go on.
+            quick = Peer(server)
+            quick.push(0)
+            assert quick.answer().pushed.version <= 1
+            for peer in (*silent, quick):
+                peer.socket.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith("bulk-read"):
+                thread.join(WAIT_S)
+
+    play(scene)

@@ -1,0 +1,53 @@
+"""What a shard may use, and how it says no."""
+
+import pytest
+
+from pscore.errors import LimitError
+from pscore.types import TensorSpec
+from psserver.limits import Budget, Limits
+from psserver.membership import Member
+from psserver.shard import Shard, TableSpec, make_spec
+
+MB = 1 << 20
+
+
+def spec(name: str, numel: int, optimizer: str = "sgd") -> TableSpec:
+    return make_spec(
+        name=name,
+        tensors=(TensorSpec(name="w", shape=(numel,), dtype="float32"),),
+        num_shards=1,
+        rule=("ssgd", {}),
+        compressor=("none", {}),
+        optimizer=optimizer,
+        num_groups=1,
+    )
+
+
+def test_tables_of_all_jobs_share_the_memory_of_a_shard() -> None:
+    """SGD with momentum has four arrays: weights twice, momentum, a sum."""
+    shard = Shard(0, 1, 10.0, Limits(memory_nbytes=40 * MB))
+    jobs = [
+        shard.join(name, 1, Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0))
+        for name in ("one", "other")
+    ]
+    table, _ = shard.define(jobs[0], spec("model", 2 * MB))
+    assert table.memory_nbytes == 32 * MB
+    message = (
+        r"table 'model' of job 'other' on shard 0 wants 16777216 bytes .*, 8388608 of 41943040"
+    )
+    with pytest.raises(LimitError, match=message):
+        shard.define(jobs[1], spec("model", MB))
+    assert jobs[1].tables == {}
+    shard.define(jobs[1], spec("model", MB // 2))
+    with pytest.raises(LimitError, match=r", 0 of 41943040 are left"):
+        shard.define(jobs[1], spec("next", 16))
+
+
+def test_a_budget_is_taken_and_given_back() -> None:
+    budget = Budget(100)
+    budget.take(60, "a push")
+    with pytest.raises(LimitError, match=r"an answer wants 41 bytes under way, 40 of 100 are left"):
+        budget.take(41, "an answer")
+    budget.take(40, "a push")
+    budget.give(100)
+    assert budget.left == budget.nbytes == 100
