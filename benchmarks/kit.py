@@ -21,7 +21,9 @@ from typing import Any
 
 import psutil
 
+from psserver import certs
 from psserver.embedded import start_embedded
+from psserver.trust import Trust
 from psworker import plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,11 +178,17 @@ def run_workers(
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """Runs one role as every worker of a job on fresh shards.
 
+    The planes `tcp+tls` and `grpc+tls` are `tcp` and `grpc` with mutual TLS and a token.
+
     Returns:
         The workers' results, and the CPU seconds of all shards before the first and after the
         last of the measured rounds.
     """
-    with start_embedded(num_shards) as servers:
+    plane, _, secured = plane.partition("+")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        start_embedded(num_shards, trust=make_trust(folder) if secured else None) as servers,
+    ):
         cpu = Cpu(num_shards)
         job = f"bench-{os.getpid()}"
         started = [
@@ -188,7 +196,8 @@ def run_workers(
                 module,
                 name,
                 arguments,
-                worker_environment(servers.addresses, rank, num_workers, plane, job),
+                worker_environment(servers.addresses, rank, num_workers, plane, job)
+                | (client_variables(folder) if secured else {}),
             )
             for rank in range(num_workers)
         ]
@@ -207,6 +216,28 @@ def run_workers(
                 role.popen.stdin.close()
                 role.popen.wait(ROLE_TIMEOUT_S)
     return results, marks
+
+
+def make_trust(folder: str) -> Trust:
+    """Makes certificates and a token; returns how shards use them."""
+    certs.make(Path(folder), [], days=1, is_forced=True)
+    files = {name: f"{folder}/{name}" for name in certs.FILES}
+    return Trust(
+        cert=files["server.pem"],
+        key=files["server.key"],
+        client_ca=files["ca.pem"],
+        token_file=files["token"],
+    )
+
+
+def client_variables(folder: str) -> dict[str, str]:
+    """Returns what workers of such shards need."""
+    return {
+        "PACELINE_TLS_CA": f"{folder}/ca.pem",
+        "PACELINE_TLS_CERT": f"{folder}/client.pem",
+        "PACELINE_TLS_KEY": f"{folder}/client.key",
+        "PACELINE_TOKEN_FILE": f"{folder}/token",
+    }
 
 
 def await_go() -> None:

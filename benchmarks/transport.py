@@ -369,7 +369,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rounds", type=int, default=9, help="of each case, per turn")
     parser.add_argument("--turns", type=int, default=3, help="through all cases")
-    parser.add_argument("--planes", default="local,tcp,grpc")
+    parser.add_argument("--planes", default="local,tcp,grpc", help="also tcp+tls, grpc+tls")
     parser.add_argument("--cases", default="flat,keys")
     parser.add_argument("--only-ours", action="store_true", help="without Gloo and sockets")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the plot")

@@ -211,6 +211,27 @@ def certs(
 
 
 @app.command()
+def doctor(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+    job: Annotated[str | None, typer.Option(help="Look at this job too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what is wrong with the shards and this machine; exit with 1 if something is."""
+    from pscore import doctor as doc
+    from psserver.checks import examine
+
+    findings = examine(servers, port, state_dir, job)
+    if as_json:
+        sys.stdout.write(json.dumps(doc.as_json(findings), indent=1) + "\n")
+    else:
+        doc.show(findings)
+    sys.exit(Exit.OK if doc.is_well(findings) else Exit.UNHEALTHY)
+
+
+@app.command()
 def rules(*, as_json: AsJson = False) -> None:
     """List the modes there are, with their arguments and sources."""
     from psserver import listing

@@ -26,7 +26,7 @@ class Exit(enum.IntEnum):
 
 MEANINGS: dict[Exit, str] = {
     Exit.OK: "done",
-    Exit.UNHEALTHY: "health: a shard is not ready",
+    Exit.UNHEALTHY: "health: a shard is not ready; doctor: something is wrong",
     Exit.USAGE: "a flag, variable or configuration file is wrong",
     Exit.PORT_TAKEN: "another process listens on a port",
     Exit.NOT_PERMITTED: "no rights for a port or a signal",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -180,6 +181,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             instance=self._instance,
             bulk_port=0 if self._bulk is None else self._bulk.port,
             bulk_local="" if self._bulk is None else self._bulk.local,
+            now_s=time.time(),
         )
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
@@ -322,6 +324,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             version_min=min(versions),
             version_max=max(versions),
             waiting_for=self._driver.waiting_for(job, table),
+            fingerprint=table.layout.fingerprint,
         )
 
 

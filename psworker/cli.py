@@ -223,6 +223,32 @@ def compressors(
 
 
 @app.command()
+def doctor(
+    *,
+    servers: Annotated[
+        str | None, typer.Option(help="Addresses, host:port,... [PACELINE_SERVERS].")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(envvar="PACELINE_JOB", help="Look at this job too.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Compare the job's with lenet, resnet50, module:factory.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what is wrong between here and the shards; exit with 1 if something is."""
+    from pscore import doctor as doc
+    from psworker.checks import examine
+
+    findings = examine(servers, job, model)
+    if as_json:
+        sys.stdout.write(json.dumps(doc.as_json(findings), indent=1) + "\n")
+    else:
+        doc.show(findings)
+    sys.exit(Exit.OK if doc.is_well(findings) else Exit.FAILED)
+
+
+@app.command()
 def version(*, as_json: AsJson = False) -> None:
     """Print the versions of Paceline and of what it runs on."""
     versions = {name: importlib.metadata.version(name) for name in ("paceline", "torch", "grpcio")}

@@ -70,7 +70,7 @@ class Exit(enum.IntEnum):
 
 MEANINGS: dict[Exit, str] = {
     Exit.OK: "done; run: every worker ended with 0",
-    Exit.FAILED: "a shard refused something, or the demo went wrong",
+    Exit.FAILED: "a shard refused something, doctor found something, or the demo went wrong",
     Exit.USAGE: "a flag, variable or file is wrong",
     Exit.NO_SHARDS: "no shard answers, or those started for the job ended",
     Exit.INTERRUPTED: "ended by Ctrl-C",
