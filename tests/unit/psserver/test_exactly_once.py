@@ -1,0 +1,265 @@
+"""Push, pull, acknowledge, retry, crash, restart, join, leave in any order, against a model.
+
+Hypothesis writes the story; the shard's own state machines decide, and the model only counts: which
+pushes are in the weights, and what their workers were told. A message that was once sent may be
+delivered at any time, again and again, whatever has become of its sender.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from pscore.compressors.none import NoCompression
+from pscore.errors import ReplacedError
+from pscore.rules import parse_mode
+from pscore.types import Pull, Push, Role, TensorSpec, Verdict
+from psserver.clock import Acknowledge, Add, Answer, Update
+from psserver.membership import Member
+from psserver.shard import Actions, Address, Job, Shard, TableSpec
+
+LEASE_S = 10.0
+WORKERS = 3
+HYPER = np.zeros((1, 6))
+AT = Address("job", 0, 0)
+MODES = ("asgd", "ssgd", "ssgd(backup=1)", "ssp(bound=1)", "staleness(splits=2)")
+
+
+@dataclass(eq=False)
+class Message:
+    """One push: its own token, and its own gradient."""
+
+    worker: int
+    incarnation: int
+    push: Push
+    verdicts: list[Verdict] = field(default_factory=list)
+
+
+@dataclass
+class Worker:
+    """A worker, as its own process sees it."""
+
+    rank: int
+    incarnation: int = 0
+    restart: int = -1
+    is_live: bool = False
+    has_pulled: bool = False
+    step: int = 0
+    version: int = 0
+    waits: Message | None = None  # Not acknowledged yet.
+    pull: Pull | None = None
+
+
+class Story(RuleBasedStateMachine):
+    """Everything that may happen to one slice."""
+
+    @initialize(mode=st.sampled_from(MODES))
+    def begin(self, mode: str) -> None:
+        self.rule = parse_mode(mode)
+        self.shard = Shard(0, 1, LEASE_S)
+        self.now_s = 0.0
+        self.workers = [Worker(rank) for rank in range(WORKERS)]
+        self.sent: list[Message] = []
+        self.weights: Counter[Message] = Counter()
+        self.bins: dict[int, Counter[Message]] = {}
+        self.versions = [0]
+        self.first_job: Job | None = None  # Nobody's coming back may begin another.
+        for worker in self.workers:
+            self._join(worker)
+        spec = TableSpec(
+            name="w",
+            tensors=(TensorSpec(name="w", shape=(16,), dtype="float32"),),
+            num_shards=1,
+            rule=self.rule,
+            compressor=NoCompression(),
+            optimizer="sgd",
+            num_groups=1,
+        )
+        self.shard.define(self.job, spec)
+        self.first_job = self.job
+        load = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
+        self.shard.push(self.job, AT, load, "weights")
+
+    @property
+    def job(self) -> Job:
+        return self.shard.jobs["job"]
+
+    # ----- what may happen
+
+    @rule(rank=st.integers(0, WORKERS - 1))
+    def sends_a_push(self, rank: int) -> None:
+        worker = self.workers[rank]
+        if worker.is_live and worker.has_pulled and worker.waits is None:
+            push = Push(worker=rank, step=worker.step, base_version=worker.version, hyper=HYPER)
+            worker.waits = Message(rank, worker.incarnation, push)
+            worker.step += 1
+            self.sent.append(worker.waits)
+            self._deliver(worker.waits)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def a_push_arrives_again(self, data: st.DataObject) -> None:
+        recent = self.sent[-8:] if data.draw(st.booleans()) else self.sent
+        self._deliver(data.draw(st.sampled_from(recent)))
+
+    @rule(rank=st.integers(0, WORKERS - 1))
+    def asks_for_weights(self, rank: int) -> None:
+        worker = self.workers[rank]
+        if worker.is_live and worker.waits is None:
+            clock = worker.step if worker.has_pulled else 0
+            oldest = self.rule.min_version(clock - 1) if clock else 0
+            worker.pull = Pull(worker=rank, clock=clock, min_version=oldest)
+            self._do(self.shard.pull(self.job, AT, worker.pull, worker.pull))
+
+    @rule(rank=st.integers(0, WORKERS - 1))
+    def crashes(self, rank: int) -> None:
+        self.workers[rank].is_live = False
+
+    @rule(rank=st.integers(0, WORKERS - 1))
+    def comes_back(self, rank: int) -> None:
+        if not self.workers[rank].is_live:
+            self._join(self.workers[rank])
+
+    @rule(rank=st.integers(0, WORKERS - 1))
+    def leaves(self, rank: int) -> None:
+        worker = self.workers[rank]
+        others = set(self.job.membership.expected()) - {rank}
+        if worker.is_live and worker.waits is None and others:
+            worker.is_live = False
+            self._do(self.shard.leave("job", rank, worker.incarnation, "done"))
+
+    @rule(seconds=st.sampled_from((1.0, 4.0, LEASE_S + 1.0)))
+    def time_passes(self, seconds: float) -> None:
+        """Whoever lives renews the lease; who has crashed does not."""
+        self.now_s += seconds
+        for worker in self.workers:
+            if worker.is_live:
+                self._heard(worker.rank, worker.incarnation)
+        lost, actions = self.shard.tick(self.now_s)
+        self._do(actions)
+        for _, member in lost:
+            assert not self.workers[member.rank].is_live or seconds > LEASE_S
+
+    # ----- what must be true
+
+    @invariant()
+    def every_push_is_counted_as_often_as_its_worker_was_told(self) -> None:
+        held = self._held()
+        for message in self.sent:
+            count = self.weights[message] + held[message]
+            assert count <= 1, f"{message} is counted {count} times"
+            told = set(message.verdicts)
+            if told & {Verdict.ACCEPTED, Verdict.DUPLICATE}:
+                assert count == 1, f"{message} was acknowledged, and is not there"
+                assert Verdict.TOO_LATE not in told
+            if Verdict.TOO_LATE in told:
+                assert count == 0, f"{message} was refused, and is counted"
+
+    def teardown(self) -> None:
+        """When all have gone, nothing that was acknowledged is left outside of the weights."""
+        self.now_s += 2 * LEASE_S
+        _, actions = self.shard.tick(self.now_s)
+        self._do(actions)
+        if self.rule.by_step:
+            assert not self._held(), self._held()
+        assert self.versions == list(range(len(self.versions)))
+
+    # ----- inside
+
+    def _join(self, worker: Worker) -> None:
+        worker.restart += 1
+        worker.incarnation = 100 * (worker.rank + 1) + worker.restart
+        worker.is_live, worker.has_pulled, worker.waits = True, False, None
+        worker.step = worker.version = 0
+        member = Member(
+            rank=worker.rank,
+            incarnation=worker.incarnation,
+            restart=worker.restart,
+            host="a",
+            pid=worker.incarnation,
+            heard_s=self.now_s,
+            returns=worker.restart > 0,
+        )
+        job = self.shard.join("job", WORKERS, member)
+        assert self.first_job in (None, job)
+        self._do(self.shard.recheck(job))
+
+    def _heard(self, rank: int, incarnation: int) -> bool:
+        try:
+            self.shard.heard("job", rank, incarnation, self.now_s)
+        except ReplacedError:
+            return False
+        return True
+
+    def _deliver(self, message: Message) -> None:
+        if self._heard(message.worker, message.incarnation):
+            self._do(self.shard.push(self.job, AT, message.push, message))
+        elif self.workers[message.worker].waits is message:
+            self.workers[message.worker].is_live = False  # It is told so, and comes back.
+
+    def _held(self) -> Counter[Message]:
+        """Returns what is counted and waits for its update: in sums, and for lower ranks."""
+        held: Counter[Message] = Counter()
+        for one in self.bins.values():
+            held += one
+        for bin_ in self.job.table(0).clock(0)._bins.values():
+            held.update(token for _, token in bin_.held.values() if isinstance(token, Message))
+        return held
+
+    def _do(self, actions: Actions) -> None:
+        for _, action in actions:
+            if isinstance(action, Add):
+                assert isinstance(action.token, Message)
+                into = self.bins.setdefault(action.bin, Counter())
+                assert action.is_first == (not into)
+                into[action.token] += 1
+            elif isinstance(action, Update):
+                self.weights += self.bins.pop(action.bin, Counter())
+                self.versions.append(action.version)
+            elif isinstance(action, Acknowledge) and isinstance(action.token, Message):
+                self._acknowledged(action.token, action.verdict)
+            elif isinstance(action, Answer):
+                self._answered(action)
+
+    def _acknowledged(self, message: Message, verdict: Verdict) -> None:
+        message.verdicts.append(verdict)
+        worker = self.workers[message.worker]
+        if worker.waits is message:
+            worker.waits = None
+
+    def _answered(self, action: Answer) -> None:
+        worker = self.workers[action.worker]
+        if worker.pull is None or worker.pull is not action.token or not worker.is_live:
+            return
+        assert action.version >= worker.pull.min_version
+        worker.version, worker.pull = action.version, None
+        if not worker.has_pulled:
+            closed = action.version if self.rule.by_step else 0
+            worker.step = max(action.clock, closed)
+        worker.step = max(worker.step, action.version) if self.rule.by_step else worker.step
+        worker.has_pulled = True
+
+
+def test_every_push_counts_once_whatever_happens() -> None:
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        Story,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=checks,
+        ),
+    )
