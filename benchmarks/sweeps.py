@@ -12,6 +12,7 @@ LOCALS = {
     "sgd": "local='sgd'",
 }
 WARMUP = 50  # Steps.
+TUNED = ", lr_scale=1.4, beta=0.8"  # The best that was found for GLU with this momentum.
 LIFTED = ", lr_scale=1.4, beta=0.7, local_warmup=100"
 WARMUP_FULL = 100  # Of runs of two epochs: about the same share of the run.
 LR, MOMENTUM = 0.05, 0.9
@@ -95,7 +96,11 @@ def modes(warmup: int = WARMUP) -> list[Setting]:
 def full() -> list[Setting]:
     """Returns every mode, and every local update at every k: the table that needs several seeds."""
     sweep = [ssd(local, k, WARMUP_FULL) for local in LOCALS for k in STEPS_BETWEEN_PULLS]
-    return [*modes(WARMUP_FULL), *sweep]
+    tuned = [
+        ssd("glu", k, WARMUP_FULL, TUNED, name=f"glu k={k}, lr_scale=1.4, beta=0.8")
+        for k in (5, 8, 16)
+    ]
+    return [*modes(WARMUP_FULL), *sweep, *tuned]
 
 
 def seeds() -> list[Setting]:
@@ -118,7 +123,7 @@ def tuned_glu() -> list[Setting]:
         (5, "local_warmup=100", ", local_warmup=100"),
         (5, "local_warmup=300", ", local_warmup=300"),
         (5, "lr_scale=1.4, local_warmup=100", ", lr_scale=1.4, local_warmup=100"),
-        (5, "lr_scale=1.4, beta=0.8", ", lr_scale=1.4, beta=0.8"),
+        (5, "lr_scale=1.4, beta=0.8", TUNED),
         (5, "lr_scale=1.4, beta=0.7, local_warmup=100", LIFTED),
         (16, "lr_scale=0.5", ", lr_scale=0.5"),
         (16, "lr_scale=0.25", ", lr_scale=0.25"),

@@ -1,0 +1,214 @@
+"""Deletes each rule's own term, one after the other, and checks that its tests notice.
+
+python scripts/mutants.py            # all of them, a few minutes
+python scripts/mutants.py ssp cd     # these rules only
+
+Works on a copy; ends with 1 if the tests of a rule pass without its term.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("pscore", "psserver", "psworker", "tests")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One term, and what stands there without it."""
+
+    rule: str
+    what: str
+    path: str
+    term: str
+    without: str
+    tests: str = ""  # Else those of the rule.
+
+
+RULES = "pscore/rules/"
+LOCAL = "pscore/local/"
+MUTANTS = (
+    Mutant(
+        "ssgd",
+        "waits for everybody",
+        RULES + "ssgd.py",
+        '"""Every expected worker."""\n        return num_expected',
+        "return 1",
+        "tests/paper/test_od.py",
+    ),
+    Mutant(
+        "ssgd",
+        "backup workers",
+        RULES + "ssgd.py",
+        "max(1, num_workers - self.backup)",
+        "max(1, num_workers)",
+    ),
+    Mutant(
+        "asgd",
+        "one update for each gradient",
+        RULES + "base.py",
+        "        return 1\n\n    def steps_open",
+        "        return num_expected\n\n    def steps_open",
+    ),
+    Mutant(
+        "staleness", "1/tau", RULES + "staleness.py", "return 1.0 / max(1, staleness)", "return 1.0"
+    ),
+    Mutant(
+        "staleness",
+        "n-softsync",
+        RULES + "staleness.py",
+        "max(1, num_workers // self.splits)",
+        "1",
+    ),
+    Mutant(
+        "dcasgd",
+        "compensation, constant",
+        RULES + "dcasgd.py",
+        "g + control * g * g * (weights[i] - backup[i])",
+        "g",
+    ),
+    Mutant(
+        "dcasgd",
+        "compensation, adaptive",
+        RULES + "dcasgd.py",
+        "g + control / spread * g * g * (weights[i] - backup[i])",
+        "g",
+    ),
+    Mutant(
+        "dcasgd", "mean square", RULES + "dcasgd.py", "keep * square[i] + take * g * g", "g * g"
+    ),
+    Mutant(
+        "ssp",
+        "bound",
+        RULES + "ssp.py",
+        "self.bound == NO_BOUND or clocks.clock_min() >= clock - self.bound",
+        "True",
+    ),
+    Mutant(
+        "od",
+        "delay",
+        RULES + "od.py",
+        "return Plan(local=True, block=False)",
+        "return Plan(local=True)",
+    ),
+    Mutant("od", "local update", RULES + "od.py", "Plan(local=True, block", "Plan(block"),
+    Mutant(
+        "od",
+        "delay compensation",
+        LOCAL + "dc.py",
+        "control * (g[i] * g[i]) * (before - o[i])",
+        "np.float32(0.0)",
+    ),
+    Mutant(
+        "od",
+        "adaptive delay compensation",
+        LOCAL + "dc.py",
+        "control / np.sqrt(mean) * square * (before - o[i])",
+        "np.float32(0.0)",
+    ),
+    Mutant(
+        "ssd",
+        "pulls at each k-th step only",
+        RULES + "ssd.py",
+        "(step - self.warmup) % self.steps == self.steps - 1",
+        "True",
+    ),
+    Mutant("ssd", "k steps ahead", RULES + "ssd.py", "return self.steps\n", "return 1\n"),
+    Mutant("glu", "global gradient", LOCAL + "glu.py", " + beta * s[i]", ""),
+    Mutant("glu", "own gradient", LOCAL + "glu.py", "alpha * g[i] + ", ""),
+    Mutant(
+        "mirror", "takes the shards' state", LOCAL + "mirror.py", "kept.copy_(pulled)", "continue"
+    ),
+    Mutant(
+        "cd", "k-step correction", RULES + "cd.py", "compress=not is_correction", "compress=True"
+    ),
+    Mutant(
+        "cd",
+        "flush",
+        RULES + "cd.py",
+        'flush=is_correction and self.correction == "flush"',
+        "flush=False",
+    ),
+    Mutant(
+        "local_sgd",
+        "rounds of H steps",
+        RULES + "local.py",
+        "(step - self.warmup) % self.steps == self.steps - 1",
+        "True",
+    ),
+    Mutant(
+        "local_sgd",
+        "backup workers",
+        RULES + "ssgd.py",
+        "max(1, num_workers - self.backup)",
+        "max(1, num_workers)",
+    ),
+    Mutant(
+        "slowmo",
+        "slow momentum",
+        RULES + "slowmo.py",
+        "self.slow_momentum if is_warm else 0.0",
+        "0.0",
+    ),
+    Mutant(
+        "slowmo",
+        "slow learning rate",
+        RULES + "slowmo.py",
+        "self.slow_lr if is_warm else 1.0",
+        "1.0",
+    ),
+    Mutant("diloco", "outer momentum", RULES + "diloco.py", "self.outer_momentum,\n", "0.0,\n"),
+    Mutant("diloco", "outer rate", RULES + "diloco.py", '"lr": self.outer_lr', '"lr": 1.0'),
+    Mutant(
+        "diloco",
+        "Nesterov",
+        RULES + "diloco.py",
+        "self.nesterov and self.outer_momentum > 0",
+        "False",
+    ),
+)
+
+
+def is_noticed(mutant: Mutant, copy: Path) -> bool:
+    """Returns whether the tests fail with one term gone from a copy of the repository."""
+    path = copy / mutant.path
+    whole = path.read_text(encoding="utf-8")
+    assert whole.count(mutant.term) == 1, f"{mutant.path}: {whole.count(mutant.term)} x the term"
+    path.write_text(whole.replace(mutant.term, mutant.without), encoding="utf-8")
+    tests = mutant.tests or f"tests/paper/test_{mutant.rule}.py"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False)
+    finally:
+        path.write_text(whole, encoding="utf-8")
+    return done.returncode == 1
+
+
+def main() -> int:
+    """Tries the mutants; returns the exit status."""
+    chosen = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.rule in sys.argv[1:]]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in FOLDERS:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, Path(folder, name), ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        for mutant in chosen:
+            noticed = is_noticed(mutant, Path(folder))
+            survivors += not noticed
+            said = "noticed" if noticed else "NOT NOTICED"
+            print(f"{mutant.rule:10} without {mutant.what:34} {said}", flush=True)
+    print(f"{len(chosen)} terms, {survivors} not noticed")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
