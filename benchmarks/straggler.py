@@ -166,12 +166,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=400, help="simulated time, in steps' times")
     parser.add_argument("--out", type=Path, default=Path("docs/plots"), help="folder of the plot")
+    parser.add_argument("--results", type=Path, help="file that the figures are written to")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(args.steps)
     show(found)
     print(f"plot: {plot(found, args.out)}")
+    if args.results:
+        lines = (f" {json.dumps(name)}: {json.dumps(row)}" for name, row in found.items())
+        args.results.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     if args.json:
         print(json.dumps(found))
 
