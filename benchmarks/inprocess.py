@@ -140,8 +140,10 @@ class Shards:
         assert token.payload is not None
         return token.payload
 
-    def hold(self, token: Token) -> None:
-        """A payload is a copy anyway."""
+    def keep(self, token: Token, payload: Payload) -> None:
+        """Has another payload from now on."""
+        assert isinstance(token, Message)
+        token.payload = payload
 
     def done(self, token: Token) -> None:
         """Forgets a payload."""

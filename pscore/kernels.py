@@ -49,6 +49,12 @@ def _add_scaled(source: FloatArray, out: FloatArray, scale: np.float32) -> None:
         out[i] += source[i] * scale
 
 
+@kernel
+def _sum_scaled(first: FloatArray, source: FloatArray, out: FloatArray, scale: np.float32) -> None:
+    for i in range(len(source)):
+        out[i] = first[i] + source[i] * scale
+
+
 def read_only(array: FloatArray) -> FloatArray:
     """Returns a view that cannot be written, so that a kernel is compiled for one kind only."""
     view = array.view()
@@ -74,3 +80,8 @@ def assign_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:
 def add_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:
     """Adds `scale * source` to `out`."""
     _add_scaled(read_only(source), out, np.float32(scale))
+
+
+def sum_scaled(first: FloatArray, source: FloatArray, out: FloatArray, scale: float) -> None:
+    """Sets `out = first + scale * source`, the same bits as `add_scaled` to a copy of `first`."""
+    _sum_scaled(read_only(first), read_only(source), out, np.float32(scale))

@@ -2,7 +2,8 @@
 
 A segment is a memfd: it has no name, so nobody else can open it and nothing is left behind after
 any kind of death; its file descriptor travels over a Unix socket. Its memory is reserved when it is
-made, so that a machine without room says so at once and not by a signal later.
+made, so that a machine without room says so at once and not by a signal later. The weights of a
+shard that keeps a journal lie in a file of its user's instead, and are there when it comes back.
 
 The weights of a table on one shard lie in one segment:
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -50,6 +52,21 @@ class Segment:
             OSError: There is no memory for it.
         """
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            return cls(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def at(cls, path: Path, nbytes: int) -> Segment:
+        """Opens a segment that has a file, which stays when the last user is gone, or makes it.
+
+        Raises:
+            OSError: There is no room for it, or no such place.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, nbytes)
             return cls(fd, nbytes)

@@ -58,6 +58,9 @@ def start(
     snapshot_s: Annotated[
         float | None, typer.Option(help="Seconds between snapshots into --state-dir [30].")
     ] = None,
+    durability: Annotated[
+        str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a shard [cores/shards].")] = None,
     lease_s: Annotated[float | None, typer.Option(help="Silence until a worker is lost.")] = None,
     grace_s: Annotated[float | None, typer.Option(help="Time for requests under way.")] = None,

@@ -44,6 +44,7 @@ class Hold:
     """Keep `token`'s payload; it is added later. The sender's buffer must be free after this."""
 
     token: Token
+    push: Push
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +53,14 @@ class Add:
 
     token: Token
     bin: int
-    worker: int
+    push: Push
     weight: float
     is_first: bool  # The bin is empty: assign.
+
+    @property
+    def worker(self) -> int:
+        """Whose gradient it is."""
+        return self.push.worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,7 @@ class Acknowledge:
     token: Token
     verdict: Verdict
     version: int
+    push: Push | None = None  # One that has been counted, and will not be added.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +194,21 @@ class SliceClock:
         """Takes one pull: answered now, or by a later message's actions."""
         self._waiting[token] = pull
         return self._answers()
+
+    def resume(
+        self, version: int, counted: Mapping[int, Counted], bins: Mapping[int, Bin]
+    ) -> list[Action]:
+        """Goes on where a former process was killed; returns what it had not come to.
+
+        Args:
+            version: Updates made.
+            counted: Which steps of each worker are in, by rank.
+            bins: What of them is in no update yet.
+        """
+        self.version = version
+        self.counted = dict(counted)
+        self._bins = dict(bins)
+        return self.recheck()
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
         """Goes on from a snapshot: its version, and the clock of each worker.
@@ -317,12 +339,13 @@ class SliceClock:
         if push.step < self.version or self._is_full(bin_, push.worker):
             counted.late.add(push.step)
             counted.late -= {step for step in counted.late if step < push.step - LATE_KEPT}
-            return [self._acknowledge(token, Verdict.TOO_LATE)]
+            late = Verdict.TOO_LATE
+            return [Acknowledge(token=token, verdict=late, version=self.version, push=push)]
         self._bins[push.step] = bin_
         bin_.held[push.worker] = (push, token)
         actions = self._fill(push.step)
         if push.worker in bin_.held:
-            actions.append(Hold(token=token))
+            actions.append(Hold(token=token, push=push))
         return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
 
     def _arrive(self, push: Push, token: Token) -> list[Action]:
@@ -336,7 +359,7 @@ class SliceClock:
             Add(
                 token=token,
                 bin=0,
-                worker=push.worker,
+                push=push,
                 weight=weight * factor,
                 is_first=len(bin_.added) == 1,
             )
@@ -375,7 +398,7 @@ class SliceClock:
                     Add(
                         token=token,
                         bin=step,
-                        worker=rank,
+                        push=push,
                         weight=weight,
                         is_first=not bin_.added,
                     )

@@ -40,6 +40,7 @@ from psserver.metrics import MetricsPage
 from psserver.plan import Ready, Refused, Report, ShardPlan, join_address, report_to_json
 from psserver.servicer import ControlServicer, data_handler
 from psserver.shard import Shard
+from psserver.vault import Vault
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -105,9 +106,11 @@ class Daemon:
         self._ending = asyncio.Event()
         self._grace_s = plan.grace_s
         self._parent = os.getppid()
+        self._vault = _open_vault(plan)
         self.driver = Driver(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             num_threads=plan.num_threads,
+            vault=self._vault,
             broke=self.broke,
         )
         self._gate = plan.trust.gate()
@@ -198,6 +201,8 @@ class Daemon:
         await self._finish()
         await self._page.stop()
         await self._snapshot()
+        if self.plan.state_dir is None:
+            self.driver.recovery.remove()
         log.info("shard ended")
 
     def drain(self, grace_s: float) -> None:
@@ -243,7 +248,11 @@ class Daemon:
                 self._ending.set()
 
     def _restore(self) -> None:
-        """Takes up the jobs that a former process of this shard has left in the state directory."""
+        """Takes up the jobs that a former process of this shard has left."""
+        for name in self.driver.take_up():
+            log.warning("job taken up where it was", job=name)
+        if self._vault is not None:
+            self._instance = self._vault.instance
         folder = self._folder()
         if folder is None:
             return
@@ -272,7 +281,7 @@ class Daemon:
         """Returns where this shard's snapshots lie, or None if it writes none."""
         if self.plan.state_dir is None or not self.plan.snapshot_s:
             return None
-        return Path(self.plan.state_dir) / f"shard-{self.plan.index}-of-{self.plan.num_shards}"
+        return Path(self.plan.state_dir) / folder_name(self.plan)
 
     def _on_thread(self, failed: threading.ExceptHookArgs) -> None:
         assert failed.exc_value is not None
@@ -300,6 +309,35 @@ class Daemon:
         """Ends the bulk connections."""
         if self._bulk is not None:
             self._bulk.stop()
+
+
+def folder_name(plan: ShardPlan) -> str:
+    """Returns the name of a shard's folder, so that no other shard takes up what is in it."""
+    return f"shard-{plan.index}-of-{plan.num_shards}"
+
+
+def _open_vault(plan: ShardPlan) -> Vault | None:
+    """Opens where this shard keeps its journals, if it keeps any.
+
+    Raises:
+        CommandError: The folder cannot be used.
+    """
+    if plan.journal_dir is None:
+        return None
+    folder = Path(plan.journal_dir) / folder_name(plan)
+    try:
+        return Vault(folder)
+    except BlockingIOError as problem:
+        raise CommandError(
+            Exit.ALREADY_RUNNING,
+            f"another process of shard {plan.index} uses {folder}; stop it first",
+        ) from problem
+    except OSError as problem:
+        raise CommandError(
+            Exit.HOST,
+            f"cannot keep journals in {folder}: {problem}; give another --state-dir, or "
+            "--durability memory",
+        ) from problem
 
 
 def probe(host: str, port: int) -> OSError:
@@ -342,17 +380,18 @@ def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandErro
 
 async def serve(plan: ShardPlan) -> Exit:
     """Runs one shard until it ends; returns the exit code."""
+    daemon: Daemon | None = None
     try:
         daemon = Daemon(plan)
+        ready = await daemon.start()
+    except CommandError as refusal:
+        if daemon is not None:
+            daemon.close()
+        tell(Refused(code=refusal.code, message=refusal.message))
+        return refusal.code
     except ConfigError as problem:  # A file of secrets has changed since the start was checked.
         tell(Refused(code=Exit.USAGE, message=str(problem)))
         return Exit.USAGE
-    try:
-        ready = await daemon.start()
-    except CommandError as refusal:
-        daemon.close()
-        tell(Refused(code=refusal.code, message=refusal.message))
-        return refusal.code
     tell(ready)
     await daemon.run()
     return daemon.code

@@ -28,9 +28,11 @@ from psserver.intake import Intake
 from psserver.lanes import Change, Lane
 from psserver.limits import Budget
 from psserver.membership import Member
+from psserver.recovery import Recovery, Room, resume
 from psserver.shard import Address, Job, Shard, Table, TableSpec
 from psserver.store import SliceStore
 from psserver.tally import Tally
+from psserver.vault import Vault
 
 log = structlog.get_logger()
 WAIT_S_MAX = 10.0
@@ -44,6 +46,7 @@ class Driver:
         shard: Shard,
         *,
         num_threads: int = 2,
+        vault: Vault | None = None,
         now: Callable[[], float] = time.monotonic,
         broke: Callable[[BaseException], None] | None = None,
     ) -> None:
@@ -52,6 +55,7 @@ class Driver:
         Args:
             shard: The decisions.
             num_threads: Threads for the numeric work of large slices.
+            vault: Where everything is kept that outlives the process.
             now: The clock of leases, in seconds.
             broke: Called from any thread when a lane fails, which only a bug can cause.
         """
@@ -64,6 +68,7 @@ class Driver:
         self._broke = broke
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lane")
         self.intake = Intake(shard, self._pool, now, self.broke, self.lock, self.tally)
+        self.recovery = Recovery(vault, shard)
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
         self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
@@ -75,6 +80,9 @@ class Driver:
         with self.lock:
             job = self.shard.join(name, num_workers, member)
             self._part_with(job, member.rank)
+            self.forget_ended()
+            self._owners[id(job)] = job
+            self.recovery.note(job)
             self.intake.carry_out(job, self.shard.recheck(job))
         log.info("worker joined", job=name, worker=member.rank, host=member.host, pid=member.pid)
         return job
@@ -94,9 +102,7 @@ class Driver:
             table, created = self.shard.define(job, spec)
             if not created:
                 return table, False
-            self.forget_ended()
-            self._owners[id(job)] = job
-            self._allocate(job, table)
+            self._make_room(job, table)
         self._pool.submit(warm_up, table.optimizer)  # While the weights are on their way.
         log.info(
             "table defined",
@@ -114,7 +120,9 @@ class Driver:
     def step_aside(self, job: Job, index: int, rank: int, change: tuple[int, int]) -> None:
         """Lets the steps of a table close without a worker that waits for a change of its mode."""
         with self.lock:
-            self.intake.carry_out(job, self.shard.step_aside(job, index, rank, change))
+            actions = self.shard.step_aside(job, index, rank, change)
+            self.recovery.note_table(job, job.table(index))
+            self.intake.carry_out(job, actions)
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> None:
         """Gives a table another mode, unless a worker before this one has done so."""
@@ -122,46 +130,60 @@ class Driver:
             actions = self.shard.change(job, index, rank, rule)
             if actions is None:
                 return
+            self.recovery.note_table(job, job.table(index))
             self.intake.carry_out(job, actions)
-            for key, lane in self._lanes_of(job).items():
-                if key[0] == index:
-                    lane.submit([Change(rule=rule)])
+            for part in job.table(index).clocks:
+                self._change_lane(job, job.table(index), part)
         log.info("mode changed", job=job.name, table=job.table(index).spec.name, mode=str(rule))
 
-    def _allocate(self, job: Job, table: Table) -> None:
-        """Makes the stores of a table, their weights in memory that workers can map.
+    def _change_lane(self, job: Job, table: Table, index: int) -> None:
+        clocks = {rank: steps.clock for rank, steps in table.clocks[index].counted.items()}
+        change = Change(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
+        self.intake.lanes[id(job), table.index, index].submit([change])
+
+    def _make_room(self, job: Job, table: Table) -> None:
+        """Makes the stores of a new table.
 
         Raises:
             LimitError: There is no memory for them.
         """
-        layout = WeightsMap(list(table.specs.values()))
         num_arrays = 2 + len(table.optimizer.state_names) + 1  # Weights twice, state, one bin.
         if table.spec.pull_compressor.name != "none":
             num_arrays += ESTIMATE_ARRAYS
+        if self.recovery.is_on:
+            num_arrays += len(table.optimizer.state_names) + 1
         wanted = num_arrays * table.nbytes
         available = psutil.virtual_memory().available
-        if wanted > available:
-            del job.tables[table.spec.name]
-            raise LimitError(
-                f"table {table.spec.name!r} wants {wanted} bytes of memory on shard "
-                f"{self.shard.index}, {available} are left on its host"
-            )
         try:
-            segment = Segment.create(layout.nbytes)
+            if wanted > available:
+                raise LimitError(
+                    f"table {table.spec.name!r} wants {wanted} bytes of memory on shard "
+                    f"{self.shard.index}, {available} are left on its host"
+                )
+            room = self.recovery.make_room(job, table)
         except OSError as problem:
             del job.tables[table.spec.name]
             raise LimitError(
-                f"shard {self.shard.index} has no memory for the {layout.nbytes} bytes of the "
+                f"shard {self.shard.index} has no memory for the {table.nbytes} bytes of the "
                 f"weights of {table.spec.name!r}: {problem}"
             ) from problem
-        self._weights[id(job), table.index] = segment
+        except LimitError:
+            del job.tables[table.spec.name]
+            raise
+        self._allocate(job, table, room)
+
+    def _allocate(self, job: Job, table: Table, room: Room) -> None:
+        """Makes the stores of a table, their weights in memory that workers can map."""
+        layout = WeightsMap(list(table.specs.values()))
+        self._weights[id(job), table.index] = room.weights
         for index, part in table.specs.items():
             store = SliceStore(
                 part,
                 table.spec.rule,
                 table.optimizer,
-                layout.buffers(segment, index),
-                layout.versions(segment, index),
+                layout.buffers(room.weights, index),
+                layout.versions(room.weights, index),
+                room.journals.get(index),
             )
             lane = Lane(store, self.intake, self._pool)
             self.intake.lanes[id(job), table.index, index] = lane
@@ -186,6 +208,25 @@ class Driver:
             self.intake.shared[key] = grads.floats(0, numel)
             grads.close()
             return self._weights[id(job), sender.table]
+
+    # ----- after a SIGKILL
+
+    def take_up(self) -> list[str]:
+        """Goes on with the jobs in the vault, exactly where they were; returns their names."""
+        with self.lock:
+            jobs = self.recovery.take_up(self.now(), self._allocate)
+            for job in jobs:
+                self._owners[id(job)] = job
+                for table in job.tables.values():
+                    for index, clock in table.clocks.items():
+                        store = self.intake.lanes[id(job), table.index, index].store
+                        journal = store.journal
+                        is_behind = journal is not None and journal.record.epoch < table.epoch
+                        actions = resume(job, table, table.specs[index], store, clock)
+                        self.intake.carry_out(job, actions)
+                        if is_behind:
+                            self._change_lane(job, table, index)
+        return [job.name for job in jobs]
 
     # ----- snapshots
 
@@ -213,8 +254,12 @@ class Driver:
             if (meta["shard"], meta["num_shards"]) != mine:
                 log.error("snapshot of another shard is left alone", job=meta["job"], folder=folder)
                 continue
+            if meta["job"] in self.shard.jobs:
+                continue  # What the vault had is newer.
             members = snapshot.members_of(meta, self.now())
             job = self.shard.restore(meta["job"], meta["num_workers"], members)
+            self._owners[id(job)] = job
+            self.recovery.note(job)
             for entry in meta["tables"]:
                 table, _ = self.define(job, snapshot.spec_of(entry))
                 for index, clock in table.clocks.items():
@@ -228,7 +273,7 @@ class Driver:
                     }
                     if saved["version"] >= 0:
                         lane = self.intake.lanes[id(job), table.index, index]
-                        lane.store.restore(arrays, saved["version"])
+                        lane.store.restore(arrays, saved["version"], clocks)
                         clock.restore(saved["version"], clocks)
             names.append(job.name)
         return names
@@ -245,6 +290,7 @@ class Driver:
             if self.shard.jobs.get(job.name) is not job:
                 del self._owners[key]
                 self.intake.forget_job(key)
+                self.recovery.forget(key)
                 for entry in [entry for entry in self._weights if entry[0] == key]:
                     del self._weights[entry]
 
@@ -268,6 +314,7 @@ class Driver:
                 return
             log.info("worker left", job=name, worker=rank, reason=reason)
             self._part_with(job, rank)
+            self.recovery.note(job)
             self.intake.carry_out(job, actions)
         self._ring(job)
 
@@ -294,6 +341,7 @@ class Driver:
                 )
                 self._part_with(job, member.rank)
             for job in {id(job): job for job, _ in lost}.values():
+                self.recovery.note(job)
                 own = [item for item in actions if item[0].job == job.name]
                 self.intake.carry_out(job, own)
                 self._ring(job)
@@ -310,6 +358,7 @@ class Driver:
         """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`."""
         with self.lock:
             done, missing = self.shard.barrier(job, name, number, rank)
+            self.recovery.note(job)
         deadline_s = self.now() + min(wait_s, WAIT_S_MAX)
         if done:
             self._ring(job)

@@ -24,8 +24,9 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
 from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token, Update
 from psserver.lanes import Lane
+from psserver.pool import Buffer
 from psserver.shard import Actions, Address, Job, Shard, Table
-from psserver.store import Buffer, Payload, SliceStore
+from psserver.store import Payload, SliceStore
 from psserver.tally import Tally
 
 RAW = NoCompression()
@@ -222,12 +223,13 @@ class Intake:
         token.taken_s = time.perf_counter()
         return token.payload
 
-    def hold(self, token: Token) -> None:
-        """Copies a payload that lies in the worker's memory, which is its own again after this."""
+    def keep(self, token: Token, payload: Payload) -> None:
+        """Takes a payload in the place of the push's own, whose memory is free after this."""
         assert isinstance(token, Request)
-        if token.is_shared and token.payload is not None:
-            held = token.payload
-            token.payload = Payload(data=held.data.copy(), compressor=held.compressor)
+        if payload is not token.payload and token.release is not None:
+            token.release()
+            token.release = None
+        token.payload = payload
 
     def done(self, token: Token) -> None:
         """Lets a payload's memory go."""
@@ -252,7 +254,7 @@ class Intake:
         if request.held is not None:
             self._answer_estimate(action, store, request, request.held)
             return
-        arrays = store.read(action.worker, with_state=action.with_state)
+        arrays = store.read(action.worker, with_state=action.with_state, clock=action.clock)
         self._note_sent(request, sum(array.nbytes for array in arrays))
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         if action.with_state:
@@ -274,7 +276,8 @@ class Intake:
     ) -> None:
         """Answers a compressed pull: by the deltas that the worker lacks, or by the whole."""
         table = request.job.table(request.address.table)
-        estimate = store.estimate(action.worker, action.version, table.spec.pull_compressor)
+        compressor = table.spec.pull_compressor
+        estimate = store.estimate(action.worker, action.version, compressor, action.clock)
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         parts = estimate.answer(held, reply)
         self._note_sent(request, sum(part.nbytes for part in parts))
@@ -372,4 +375,5 @@ def _payload(table: Table, header: data_pb2.PushHeader, data: ByteArray) -> Payl
         data=data,
         compressor=table.spec.compressor if header.compressor else RAW,
         counts=tuple(header.counts),
+        is_borrowed=header.shared,
     )

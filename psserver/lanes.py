@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,6 +37,8 @@ class Change:
     """Go on under another rule."""
 
     rule: Rule
+    epoch: int  # Changes so far, with this one.
+    clocks: Mapping[int, int]  # Of each worker, by rank.
 
 
 Work = Action | Copy | Change
@@ -48,8 +50,8 @@ class Desk(Protocol):
     def payload(self, token: Token) -> Payload:
         """Returns the payload of a push; the same one until `done`."""
 
-    def hold(self, token: Token) -> None:
-        """Keeps a payload beyond its acknowledgement."""
+    def keep(self, token: Token, payload: Payload) -> None:
+        """Has this payload from now on in the place of the push's own."""
 
     def done(self, token: Token) -> None:
         """Forgets a payload."""
@@ -164,7 +166,7 @@ def _load(action: Load, store: SliceStore, desk: Desk) -> None:
 
 
 def _hold(action: Hold, store: SliceStore, desk: Desk) -> None:
-    desk.hold(action.token)
+    desk.keep(action.token, store.hold(action, desk.payload(action.token)))
 
 
 def _update(action: Update, store: SliceStore, desk: Desk) -> None:
@@ -172,6 +174,7 @@ def _update(action: Update, store: SliceStore, desk: Desk) -> None:
 
 
 def _acknowledge(action: Acknowledge, store: SliceStore, desk: Desk) -> None:
+    store.refuse(action)
     desk.acknowledge(action)
 
 
@@ -184,7 +187,7 @@ def _copy(action: Copy, store: SliceStore, desk: Desk) -> None:
 
 
 def _change(action: Change, store: SliceStore, desk: Desk) -> None:
-    store.change(action.rule)
+    store.change(action.rule, action.epoch, action.clocks)
 
 
 CARRIERS: dict[type[Work], Callable[..., None]] = {

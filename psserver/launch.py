@@ -22,6 +22,7 @@ from psserver.plan import ShardPlan, join_address
 from psserver.runfile import FREE, Run, RunDirectory, ShardRun
 from psserver.settings import Settings, metrics_ports
 from psserver.supervisor import Post, Supervisor
+from psserver.vault import ShortLived
 
 log = structlog.get_logger()
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -58,17 +59,31 @@ class Launch:
         """
         settings = self.settings
         logs.configure(settings.log.format, settings.log.level, shard="all")
+        state_dir, journals = settings.server.state_dir, None
+        if settings.server.durability == "journal" and state_dir is None:
+            journals = ShortLived(self._unique())
         supervisor = Supervisor(
-            plans=self._plans(),
+            plans=self._plans(None if journals is None else journals.path),
             log_files=[self._log_file(f"shard-{i}") for i in settings.server.indices],
             restart=settings.server.restart,
             on_ready=self._on_ready,
             on_end=self._on_end,
         )
-        return supervisor.run()
+        try:
+            return supervisor.run()
+        finally:
+            if journals is not None:
+                journals.remove()
 
-    def _plans(self) -> list[ShardPlan]:
+    def _unique(self) -> str:
+        """Returns a name that no other start on this machine has: parts may share a cluster."""
+        return f"{self.cluster}-{os.getpid()}"
+
+    def _plans(self, short_lived: Path | None) -> list[ShardPlan]:
         server = self.settings.server
+        journal_dir = short_lived
+        if server.durability == "journal" and server.state_dir is not None:
+            journal_dir = server.state_dir.absolute() / "journal"
         return [
             ShardPlan(
                 index=index,
@@ -85,6 +100,7 @@ class Launch:
                 trust=server.trust,
                 memory_mb=server.memory_mb,
                 under_way_mb=server.under_way_mb,
+                journal_dir=None if journal_dir is None else str(journal_dir),
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,
             )

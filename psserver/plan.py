@@ -33,6 +33,7 @@ class ShardPlan:
     state_dir: str | None = None  # Where snapshots are written; None: nowhere.
     snapshot_s: float = 0.0  # Seconds from one to the next; 0: never.
     trust: Trust = field(default_factory=Trust)
+    journal_dir: str | None = None  # Where the journals are; None: nowhere.
     memory_mb: int | None = None  # For tables; None: what is there.
     under_way_mb: int = 4096
 

@@ -71,6 +71,10 @@ class ServerSettings(BaseSettings):
     under_way_mb: int = Field(default=4096, ge=64, le=MB_MAX)
     """Bytes on their way in each shard, in MiB: pushes that wait for their turn, answers that wait
     for slow readers. A push beyond it is refused, a reader beyond it is cut off."""
+    durability: Literal["journal", "memory"] = "journal"
+    """What a killed shard comes back with. journal: everything it has acknowledged, from files in
+    `state_dir` or in memory; it costs the optimizer's state a second time. memory: nothing but the
+    last snapshot, if there is one."""
     restart: bool = True
     """Whether a shard that dies is started again."""
     tls_cert: Path | None = None

@@ -80,6 +80,8 @@ class Table:
     clocks: dict[int, SliceClock]
     aside: dict[int, Change]  # By rank: waits for the mode to be changed, and nobody for it.
     changed: dict[int, Change] = field(default_factory=dict)  # The newest that each has made.
+    epoch: int = 0  # Changes so far.
+    former: Rule | None = None  # Before the last one.
 
     @property
     def nbytes(self) -> int:
@@ -330,6 +332,7 @@ class Shard:
             )
         table.changed |= table.aside
         actions = self._noted(job, table, lambda clock: clock.change(rule))
+        table.former, table.epoch = table.spec.rule, table.epoch + 1
         table.spec = replace(table.spec, rule=rule)
         table.aside.clear()
         return actions

@@ -53,21 +53,11 @@ def describe(job: Job, shard: int, num_shards: int) -> dict[str, Any]:
         "shard": shard,
         "num_shards": num_shards,
         "num_workers": job.membership.num_workers,
-        "members": [
-            {
-                "rank": member.rank,
-                "incarnation": member.incarnation,
-                "restart": member.restart,
-                "host": member.host,
-                "pid": member.pid,
-                "presence": member.presence.value,
-            }
-            for member in job.membership.members.values()
-        ],
+        "members": members_to_json(job),
         "tables": [
             {
                 "index": table.index,
-                "spec": _spec_to_json(table.spec),
+                "spec": spec_to_json(table.spec),
                 "slices": {
                     str(index): {
                         "version": clock.version,
@@ -79,6 +69,21 @@ def describe(job: Job, shard: int, num_shards: int) -> dict[str, Any]:
             for table in job.tables.values()
         ],
     }
+
+
+def members_to_json(job: Job) -> list[dict[str, Any]]:
+    """Returns the workers of a job as JSON can hold them."""
+    return [
+        {
+            "rank": member.rank,
+            "incarnation": member.incarnation,
+            "restart": member.restart,
+            "host": member.host,
+            "pid": member.pid,
+            "presence": member.presence.value,
+        }
+        for member in job.membership.members.values()
+    ]
 
 
 def copy(
@@ -186,7 +191,8 @@ def file_name(job: str) -> str:
     return f"{hashlib.sha256(job.encode()).hexdigest()[:16]}.safetensors"
 
 
-def _spec_to_json(spec: TableSpec) -> dict[str, Any]:
+def spec_to_json(spec: TableSpec) -> dict[str, Any]:
+    """Returns the declaration of a table as JSON can hold it."""
     return {
         "name": spec.name,
         "tensors": [asdict(tensor) for tensor in spec.tensors],

@@ -4,26 +4,33 @@ The weights are kept twice: an update reads one copy and writes the other, so th
 weights can be read while the next are made; a reader that is still sending from a copy has a lease
 on it, and then the update takes another. Actions of one slice are carried out one after the
 other; different slices in parallel, without the GIL.
+
+With a journal nothing that counts is ever written in place: optimizer state and sums go from one
+array to another too, and each action ends with the record that names the new ones (journal.py).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pscore import kernels
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Memory, Rule
-from pscore.types import ByteArray, FloatArray, IntArray, Role, SegmentTable, SliceSpec
+from pscore.types import ByteArray, FloatArray, IntArray, Push, Role, SegmentTable, SliceSpec
 from pscore.wire import floats
-from psserver.clock import Add, Load, Update
+from psserver.clock import LATE_KEPT, Acknowledge, Add, Counted, Hold, Load, Update
 from psserver.estimate import Estimate
+from psserver.journal import SliceJournal
+from psserver.pool import Buffer, Cell, HeapPool
 
 RAW = NoCompression()
+NOBODY: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +40,8 @@ class Payload:
     data: ByteArray  # (nbytes,)
     compressor: Compressor
     counts: tuple[int, ...] = ()  # Role STATE: optimizer steps of each segment.
-
-
-class Buffer:
-    """One copy of the weights, and how many readers still send from it."""
-
-    __slots__ = ("array", "leases", "number")
-
-    def __init__(self, array: FloatArray, number: int) -> None:
-        """Wraps an array; `number` is 1 or 2 in the table's segment, 0 outside."""
-        self.array = array
-        self.leases = 0
-        self.number = number
+    is_borrowed: bool = False  # It lies in the worker's memory, until it is acknowledged.
+    cell: Cell | None = None  # What `SliceStore.hold` has copied it to.
 
 
 class SliceStore:
@@ -57,8 +54,9 @@ class SliceStore:
         optimizer: Optimizer,
         buffers: Sequence[FloatArray] | None = None,
         versions: IntArray | None = None,
+        journal: SliceJournal | None = None,
     ) -> None:
-        """Starts with zeros.
+        """Starts with zeros, or with what the journal has.
 
         Args:
             spec: The slice.
@@ -66,23 +64,38 @@ class SliceStore:
             optimizer: The server's.
             buffers: Two arrays for the weights, in shared memory; else private ones are made.
             versions: `(2,) int64`, where the versions of these buffers are published.
+            journal: Where every change is written down; needs `buffers`, which outlive it too.
         """
         self.numel = spec.numel
         self.segments = SegmentTable.of(spec)
-        self.state = [self._zeros() for _ in optimizer.state_names]
         self.counts: IntArray = np.zeros(len(self.segments), dtype=np.int64)
         self._rule = rule
         self._optimizer = optimizer
-        arrays = buffers or (self._zeros(), self._zeros())
-        shared = buffers is not None
-        self._buffers = [Buffer(array, i + 1 if shared else 0) for i, array in enumerate(arrays)]
-        self._newest = self._buffers[0]
+        self._journal = journal
+        self._pool = HeapPool(spec.numel, 0) if journal is None else journal
         self._versions = versions
         self._leasing = threading.Lock()
-        self._bins: dict[int, FloatArray] = {}
-        self._free: list[FloatArray] = []
+        self._bins: dict[int, Cell] = {}
+        self._counted: dict[int, Counted] = {}  # As it is in the journal.
         self._memory: Memory | None = None
         self._estimate: Estimate | None = None
+        self._scratch: Cell | None = None
+        if buffers is None:
+            cells = [self._zeros(), self._zeros()]
+            self._buffers = [Buffer(cell.array, 0, cell) for cell in cells]
+        else:
+            self._buffers = [Buffer(array, i + 1) for i, array in enumerate(buffers)]
+        self._newest = self._buffers[0]
+        self._state: list[Cell] = []
+        if journal is None or journal.is_new:
+            self._state = [self._zeros() for _ in optimizer.state_names]
+        else:
+            self._take_up(journal)
+
+    @property
+    def journal(self) -> SliceJournal | None:
+        """Where changes are written down."""
+        return self._journal
 
     @property
     def weights(self) -> FloatArray:
@@ -90,14 +103,20 @@ class SliceStore:
         return self._newest.array
 
     @property
+    def state(self) -> list[FloatArray]:
+        """The optimizer's state."""
+        return [cell.array for cell in self._state]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = [buffer.array for buffer in self._buffers]
-        arrays += [*self.state, *self._bins.values(), *self._free]
-        if self._memory is not None:
-            arrays += [self._memory.scratch, *self._memory.state.values()]
-        estimate_nbytes = self._estimate.nbytes if self._estimate is not None else 0
-        return sum(array.nbytes for array in arrays) + estimate_nbytes
+        shared = sum(buffer.array.nbytes for buffer in self._buffers if buffer.number)
+        kept = 0 if self._memory is None else sum(a.nbytes for a in self._memory.state.values())
+        estimate_nbytes = 0 if self._estimate is None else self._estimate.nbytes
+        kept = kept if self._journal is None else 0
+        return shared + self._pool.nbytes + kept + estimate_nbytes
+
+    # ----- outliving the process
 
     def export(self) -> dict[str, np.ndarray]:
         """Returns copies of all that has to outlive the process; open sums are not part of it."""
@@ -111,21 +130,31 @@ class SliceStore:
             arrays |= {f"memory.{name}": array.copy() for name, array in kept}
         return arrays
 
-    def restore(self, arrays: Mapping[str, np.ndarray], version: int) -> None:
-        """Takes what `export` returned, before anything else happens to the slice."""
+    def restore(
+        self, arrays: Mapping[str, np.ndarray], version: int, clocks: Mapping[int, int] = NOBODY
+    ) -> None:
+        """Takes what `export` returned, before anything else happens to the slice.
+
+        Args:
+            arrays: What it returned.
+            version: Of the weights.
+            clocks: Steps of each worker that are in them, by rank.
+        """
         spare = self._spare()
         np.copyto(spare.array, arrays["weights"])
-        self._publish(spare, version)
         self.counts[:] = arrays["counts"]
-        for index, array in enumerate(self.state):
-            np.copyto(array, arrays[f"state.{index}"])
+        for index, cell in enumerate(self._state):
+            np.copyto(cell.array, arrays[f"state.{index}"])
         prefix = "memory."
         for name in [name for name in arrays if name.startswith(prefix)]:
             self._remember().state[name.removeprefix(prefix)] = arrays[name]
+        if self._memory is not None:
+            self._write_memory(self._memory)
+        for rank, clock in clocks.items():
+            self._count(rank, clock)
+        self._publish(spare, version, self._state)
 
-    def change(self, rule: Rule) -> None:
-        """Goes on under another rule; what the former one remembered is of no use to it."""
-        self._rule, self._memory = rule, None
+    # ----- reading
 
     def lease(self) -> Buffer:
         """Returns the newest weights' buffer; it stays as it is until `release`."""
@@ -138,6 +167,20 @@ class SliceStore:
         with self._leasing:
             buffer.leases -= 1
 
+    def read(self, worker: int, *, with_state: bool, clock: int = 0) -> list[FloatArray]:
+        """Returns the newest weights and, if asked, the state: views until the next action.
+
+        Args:
+            worker: Who is answered.
+            with_state: Whether it wants the optimizer's state too.
+            clock: Where it counts on from.
+        """
+        remembers = self._rule.remembers_pulls and not with_state
+        self._answer(worker, clock, self.weights, remembers=remembers)
+        return [self.weights, *self.state] if with_state else [self.weights]
+
+    # ----- changing
+
     def check(self, payload: Payload, role: Role) -> None:
         """Refuses a payload that cannot be of this slice, before anything is counted.
 
@@ -145,78 +188,137 @@ class SliceStore:
             DecodeError: It has another length.
         """
         if role in (Role.WEIGHTS, Role.STATE):
-            num_arrays = 1 if role is Role.WEIGHTS else 1 + len(self.state)
+            num_arrays = 1 if role is Role.WEIGHTS else 1 + len(self._state)
             floats(memoryview(payload.data), num_arrays, self.numel)
         elif payload.data.nbytes:
             payload.compressor.check(payload.data, self.numel)
 
     def load(self, action: Load, payload: Payload) -> None:
         """Takes weights, and with `Role.STATE` the optimizer's state, as they are."""
-        num_arrays = 1 if action.role is Role.WEIGHTS else 1 + len(self.state)
-        weights, *state = floats(memoryview(payload.data), num_arrays, self.numel)
+        num_arrays = 1 if action.role is Role.WEIGHTS else 1 + len(self._state)
+        weights, *values = floats(memoryview(payload.data), num_arrays, self.numel)
         spare = self._spare()
         np.copyto(spare.array, weights)
-        self._publish(spare, action.version)
-        for array, value in zip(self.state, state, strict=False):
-            np.copyto(array, value)
+        state = self._next_state() if values else self._state
+        for cell, value in zip(state, values, strict=False):
+            np.copyto(cell.array, value)
         if payload.counts:
             self.counts[:] = payload.counts
         self._estimate = None  # What was loaded may be far away: it is sent whole.
+        self._publish(spare, action.version, state)
+
+    def hold(self, action: Hold, payload: Payload) -> Payload:
+        """Returns a payload that stays when the push has been acknowledged."""
+        if self._journal is None and not payload.is_borrowed:
+            return payload
+        cell = self._pool.take()
+        data = cell.data[: payload.data.nbytes]
+        np.copyto(data, payload.data)
+        kept = replace(payload, data=data, cell=cell, is_borrowed=False)
+        if self._journal is not None:
+            self._count_step(action.push)
+            is_compressed = not isinstance(payload.compressor, NoCompression)
+            self._journal.hold(action.push, cell, data.nbytes, is_compressed=is_compressed)
+            self._journal.commit()
+        return kept
 
     def add(self, action: Add, payload: Payload) -> None:
         """Adds a gradient to a bin; an empty payload is a gradient of zeros."""
-        bin_ = self._bins.get(action.bin)
-        if bin_ is None:
-            assert action.is_first
-            bin_ = self._bins[action.bin] = self._free.pop() if self._free else self._zeros()
-        if not payload.data.nbytes:
-            if action.is_first:
-                bin_.fill(0.0)
-        elif self._rule.compensates:
-            memory = self._remember()
-            payload.compressor.decode_add(payload.data, memory.scratch, 1.0, assign=True)
-            self._rule.compensate(memory.scratch, action.worker, memory)
-            raw = memory.scratch.view(np.uint8)
-            RAW.decode_add(raw, bin_, action.weight, assign=action.is_first)
-        else:
-            payload.compressor.decode_add(payload.data, bin_, action.weight, assign=action.is_first)
+        before = self._add(action, payload)
+        if self._journal is not None:
+            self._count_step(action.push)
+            self._journal.drop(action.push)
+            self._journal.add(action.bin, action.push, action.weight, self._bins[action.bin])
+            self._journal.commit()
+        self._give(before, payload.cell)
 
     def update(self, action: Update) -> None:
         """Makes one optimizer step with a bin's mean, and frees the bin."""
         bin_ = self._bins.pop(action.bin)
-        self._step(bin_, action)
-        self._free.append(bin_)
+        self._step(bin_.array, action)
+        self._give(bin_)
 
     def add_and_update(self, add: Add, payload: Payload, update: Update) -> None:
         """Both in one: a raw gradient that is the only one of its update needs no bin."""
+        if self._journal is not None:
+            self._count_step(add.push)
+            self._journal.drop(add.push)
         alone = add.is_first and add.weight == 1.0 and isinstance(payload.compressor, NoCompression)
         if alone and payload.data.nbytes and not self._rule.compensates:
             self._step(payload.data.view("<f4"), update)
+            self._give(payload.cell)
+            return
+        before = self._add(add, payload)
+        self.update(update)
+        self._give(before, payload.cell)
+
+    def refuse(self, action: Acknowledge) -> None:
+        """Notes a push that is counted without being added."""
+        if self._journal is not None and action.push is not None:
+            self._count_step(action.push)
+            late = self._counted[action.push.worker].late
+            late.add(action.push.step)
+            late -= {step for step in late if step < action.push.step - LATE_KEPT}
+            self._journal.count(action.push.worker, self._counted[action.push.worker])
+            self._journal.commit()
+
+    def change(self, rule: Rule, epoch: int, clocks: Mapping[int, int]) -> None:
+        """Goes on under another rule; what the former one remembered is of no use to it.
+
+        Args:
+            rule: The new one.
+            epoch: Changes so far, with this one.
+            clocks: Where each worker counts on from, by rank.
+        """
+        self._rule, self._memory = rule, None
+        if self._journal is None:
+            return
+        self._counted = {rank: Counted(clock=clock) for rank, clock in clocks.items()}
+        self._journal.begin(epoch, self._counted)
+        self._journal.commit()
+
+    # ----- inside
+
+    def _add(self, action: Add, payload: Payload) -> Cell | None:
+        """Adds to a bin; with a journal, to a new one. Returns the one that is not needed more."""
+        bin_ = self._bins.get(action.bin)
+        assert (bin_ is None) == action.is_first
+        target = bin_
+        if target is None or self._journal is not None:
+            target = self._bins[action.bin] = self._pool.take()
+        sum_ = None if bin_ is None else bin_.array
+        if not payload.data.nbytes:
+            if sum_ is None:
+                target.array.fill(0.0)
+            elif bin_ is not target:
+                np.copyto(target.array, sum_)
+        elif self._rule.compensates:
+            memory = self._remember()
+            payload.compressor.decode_add(payload.data, memory.scratch, 1.0, assign=True)
+            self._rule.compensate(memory.scratch, action.push.worker, memory)
+            self._write_memory(memory)
+            _accumulate(sum_, RAW, memory.scratch.view(np.uint8), action.weight, target.array)
         else:
-            self.add(add, payload)
-            self.update(update)
+            data, compressor = payload.data, payload.compressor
+            _accumulate(sum_, compressor, data, action.weight, target.array)
+        return bin_ if bin_ is not target else None
 
-    def read(self, worker: int, *, with_state: bool) -> list[FloatArray]:
-        """Returns the newest weights and, if asked, the state: views until the next action."""
-        if self._rule.remembers_pulls and not with_state:
-            self._rule.on_pull(worker, self._remember())
-        return [self.weights, *self.state] if with_state else [self.weights]
-
-    def estimate(self, worker: int, version: int, compressor: Compressor) -> Estimate:
+    def estimate(
+        self, worker: int, version: int, compressor: Compressor, clock: int = 0
+    ) -> Estimate:
         """Returns what stands for the newest weights where pulls are compressed.
 
         Args:
             worker: Who pulls.
             version: Of the newest weights.
             compressor: Of what workers pull.
+            clock: Where the worker counts on from.
         """
         if self._estimate is None:
             self._estimate = Estimate(compressor, self.weights, version)
         self._estimate.follow(self.weights, version)
-        if self._rule.remembers_pulls:
-            memory = self._remember()
-            memory.weights = self._estimate.values  # What the worker computes its gradient from.
-            self._rule.on_pull(worker, memory)
+        # What the worker computes its gradient from:
+        self._answer(worker, clock, self._estimate.values, remembers=self._rule.remembers_pulls)
         return self._estimate
 
     def _step(self, grad: FloatArray, update: Update) -> None:
@@ -224,6 +326,9 @@ class SliceStore:
             [update.present >> i & 1 for i in range(len(self.segments))], dtype=np.int64
         )
         spare = self._spare()
+        state = self._state
+        if not self._optimizer.keeps_state(update.hyper):
+            state = self._next_state()
         self._optimizer.step(
             self.weights,
             spare.array,
@@ -234,8 +339,17 @@ class SliceStore:
             self.counts,
             active,
             update.hyper,
+            state_out=None if state is self._state else [cell.array for cell in state],
         )
-        self._publish(spare, update.version)
+        if self._journal is not None:
+            self._journal.remove(update.bin)
+        self._publish(spare, update.version, state)
+
+    def _next_state(self) -> list[Cell]:
+        """Returns where the next state is written: in place, unless the present one must stay."""
+        if self._journal is None:
+            return self._state
+        return [self._journal.take() for _ in self._state]
 
     def _spare(self) -> Buffer:
         """Returns a buffer that nobody reads; a slow reader costs one more, and stalls nobody."""
@@ -244,23 +358,135 @@ class SliceStore:
                 if buffer is not self._newest and buffer.leases == 0:
                     break
             else:
-                buffer = Buffer(self._zeros(), 0)
+                cell = self._pool.take()
+                buffer = Buffer(cell.array, 0, cell)
                 self._buffers.append(buffer)
         if self._versions is not None and buffer.number:
             self._versions[buffer.number - 1] = -1
         return buffer
 
-    def _publish(self, buffer: Buffer, version: int) -> None:
+    def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
+        """Makes new weights and state the ones that count, in the journal first."""
+        if self._journal is not None:
+            record = self._journal.record
+            record.version, record.weights = version, buffer.place
+            record.state[:] = [cell.place for cell in state]
+            record.counts[:] = self.counts.tolist()
+            self._journal.commit()
+        if state is not self._state:
+            self._give(*self._state)
+            self._state = state
         if self._versions is not None and buffer.number:
             self._versions[buffer.number - 1] = version
         self._newest = buffer
 
+    def _give(self, *cells: Cell | None) -> None:
+        for cell in cells:
+            if cell is not None:
+                self._pool.give(cell)
+
+    def _zeros(self) -> Cell:
+        cell = self._pool.take()
+        cell.data.fill(0)
+        return cell
+
+    # ----- what the journal counts
+
+    def _count_step(self, push: Push) -> None:
+        """Notes that a push is in; one that was held is in already."""
+        assert self._journal is not None
+        counted = self._counted.setdefault(push.worker, Counted())
+        if push.step not in counted:
+            counted.add(push.step)
+            self._journal.count(push.worker, counted)
+
+    def _count(self, worker: int, clock: int) -> None:
+        """Notes that a worker counts on from `clock`."""
+        if self._journal is None:
+            return
+        counted = self._counted.setdefault(worker, Counted())
+        if counted.clock < clock:
+            counted.clock = clock
+            counted.ahead.clear()
+            self._journal.count(worker, counted)
+
+    def _answer(self, worker: int, clock: int, weights: FloatArray, *, remembers: bool) -> None:
+        """Notes what an answer changes: what a rule remembers, and where a worker begins."""
+        if remembers:
+            memory = self._remember()
+            memory.weights = weights
+            self._rule.on_pull(worker, memory)
+            self._write_memory(memory)
+        if self._journal is not None:
+            known = self._counted.get(worker)
+            begins = clock > (0 if known is None else known.clock)
+            if begins:
+                self._count(worker, clock)
+            if begins or remembers:
+                self._journal.commit()
+
+    # ----- what a rule remembers
+
     def _remember(self) -> Memory:
         """Returns the rule's memory; `weights` are the newest at each call."""
         if self._memory is None:
-            self._memory = Memory(weights=self.weights, scratch=self._zeros())
+            self._scratch = self._pool.take()
+            self._memory = Memory(weights=self.weights, scratch=self._scratch.array)
         self._memory.weights = self.weights
         return self._memory
 
-    def _zeros(self) -> FloatArray:
-        return np.zeros(self.numel, dtype=np.float32)
+    def _write_memory(self, memory: Memory) -> None:
+        """Moves what a rule has begun to remember to where it outlives the process.
+
+        From then on it is changed in place: a kill in the middle leaves a part of it changed. It is
+        a backup of weights that is copied again when the worker asks again, or a running mean.
+        """
+        if self._journal is None:
+            return
+        for name, array in memory.state.items():
+            if name not in self._journal.record.memory:
+                cell = self._journal.take()
+                np.copyto(cell.array, array)
+                memory.state[name] = cell.array
+                self._journal.record.memory[name] = cell.place
+
+    def _take_up(self, journal: SliceJournal) -> None:
+        """Goes on with what a former process has written."""
+        record = journal.record
+        self._state = [journal.pool.at(place) for place in record.state]
+        self.counts[:] = list(record.counts)
+        for rank, steps in record.counted.items():
+            self._counted[rank] = Counted(steps.clock, set(steps.ahead), set(steps.late))
+        self._bins = {bin_.bin: journal.pool.at(bin_.place) for bin_ in record.bins}
+        if record.memory:
+            memory = self._remember()
+            for name, place in record.memory.items():
+                memory.state[name] = journal.array(place)
+        numbers = [buffer.number for buffer in self._buffers]
+        if record.weights in numbers:
+            self._newest = self._buffers[numbers.index(record.weights)]
+        elif record.version >= 0:
+            cell = journal.pool.at(record.weights)
+            self._newest = Buffer(cell.array, 0, cell)
+            self._buffers.append(self._newest)
+        if self._versions is not None:
+            self._versions[:] = -1
+            if self._newest.number and record.version >= 0:
+                self._versions[self._newest.number - 1] = record.version
+
+
+def _accumulate(
+    sum_: FloatArray | None,
+    compressor: Compressor,
+    data: ByteArray,
+    weight: float,
+    out: FloatArray,
+) -> None:
+    """Sets `out` to `sum_` plus `weight` times a payload; `out` may be `sum_`."""
+    if sum_ is None or sum_ is out:
+        compressor.decode_add(data, out, weight, assign=sum_ is None)
+    elif isinstance(compressor, NoCompression):
+        kernels.sum_scaled(sum_, data.view("<f4"), out, weight)
+    else:
+        np.copyto(out, sum_)
+        compressor.decode_add(data, out, weight, assign=False)

@@ -257,7 +257,7 @@ class Supervisor:
             return False
         if not was_ready and isinstance(process.report, Ready):
             log.warning(
-                "shard restarted, its weights and workers are gone",
+                "shard restarted",
                 shard=process.plan.index,
                 pid=process.pid,
             )
@@ -281,7 +281,7 @@ class Supervisor:
         gives_up = not self.restart or post.num_restarts >= RESTARTS_MAX
         pause_s = min(PAUSE_S_MIN * 2**post.num_restarts, PAUSE_S_MAX)
         log.error(
-            "shard died" if gives_up else "shard died, it is started again without its weights",
+            "shard died" if gives_up else "shard died, it is started again",
             shard=process.plan.index,
             pid=process.pid,
             how=how,

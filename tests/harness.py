@@ -127,11 +127,8 @@ class Shard:
         assert payload is not None
         return payload
 
-    def hold(self, token: Token) -> None:
-        message = self.message(token)
-        assert message.payload is not None
-        data = message.payload.data.copy()
-        message.payload = Payload(data=data, compressor=message.payload.compressor)
+    def keep(self, token: Token, payload: Payload) -> None:
+        self.message(token).payload = payload
 
     def done(self, token: Token) -> None:
         self.message(token).payload = None

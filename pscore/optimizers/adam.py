@@ -79,6 +79,8 @@ class Adam(Optimizer):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        *,
+        state_out: Sequence[FloatArray] | None = None,
     ) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
@@ -86,8 +88,10 @@ class Adam(Optimizer):
             out,
             _read_only(grad),
             float(scale),
-            state[0],
-            state[1],
+            _read_only(state[0]),
+            _read_only(state[1]),
+            (state if state_out is None else state_out)[0],
+            (state if state_out is None else state_out)[1],
             segments.bounds,
             segments.groups,
             counts,
@@ -141,6 +145,8 @@ def _step(
     scale: float,
     mean: FloatArray,
     square: FloatArray,
+    mean_out: FloatArray,
+    square_out: FloatArray,
     bounds: IntArray,
     groups: IntArray,
     counts: IntArray,
@@ -148,16 +154,22 @@ def _step(
     hyper: HyperArray,
     decoupled: bool,
 ) -> None:
-    in_place = weights.ctypes.data == out.ctypes.data
+    moves = weights.ctypes.data != out.ctypes.data
+    keeps = mean.ctypes.data != mean_out.ctypes.data
     written = 0
-    for index in range(groups.size):
-        start, stop = bounds[index, 0], bounds[index, 1]
-        if not in_place:
-            _copy(weights[written:start], out[written:start])
+    for index in range(groups.size + 1):
+        # What lies between the segments, and inactive ones, is copied.
+        last = index == groups.size
+        start = weights.size if last else bounds[index, 0]
+        stop = weights.size if last else bounds[index, 1]
+        idle = stop if last or active[index] == 0 else start
+        if moves:
+            _copy(weights[written:idle], out[written:idle])
+        if keeps:
+            _copy(mean[written:idle], mean_out[written:idle])
+            _copy(square[written:idle], square_out[written:idle])
         written = stop
-        if active[index] == 0:
-            if not in_place:
-                _copy(weights[start:stop], out[start:stop])
+        if idle == stop:
             continue
         row = hyper[groups[index]]
         counts[index] += 1
@@ -168,13 +180,16 @@ def _step(
         shrink = np.float32(1.0 - row[LR] * row[WEIGHT_DECAY] if decoupled else 1.0)
         for low in range(start, stop, BLOCK):
             high = min(low + BLOCK, stop)
-            if not in_place:
+            if moves:
                 _copy(weights[low:high], out[low:high])
+            if keeps:
+                _copy(mean[low:high], mean_out[low:high])
+                _copy(square[low:high], square_out[low:high])
             _adam(
                 out[low:high],
                 grad[low:high],
-                mean[low:high],
-                square[low:high],
+                mean_out[low:high],
+                square_out[low:high],
                 factor,
                 decay,
                 shrink,
@@ -185,8 +200,6 @@ def _step(
                 np.float32(correction2),
                 np.float32(row[EPS]),
             )
-    if not in_place:
-        _copy(weights[written:], out[written:])
 
 
 @njit(nogil=True, cache=True, fastmath=False)

@@ -39,6 +39,8 @@ class Assign(Optimizer):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        *,
+        state_out: Sequence[FloatArray] | None = None,
     ) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(

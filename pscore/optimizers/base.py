@@ -53,6 +53,10 @@ class Optimizer(ABC):
         """Returns whether a row has the hyper-parameter `name`."""
         return name in cls.hyper_names
 
+    def keeps_state(self, hyper: HyperArray) -> bool:
+        """Returns whether a step with these hyper-parameters leaves the state as it is."""
+        return not self.state_names
+
     @abstractmethod
     def step(
         self,
@@ -65,6 +69,8 @@ class Optimizer(ABC):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        *,
+        state_out: Sequence[FloatArray] | None = None,
     ) -> None:
         """Makes one step on the CPU without holding the GIL.
 
@@ -79,6 +85,8 @@ class Optimizer(ABC):
             counts: `(num_segments,) int64`, steps made so far per segment; active ones count up.
             active: `(num_segments,) int64`, not 0 where the segment has a gradient in this step.
             hyper: `(num_groups, len(hyper_names)) float64`.
+            state_out: Receives the state after the step, all elements of it, and `state` is kept.
+                None: `state` is changed in place.
         """
 
     def step_device(

@@ -58,6 +58,10 @@ class SGD(Optimizer):
             float(group["maximize"]),
         )
 
+    def keeps_state(self, hyper: HyperArray) -> bool:
+        """Returns whether there is no momentum in any group."""
+        return not hyper[:, MOMENTUM].any()
+
     def step(
         self,
         weights: FloatArray,
@@ -69,6 +73,8 @@ class SGD(Optimizer):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        *,
+        state_out: Sequence[FloatArray] | None = None,
     ) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
@@ -76,7 +82,8 @@ class SGD(Optimizer):
             out,
             _read_only(grad),
             float(scale),
-            state[0],
+            _read_only(state[0]),
+            state[0] if state_out is None else state_out[0],
             segments.bounds,
             segments.groups,
             counts,
@@ -137,22 +144,28 @@ def _step(
     grad: FloatArray,
     scale: float,
     buffer: FloatArray,
+    buffer_out: FloatArray,
     bounds: IntArray,
     groups: IntArray,
     counts: IntArray,
     active: IntArray,
     hyper: HyperArray,
 ) -> None:
-    in_place = weights.ctypes.data == out.ctypes.data
+    moves = weights.ctypes.data != out.ctypes.data
+    keeps = buffer.ctypes.data != buffer_out.ctypes.data
     written = 0
-    for index in range(groups.size):
-        start, stop = bounds[index, 0], bounds[index, 1]
-        if not in_place:
-            _copy(weights[written:start], out[written:start])
+    for index in range(groups.size + 1):
+        # What lies between the segments, and inactive ones, is copied.
+        last = index == groups.size
+        start = weights.size if last else bounds[index, 0]
+        stop = weights.size if last else bounds[index, 1]
+        idle = stop if last or active[index] == 0 else start
+        if moves:
+            _copy(weights[written:idle], out[written:idle])
+        if keeps:
+            _copy(buffer[written:idle], buffer_out[written:idle])
         written = stop
-        if active[index] == 0:
-            if not in_place:
-                _copy(weights[start:stop], out[start:stop])
+        if idle == stop:
             continue
         row = hyper[groups[index]]
         factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
@@ -168,16 +181,16 @@ def _step(
         along = momentum if nesterov else np.float32(1.0)
         for low in range(start, stop, BLOCK):
             high = min(low + BLOCK, stop)
-            if not in_place:
+            if moves:
                 _copy(weights[low:high], out[low:high])
-            w, g, v = out[low:high], grad[low:high], buffer[low:high]
+            if keeps:
+                _copy(buffer[low:high], buffer_out[low:high])
+            w, g, v = out[low:high], grad[low:high], buffer_out[low:high]
             if momentum == 0:
                 _plain(w, g, factor, weight_decay, lr)
             else:
                 _momentum(w, g, v, factor, weight_decay, lr, keep, take, ahead, along)
         counts[index] += 1
-    if not in_place:
-        _copy(weights[written:], out[written:])
 
 
 @njit(nogil=True, cache=True, fastmath=False)

@@ -50,8 +50,14 @@ class SlowMo(Optimizer):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        *,
+        state_out: Sequence[FloatArray] | None = None,
     ) -> None:
         """Makes one step on the CPU in one pass over memory."""
+        buffer = state[0]
+        if state_out is not None:
+            buffer = state_out[0]
+            np.copyto(buffer, state[0])
         written = 0
         for index, (start, stop) in enumerate(segments.bounds.tolist()):
             if not active[index]:
@@ -64,7 +70,7 @@ class SlowMo(Optimizer):
                 read_only(weights[start:stop]),
                 out[start:stop],
                 read_only(grad[start:stop]),
-                state[0][start:stop],
+                buffer[start:stop],
                 np.float32(scale),
                 np.float32(1.0 / lr if lr else 0.0),
                 np.float32(slow_lr * lr),

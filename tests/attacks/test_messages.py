@@ -254,7 +254,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
         assert len(clock._parked) == parked
         assert len(clock._bins) <= 1
         assert len(clock.counted[0].ahead) <= LATE_KEPT
-        assert len(store._bins) + len(store._free) <= 2
+        assert store._pool.nbytes <= 4 * store.numel * (len(store.state) + 2)
 
     play(scene)
 

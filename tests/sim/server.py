@@ -226,7 +226,9 @@ class Server:
                         clock.version == -1
                     )
                     assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
-                    assert len(store._bins) + len(store._free) <= open_max + 1
+                    sums = open_max * (1 + workers) + 1  # With those that are held.
+                    arrays = 2 + self.num_leased_max + len(store.state) + 1
+                    assert store._pool.nbytes <= 4 * store.numel * (sums + arrays)
                     assert len(clock._parked) <= workers, f"{len(clock._parked)} pushes parked"
                     assert len(store._buffers) <= 2 + self.num_leased_max
                     if rule.by_step:

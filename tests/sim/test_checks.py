@@ -131,7 +131,7 @@ def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
             Add(
                 token=action.token,
                 bin=action.bin,
-                worker=action.worker,
+                push=action.push,
                 weight=action.weight * 2,
                 is_first=action.is_first,
             )

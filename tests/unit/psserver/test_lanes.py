@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscore.types import Role, Verdict
+from pscore.types import Push, Role, Verdict
 from psserver.clock import Acknowledge, Add, Answer, Hold, Load, Update
 from psserver.lanes import INLINE_NUMEL_MAX, Copy, Lane, Work, carry_out
 
+PUSH = Push(worker=0, step=0, base_version=0)
 LOAD = Load(token=1, role=Role.WEIGHTS, version=0)
 
 
@@ -76,8 +77,14 @@ class Words:
     def done(self, token: object) -> None:
         self.said.append(f"done {token}")
 
-    def hold(self, token: object) -> None:
-        self.said.append(f"hold {token}")
+    def hold(self, action: Hold, payload: object) -> str:
+        return f"a copy of {payload}"
+
+    def refuse(self, action: Acknowledge) -> None:
+        pass
+
+    def keep(self, token: object, payload: object) -> None:
+        self.said.append(f"keep {payload} for {token}")
 
     def acknowledge(self, action: Acknowledge) -> None:
         self.said.append(f"ack {action.token}")
@@ -105,7 +112,7 @@ class Words:
 
 
 def add(token: str, bin_: int = 0) -> Add:
-    return Add(token=token, bin=bin_, worker=0, weight=1.0, is_first=True)
+    return Add(token=token, bin=bin_, push=PUSH, weight=1.0, is_first=True)
 
 
 def update(bin_: int = 0) -> Update:
@@ -128,14 +135,21 @@ def words_of(actions: list[Work]) -> list[str]:
 
 
 def test_actions_are_carried_out_in_their_order() -> None:
-    actions: list[Work] = [LOAD, ack("a"), add("b"), Hold(token="c"), update(), answer("d")]
+    actions: list[Work] = [
+        LOAD,
+        ack("a"),
+        add("b"),
+        Hold(token="c", push=PUSH),
+        update(),
+        answer("d"),
+    ]
     assert words_of(actions) == [
         "load 1",
         "done 1",
         "ack a",
         "add b to 0",
         "done b",
-        "hold c",
+        "keep a copy of c for c",
         "update 0",
         "answer d",
     ]

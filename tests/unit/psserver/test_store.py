@@ -13,7 +13,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD
 from pscore.rules.base import Rule
-from pscore.types import FloatArray, HyperArray, Role, Segment, SliceSpec
+from pscore.types import FloatArray, HyperArray, Push, Role, Segment, SliceSpec
 from psserver.clock import Add, Load, Update
 from psserver.store import Payload, SliceStore
 
@@ -66,7 +66,8 @@ def load(target: SliceStore, weights: FloatArray, version: int = 0) -> None:
 
 
 def add(weight: float = 1.0, *, first: bool = False, worker: int = 0, step: int = 0) -> Add:
-    return Add(token="t", bin=step, worker=worker, weight=weight, is_first=first)
+    push = Push(worker=worker, step=step, base_version=0)
+    return Add(token="t", bin=step, push=push, weight=weight, is_first=first)
 
 
 def update(

@@ -1,0 +1,137 @@
+"""Arrays of one slice's size, used again: on the heap, or in an arena that outlives the process."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from pscore.types import ByteArray, FloatArray
+from psserver.arena import Arena
+
+
+class Cell:
+    """Memory for one array of a slice.
+
+    Attributes:
+        data: `(nbytes,) uint8`.
+        array: `(numel,) float32`, the beginning of it.
+        place: In the arena; 0 on the heap.
+    """
+
+    __slots__ = ("array", "data", "place")
+
+    def __init__(self, data: ByteArray, numel: int, place: int = 0) -> None:
+        """Wraps `data`, of at least `4 * numel` bytes."""
+        self.data = data
+        self.array: FloatArray = data[: 4 * numel].view(np.float32)
+        self.place = place
+
+
+class Buffer:
+    """One copy of the weights, and how many readers still send from it."""
+
+    __slots__ = ("array", "cell", "leases", "number")
+
+    def __init__(self, array: FloatArray, number: int, cell: Cell | None = None) -> None:
+        """Wraps an array; `number` is 1 or 2 in the table's segment, 0 outside."""
+        self.array = array
+        self.leases = 0
+        self.number = number
+        self.cell = cell
+
+    @property
+    def place(self) -> int:
+        """What the journal calls it."""
+        return self.number or (0 if self.cell is None else self.cell.place)
+
+
+class Pool(Protocol):
+    """Cells that are given and taken."""
+
+    def take(self) -> Cell:
+        """Returns a cell; what is in it is anything."""
+
+    def give(self, cell: Cell) -> None:
+        """Takes a cell back."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells, in use or free."""
+
+
+class HeapPool:
+    """Cells in this process's memory."""
+
+    def __init__(self, numel: int, nbytes: int) -> None:
+        """Makes cells of `nbytes`, for arrays of `numel`."""
+        self._numel = numel
+        self._nbytes = max(nbytes, 4 * numel)
+        self._free: list[Cell] = []
+        self._count = 0
+
+    def take(self) -> Cell:
+        """Returns the cell that came back last, or a new one of zeros."""
+        if self._free:
+            return self._free.pop()
+        self._count += 1
+        return Cell(np.zeros(self._nbytes, dtype=np.uint8), self._numel)
+
+    def give(self, cell: Cell) -> None:
+        """Takes a cell back."""
+        self._free.append(cell)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells, in use or free."""
+        return self._count * self._nbytes
+
+
+class ArenaPool:
+    """Cells in an arena.
+
+    Attributes:
+        places: Of all cells, in use or free.
+    """
+
+    def __init__(self, arena: Arena, numel: int, nbytes: int) -> None:
+        """Makes cells of `nbytes`, for arrays of `numel`."""
+        self._arena = arena
+        self._numel = numel
+        self._nbytes = max(nbytes, 4 * numel)
+        self._free: list[Cell] = []
+        self.places: list[int] = []
+
+    def take(self) -> Cell:
+        """Returns the cell that came back last, or a new one.
+
+        Raises:
+            OSError: There is no room on the disk.
+        """
+        if self._free:
+            return self._free.pop()
+        place = self._arena.allocate(self._nbytes)
+        self.places.append(place)
+        return self.at(place)
+
+    def give(self, cell: Cell) -> None:
+        """Takes a cell back."""
+        self._free.append(cell)
+
+    def at(self, place: int) -> Cell:
+        """Returns the cell at a place.
+
+        Raises:
+            ValueError: There is no such place.
+        """
+        return Cell(self._arena.bytes_at(place, self._nbytes), self._numel, place)
+
+    def adopt(self, places: list[int], used: set[int]) -> None:
+        """Takes up the cells of a former process, those in `used` as given away."""
+        self.places = places
+        self._free = [self.at(place) for place in places if place not in used]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells, in use or free."""
+        return len(self.places) * self._nbytes

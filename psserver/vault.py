@@ -1,0 +1,233 @@
+"""The vault: the folder in which a shard keeps what outlives its process.
+
+    stamp.json          the boot of the machine, and the number that this shard has for its workers
+    lock                held by the process that uses the folder
+    JOB/job.json        who takes part, and who waits at which barrier
+    JOB/arena           the arrays of all tables, and the record of each slice (journal.py)
+    JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
+    JOB/0.weights       its weights, as workers of this host map them
+
+What is in memory-mapped files is complete after the death of a process, whatever it was doing, but
+not after that of the machine: a folder of an earlier boot is emptied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from pscore.segment import Segment
+from psserver.arena import Arena
+
+log = structlog.get_logger()
+FORMAT = 1
+STAMP, LOCK, JOB, ARENA = "stamp.json", "lock", "job.json", "arena"
+SHM = Path("/dev/shm")
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+Meta = dict[str, Any]
+
+
+class JobVault:
+    """What is kept of one job."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens or makes the folder.
+
+        Raises:
+            OSError: It cannot be made, or the disk is full.
+            ValueError: What is there cannot be read.
+        """
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self.folder = folder
+        self.arena = Arena(folder / ARENA)
+
+    def weights(self, table: int, nbytes: int) -> Segment:
+        """Returns the segment for a table's weights, made if it is not there.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+        return Segment.at(self.folder / f"{table}.weights", nbytes)
+
+    def write_table(self, table: int, meta: Meta) -> None:
+        """Notes a table, once all of it is there.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        _write(self.folder / f"{table}.json", meta)
+
+    def write_job(self, meta: Meta) -> None:
+        """Notes who takes part.
+
+        Raises:
+            OSError: The disk is full; what was noted before is still there.
+        """
+        _write(self.folder / JOB, meta)
+
+    def read_job(self) -> Meta:
+        """Returns what `write_job` wrote.
+
+        Raises:
+            ValueError: It cannot be read.
+            OSError: It is not there.
+        """
+        return _read(self.folder / JOB)
+
+    def read_tables(self) -> list[Meta]:
+        """Returns what `write_table` wrote, in the order of the tables.
+
+        One that the process was killed over is not there: no worker has been told of it.
+
+        Raises:
+            ValueError: One cannot be read.
+        """
+        tables: list[Meta] = []
+        while (path := self.folder / f"{len(tables)}.json").exists():
+            tables.append(_read(path))
+        return tables
+
+    def remove(self) -> None:
+        """Deletes all of it."""
+        self.arena.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Vault:
+    """What is kept of one shard.
+
+    Attributes:
+        instance: The number under which workers know this shard: the same as before for a process
+            that goes on where another one was killed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens or makes the folder, and keeps other processes from using it.
+
+        Raises:
+            OSError: It cannot be made, or another process uses it.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = folder
+        self._lock = (folder / LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.instance = secrets.randbits(63)
+        stamp: Mapping[str, object] = {}
+        with contextlib.suppress(OSError, ValueError):
+            stamp = _read(folder / STAMP)
+        if stamp.get("boot") == _boot() and stamp.get("format") == FORMAT:
+            self.instance = int(str(stamp["instance"]))
+        else:
+            self._empty()
+            self._write_stamp()
+
+    def make(self) -> JobVault:
+        """Returns a place for a new job.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        return JobVault(self.folder / f"{time.time_ns():020d}-{secrets.token_hex(4)}")
+
+    def found(self) -> Iterator[JobVault]:
+        """Opens what a former process has left, the newest job first."""
+        for folder in sorted(self.folder.glob("*/"), reverse=True):
+            try:
+                yield JobVault(folder)
+            except (OSError, ValueError) as problem:
+                self.drop(folder, problem)
+
+    def drop(self, folder: Path, problem: Exception) -> None:
+        """Leaves out a job that cannot be taken up; its workers will know by the instance."""
+        log.error("a job's journal cannot be read", path=str(folder), reason=str(problem))
+        shutil.rmtree(folder, ignore_errors=True)
+        self.instance = secrets.randbits(63)
+        self._write_stamp()
+
+    def remove(self) -> None:
+        """Deletes the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _empty(self) -> None:
+        for folder in self.folder.glob("*/"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _write_stamp(self) -> None:
+        stamp = {"format": FORMAT, "boot": _boot(), "instance": self.instance}
+        _write(self.folder / STAMP, stamp)
+
+
+class ShortLived:
+    """A folder in memory for the journals of one start; gone with its last process.
+
+    What others have left that were all killed at once is deleted on the way.
+
+    Attributes:
+        path: The folder, or None if there is no place for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Makes the folder `name`, private to this user."""
+        self.path: Path | None = None
+        base = (SHM if os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())) / (
+            f"paceline-{os.geteuid()}"
+        )
+        try:
+            base.mkdir(mode=0o700, exist_ok=True)
+            found = base.stat(follow_symlinks=False)
+            if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+                raise PermissionError(f"{base} belongs to somebody else")
+            _sweep(base)
+            folder = base / name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            self._lock = (folder / LOCK).open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = folder
+        except OSError as problem:
+            log.warning("no journals: a killed shard would lose its weights", reason=str(problem))
+
+    def remove(self) -> None:
+        """Deletes the folder."""
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _sweep(base: Path) -> None:
+    """Deletes the folders whose owner is gone."""
+    for folder in base.glob("*/"):
+        with contextlib.suppress(OSError), (folder / LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _boot() -> str:
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> Meta:
+    meta = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(meta, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return meta
+
+
+def _write(path: Path, meta: Mapping[str, object]) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(meta), encoding="utf-8")
+    os.replace(draft, path)
