@@ -1,4 +1,4 @@
-"""A shard that is killed under load comes back with its last snapshot, and training goes on."""
+"""Without journals a killed shard comes back with its last snapshot, and training goes on."""
 
 import json
 import os
@@ -51,6 +51,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     command = Command(tmp_path)
     folder = tmp_path / "state"
     options = ("--port", 0, "--metrics-port", 0, "--state-dir", folder, "--snapshot-s", 0.2)
+    options += ("--durability", "memory")
     with command.spawn("start", "--shards", 2, *options) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("PACELINE_SERVERS=")

@@ -1,0 +1,125 @@
+"""Shards killed under load come back with all they had acknowledged: to the bit, and unasked."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import psworker
+from tests.integration.cluster import Station, Worker
+from tests.integration.command import Command
+
+DEADLINE_S = 60.0
+STEPS = 60
+KILLS = 4
+
+
+class Shards:
+    """Two shards under their supervisor; journals where the command puts them by itself."""
+
+    def __init__(self, command: Command) -> None:
+        self.command = command
+        self._rng = random.Random(7)
+
+    def run(self) -> dict[str, Any]:
+        found = list(self.command.folder.glob("paceline/*/run.json"))
+        run: dict[str, Any] = json.loads(found[0].read_text())
+        return run
+
+    def kill(self) -> int:
+        """Kills a random shard; returns its process number."""
+        pid = self._rng.choice(self.run()["shards"])["pid"]
+        if pid is not None:
+            os.kill(int(pid), signal.SIGKILL)
+        return int(pid or 0)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[Shards]:
+    command = Command(tmp_path)
+    with command.spawn("start", "--shards", 2, "--port", 0, "--metrics-port", 0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        yield Shards(command)
+
+
+def train(station: Station, optimizer: str, mode: str, compression: str) -> list[float]:
+    """Trains; says each step and waits for leave to go on. Returns the weights."""
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+    kind, arguments = OPTIMIZERS[optimizer]
+    wrapped = psworker.DistributedOptimizer(
+        kind(model.parameters(), **arguments),
+        model.named_parameters(),
+        mode=mode,
+        compression=compression,
+    )
+    torch.manual_seed(100 + station.rank)
+    for step in range(STEPS):
+        inputs = torch.randn(16, 64)
+        wrapped.zero_grad()
+        (model(inputs) - inputs).square().mean().backward()
+        wrapped.step()
+        if station.rank == 0 and step % 10 == 9:
+            station.tell(step)
+            station.hear()
+    with wrapped.global_weights():
+        return [value for tensor in model.parameters() for value in tensor.flatten().tolist()]
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.001}),
+}
+
+
+def run(shards: Shards, job: str, kills: int, arguments: tuple[Any, ...]) -> list[float]:
+    servers = ",".join(shards.run()["addresses"])
+    workers = [
+        Worker(
+            train,
+            rank,
+            arguments,
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "PACELINE_SERVERS": servers,
+                "PACELINE_JOB": job,
+            },
+        )
+        for rank in range(2)
+    ]
+    for _ in range(STEPS // 10):
+        workers[0].hear(DEADLINE_S)
+        if kills:
+            shards.kill()
+            kills -= 1
+        workers[0].tell("go on")
+    results = [worker.result(DEADLINE_S) for worker in workers]
+    for worker in workers:
+        worker.close()
+    assert results[0] == results[1]
+    weights: list[float] = results[0]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mode", "compression"),
+    [
+        ("sgd", "ssgd", "none"),
+        ("adam", "ssd(steps=3, warmup=4)", "none"),
+        ("sgd", "cd(steps=4)", "2bit"),
+    ],
+)
+def test_training_through_killed_shards_has_the_same_bits(
+    shards: Shards, optimizer: str, mode: str, compression: str
+) -> None:
+    calm = run(shards, "calm", 0, (optimizer, mode, compression))
+    assert run(shards, "killed", KILLS, (optimizer, mode, compression)) == calm
