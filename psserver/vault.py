@@ -157,8 +157,13 @@ class Vault:
         self.instance = secrets.randbits(63)
         self._write_stamp()
 
+    def close(self) -> None:
+        """Lets another process use the folder."""
+        self._lock.close()
+
     def remove(self) -> None:
         """Deletes the folder."""
+        self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _empty(self) -> None:

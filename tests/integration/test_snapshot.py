@@ -50,9 +50,9 @@ class Cluster:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     command = Command(tmp_path)
     folder = tmp_path / "state"
-    options = ("--port", 0, "--metrics-port", 0, "--state-dir", folder, "--snapshot-s", 0.2)
-    options += ("--durability", "memory")
-    with command.spawn("start", "--shards", 2, *options) as process:
+    options = ("--state-dir", folder, "--snapshot-s", 0.2, "--durability", "memory")
+    ports = ("--port", 0, "--metrics-port", 0)
+    with command.spawn("start", "--shards", 2, *ports, *options) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("PACELINE_SERVERS=")
         yield Cluster(command, folder)

@@ -5,6 +5,8 @@ python -m tests.sim record             # writes transcripts/*.txt anew
 """
 
 import sys
+import tempfile
+from pathlib import Path
 
 from tests.sim.case import draw
 from tests.sim.cluster import Cluster, small_slices
@@ -15,8 +17,8 @@ def run(name: str, seed: int) -> None:
     """Shows one seed to its end, or to the invariant that it breaks."""
     case = draw(name, seed)
     sys.stdout.write(f"{case!r}\n")
-    with small_slices():
-        cluster = Cluster(case, trace=True)
+    with small_slices(), tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(case, Path(folder), trace=True)
         try:
             cluster.run()
         finally:

@@ -60,6 +60,7 @@ class Case:
     samples: tuple[float, ...]
     faults: Faults = NO_FAULTS
     cuts: tuple[Cut, ...] = ()
+    crashes: tuple[tuple[int, float], ...] = ()  # Which shard is killed, and when in seconds.
     shapes: tuple[tuple[int, ...], ...] = SHAPES
     quadratic: bool = False  # Gradients depend on the weights; else each has an element of its own.
 
@@ -105,6 +106,10 @@ def draw(name: str, seed: int) -> Case:
             until_s=rng.uniform(1.0, 8.0),
         ),
         cuts=tuple(draw_cut(num_workers, num_shards, rng) for _ in range(rng.choice((0, 0, 1)))),
+        crashes=tuple(
+            (rng.randrange(num_shards), rng.uniform(0.0, 3.0))
+            for _ in range(rng.choice((0, 0, 1, 4)))
+        ),
     )
 
 

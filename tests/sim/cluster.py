@@ -1,10 +1,13 @@
 """A whole cluster in one thread: makes it, runs it to its end, and says what came of it."""
 
+import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from tests.sim.loop import Loop, Network
 from tests.sim.server import JOB, TICK_S, Server
 from tests.sim.worker import Worker, start_weights
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 LIMIT_S = 600.0  # Of simulated time; a job takes a few seconds, and a dead worker a lease.
 
 
@@ -66,14 +70,14 @@ def simulate(case: Case, *, trace: bool = False) -> Outcome:
     Raises:
         AssertionError: An invariant is broken.
     """
-    with small_slices():
-        return Cluster(case, trace=trace).run()
+    with small_slices(), tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        return Cluster(case, Path(folder), trace=trace).run()
 
 
 class Cluster:
     """Shards, workers, and the network between them."""
 
-    def __init__(self, case: Case, *, trace: bool) -> None:
+    def __init__(self, case: Case, folder: Path, *, trace: bool) -> None:
         self.case = case
         self.loop = Loop()
         self.rng = random.Random(case.seed)
@@ -93,7 +97,15 @@ class Cluster:
                 case, spec, optimizer, start[spec.start : spec.stop].copy()
             )
         self.servers = [
-            Server(index, case, self.ledger, self.network, self._now, self._send_later)
+            Server(
+                index,
+                case,
+                self.ledger,
+                self.network,
+                self._now,
+                self._send_later,
+                folder / str(index) if case.crashes else None,
+            )
             for index in range(case.num_shards)
         ]
         table = TableSpec(
@@ -125,6 +137,8 @@ class Cluster:
             worker.start()
         for server in self.servers:
             self.loop.after(TICK_S, partial(self._tick, server))
+        for index, at_s in self.case.crashes:
+            self.loop.after(at_s, self.servers[index].crash)
         self.loop.run(LIMIT_S, self._explain)
         self._check_the_end()
         return Outcome(

@@ -42,6 +42,7 @@ class SliceBook:
         self.optimizer = optimizer
         self.sent: dict[Identity, Sent] = {}
         self.entered: dict[Identity, int] = {}  # The version that each push is first in.
+        self.accepted: dict[tuple[int, int], Identity] = {}  # By worker and step, the last one.
         self.weights = [start]  # Of each version.
         self.is_exact = True  # Every update so far was a plain subtraction of a mean.
         self.counts = np.zeros(len(spec.segments), dtype=np.int64)
@@ -117,6 +118,7 @@ class SliceBook:
         """A push is answered: from here on its worker relies on it."""
         held = any(identity in bin_ for bin_ in self._open.values())
         if action.verdict is Verdict.ACCEPTED:
+            self.accepted[identity[0], identity[1]] = identity
             self.ahead_max = max(self.ahead_max, identity[1] + 1 - clocks.clock_min())
         if action.verdict is Verdict.ACCEPTED and self.case.rule.by_step:
             lead = identity[1] - action.version

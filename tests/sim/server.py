@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,14 +16,17 @@ import numpy as np
 from pscore import wire
 from pscore.errors import PacelineError
 from pscore.pb.ps.v1 import data_pb2
+from pscore.segment import WeightsMap
 from pscore.types import ByteArray, FloatArray, Role
-from psserver.clock import Update
+from psserver.clock import SliceClock, Update
 from psserver.intake import Intake, Request
 from psserver.lanes import INLINE_NUMEL_MAX, Lane
 from psserver.membership import Member
-from psserver.shard import Actions, Job, Shard, TableSpec
+from psserver.recovery import Recovery, Room, resume
+from psserver.shard import Actions, Job, Shard, Table, TableSpec
 from psserver.store import SliceStore
 from psserver.tally import Tally
+from psserver.vault import Vault
 from tests.sim.case import Case
 from tests.sim.ledger import Identity, Ledger
 from tests.sim.loop import Network
@@ -75,6 +79,20 @@ class Courier:
             self._send_later(send, release)
 
 
+def nothing(result: Result) -> None:
+    """Answers nobody."""
+
+
+def spoil(store: SliceStore) -> None:
+    """Fills all that a journal does not name with NaN, as if it had been written half."""
+    assert store.journal is not None
+    for cell in store.journal.pool._free:
+        cell.array.fill(np.nan)
+    for buffer in store._buffers:
+        if buffer is not store._newest:
+            buffer.array.fill(np.nan)
+
+
 class InOrder(set[Request]):
     """Requests in the order in which they came: a set's own order differs from run to run."""
 
@@ -121,10 +139,10 @@ class Server:
         network: Network,
         now: Callable[[], float],
         send_later: Callable[..., None],
+        folder: Path | None = None,
     ) -> None:
         self.index = index
         self.name = f"shard {index}"
-        self.shard = Shard(index, case.num_shards, LEASE_S)
         self.problem: BaseException | None = None
         self.num_leased = 0
         self.num_leased_max = 0
@@ -133,12 +151,64 @@ class Server:
         self._now = now
         self._pool = NoThreads()
         self._send_later = send_later
+        self._ledger = ledger
+        self._folder = folder
+        self._vault: Vault | None = None
+        self._life = 0  # Counts the processes of this shard.
+        self._begin()
+
+    def _begin(self) -> None:
+        """Is a new process."""
+        self.shard = Shard(self.index, self._case.num_shards, LEASE_S)
         self.intake = WatchedIntake(
-            self.shard, self._pool, now, self._broke, threading.RLock(), Tally()
+            self.shard, self._pool, self._now, self._broke, threading.RLock(), Tally()
         )
         self.intake.waiting = InOrder()
-        self.intake.ledger = ledger
+        self.intake.ledger = self._ledger
         self.intake.note = self._note
+        if self._folder is not None:
+            self._vault = Vault(self._folder)
+        self.recovery = Recovery(self._vault, self.shard)
+
+    # ----- death
+
+    def crash(self) -> None:
+        """Is killed, and started again at once: what is not in the vault is gone."""
+        assert self._vault is not None
+        self._note("is killed, and comes back")
+        instance = self._vault.instance
+        self._vault.close()
+        self._life += 1
+        self._begin()
+        for job in self.recovery.take_up(self._now(), self._allocate):
+            for table in job.tables.values():
+                for index, clock in table.clocks.items():
+                    store = self.intake.lanes[id(job), table.index, index].store
+                    spoil(store)
+                    actions = resume(job, table, table.specs[index], store, clock)
+                    self._introduce(index, clock)
+                    self.intake.carry_out(job, actions)
+        assert self._vault.instance == instance
+        self.check()
+
+    def _introduce(self, index: int, clock: SliceClock) -> None:
+        """Tells the ledger whose the payloads are that were held; they are answered already."""
+        book = self._ledger.books[index]
+        for bin_ in clock._bins.values():
+            for push, request in bin_.held.values():
+                assert isinstance(request, Request)
+                identity = book.accepted[push.worker, push.step]
+                request.reply = Courier(nothing, identity, Role.GRADIENT, self._send_later)
+
+    def _alive(self, answer: Answer) -> Answer:
+        """Returns `answer` for as long as this process lives."""
+        life = self._life
+
+        def answer_if_alive(result: Result) -> None:
+            if life == self._life:
+                answer(result)
+
+        return answer_if_alive
 
     # ----- requests; each is answered by a call of `answer`
 
@@ -153,30 +223,43 @@ class Server:
             returns=returns,
         )
         job = self.shard.join(JOB, self._case.num_workers, member)
+        self.recovery.note(job)
         self.intake.carry_out(job, self.shard.recheck(job))
 
     def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
         job = self.shard.heard(JOB, rank, incarnation, self._now())
         table, created = self.shard.define(job, spec)
         if created:
-            for index, part in table.specs.items():
-                assert part.numel <= INLINE_NUMEL_MAX
-                store = SliceStore(part, spec.rule, table.optimizer)
-                lane = Lane(store, self.intake, self._pool)
-                self.intake.lanes[id(job), table.index, index] = lane
+            self._allocate(job, table, self.recovery.make_room(job, table))
+
+    def _allocate(self, job: Job, table: Table, room: Room) -> None:
+        layout = WeightsMap(list(table.specs.values()))
+        for index, part in table.specs.items():
+            assert part.numel <= INLINE_NUMEL_MAX
+            store = SliceStore(
+                part,
+                table.spec.rule,
+                table.optimizer,
+                layout.buffers(room.weights, index),
+                layout.versions(room.weights, index),
+                room.journals.get(index),
+            )
+            lane = Lane(store, self.intake, self._pool)
+            self.intake.lanes[id(job), table.index, index] = lane
 
     def heartbeat(self, rank: int, incarnation: int) -> None:
         self.shard.heard(JOB, rank, incarnation, self._now())
 
     def leave(self, rank: int, incarnation: int) -> None:
         actions = self.shard.leave(JOB, rank, incarnation, "finished")
+        self.recovery.note(self.shard.jobs[JOB])
         self.intake.carry_out(self.shard.jobs[JOB], actions)
 
     def push(self, frame: bytes, answer: Answer) -> None:
         raw, payload = wire.decode(frame)
         header = data_pb2.PushHeader.FromString(bytes(raw))
         identity = (header.sender.worker, header.step, header.sender.incarnation)
-        courier = Courier(answer, identity, Role(header.role), self._send_later)
+        courier = Courier(self._alive(answer), identity, Role(header.role), self._send_later)
         data = np.frombuffer(payload, dtype=np.uint8)
         before = self._num_parked()
         self.intake.admit(header, data.nbytes)
@@ -188,7 +271,7 @@ class Server:
         raw, _ = wire.decode(frame)
         header = data_pb2.PullHeader.FromString(bytes(raw))
         identity = (header.sender.worker, header.clock, header.sender.incarnation)
-        courier = Courier(answer, identity, Role.GRADIENT, self._send_later)
+        courier = Courier(self._alive(answer), identity, Role.GRADIENT, self._send_later)
         self.intake.pull(header, courier, PULL_WAIT_S)
 
     # ----- time
@@ -197,6 +280,7 @@ class Server:
         lost, actions = self.shard.tick(self._now())
         for job, member in lost:
             self._note(f"worker {member.rank} is lost")
+            self.recovery.note(job)
             self.intake.carry_out(job, actions)
             actions = []
         self.intake.put_off()

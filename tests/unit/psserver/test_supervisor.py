@@ -121,10 +121,10 @@ def test_a_shard_that_dies_is_started_again_on_its_port(fake: type[Fake]) -> Non
     assert announced == [[5001], [5001], "end"]
     assert [shard.plan.port for shard in fake.started] == [0, 5001]
     assert [shard.plan.metrics_port for shard in fake.started] == [None, 6001]
-    assert lines[0]["event"] == "shard died, it is started again without its weights"
+    assert lines[0]["event"] == "shard died, it is started again"
     assert lines[0]["how"] == "was killed by SIGKILL"
     assert lines[0]["log_level"] == "error"
-    assert lines[1]["event"] == "shard restarted, its weights and workers are gone"
+    assert lines[1]["event"] == "shard restarted"
 
 
 def test_pauses_double_up_to_a_limit_and_the_last_restart_is_the_tenth(fake: type[Fake]) -> None:

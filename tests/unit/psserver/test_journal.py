@@ -1,0 +1,212 @@
+"""A process killed at any commit, before it or after it: the next one has all that was answered."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pscore.compressors.none import NoCompression
+from pscore.optimizers.adam import Adam
+from pscore.optimizers.sgd import SGD
+from pscore.rules import ASGD, DCASGD, SSGD
+from pscore.rules.base import Rule
+from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
+from psserver.arena import Arena
+from psserver.clock import Acknowledge, Action, Answer, Bin, Counted, SliceClock, Token
+from psserver.journal import ROOT_NBYTES, SliceJournal
+from psserver.lanes import carry_out
+from psserver.store import Payload, SliceStore
+from tests.sim.server import spoil
+
+RAW = NoCompression()
+NUMEL = 32
+SEGMENT = Segment(tensor=0, group=0, start=0, stop=NUMEL, tensor_start=0)
+SPEC = SliceSpec(index=0, shard=0, start=0, stop=NUMEL, segments=(SEGMENT,))
+HYPER = {
+    "sgd": np.array([[0.5, 0.9, 0.0, 0.01, 0.0, 0.0]]),
+    "adam": np.array([[0.1, 0.9, 0.999, 1e-8, 0.0, 0.0]]),
+}
+WORKERS, STEPS = 3, 4
+EXPECTED = list(range(WORKERS))
+
+
+class KilledError(Exception):
+    """The process is gone."""
+
+
+class Process:
+    """One life of a slice: clock, store and the desk between them."""
+
+    def __init__(self, arena: Arena | None, rule: Rule, optimizer: str, root: int) -> None:
+        self.payloads: dict[Token, Payload] = {}
+        self.answered: dict[Token, Verdict] = {}
+        self.clock = SliceClock(rule, lambda: EXPECTED, WORKERS)
+        self.commits_left: int | None = None
+        self.dies_before = False
+        plugin = SGD() if optimizer == "sgd" else Adam()
+        if arena is None:
+            self.store = SliceStore(SPEC, rule, plugin)
+            return
+        places = [root + ROOT_NBYTES, root + ROOT_NBYTES + 4 * NUMEL]
+        buffers = [arena.floats_at(place, NUMEL) for place in places]
+        versions = np.zeros(2, dtype=np.int64)
+        journal = SliceJournal(arena, root, NUMEL, 4 * NUMEL, 1)
+        was_there = not journal.is_new
+        self.store = SliceStore(SPEC, rule, plugin, buffers, versions, journal)
+        commit = journal.commit
+
+        def dying() -> None:
+            if self.commits_left == 0 and self.dies_before:
+                raise KilledError
+            commit()
+            if self.commits_left == 0:
+                raise KilledError
+            if self.commits_left is not None:
+                self.commits_left -= 1
+
+        journal.commit = dying  # type: ignore[method-assign]
+        if was_there:
+            spoil(self.store)
+            self._resume(journal)
+
+    def _resume(self, journal: SliceJournal) -> None:
+        record = journal.record
+        bins = {
+            bin_.bin: Bin(added=[(journal.push_of(entry), entry.weight) for entry in bin_.added])
+            for bin_ in record.bins
+        }
+        for entry in record.held:
+            push = journal.push_of(entry)
+            cell = journal.pool.at(entry.place)
+            token = ("held", push.worker, push.step)
+            self.payloads[token] = Payload(
+                data=cell.data[: entry.nbytes], compressor=RAW, cell=cell
+            )
+            bins.setdefault(entry.step, Bin()).held[push.worker] = (push, token)
+        counted = {
+            rank: Counted(steps.clock, set(steps.ahead), set(steps.late))
+            for rank, steps in record.counted.items()
+        }
+        self.carry_out(self.clock.resume(record.version, counted, bins))
+
+    def send(self, token: Token, push: Push, values: FloatArray) -> None:
+        data = values.copy().view(np.uint8)
+        self.payloads[token] = Payload(data=data, compressor=RAW, is_borrowed=True)
+        self.carry_out(self.clock.push(push, token))
+
+    def carry_out(self, actions: list[Action]) -> None:
+        carry_out(actions, self.store, self)
+
+    def payload(self, token: Token) -> Payload:
+        return self.payloads[token]
+
+    def keep(self, token: Token, payload: Payload) -> None:
+        self.payloads[token].data.fill(0xFF)  # The worker's memory is its own again.
+        self.payloads[token] = payload
+
+    def done(self, token: Token) -> None:
+        del self.payloads[token]
+
+    def acknowledge(self, action: Acknowledge) -> None:
+        self.answered[action.token] = action.verdict
+
+    def answer(self, action: Answer, store: SliceStore) -> None:
+        raise AssertionError("nobody asks")
+
+    def broke(self, problem: BaseException | None) -> None:
+        raise AssertionError(problem)
+
+
+def values(worker: int, step: int) -> FloatArray:
+    return np.random.default_rng((worker, step)).standard_normal(NUMEL, dtype=np.float32)
+
+
+def messages(optimizer: str) -> list[tuple[Token, Push, FloatArray]]:
+    """Weights, then every push; the last rank's first, so that the others' are held."""
+    load = Push(worker=0, step=-1, base_version=0, role=Role.WEIGHTS)
+    sent: list[tuple[Token, Push, FloatArray]] = [("load", load, values(9, 9))]
+    for step in range(STEPS):
+        for worker in reversed(range(WORKERS)):
+            push = Push(
+                worker=worker,
+                step=step,
+                base_version=0,
+                samples=1.0 + worker,
+                hyper=HYPER[optimizer],
+            )
+            sent.append(((worker, step), push, values(worker, step)))
+    return sent
+
+
+def calm(rule: Rule, optimizer: str) -> SliceStore:
+    process = Process(None, rule, optimizer, 0)
+    for token, push, grad in messages(optimizer):
+        process.send(token, push, grad)
+    return process.store
+
+
+def numbers(store: SliceStore) -> list[list[float]]:
+    return [array.tolist() for array in (store.weights, *store.state)]
+
+
+@pytest.mark.parametrize("dies_before", [True, False])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    "rule", [SSGD(), SSGD(backup=1), ASGD(), DCASGD(variance_control=0.0)], ids=str
+)
+def test_killed_at_any_commit(
+    rule: Rule, optimizer: str, dies_before: bool, tmp_path: Path
+) -> None:
+    expected = numbers(calm(rule, optimizer))
+    kills = 0
+    for at in range(100):
+        path = tmp_path / str(at)
+        arena = Arena(path)
+        root = arena.allocate(ROOT_NBYTES + 8 * NUMEL)
+        process = Process(arena, rule, optimizer, root)
+        process.commits_left, process.dies_before = at, dies_before
+        pending = messages(optimizer)
+        while pending:
+            token, push, grad = pending[0]
+            try:
+                process.send(token, push, grad)
+            except KilledError:
+                kills += 1
+                process = Process(Arena(path), rule, optimizer, root)
+                if token in process.answered:
+                    pending.pop(0)
+                continue  # Sent again: it was not answered.
+            assert token in process.answered
+            pending.pop(0)
+        assert numbers(process.store) == expected, f"killed at commit {at}"
+        if process.commits_left is not None:  # It came to its end before.
+            break
+    assert kills > WORKERS * STEPS / 2
+
+
+def test_a_full_disk_ends_the_journal_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena(tmp_path / "arena")
+    root = arena.allocate(ROOT_NBYTES + 8 * NUMEL)
+    process = Process(arena, SSGD(), "sgd", root)
+    sent = messages("sgd")
+    for message in sent[:3]:
+        process.send(*message)
+
+    def full(nbytes: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(arena, "allocate", full)
+    for message in sent[3:]:
+        process.send(*message)
+    assert numbers(process.store) == numbers(calm(SSGD(), "sgd"))
+    with pytest.raises(ValueError, match="not journalled any more"):
+        SliceJournal(Arena(arena.path), root, NUMEL, 4 * NUMEL, 1)
+
+
+def test_what_is_not_an_arena_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    path.write_bytes(b"something else" * 1000)
+    with pytest.raises(ValueError, match="not an arena"):
+        Arena(path)
