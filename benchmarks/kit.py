@@ -175,8 +175,9 @@ def run_workers(
     plane: str,
     num_workers: int,
     num_shards: int,
+    journal_dir: Path | None = None,
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """Runs one role as every worker of a job on fresh shards.
+    """Runs one role as every worker of a job on fresh shards, with journals if there is a place.
 
     The planes `tcp+tls` and `grpc+tls` are `tcp` and `grpc` with mutual TLS and a token.
 
@@ -187,7 +188,11 @@ def run_workers(
     plane, _, secured = plane.partition("+")
     with (
         tempfile.TemporaryDirectory() as folder,
-        start_embedded(num_shards, trust=make_trust(folder) if secured else None) as servers,
+        start_embedded(
+            num_shards,
+            trust=make_trust(folder) if secured else None,
+            journal_dir=journal_dir,
+        ) as servers,
     ):
         cpu = Cpu(num_shards)
         job = f"bench-{os.getpid()}"

@@ -108,7 +108,9 @@ def _keys_rounds(rounds: int) -> None:
     psworker.shutdown()
 
 
-def measure_ours(plane: str, case: str, num: int, rounds: int) -> tuple[list[float], float]:
+def measure_ours(
+    plane: str, case: str, num: int, rounds: int, journal_dir: Path | None = None
+) -> tuple[list[float], float]:
     """Returns the seconds of each round, and CPU seconds of all processes per round."""
     results, marks = kit.run_workers(
         MODULE,
@@ -117,6 +119,7 @@ def measure_ours(plane: str, case: str, num: int, rounds: int) -> tuple[list[flo
         plane=plane,
         num_workers=num,
         num_shards=num,
+        journal_dir=journal_dir,
     )
     times_s = [max(per_round) for per_round in zip(*(r["times_s"] for r in results), strict=True)]
     cpu_s = marks[1] - marks[0] + sum(result["cpu_s"] for result in results)

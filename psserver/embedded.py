@@ -69,8 +69,19 @@ def start_embedded(
     log_format: str = "text",
     log_level: str = "error",
     trust: Trust | None = None,
+    journal_dir: Path | None = None,
 ) -> EmbeddedServers:
-    """Starts shards and returns when all of them answer; without `trust` whoever is here may ask.
+    """Starts shards and returns when all of them answer.
+
+    Args:
+        num_shards: How many.
+        host: Where they listen.
+        lease_s: Silence until a worker is declared lost, in seconds.
+        log_format: `text` or `json`.
+        log_level: The lowest level that is written.
+        trust: Who may connect; None: whoever is on this machine.
+        journal_dir: Where they keep journals; nobody starts a shard again here, so by default
+            nowhere.
 
     Raises:
         ConfigError: The number of shards or the log level is not one that there can be.
@@ -95,6 +106,7 @@ def start_embedded(
             log_format=log_format,
             log_level=log_level,
             trust=Trust() if trust is None else trust,
+            journal_dir=None if journal_dir is None else str(journal_dir),
         )
         for index in range(num_shards)
     ]
