@@ -41,7 +41,6 @@ def test_no_push_is_lost_or_counted_twice_when_workers_are_killed(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="a shard comes back with its last snapshot, and loses what came since")
 def test_no_push_is_lost_or_counted_twice_when_shards_are_killed(tmp_path: Path) -> None:
     figures = kill_loop(tmp_path, "shard", "coordinator", "shard stopped", mode="asgd", seconds=24)
     assert figures["recovery_s"]["shard"]["count"] >= 1
