@@ -1,16 +1,24 @@
 """docker-compose.yml and the Dockerfile, read without an engine: what has to hold of them."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
 from typer.main import get_command
 
+from pscore.doctor import names_of
 from psserver.cli import app
 from psworker.environment import Environment
 from tests.house.source import ROOT
+from tests.integration.command import Command
+from tests.integration.worker import Worker
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -34,7 +42,7 @@ def workers(profiles: list[str]) -> list[str]:
 
 def test_two_shards_and_two_workers_start_by_default() -> None:
     started = [name for name in SERVICES if not SERVICES[name].get("profiles")]
-    assert sorted(started) == ["shard0", "shard1", "worker0", "worker1"]
+    assert sorted(started) == ["certs", "shard0", "shard1", "worker0", "worker1"]
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -42,13 +50,13 @@ def test_a_shard_is_checked_and_has_time_to_end(name: str) -> None:
     service = SERVICES[name]
     assert service["healthcheck"]["test"] == ["CMD", "psserver", "health"]
     assert int(service["stop_grace_period"].removesuffix("s")) > 10  # server.grace_s
-    assert "ports" not in service, "--insecure is for a network that nobody else is on"
+    assert "ports" not in service
 
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_shard_finds_its_snapshots_again(name: str) -> None:
     folder = SERVICES[name]["environment"]["PACELINE_STATE_DIR"]
-    assert SERVICES[name]["volumes"] == [f"{name}:{folder}"]
+    assert f"{name}:{folder}" in SERVICES[name]["volumes"]
     assert name in COMPOSE["volumes"]
     assert f"install --directory --owner paceline {folder}" in DOCKERFILE
 
@@ -58,7 +66,7 @@ def test_the_shards_are_one_cluster() -> None:
     assert [values["shard_index"] for values in given] == list(range(len(SHARDS)))
     assert {values["shards"] for values in given} == {len(SHARDS)}
     assert len({values["cluster"] for values in given}) == 1
-    assert all(values["host"] == "0.0.0.0" and values["insecure"] for values in given)
+    assert all(values["host"] == "0.0.0.0" and not values["insecure"] for values in given)
 
 
 @pytest.mark.parametrize("name", WORKERS)
@@ -105,6 +113,68 @@ def test_every_container_runs_the_one_image_and_what_is_in_it() -> None:
     assert all((ROOT / script).is_file() for script in scripts)
     assert "COPY examples /app/examples" in DOCKERFILE
     assert "WORKDIR /app" in DOCKERFILE
+
+
+@pytest.mark.parametrize("name", [*SHARDS, *WORKERS])
+def test_who_connects_has_a_certificate_and_a_token(name: str) -> None:
+    side = "shard" if name in SHARDS else "worker"
+    folder = f"/etc/paceline/{side}"
+    assert f"{side}-secrets:{folder}:ro" in SERVICES[name]["volumes"]
+    variables = SERVICES[name]["environment"]
+    wanted = ["TLS_CERT", "TLS_KEY", "TLS_CA", "TOKEN_FILE"]
+    named = [variables[f"PACELINE_{suffix}"] for suffix in wanted]
+    assert all(path.startswith(f"{folder}/") for path in named)
+    assert f"--mode 700 {folder}" in DOCKERFILE or f" {folder}\n" in DOCKERFILE
+    if name in SHARDS:
+        assert variables["PACELINE_TLS_CLIENT_CA"] == f"{folder}/ca.pem"
+        done = {"certs": {"condition": "service_completed_successfully"}}
+        assert SERVICES[name]["depends_on"] == done
+
+
+def test_the_secrets_are_made_once_and_fit_the_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service's own script, elsewhere; then a shard as in the file, which is healthy."""
+    (tmp_path / "shard").mkdir()
+    (tmp_path / "worker").mkdir()
+    (tmp_path / "psserver").write_text(f'#!/bin/sh\nexec {sys.executable} -m psserver "$@"\n')
+    (tmp_path / "psserver").chmod(0o700)
+    service = SERVICES["certs"]
+    (script,) = service["command"]
+    line = [*service["entrypoint"], script.replace("/etc/paceline", str(tmp_path))]
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(line, env=path, check=True, capture_output=True)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
+    subprocess.run(line, env=path, check=True, capture_output=True)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
+    assert sorted(file.name for file in (tmp_path / "worker").iterdir()) == [
+        "ca.pem", "client.key", "client.pem", "token",
+    ]  # fmt: skip
+    assert not list(tmp_path.rglob("ca.key"))
+    names = certs_names(tmp_path / "shard" / "server.pem")
+    assert set(SHARDS) <= names
+
+    def moved(name: str) -> dict[str, str]:
+        variables = SERVICES[name]["environment"]
+        return {
+            key: value.replace("/etc/paceline", str(tmp_path))
+            for key, value in variables.items()
+            if "/etc/paceline" in value
+        }
+
+    psserver = Command(tmp_path / "run")
+    psserver.environment |= moved("shard0")
+    with psserver.detached() as run:
+        assert "ready" in psserver.run("health").stdout
+        for key, value in moved("worker0").items():
+            monkeypatch.setenv(key, value)
+        worker = Worker(run["addresses"][0], credentials=Environment.read().credentials())
+        worker.join()
+        worker.close()
+
+
+def certs_names(path: Path) -> set[str]:
+    return set(names_of(x509.load_pem_x509_certificate(path.read_bytes())))
 
 
 def test_the_image_is_checked_unprivileged_and_pinned() -> None:
