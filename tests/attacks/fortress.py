@@ -109,7 +109,8 @@ def fortress(folder: Path) -> Iterator[Fortress]:
     """Starts it, on a free port of loopback."""
     files, tokens = certificates(folder), secrets_of(folder)
     command = Command(folder)
-    with command.detached(*flags_of(files, tokens)) as run:
+    # Its worker sends no heartbeats, and tests take their time.
+    with command.detached(*flags_of(files, tokens), "--lease-s", 3000) as run:
         (address,) = run["addresses"]
         victim = Worker(address, credentials=client(files, TRAIN))
         victim.join()

@@ -1,0 +1,125 @@
+"""Training where everything is asked for: TLS on both sides and a token, on every data plane."""
+
+import http.client
+import json
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pscore.access import Credentials
+from pscore.errors import AccessError
+from pscore.rpc import error_of
+from tests.attacks.fortress import EVERYTHING, OTHER, Fortress, fortress, secrets_of
+from tests.integration.cluster import clean_environment
+from tests.integration.command import Command
+from tests.integration.worker import Worker
+
+SCRIPT = """
+import logging, sys, torch, psworker
+logging.basicConfig(level=logging.INFO)
+torch.manual_seed(1)
+model = torch.nn.Linear(300, 300)
+optimizer = psworker.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(4, 300)).square().mean().backward()
+    optimizer.step()
+names = [link.transport.name for link in psworker.context.current().session.links]
+shares = [link.transport.shares_memory for link in psworker.context.current().session.links]
+with optimizer.global_weights():
+    print(names[0], shares[0], float(model.weight.double().sum()))
+"""
+
+
+@pytest.fixture(scope="module")
+def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
+    with fortress(tmp_path_factory.mktemp("fortress")) as made:
+        yield made
+
+
+def train(environment: dict[str, str]) -> tuple[str, str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=clean_environment() | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    name, shares, total = done.stdout.split()
+    return name, shares, float(total)
+
+
+def test_every_plane_trains_to_the_same_weights_as_without(
+    strong: Fortress, tmp_path: Path
+) -> None:
+    tokens = secrets_of(tmp_path, f"secured {EVERYTHING}\n")
+    secured = strong.environment(tokens)
+    totals = []
+    for plane, shares in (("local", "True"), ("tcp", "False"), ("grpc", "False")):
+        variables = {"PACELINE_DATA_PLANE": plane, "PACELINE_JOB": "secured"}
+        name, shared, total = train(secured | variables)
+        assert (name, shared) == ("grpc" if plane == "grpc" else "tcp", shares)
+        totals.append(total)
+    with Command(tmp_path).detached() as run:
+        totals.append(train({"PACELINE_SERVERS": run["addresses"][0]})[2])
+    assert len(set(totals)) == 1
+    strong.still_works()
+
+
+def test_the_metrics_page_is_behind_tls_and_token_and_its_health_only_behind_tls(
+    strong: Fortress,
+) -> None:
+    port = strong.command.run_file()["shards"][0]["metrics_port"]
+    context = ssl.create_default_context(cafile=strong.files / "ca.pem")
+
+    def ask(path: str, token: str) -> tuple[int, str]:
+        page = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=20.0)
+        page.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        answer = page.getresponse()
+        text = answer.read().decode()
+        page.close()
+        return answer.status, text
+
+    assert ask("/healthz", "") == (200, "ready\n")
+    for token in ("", "0" * 32, OTHER):
+        status, text = ask("/metrics", token)
+        assert (status, "PACELINE_TOKEN_FILE" in text) == (401, True)
+    status, text = ask("/metrics", EVERYTHING)
+    assert (status, "paceline_jobs" in text) == (200, True)
+    plain = http.client.HTTPConnection("127.0.0.1", port, timeout=20.0)
+    plain.request("GET", "/healthz")
+    with pytest.raises((http.client.HTTPException, OSError)):
+        plain.getresponse()
+
+
+def test_shards_that_a_worker_starts_let_in_nobody_else(tmp_path: Path) -> None:
+    """Loopback is open to every user of the machine; the token's file is not."""
+    psserver = Command(tmp_path)
+    with psserver.spawn("embedded", "--token") as process:
+        assert process.stdout is not None
+        ready: dict[str, Any] = json.loads(process.stdout.readline())
+        (address,) = ready["addresses"]
+        token_file = Path(ready["token_file"])
+        assert token_file.stat().st_mode & 0o777 == 0o600
+        assert token_file.parent.stat().st_mode & 0o777 == 0o700
+        stranger = Worker(address)
+        with pytest.raises(grpc.RpcError) as caught:
+            stranger.join()
+        assert isinstance(error_of(caught.value, address), AccessError)
+        stranger.close()
+        worker = Worker(address, credentials=Credentials(token=token_file.read_text().strip()))
+        worker.join()
+        worker.close()
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(60)
+        process.stdin = None
+    assert not token_file.parent.exists()
