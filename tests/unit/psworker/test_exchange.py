@@ -66,14 +66,14 @@ class Session:
             raise self.failure
 
 
-def make(compression: str = "none") -> tuple[Exchange, Session]:
+def make(compression: str = "none", num_shards: int = 2) -> tuple[Exchange, Session]:
     session = Session()
     compressor = parse_compressor(compression)
     tensors = [
         TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, compress=compression != "none")
         for t in TENSORS
     ]
-    layout = make_layout(tensors, 2)
+    layout = make_layout(tensors, num_shards)
     plugins = (SSGD(), compressor, SGD())
     exchange = Exchange(session, "model", layout, *plugins, 1)  # type: ignore[arg-type]
     return exchange, session
@@ -162,6 +162,28 @@ def test_the_compressors_state_is_one_vector_for_any_number_of_shards() -> None:
     flat = np.arange(LAYOUT.numel, dtype=np.float32)
     exchange.load_compressor_state({"residual": flat})
     assert np.array_equal(exchange.compressor_state()["residual"], flat)
+
+
+@pytest.mark.parametrize("compression", ["2bit", "dgc(ratio=0.01)"])
+def test_what_is_owed_survives_a_change_of_the_number_of_shards(compression: str) -> None:
+    """Each element owes as much as before, wherever the vector is cut."""
+    before, session = make(compression)
+    grads = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(0))
+    for spec in LAYOUT.slices:
+        before.push(spec.index, a_push(), grads[spec.start : spec.stop], compress=True)
+        (call,) = session.planes[spec.shard].pushes
+        call.make()
+        accept(call)
+    before.flush()
+    saved = before.compressor_state()
+    assert all(array.any() for array in saved.values())
+    after, _ = make(compression, num_shards=1)
+    assert len(after.layout.slices) == 1
+    after.load_compressor_state(saved)
+    found = after.compressor_state()
+    assert found.keys() == saved.keys()
+    for name, array in saved.items():
+        assert np.array_equal(found[name], array)
 
 
 def landing(index: int, with_state: bool) -> Landing:
