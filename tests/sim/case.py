@@ -52,6 +52,7 @@ class Case:
     seed: int  # Of the network.
     rule: Rule
     compressor: Compressor = RAW
+    pull_compressor: Compressor = RAW
     num_shards: int = 2
     steps: tuple[int, ...]  # Of each worker; one with fewer leaves early.
     compute_s: tuple[float, ...]  # Of each worker and step.

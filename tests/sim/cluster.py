@@ -84,7 +84,12 @@ class Cluster:
         self.network = Network(self.loop, case.faults, case.cuts, self.rng)
         self.network.trace = [] if trace else None
         tensors = tuple(
-            TensorSpec(name=f"w{index}", shape=shape, dtype="float32")
+            TensorSpec(
+                name=f"w{index}",
+                shape=shape,
+                dtype="float32",
+                compress=(case.compressor.name, case.pull_compressor.name) != ("none", "none"),
+            )
             for index, shape in enumerate(case.shapes)
         )
         layout = make_layout(tensors, case.num_shards)
@@ -114,6 +119,7 @@ class Cluster:
             num_shards=case.num_shards,
             rule=case.rule,
             compressor=case.compressor,
+            pull_compressor=case.pull_compressor,
             optimizer=optimizer.name,
             num_groups=1,
         )

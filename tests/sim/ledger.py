@@ -44,6 +44,7 @@ class SliceBook:
         self.entered: dict[Identity, int] = {}  # The version that each push is first in.
         self.accepted: dict[tuple[int, int], Identity] = {}  # By worker and step, the last one.
         self.weights = [start]  # Of each version.
+        self.estimates: dict[int, FloatArray] = {}  # Of versions whose pulls were compressed.
         self.is_exact = True  # Every update so far was a plain subtraction of a mean.
         self.counts = np.zeros(len(spec.segments), dtype=np.int64)
         self.lead_max = 0  # Steps that an accepted push was beyond the newest update.
@@ -131,13 +132,23 @@ class SliceBook:
     # ----- what a worker is told
 
     def landed(
-        self, worker: int, incarnation: int, clock: int, version: int, weights: FloatArray
+        self,
+        worker: int,
+        incarnation: int,
+        clock: int,
+        version: int,
+        weights: FloatArray,
+        *,
+        is_estimate: bool = False,
     ) -> None:
-        """A pull that a worker made after `clock` pushes brings these weights."""
+        """A pull that a worker made after `clock` pushes brings these weights, or an estimate."""
         assert version <= self.version, f"version {version} is not made yet"
-        assert np.array_equal(weights, self.weights[version]), (
+        wanted = self.weights[version]
+        if is_estimate:  # All workers have the same one, whoever was first.
+            wanted = self.estimates.setdefault(version, weights)
+        assert np.array_equal(weights, wanted), (
             f"worker {worker} got other weights than those of version {version} of slice "
-            f"{self.spec.index}: {np.flatnonzero(weights != self.weights[version])} differ"
+            f"{self.spec.index}: {np.flatnonzero(weights != wanted)} differ"
         )
         rule = self.case.rule
         if rule.by_step:

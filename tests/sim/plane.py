@@ -54,8 +54,10 @@ class SimTransport(Transport):
                 self.pull(call)
                 return
             call.land(reply, payload)
+            assert call.settle(reply), f"{what}: the estimate is not the shard's"
             weights = call.weights.copy()
-            self._worker.landed(header, reply.version, weights)
+            is_estimate = bool(reply.fingerprint)
+            self._worker.landed(header, reply.version, weights, is_estimate=is_estimate)
             call.done.set_result(reply)
 
         self._worker.insist(self._server, what, partial(self._server.pull, frame), land)

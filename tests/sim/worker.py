@@ -91,7 +91,16 @@ class Worker:
         links = [SimLink(SimTransport(self, server), server.name) for server in self._servers]
         self._session = SimSession(self.rank, self.incarnation, links)
         session = cast(Session, self._session)
-        self.exchange = Exchange(session, "model", layout, rule, self.case.compressor, optimizer, 1)
+        self.exchange = Exchange(
+            session,
+            "model",
+            layout,
+            rule,
+            self.case.compressor,
+            optimizer,
+            1,
+            pull_compressor=self.case.pull_compressor,
+        )
         self._program = self._train()
 
     # ----- the program
@@ -404,10 +413,17 @@ class Worker:
         if not is_load(header):
             self._ledger.books[header.slice].sent[identity].verdict = verdict
 
-    def landed(self, header: data_pb2.PullHeader, version: int, weights: FloatArray) -> None:
+    def landed(
+        self,
+        header: data_pb2.PullHeader,
+        version: int,
+        weights: FloatArray,
+        *,
+        is_estimate: bool,
+    ) -> None:
         self._network.note(f"{self.name}: version {version}, slice {header.slice} lands")
         self._ledger.books[header.slice].landed(
-            self.rank, self.incarnation, header.clock, version, weights
+            self.rank, self.incarnation, header.clock, version, weights, is_estimate=is_estimate
         )
 
 

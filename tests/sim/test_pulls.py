@@ -1,0 +1,28 @@
+"""Compressed pulls under reordering, drops, duplicates and deaths: one estimate for all workers.
+
+What lands is compared with what landed first at that version, and each answer's fingerprint with
+the worker's own; weights that are asked for themselves are compared with the history as always.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from pscore.compressors import parse_compressor
+from pscore.rules import RULES
+from tests.sim.case import draw
+from tests.sim.cluster import simulate
+
+NUM_SEEDS = 8
+
+
+@pytest.mark.parametrize("compressor", ["2bit", "topk(ratio=0.25)"])
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_all_workers_hold_one_estimate(name: str, compressor: str) -> None:
+    for seed in range(NUM_SEEDS):
+        case = replace(draw(name, seed), pull_compressor=parse_compressor(compressor))
+        try:
+            simulate(case)
+        except BaseException as problem:
+            problem.add_note(f"\n{name}, seed {seed}, pulls by {compressor}")
+            raise
