@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13; do \
 	2>/dev/null && echo $$name && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check proto bench fuzz test-gpu clean
+.PHONY: help setup run test check proto bench soak fuzz test-gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -39,6 +39,9 @@ proto: $(STAMP) ## regenerate pscore/pb from proto/
 
 bench: $(STAMP) ## the benchmarks, with tables and plots
 	$(BIN)/python -m benchmarks
+
+soak: $(STAMP) ## half an hour of workers that join and leave: nothing may grow
+	$(BIN)/python -m benchmarks.soak --seconds 1800 --json
 
 fuzz: $(STAMP) ## a million mutated frames, guided by coverage
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'

@@ -58,13 +58,13 @@ def work(folder: str, rank: int, workers: int, numel: int, mode: str, think_s: f
         Path(folder, f"{rank}.book"), rank, workers, by_step=optimizer.rule.by_step
     )
     book.attach(optimizer.exchange)
-    end = Path(folder, "stop" if rank else "last")
+    end, leave = Path(folder, "stop" if rank else "last"), Path(folder, f"leave-{rank}")
     weights.grad = torch.zeros(numel)
-    while not end.exists():
+    while not end.exists() and not leave.exists():
         optimizer.step()
         time.sleep(think_s)
     optimizer.close()
-    if rank == 0:
+    if rank == 0 and not leave.exists():
         np.save(Path(folder, "weights.npy"), weights.detach().numpy())
     psworker.shutdown()
 

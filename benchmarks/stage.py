@@ -174,9 +174,13 @@ class Stage:
             if status != -signal.SIGKILL:
                 lines = role.written().strip().splitlines() or [f"status {status}"]
                 self.failures.append(f"worker {rank}: {lines[-1]}")
-            role.end()
-            self._restarts[rank] += 1
-            self.roles[rank] = self._worker(rank)
+            self.revive(rank)
+
+    def revive(self, rank: int) -> None:
+        """Starts a worker again that has ended."""
+        self.roles[rank].end()
+        self._restarts[rank] += 1
+        self.roles[rank] = self._worker(rank)
 
     def await_all(self, wanted: set[tuple[int, int]], patience_s: float = PATIENCE_S) -> float:
         """Waits until each of `(worker, slice)` has been acknowledged since the mark.

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from benchmarks import runs, straggler, sweeps
+from benchmarks import recovery, runs, soak, straggler, sweeps
 from benchmarks.__main__ import find
 from benchmarks.inprocess import Compute
 from pscore.compressors import parse_compressor
@@ -16,7 +16,7 @@ from pscore.rules import parse_mode
 
 def test_the_list_of_benchmarks_says_how_each_is_run() -> None:
     found = {item.name: item for item in find()}
-    for name in ("accuracy", "convergence", "straggler"):
+    for name in ("accuracy", "convergence", "recovery", "soak", "straggler"):
         assert any(name in command for command in found[name].commands)
     assert "inprocess" not in found
 
@@ -71,3 +71,16 @@ def test_seeds_are_averaged_and_accuracy_is_read_between_the_points_of_a_curve()
 def test_a_divergence_is_null_in_json() -> None:
     rows = runs.collect([make_run("glu k=32", 1, math.nan)])
     assert json.loads(runs.as_json(rows))["glu k=32"]["accuracy"] is None
+
+
+def test_recoveries_are_summed_up_by_kind() -> None:
+    times_s = (0.5, 0.1, 0.3)
+    found = [recovery.Fault(kind="shard", what="", at_s=0.0, recovery_s=t) for t in times_s]
+    assert recovery.summary(found, "shard") == {"median": 0.3, "p99": 0.5, "count": 3}
+    assert recovery.summary(found, "worker") == {"median": None, "p99": None, "count": 0}
+
+
+def test_growth_is_the_last_quarter_less_the_second() -> None:
+    flat = [{"files": value} for value in (1.0, 9.0, 5.0, 5.0, 7.0, 3.0, 5.0, 5.0)]
+    assert soak.growth(flat, "files") == (5.0, 0.0)
+    assert soak.growth([{"files": float(step)} for step in range(40)], "files") == (34.5, 20.0)
