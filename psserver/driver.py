@@ -127,10 +127,12 @@ class Driver:
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> None:
         """Gives a table another mode, unless a worker before this one has done so."""
         with self.lock:
-            actions = self.shard.change(job, index, rank, rule)
+            try:
+                actions = self.shard.change(job, index, rank, rule)
+            finally:
+                self.recovery.note_table(job, job.table(index))  # Who is aside, if it is refused.
             if actions is None:
                 return
-            self.recovery.note_table(job, job.table(index))
             self.intake.carry_out(job, actions)
             for part in job.table(index).clocks:
                 self._change_lane(job, job.table(index), part)

@@ -19,6 +19,7 @@ from pscore.errors import (
     ConfigError,
     JobMismatchError,
     LimitError,
+    PacelineError,
     RemoteProtocolError,
     UnknownJobError,
 )
@@ -90,8 +91,11 @@ class Table:
 
     @property
     def memory_nbytes(self) -> int:
-        """Bytes that they take: weights twice, the optimizer's state, a sum for each open step."""
-        rule = self.spec.rule
+        """Bytes that they take."""
+        return self.memory_under(self.spec.rule)
+
+    def memory_under(self, rule: Rule) -> int:
+        """Returns those: weights twice, the optimizer's state, a sum for each open step."""
         sums = min(rule.steps_open(), SUMS_MAX) if rule.by_step else 1
         return (2 + len(self.optimizer.state_names) + sums) * self.nbytes
 
@@ -287,10 +291,13 @@ class Shard:
             clocks={index: SliceClock(spec.rule, expected, members.num_workers) for index in specs},
             aside=aside,
         )
-        held = sum(one.memory_nbytes for j in self.jobs.values() for one in j.tables.values())
-        what = f"table {spec.name!r} of job {job.name!r} on shard {self.index}"
-        self.limits.require_memory(what, table.memory_nbytes, held)
+        self._require_memory(job, table, table.memory_nbytes)
         return table
+
+    def _require_memory(self, job: Job, table: Table, wanted: int) -> None:
+        held = sum(one.memory_nbytes for j in self.jobs.values() for one in j.tables.values())
+        what = f"table {table.spec.name!r} of job {job.name!r} on shard {self.index}"
+        self.limits.require_memory(what, wanted, held)
 
     # ----- a change of the mode
 
@@ -309,6 +316,7 @@ class Shard:
             JobMismatchError: That worker named another mode.
             RemoteProtocolError: Not all workers have stepped aside.
             ConfigError: The mode's arguments do not fit the job, or its updates the optimizer.
+            LimitError: There is no memory for the steps that it leaves open.
         """
         table = job.table(index)
         if rank not in table.aside:
@@ -318,6 +326,19 @@ class Shard:
                     "in the job"
                 )
             return None
+        try:
+            self._check_change(job, table, rule)
+        except PacelineError:
+            table.aside.clear()  # All go on as they were, if they do.
+            raise
+        table.changed |= table.aside
+        actions = self._noted(job, table, lambda clock: clock.change(rule))
+        table.former, table.epoch = table.spec.rule, table.epoch + 1
+        table.spec = replace(table.spec, rule=rule)
+        table.aside.clear()
+        return actions
+
+    def _check_change(self, job: Job, table: Table, rule: Rule) -> None:
         if rule.outer_optimizer != table.spec.rule.outer_optimizer:
             raise ConfigError(
                 f"{table.spec.rule} cannot become {rule} while it runs: the shards run another "
@@ -330,12 +351,7 @@ class Shard:
                 f"job {job.name!r}: the mode is to be changed to {rule}, but "
                 f"{job.membership.describe(others[0])} has not stepped aside for it"
             )
-        table.changed |= table.aside
-        actions = self._noted(job, table, lambda clock: clock.change(rule))
-        table.former, table.epoch = table.spec.rule, table.epoch + 1
-        table.spec = replace(table.spec, rule=rule)
-        table.aside.clear()
-        return actions
+        self._require_memory(job, table, table.memory_under(rule) - table.memory_nbytes)
 
     def _noted(
         self, job: Job, table: Table, decide: Callable[[SliceClock], list[Action]]

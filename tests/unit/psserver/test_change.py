@@ -2,9 +2,10 @@
 
 import pytest
 
-from pscore.errors import ConfigError, JobMismatchError, RemoteProtocolError
+from pscore.errors import ConfigError, JobMismatchError, LimitError, RemoteProtocolError
 from pscore.rules import ASGD, SSD, SSGD, LocalSGD
 from psserver.clock import Update
+from psserver.limits import Limits
 from psserver.shard import Job, Shard
 from tests.unit.psserver.test_shard import push, ready
 
@@ -77,6 +78,20 @@ def test_a_mode_that_needs_another_optimizer_is_refused() -> None:
     aside(shard, job, 0)
     with pytest.raises(ConfigError, match="the shards run another optimizer"):
         shard.change(job, 0, 0, LocalSGD())
+    assert not job.table(0).aside, "all go on as they were"
+    aside(shard, job, 0, number=2)
     with pytest.raises(ConfigError, match="must be less than the 1 workers"):
         shard.change(job, 0, 0, SSGD(backup=1))
     assert job.table(0).clock(0).rule == SSGD()
+
+
+def test_a_mode_that_needs_more_memory_than_there_is_is_refused() -> None:
+    shard, job, _ = ready(1)
+    table = job.table(0)
+    shard.limits = Limits(memory_nbytes=table.memory_nbytes + table.nbytes - 1)
+    aside(shard, job, 0)
+    with pytest.raises(LimitError, match="table 'model' of job 'run' on shard 0 wants"):
+        shard.change(job, 0, 0, NEW)
+    shard.limits = Limits(memory_nbytes=table.memory_nbytes + table.nbytes)
+    aside(shard, job, 0, number=2)
+    assert shard.change(job, 0, 0, NEW) == []
