@@ -23,7 +23,6 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.segment import Segment, WeightsMap
 from psserver import snapshot
-from psserver.estimate import ESTIMATE_ARRAYS
 from psserver.intake import Intake
 from psserver.lanes import Change, Lane
 from psserver.limits import Budget
@@ -149,12 +148,7 @@ class Driver:
         Raises:
             LimitError: There is no memory for them.
         """
-        num_arrays = 2 + len(table.optimizer.state_names) + 1  # Weights twice, state, one bin.
-        if table.spec.pull_compressor.name != "none":
-            num_arrays += ESTIMATE_ARRAYS
-        if self.recovery.is_on:
-            num_arrays += len(table.optimizer.state_names) + 1
-        wanted = num_arrays * table.nbytes
+        wanted = table.memory_nbytes
         available = psutil.virtual_memory().available
         try:
             if wanted > available:

@@ -20,11 +20,13 @@ class Limits:
 
     Attributes:
         memory_nbytes: For the tables of all jobs: weights, state and sums. None: what is there.
+        is_kept: Whether tables outlive the process: then they take state and sums twice.
         under_way_nbytes: Payloads that are being received or wait for their turn, and answers that
             wait for slow readers; those of the bulk data plane.
     """
 
     memory_nbytes: int | None = None
+    is_kept: bool = False
     under_way_nbytes: int = UNDER_WAY_NBYTES
 
     def require_memory(self, what: str, wanted: int, held: int) -> None:

@@ -41,7 +41,11 @@ class ShardPlan:
     def limits(self) -> Limits:
         """What the shard may use."""
         memory = None if self.memory_mb is None else self.memory_mb << 20
-        return Limits(memory_nbytes=memory, under_way_nbytes=self.under_way_mb << 20)
+        return Limits(
+            memory_nbytes=memory,
+            is_kept=self.journal_dir is not None,
+            under_way_nbytes=self.under_way_mb << 20,
+        )
 
     def to_json(self) -> str:
         """Returns the plan as an argument of a command line."""

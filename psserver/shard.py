@@ -31,6 +31,7 @@ from pscore.rules import make_rule
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role, SliceSpec, TensorSpec
 from psserver.clock import Action, SliceClock, Token, Update
+from psserver.footprint import num_arrays
 from psserver.limits import Limits
 from psserver.membership import Member, Membership
 
@@ -39,7 +40,6 @@ TABLES_MAX = 4096  # Per job.
 GROUPS_MAX = 1024
 BARRIERS_MAX = 1024  # Per job; older ones are forgotten, and all workers have passed them.
 NAME_LENGTH_MAX = 256
-SUMS_MAX = 2  # Counted of each slice; more are rare, and only for a while.
 RAW = NoCompression()
 
 
@@ -83,6 +83,7 @@ class Table:
     changed: dict[int, Change] = field(default_factory=dict)  # The newest that each has made.
     epoch: int = 0  # Changes so far.
     former: Rule | None = None  # Before the last one.
+    is_kept: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -95,9 +96,9 @@ class Table:
         return self.memory_under(self.spec.rule)
 
     def memory_under(self, rule: Rule) -> int:
-        """Returns those: weights twice, the optimizer's state, a sum for each open step."""
-        sums = min(rule.steps_open(), SUMS_MAX) if rule.by_step else 1
-        return (2 + len(self.optimizer.state_names) + sums) * self.nbytes
+        """Returns those, if the table had that mode."""
+        num, estimated = len(self.optimizer.state_names), self.spec.pull_compressor.name != "none"
+        return self.nbytes * num_arrays(rule, num, is_kept=self.is_kept, is_estimated=estimated)
 
     def clock(self, index: int) -> SliceClock:
         """Returns the clock of a slice.
@@ -290,6 +291,7 @@ class Shard:
             specs=specs,
             clocks={index: SliceClock(spec.rule, expected, members.num_workers) for index in specs},
             aside=aside,
+            is_kept=self.limits.is_kept,
         )
         self._require_memory(job, table, table.memory_nbytes)
         return table

@@ -43,6 +43,16 @@ def test_tables_of_all_jobs_share_the_memory_of_a_shard() -> None:
         shard.define(jobs[1], spec("next", 16))
 
 
+def test_what_outlives_the_process_takes_more() -> None:
+    """State and sum are there twice."""
+    limits = Limits(memory_nbytes=48 * MB - 1, is_kept=True)
+    shard = Shard(0, 1, 10.0, limits)
+    member = Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
+    job = shard.join("one", 1, member)
+    with pytest.raises(LimitError, match=f"wants {48 * MB} bytes"):
+        shard.define(job, spec("model", 2 * MB))
+
+
 def test_a_budget_is_taken_and_given_back() -> None:
     budget = Budget(100)
     budget.take(60, "a push")
