@@ -29,12 +29,12 @@ class Cluster:
         run = json.loads((next(self.folder.glob("*/run.json"))).read_text())
         return int(run["shards"][index]["pid"])
 
-    def workers(self, count: int) -> list[Worker]:
+    def workers(self, count: int, compressor: str = "none") -> list[Worker]:
         return [
             Worker(
                 train,
                 rank,
-                (),
+                (compressor,),
                 {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(count),
@@ -58,13 +58,19 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(command, folder)
 
 
-def train(station: Station) -> list[float]:
+def train(station: Station, compressor: str) -> list[float]:
     """Trains until told to end; says each step. The loss falls if the weights are kept."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = psworker.DistributedOptimizer(plain, model.named_parameters())
+    optimizer = psworker.DistributedOptimizer(
+        plain,
+        model.named_parameters(),
+        compression=compressor,
+        pull_compression=compressor,
+        compress_min_nbytes=1024,
+    )
     inputs = torch.randn(32, 64)
     losses = []
     step = 0
@@ -97,8 +103,10 @@ def saved(cluster: Cluster, shard: int, after_ns: int = 0) -> int:
     return eventually(newest)
 
 
-def test_training_goes_on_after_a_shard_was_killed(cluster: Cluster) -> None:
-    (worker,) = cluster.workers(1)
+@pytest.mark.parametrize("compressor", ["none", "int8"])
+def test_training_goes_on_after_a_shard_was_killed(cluster: Cluster, compressor: str) -> None:
+    """With compressed pulls the shard has forgotten the estimate, and begins with the whole."""
+    (worker,) = cluster.workers(1, compressor)
     run_until(worker, 50)
     saved(cluster, 0, saved(cluster, 0))
     victim = cluster.pid(0)
