@@ -145,8 +145,12 @@ class Cluster:
             self.loop.after(TICK_S, partial(self._tick, server))
         for index, at_s in self.case.crashes:
             self.loop.after(at_s, self.servers[index].crash)
-        self.loop.run(LIMIT_S, self._explain)
-        self._check_the_end()
+        try:
+            self.loop.run(LIMIT_S, self._explain)
+            self._check_the_end()
+        finally:
+            for server in self.servers:
+                server.close()
         return Outcome(
             weights=self._weights(),
             ledger=self.ledger,

@@ -170,6 +170,11 @@ class Server:
             self._vault = Vault(self._folder)
         self.recovery = Recovery(self._vault, self.shard)
 
+    def close(self) -> None:
+        """Lets go of what it keeps open, when the simulation is over."""
+        if self._vault is not None:
+            self._vault.close()
+
     # ----- death
 
     def crash(self) -> None:
