@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,7 @@ Servers = Annotated[
     str | None,
     typer.Option(envvar="PACELINE_SERVERS", help="Addresses, host:port,host:port,..."),
 ]
+Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -194,6 +196,88 @@ def embedded(
     from psserver.embedded import serve_parent
 
     serve_parent(shards, lease_s=lease_s, log_level=log_level, has_token=token)
+
+
+@app.command()
+def checkpoint(
+    *,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where checkpoints go.")],
+    job: Job = None,
+    keep: Annotated[int, typer.Option(help="Delete the oldest beyond so many.", min=1)] = 3,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Write a job as it is at one step of all shards; training goes on meanwhile."""
+    from psserver import checkpoint as files
+    from psserver.find import find
+
+    found = find(servers, port, state_dir)
+    taken = files.capture(found.addresses, found.credentials, job, weights_only=False)
+    with _disk(folder):
+        path = files.write(folder, taken, keep=keep)
+    sys.stdout.write(f"{path}\n")
+
+
+@app.command()
+def restore(
+    *,
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or its folder.")],
+    job: Annotated[str | None, typer.Option(help="Name of the job [as it was].")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers that will join [as many as there were].", min=1)
+    ] = None,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Make a job of a checkpoint, on any number of shards; workers then join it."""
+    from psserver import checkpoint as files
+    from psserver.find import find
+
+    found = find(servers, port, state_dir)
+    read = files.read(path)
+    name = read.job if job is None else job
+    read.num_workers = read.num_workers if workers is None else workers
+    files.restore(found.addresses, found.credentials, read, name)
+    sys.stdout.write(f"restored job {name} on {len(found.addresses)} shards\n")
+
+
+@app.command()
+def export(
+    *,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="model.safetensors")],
+    job: Job = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A checkpoint [the running job].")
+    ] = None,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Write a job's weights as one safetensors file."""
+    from psserver import checkpoint as files
+    from psserver.find import find
+
+    if source is not None:
+        taken = files.read(source)
+    else:
+        found = find(servers, port, state_dir)
+        taken = files.capture(found.addresses, found.credentials, job, weights_only=True)
+    with _disk(path):
+        files.export(path, taken)
+    sys.stdout.write(f"{path}\n")
+
+
+@contextlib.contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Says of a failing disk where and why."""
+    try:
+        yield
+    except OSError as problem:
+        raise CommandError(
+            Exit.STATE_DIR, f"cannot write {path}: {problem}; what was there before still is"
+        ) from problem
 
 
 @app.command()

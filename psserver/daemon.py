@@ -29,9 +29,10 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscore.errors import ConfigError
-from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
 from pscore.rpc import SERVER_OPTIONS
 from psserver import logs
+from psserver.capture import Checkpointer
 from psserver.driver import Driver
 from psserver.exits import CommandError, Exit
 from psserver.gate import Door
@@ -133,6 +134,7 @@ class Daemon:
             self.driver, self.plan.cluster, self._instance, self.drain, self._bulk
         )
         control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+        checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.driver), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 

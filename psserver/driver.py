@@ -224,7 +224,15 @@ class Driver:
                             self._change_lane(job, table, index)
         return [job.name for job in jobs]
 
-    # ----- snapshots
+    # ----- checkpoints and snapshots
+
+    def begin_restored(self, name: str, num_workers: int) -> Job:
+        """Makes a job without workers, whose tables come from a checkpoint."""
+        job = self.shard.restore(name, num_workers, [])
+        self.forget_ended()
+        self._owners[id(job)] = job
+        self.recovery.note(job)
+        return job
 
     def snapshot(self, folder: Path) -> int:
         """Writes every job that has weights into `folder`; returns how many.

@@ -23,7 +23,7 @@ from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
 from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token, Update
-from psserver.lanes import Lane
+from psserver.lanes import Lane, Work
 from psserver.pool import Buffer
 from psserver.shard import Actions, Address, Job, Shard, Table
 from psserver.store import Payload, SliceStore
@@ -85,6 +85,10 @@ class Intake:
     tally: Tally
     lanes: dict[tuple[int, int, int], Lane] = field(default_factory=dict)  # Job id, table, slice.
     shared: dict[tuple[int, int, int], FloatArray] = field(default_factory=dict)  # ..., worker.
+    # What is to be done right behind the update to a version: by job id, table, slice.
+    armed: dict[tuple[int, int, int], tuple[int, Work, Callable[[], None]]] = field(
+        default_factory=dict
+    )
     waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
 
     # ----- requests
@@ -196,7 +200,19 @@ class Intake:
             batch = [action for _, action in group]
             for action in batch:
                 self._count(action)
-            lane.submit(batch)
+            lane.submit(self._with_armed((id(job), address.table, address.slice), batch))
+
+    def _with_armed(self, key: tuple[int, int, int], batch: list[Action]) -> Sequence[Work]:
+        """Puts what is armed for a slice behind the update that it waits for."""
+        if key not in self.armed:
+            return batch
+        wanted, work, note = self.armed[key]
+        for position, action in enumerate(batch):
+            if isinstance(action, Update) and action.version == wanted:
+                del self.armed[key]
+                note()
+                return [*batch[: position + 1], work, *batch[position + 1 :]]
+        return batch
 
     def _count(self, action: Action) -> None:
         if isinstance(action, Update):

@@ -54,6 +54,10 @@ class Station:
         """Waits for what the test sends (`Worker.tell`)."""
         return self._line.recv()
 
+    def is_told(self) -> bool:
+        """Whether the test has sent something that was not heard yet."""
+        return self._line.poll()
+
 
 class Worker:
     """One worker process, as the test sees it."""

@@ -1,0 +1,311 @@
+"""Numbers of a job for a checkpoint: out of the slices at one version, and back into a new job.
+
+A slice is copied by its own lane, right behind the update that makes the wanted version, so all
+slices of all shards are of one step and training does not wait for more than the copy. What has
+been copied stays until it is released, or has not been read for a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
+from pscore.pb.ps.v1 import checkpoint_pb2 as pb
+from pscore.pb.ps.v1 import checkpoint_pb2_grpc
+from pscore.types import ByteArray
+from psserver import snapshot
+from psserver.driver import WAIT_S_MAX, Driver
+from psserver.lanes import Copy
+from psserver.servicer import refuse
+from psserver.shard import Job, Table, TableSpec
+
+if TYPE_CHECKING:
+    from psserver.servicer import Context
+
+IDLE_S = 60.0
+CAPTURES_MAX = 8
+READ_NBYTES_MAX = 1 << 23
+POLL_S = 0.02
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(slots=True, kw_only=True)
+class Cut:
+    """One table on its way into a checkpoint."""
+
+    job: Job
+    table: Table
+    version: int
+    touched_s: float
+    state: pb.CaptureState = pb.CAPTURE_WAITING
+    slices: dict[int, Arrays] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, index: int, arrays: Arrays) -> None:
+        """Has the copy of one slice; called by its lane."""
+        with self.lock:
+            self.slices[index] = arrays
+            if len(self.slices) == len(self.table.clocks) and self.state == pb.CAPTURE_WAITING:
+                self.state = pb.CAPTURE_DONE
+
+
+@dataclass(slots=True, kw_only=True)
+class Delivery:
+    """One job on its way out of a checkpoint."""
+
+    job: str
+    num_workers: int
+    specs: list[TableSpec]
+    about: list[dict[str, Any]]
+    touched_s: float
+    slices: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # By table and slice.
+
+
+class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
+    """The checkpoint service of one shard."""
+
+    def __init__(self, driver: Driver) -> None:
+        """Serves `driver`."""
+        self._driver = driver
+        self._captures: dict[str, Cut] = {}
+        self._deliveries: dict[str, Delivery] = {}
+
+    # ----- out
+
+    async def Capture(self, request: pb.CaptureRequest, context: Context) -> pb.CaptureReply:
+        """Copies a table, and waits for that for a while."""
+        try:
+            capture = self._captures.get(request.id) or self._begin(request)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        deadline_s = self._driver.now() + min(request.wait_ms / 1000, WAIT_S_MAX)
+        while capture.state == pb.CAPTURE_WAITING and self._driver.now() < deadline_s:
+            await asyncio.sleep(POLL_S)
+        capture.touched_s = self._driver.now()
+        with self._driver.lock:
+            versions = [clock.version for clock in capture.table.clocks.values()] or [-1]
+        is_done = capture.state == pb.CAPTURE_DONE
+        return pb.CaptureReply(
+            state=capture.state,
+            version_min=min(versions),
+            version_max=max(versions),
+            about=json.dumps(self._describe(capture)) if is_done else "",
+            by_step=capture.table.spec.rule.by_step,
+        )
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadReply:
+        """Returns a part of a copied array."""
+        try:
+            array = self._array(request)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        start = request.offset
+        stop = start + min(request.nbytes, READ_NBYTES_MAX)
+        return pb.ReadReply(data=array.view(np.uint8)[start:stop].tobytes())
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        """Forgets what was copied."""
+        self._forget(request.id)
+        return pb.ReleaseReply()
+
+    def _begin(self, request: pb.CaptureRequest) -> Cut:
+        self._expire()
+        driver = self._driver
+        with driver.lock:
+            job = driver.shard.jobs.get(request.job)
+            table = None if job is None else job.tables.get(request.table)
+            if job is None or table is None:
+                raise ConfigError(
+                    f"no table {request.table!r} of a job {request.job!r} on shard "
+                    f"{driver.shard.index}"
+                )
+            if len(self._captures) >= CAPTURES_MAX:
+                raise LimitError(f"{CAPTURES_MAX} checkpoints are being read already")
+            capture = Cut(job=job, table=table, version=request.version, touched_s=driver.now())
+            self._captures[request.id] = capture
+            self._arm(capture)
+        return capture
+
+    def _arm(self, capture: Cut) -> None:
+        """Has each slice copied now, or when it gets there; called under the driver's lock."""
+        job, table, wanted = capture.job, capture.table, capture.version
+        if any(clock.version > wanted >= 0 for clock in table.clocks.values()):
+            capture.state = pb.CAPTURE_PASSED
+            return
+        if not table.clocks:
+            capture.state = pb.CAPTURE_DONE
+        for index, clock in table.clocks.items():
+            copy = Copy(take=partial(capture.take, index))
+            if wanted in (-1, clock.version):
+                self._note(capture, index)
+                self._driver.intake.lanes[id(job), table.index, index].submit([copy])
+            else:
+                key = (id(job), table.index, index)
+                note = partial(self._note, capture, index)
+                self._driver.intake.armed[key] = (wanted, copy, note)
+
+    def _note(self, capture: Cut, index: int) -> None:
+        clock = capture.table.clocks[index]
+        capture.about[str(index)] = {
+            "version": capture.version if capture.version >= 0 else clock.version,
+            "clocks": {str(rank): steps.clock for rank, steps in clock.counted.items()},
+        }
+
+    def _describe(self, capture: Cut) -> dict[str, Any]:
+        return {
+            "spec": snapshot.spec_to_json(capture.table.spec),
+            "num_workers": capture.job.membership.num_workers,
+            "slices": {
+                str(index): {
+                    **capture.about[str(index)],
+                    "counts": arrays["counts"].tolist(),
+                    "arrays": sorted(name for name in arrays if name != "counts"),
+                }
+                for index, arrays in capture.slices.items()
+            },
+        }
+
+    def _array(self, request: pb.ReadRequest) -> np.ndarray:
+        capture = self._captures.get(request.id)
+        if capture is None:
+            raise RemoteProtocolError(f"no checkpoint {request.id!r} is being read here")
+        capture.touched_s = self._driver.now()
+        try:
+            return capture.slices[request.slice][request.array]
+        except KeyError:
+            raise RemoteProtocolError(
+                f"no array {request.array!r} of slice {request.slice} was copied"
+            ) from None
+
+    # ----- back
+
+    async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
+        """Makes room for a job's numbers."""
+        try:
+            self._prepare(request)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.PrepareReply()
+
+    async def Write(self, request: pb.WriteRequest, context: Context) -> pb.WriteReply:
+        """Takes a part of an array."""
+        try:
+            target = self._target(request)
+            stop = request.offset + len(request.data)
+            if stop > target.nbytes:
+                raise RemoteProtocolError(
+                    f"bytes {request.offset} to {stop} of {request.array!r}, it has {target.nbytes}"
+                )
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        target[request.offset : stop] = np.frombuffer(request.data, dtype=np.uint8)
+        return pb.WriteReply()
+
+    async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishReply:
+        """Makes the job, with all that was written."""
+        try:
+            self._finish(request.id)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.FinishReply()
+
+    def _prepare(self, request: pb.PrepareRequest) -> None:
+        self._expire()
+        driver = self._driver
+        self._require_free(request.job)
+        if len(self._deliveries) >= CAPTURES_MAX:
+            raise LimitError(f"{CAPTURES_MAX} checkpoints are being restored already")
+        try:
+            about = [json.loads(text) for text in request.tables]
+            specs = [snapshot.spec_of(entry) for entry in about]
+        except (ValueError, KeyError, TypeError) as problem:
+            raise RemoteProtocolError(f"a table of the checkpoint: {problem!r}") from problem
+        if any(spec.num_shards != driver.shard.num_shards for spec in specs):
+            raise ConfigError(f"there are {driver.shard.num_shards} shards here")
+        self._deliveries[request.id] = Delivery(
+            job=request.job,
+            num_workers=request.num_workers,
+            specs=specs,
+            about=about,
+            touched_s=driver.now(),
+        )
+
+    def _require_free(self, name: str) -> None:
+        job = self._driver.shard.jobs.get(name)
+        if job is not None and job.membership.members and not job.membership.is_over:
+            raise ConfigError(
+                f"job {name!r} has live workers on shard {self._driver.shard.index}; restore it "
+                "under another name with --job, or when they have left"
+            )
+
+    def _target(self, request: pb.WriteRequest) -> ByteArray:
+        delivery = self._deliveries.get(request.id)
+        if delivery is None or not 0 <= request.table < len(delivery.specs):
+            raise RemoteProtocolError(f"no checkpoint {request.id!r} is being restored here")
+        delivery.touched_s = self._driver.now()
+        numels = delivery.about[request.table]["numels"]
+        numel = numels.get(str(request.slice))
+        if not isinstance(numel, int) or not 0 < numel <= 1 << 24 or len(request.array) > 256:  # noqa: PLR2004
+            raise RemoteProtocolError(f"slice {request.slice} of the checkpoint is not one of ours")
+        arrays = delivery.slices.setdefault((request.table, request.slice), {})
+        if request.array not in arrays:
+            arrays[request.array] = np.zeros(numel, dtype=np.float32)
+        return arrays[request.array].view(np.uint8)
+
+    def _finish(self, name: str) -> None:
+        delivery = self._deliveries.pop(name, None)
+        if delivery is None:
+            raise RemoteProtocolError(f"no checkpoint {name!r} is being restored here")
+        driver = self._driver
+        with driver.lock:
+            self._require_free(delivery.job)
+            job = driver.begin_restored(delivery.job, delivery.num_workers)
+            for number, spec in enumerate(delivery.specs):
+                table, _ = driver.define(job, spec)
+                for index, clock in table.clocks.items():
+                    arrays = delivery.slices.get((number, index), {})
+                    counts = delivery.about[number]["counts"][str(index)]
+                    arrays["counts"] = np.array(counts, dtype=np.int64)
+                    self._require_whole(table, index, arrays)
+                    lane = driver.intake.lanes[id(job), table.index, index]
+                    lane.store.restore(arrays, 0)
+                    clock.restore(0, {})
+
+    def _require_whole(self, table: Table, index: int, arrays: Arrays) -> None:
+        spec = table.specs[index]
+        wanted = {"weights", *(f"state.{i}" for i in range(len(table.optimizer.state_names)))}
+        is_whole = wanted <= arrays.keys() and len(arrays["counts"]) == len(spec.segments)
+        if not is_whole or any(len(arrays[name]) != spec.numel for name in wanted):
+            raise RemoteProtocolError(f"slice {index} of the checkpoint is not whole")
+
+    # ----- time
+
+    def _forget(self, name: str) -> None:
+        with self._driver.lock:
+            capture = self._captures.pop(name, None)
+            if capture is not None:
+                for index in capture.table.clocks:
+                    key = (id(capture.job), capture.table.index, index)
+                    self._driver.intake.armed.pop(key, None)
+
+    def _expire(self) -> None:
+        """Forgets what nobody has asked for in a while."""
+        before_s = self._driver.now() - IDLE_S
+        for name in [k for k, v in self._captures.items() if v.touched_s < before_s]:
+            self._forget(name)
+        for name in [k for k, v in self._deliveries.items() if v.touched_s < before_s]:
+            del self._deliveries[name]

@@ -1,0 +1,451 @@
+"""Checkpoints: one consistent step of a job over all its shards, as files that anybody can read.
+
+    DIR/step-000000001200/
+        manifest.json                   mode, optimizer, tensors, versions, and a hash of each file
+        model.safetensors               the weights, by the tensors' names
+        momentum_buffer.safetensors     the optimizer's state, one file for each array, likewise
+        weights_backup.0.safetensors    what the mode remembers (dcasgd), likewise
+
+A slice is copied right behind the update that makes the wanted version, in a mode that counts by
+steps; training goes on meanwhile. In an asynchronous mode slices have no step in common: they are
+copied at one moment, each with the steps of each worker that are in it. All files are written into
+a draft folder, synced, and then the folder is given its name: a full disk or a kill in the middle
+leaves the last checkpoint as it was. What error feedback owes is each worker's own, and travels in
+its `optimizer.state_dict()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from pscore.access import Credentials
+from pscore.optimizers import OPTIMIZERS
+from pscore.partition import Layout, make_layout
+from pscore.pb.ps.v1 import checkpoint_pb2 as pb
+from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
+from pscore.rpc import error_of
+from pscore.types import FloatArray
+from psserver import remote, snapshot
+from psserver.exits import CommandError, Exit
+from psserver.shard import TableSpec
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PREFIX = "step-"
+DRAFT = ".draft-"
+CHUNK_NBYTES = 4 << 20
+CALL_TIMEOUT_S = 30.0
+WAIT_MS = 2000
+ATTEMPTS = 8
+
+Arrays = dict[str, dict[str, FloatArray]]  # By array and tensor.
+
+
+@dataclass(slots=True, kw_only=True)
+class TableState:
+    """One table of a job, whole."""
+
+    spec: TableSpec
+    version: int  # Of all slices; -1 if they have none in common.
+    slices: dict[str, Any]  # By index: version, and steps of each worker.
+    counts: list[int]  # Optimizer steps of each tensor.
+    arrays: Arrays
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoint:
+    """A job as it was at one step."""
+
+    job: str
+    num_workers: int
+    tables: list[TableState] = field(default_factory=list)
+
+
+class Shards:
+    """The shards that a checkpoint is of."""
+
+    def __init__(self, addresses: Sequence[str], credentials: Credentials) -> None:
+        """Connects lazily."""
+        self.addresses = addresses
+        self._channels = [credentials.channel(address) for address in addresses]
+        self.stubs = [checkpoint_pb2_grpc.CheckpointsStub(channel) for channel in self._channels]
+
+    def call(self, shard: int, method: str, request: Any) -> Any:
+        """Makes one call.
+
+        Raises:
+            CommandError: The shard does not answer, or refuses.
+        """
+        try:
+            return getattr(self.stubs[shard], method)(request, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            error = error_of(failure, self.addresses[shard])
+            raise CommandError(Exit.NO_ANSWER, f"{self.addresses[shard]}: {error}") from failure
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for channel in self._channels:
+            channel.close()
+
+
+# ----- out of the shards
+
+
+def capture(
+    addresses: Sequence[str], credentials: Credentials, job: str | None, *, weights_only: bool
+) -> Checkpoint:
+    """Returns a job as it is at one step.
+
+    Args:
+        addresses: Of all shards, in order.
+        credentials: With the token for everything.
+        job: Its name; may be left out if there is one only.
+        weights_only: Leave the optimizer's state and the mode's memory out.
+
+    Raises:
+        CommandError: There is no such job, or a shard does not answer.
+    """
+    statuses = remote.statuses(addresses, credentials)
+    found = _choose(statuses[0], job)
+    shards = Shards(addresses, credentials)
+    try:
+        checkpoint = Checkpoint(job=found.job, num_workers=found.num_workers)
+        for table in found.tables:
+            versions = [
+                (entry.version_min, entry.version_max)
+                for status in statuses
+                for other in status.jobs
+                if other.job == found.job
+                for entry in other.tables
+                if entry.name == table.name and entry.num_slices
+            ]
+            newest = max((version for _, version in versions), default=-1)
+            state = _capture_table(shards, found.job, table.name, newest, weights_only)
+            checkpoint.tables.append(state)
+        return checkpoint
+    finally:
+        shards.close()
+
+
+def _choose(status: control_pb2.StatusReply, name: str | None) -> control_pb2.JobStatus:
+    jobs = [job for job in status.jobs if name in (None, job.job) and job.tables]
+    if len(jobs) == 1:
+        return jobs[0]
+    listed = ", ".join(repr(job.job) for job in status.jobs) or "none"
+    wanted = "a job with weights" if name is None else f"a job {name!r} with weights"
+    hint = "; say which with --job" if jobs else ""
+    raise CommandError(Exit.USAGE, f"{wanted} is wanted, and there are {listed}{hint}")
+
+
+def _capture_table(
+    shards: Shards, job: str, table: str, newest: int, weights_only: bool
+) -> TableState:
+    """Copies a table at the newest version, or at one soon to come if that is gone already."""
+    version, margin = newest, 1
+    for _ in range(ATTEMPTS):
+        name = secrets.token_hex(8)
+        try:
+            replies = _capture_at(shards, job, table, name, version)
+            if all(reply.state == pb.CAPTURE_DONE for reply in replies):
+                return _read(shards, name, replies, weights_only)
+        finally:
+            for shard in range(len(shards.stubs)):
+                shards.call(shard, "Release", pb.ReleaseRequest(id=name))
+        if not all(reply.by_step for reply in replies):
+            version = -1
+        elif any(reply.state == pb.CAPTURE_PASSED for reply in replies):
+            version = max(reply.version_max for reply in replies) + margin
+            margin *= 2
+        else:  # Nobody pushes: the version that all have is the newest.
+            version = max(reply.version_max for reply in replies)
+    raise CommandError(
+        Exit.NO_ANSWER,
+        f"table {table!r} of job {job!r} could not be copied at one version in {ATTEMPTS} "
+        "attempts: a worker has stopped in the middle of a step (psserver status says which), or "
+        "steps are too fast",
+    )
+
+
+def _capture_at(
+    shards: Shards, job: str, table: str, name: str, version: int
+) -> list[pb.CaptureReply]:
+    """Has all shards copy at one version; returns when they have, or one cannot."""
+    request = pb.CaptureRequest(job=job, table=table, id=name, version=version)
+    everybody = range(len(shards.stubs))
+    replies = [shards.call(shard, "Capture", request) for shard in everybody]  # All are armed.
+    request.wait_ms = WAIT_MS
+    if not any(reply.state == pb.CAPTURE_PASSED for reply in replies):
+        replies = [shards.call(shard, "Capture", request) for shard in everybody]
+    if not all(reply.by_step for reply in replies) and version >= 0:
+        for reply in replies:
+            reply.state = pb.CAPTURE_PASSED
+    return replies
+
+
+def _read(
+    shards: Shards, name: str, replies: Sequence[pb.CaptureReply], weights_only: bool
+) -> TableState:
+    about = [json.loads(reply.about) for reply in replies]
+    spec = snapshot.spec_of(about[0])
+    layout = make_layout(spec.tensors, spec.num_shards)
+    flats: dict[str, FloatArray] = {}
+    counts = [0] * len(spec.tensors)
+    slices: dict[str, Any] = {}
+    for part in layout.slices:
+        entry = about[part.shard]["slices"][str(part.index)]
+        slices[str(part.index)] = {"version": entry["version"], "clocks": entry["clocks"]}
+        for segment, count in zip(part.segments, entry["counts"], strict=True):
+            counts[segment.tensor] = count
+        for array in ["weights"] if weights_only else entry["arrays"]:
+            flat = flats.setdefault(array, np.zeros(layout.numel, dtype=np.float32))
+            target = flat[part.start : part.stop].view(np.uint8)
+            for offset in range(0, target.nbytes, CHUNK_NBYTES):
+                request = pb.ReadRequest(
+                    id=name, slice=part.index, array=array, offset=offset, nbytes=CHUNK_NBYTES
+                )
+                data = shards.call(part.shard, "Read", request).data
+                target[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+    versions = {entry["version"] for entry in slices.values()}
+    return TableState(
+        spec=spec,
+        version=versions.pop() if len(versions) == 1 else -1,
+        slices=slices,
+        counts=counts,
+        arrays={_known_as(spec, array): _by_tensor(layout, flat) for array, flat in flats.items()},
+    )
+
+
+def _known_as(spec: TableSpec, array: str) -> str:
+    """Returns the name of an array in files: `state.0` is what torch calls it."""
+    kind, _, name = array.partition(".")
+    return OPTIMIZERS[spec.optimizer].state_names[int(name)] if kind == "state" else name or kind
+
+
+def _by_tensor(layout: Layout, flat: FloatArray) -> dict[str, FloatArray]:
+    return {
+        tensor.name: flat[offset : offset + tensor.numel].reshape(tensor.shape)
+        for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+    }
+
+
+# ----- files
+
+
+def write(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Writes a checkpoint below `folder`, and deletes the oldest beyond `keep`.
+
+    Raises:
+        OSError: It cannot be written; those that are there stay.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{DRAFT}*"):  # Of one that was killed.
+        shutil.rmtree(left, ignore_errors=True)
+    draft = folder / f"{DRAFT}{secrets.token_hex(4)}"
+    draft.mkdir()
+    try:
+        hashes: dict[str, str] = {}
+        for number, table in enumerate(checkpoint.tables):
+            for array, tensors in table.arrays.items():
+                path = draft / _file_name(number, array)
+                _save(tensors, path)
+                hashes[path.name] = _hash(path)
+        path = draft / MANIFEST
+        path.write_text(json.dumps(_manifest(checkpoint, hashes), indent=1), encoding="utf-8")
+        _sync(path)
+        _sync(draft)
+        target = folder / f"{PREFIX}{max(checkpoint.tables[0].version, 0):012d}"
+        if target.exists():
+            shutil.rmtree(target)
+        draft.replace(target)
+        _sync(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    for old in sorted(folder.glob(f"{PREFIX}*"))[:-keep]:
+        if old != target:
+            shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def read(path: Path) -> Checkpoint:
+    """Reads a checkpoint, or the newest one in a folder of several, and checks every hash.
+
+    Raises:
+        CommandError: There is none, or it is not whole.
+    """
+    path = path if (path / MANIFEST).exists() else max(path.glob(f"{PREFIX}*"), default=path)
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']}, {FORMAT} wanted")
+        checkpoint = Checkpoint(job=manifest["job"], num_workers=manifest["num_workers"])
+        for number, entry in enumerate(manifest["tables"]):
+            arrays: Arrays = {}
+            for array in entry["arrays"]:
+                file = path / _file_name(number, array)
+                if _hash(file) != manifest["sha256"][file.name]:
+                    raise ValueError(f"{file.name} has changed since it was written")
+                arrays[array] = load_file(file)
+            checkpoint.tables.append(
+                TableState(
+                    spec=snapshot.spec_of(entry),
+                    version=entry["version"],
+                    slices=entry["slices"],
+                    counts=entry["counts"],
+                    arrays=arrays,
+                )
+            )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as problem:
+        raise CommandError(Exit.STATE_DIR, f"{path} is not a checkpoint: {problem}") from problem
+    return checkpoint
+
+
+def export(path: Path, checkpoint: Checkpoint) -> None:
+    """Writes the weights of a job as one safetensors file.
+
+    Raises:
+        OSError: It cannot be written; a former file stays.
+    """
+    draft = path.with_name(f"{DRAFT}{path.name}")
+    try:
+        _save(checkpoint.tables[0].arrays["weights"], draft)
+        draft.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def _manifest(checkpoint: Checkpoint, hashes: dict[str, str]) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "job": checkpoint.job,
+        "num_workers": checkpoint.num_workers,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "tables": [
+            {
+                "spec": snapshot.spec_to_json(table.spec),
+                "version": table.version,
+                "slices": table.slices,
+                "counts": table.counts,
+                "arrays": sorted(table.arrays),
+            }
+            for table in checkpoint.tables
+        ],
+        "sha256": hashes,
+    }
+
+
+def _file_name(table: int, array: str) -> str:
+    stem = "model" if array == "weights" else array
+    return f"{stem}.safetensors" if table == 0 else f"table-{table}.{stem}.safetensors"
+
+
+def _save(tensors: dict[str, FloatArray], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as problem:
+        raise OSError(str(problem)) from problem
+    _sync(path)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# ----- back into shards
+
+
+def restore(
+    addresses: Sequence[str], credentials: Credentials, checkpoint: Checkpoint, job: str
+) -> None:
+    """Makes a job of a checkpoint, on any number of shards; workers then join it.
+
+    Raises:
+        CommandError: A shard does not answer, or has a job of that name with live workers.
+    """
+    name = secrets.token_hex(8)
+    specs = [replace(table.spec, num_shards=len(addresses)) for table in checkpoint.tables]
+    layouts = [make_layout(spec.tensors, spec.num_shards) for spec in specs]
+    shards = Shards(addresses, credentials)
+    try:
+        for shard in range(len(addresses)):
+            about = [
+                json.dumps(_about(spec, layout, table, shard))
+                for spec, layout, table in zip(specs, layouts, checkpoint.tables, strict=True)
+            ]
+            request = pb.PrepareRequest(
+                job=job, id=name, num_workers=checkpoint.num_workers, tables=about
+            )
+            shards.call(shard, "Prepare", request)
+        for number, (layout, table) in enumerate(zip(layouts, checkpoint.tables, strict=True)):
+            for shard, message in _messages(name, number, layout, table):
+                shards.call(shard, "Write", message)
+        for shard in range(len(addresses)):
+            shards.call(shard, "Finish", pb.FinishRequest(id=name))
+    finally:
+        shards.close()
+
+
+def _about(spec: TableSpec, layout: Layout, table: TableState, shard: int) -> dict[str, Any]:
+    parts = layout.of_shard(shard)
+    return {
+        "spec": snapshot.spec_to_json(spec),
+        "numels": {str(part.index): part.numel for part in parts},
+        "counts": {
+            str(part.index): [table.counts[segment.tensor] for segment in part.segments]
+            for part in parts
+        },
+    }
+
+
+def _messages(
+    name: str, number: int, layout: Layout, table: TableState
+) -> Iterator[tuple[int, pb.WriteRequest]]:
+    """Returns the messages that bring a table to its shards, each with the shard's index."""
+    states = OPTIMIZERS[table.spec.optimizer].state_names
+    for array, tensors in table.arrays.items():
+        flat = np.zeros(layout.numel, dtype=np.float32)
+        for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
+            flat[offset : offset + tensor.numel] = tensors[tensor.name].ravel()
+        if array == "weights":
+            wire_name = array
+        else:
+            known = array in states
+            wire_name = f"state.{states.index(array)}" if known else f"memory.{array}"
+        for part in layout.slices:
+            data = flat[part.start : part.stop].view(np.uint8)
+            for offset in range(0, data.nbytes, CHUNK_NBYTES):
+                yield (
+                    part.shard,
+                    pb.WriteRequest(
+                        id=name,
+                        table=number,
+                        slice=part.index,
+                        array=wire_name,
+                        offset=offset,
+                        data=data[offset : offset + CHUNK_NBYTES].tobytes(),
+                    ),
+                )

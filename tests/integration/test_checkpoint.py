@@ -1,0 +1,160 @@
+"""Checkpoints of the shards: one step of all slices, other numbers of shards, the same bits."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import psworker
+from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.command import Command
+from tests.integration.models import backward, batch, make_model, same, weights_of
+
+Weights = dict[str, np.ndarray]
+HALF, WHOLE = 5, 10
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+}
+
+
+def begin(kind: str, seed: int) -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    model = make_model()
+    torch.manual_seed(seed)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight)
+    made = OPTIMIZERS[kind](model.parameters())
+    return model, psworker.DistributedOptimizer(made, model.named_parameters())
+
+
+def steps(me: Station, model: Any, optimizer: Any, span: range) -> None:
+    for step in span:
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+
+
+def train(me: Station, kind: str) -> tuple[Weights, Weights]:
+    """Trains, and stops half way until told to go on; returns the weights there and in the end."""
+    model, optimizer = begin(kind, 0)
+    steps(me, model, optimizer, range(HALF))
+    half = {name: array.copy() for name, array in weights_of(model).items()}
+    me.tell()
+    me.hear()
+    steps(me, model, optimizer, range(HALF, WHOLE))
+    psworker.shutdown()
+    return half, weights_of(model)
+
+
+def resume(me: Station, kind: str) -> tuple[Weights, Weights]:
+    """Goes on in a job that was restored, with a model that had begun elsewhere."""
+    model, optimizer = begin(kind, 1)
+    first = {name: array.copy() for name, array in weights_of(model).items()}
+    steps(me, model, optimizer, range(HALF, WHOLE))
+    psworker.shutdown()
+    return first, weights_of(model)
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    return Command(tmp_path)
+
+
+def run(command: Command, shards: Shards, *arguments: object, code: int = 0) -> str:
+    done = command.run(*arguments, "--servers", ",".join(shards.addresses), code=code)
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_a_restored_job_goes_on_to_the_bit_on_another_number_of_shards(
+    shards: Shards, command: Command, tmp_path: Path, kind: str
+) -> None:
+    folder, job = tmp_path / "checkpoints", new_job()
+    with shards.workers(train, kind, num_workers=2, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        path = Path(run(command, shards, "checkpoint", folder, "--job", job).strip())
+        for worker in workers:
+            worker.tell()
+        (half, whole), (_, other) = [worker.result() for worker in workers]
+    assert same(whole, other)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert path.name == f"step-{HALF:012d}"
+    (table,) = manifest["tables"]
+    assert {entry["version"] for entry in table["slices"].values()} == {HALF}
+    merged = load_file(path / "model.safetensors")
+    assert all(np.array_equal(merged[name].numpy(), half[name]) for name in half)
+    with Shards(3) as three:
+        run(command, three, "restore", folder, "--job", "again")
+        with three.workers(resume, kind, num_workers=2, job="again") as workers:
+            for first, final in [worker.result() for worker in workers]:
+                assert same(first, half)
+                assert same(final, whole)
+
+
+def keep_training(me: Station) -> dict[int, Weights]:
+    """Trains until told to end; returns the weights after each step."""
+    model, optimizer = begin("sgd", 0)
+    seen: dict[int, Weights] = {}
+    me.tell()
+    while not me.is_told():
+        steps(me, model, optimizer, range(len(seen), len(seen) + 1))
+        seen[len(seen) + 1] = {name: a.copy() for name, a in weights_of(model).items()}
+    psworker.shutdown()
+    return seen
+
+
+def test_a_checkpoint_under_load_is_of_one_step(
+    shards: Shards, command: Command, tmp_path: Path
+) -> None:
+    folder, job = tmp_path / "checkpoints", new_job()
+    with shards.workers(keep_training, num_workers=1, job=job) as (worker,):
+        worker.hear()
+        paths = [
+            Path(run(command, shards, "checkpoint", folder, "--job", job, "--keep", 2).strip())
+            for _ in range(3)
+        ]
+        exported = tmp_path / "model.safetensors"
+        run(command, shards, "export", exported, "--job", job)
+        worker.tell()
+        seen = worker.result()
+    assert sorted(os.listdir(folder)) == [path.name for path in paths[1:]]
+    for path in paths[1:]:
+        merged = load_file(path / "model.safetensors")
+        weights = seen[int(path.name.removeprefix("step-"))]
+        assert all(np.array_equal(merged[name].numpy(), weights[name]) for name in weights)
+    merged = load_file(exported)
+    assert any(
+        all(np.array_equal(merged[name].numpy(), weights[name]) for name in weights)
+        for weights in seen.values()
+    )
+
+
+def test_what_is_wrong_is_said(shards: Shards, command: Command, tmp_path: Path) -> None:
+    job = new_job()
+    with shards.workers(train, "sgd", num_workers=1, job=job) as (worker,):
+        worker.hear()
+        folder = tmp_path / "checkpoints"
+        path = Path(run(command, shards, "checkpoint", folder, "--job", job).strip())
+        said = run(command, shards, "checkpoint", folder, "--job", "nobody", code=2)
+        assert "a job 'nobody' with weights is wanted" in said
+        assert job in said
+        said = run(command, shards, "restore", path, "--job", job, code=6)
+        assert "has live workers on shard 0" in said
+        (tmp_path / "file").write_text("")
+        said = run(command, shards, "checkpoint", tmp_path / "file" / "x", "--job", job, code=5)
+        assert "what was there before still is" in said
+        worker.tell()
+        worker.result()
+    weights = path / "model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(bytes(damaged))
+    said = run(command, shards, "restore", folder, "--job", "other", code=5)
+    assert "model.safetensors has changed since it was written" in said
