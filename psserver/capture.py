@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
+from pscore.partition import SLICE_NUMEL_MAX
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from pscore.types import ByteArray
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 IDLE_S = 60.0
 CAPTURES_MAX = 8
 READ_NBYTES_MAX = 1 << 23
+NAME_LENGTH_MAX = 256
 POLL_S = 0.02
 
 Arrays = dict[str, np.ndarray]
@@ -259,7 +261,8 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         delivery.touched_s = self._driver.now()
         numels = delivery.about[request.table]["numels"]
         numel = numels.get(str(request.slice))
-        if not isinstance(numel, int) or not 0 < numel <= 1 << 24 or len(request.array) > 256:  # noqa: PLR2004
+        is_slice = isinstance(numel, int) and 0 < numel <= SLICE_NUMEL_MAX
+        if not is_slice or len(request.array) > NAME_LENGTH_MAX:
             raise RemoteProtocolError(f"slice {request.slice} of the checkpoint is not one of ours")
         arrays = delivery.slices.setdefault((request.table, request.slice), {})
         if request.array not in arrays:
