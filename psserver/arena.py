@@ -44,7 +44,10 @@ class Arena:
         self._starts: list[int] = []  # Offset of each mapped part.
         self._maps: list[mmap.mmap] = []
         self._size = 0
-        self._grow_to(PAGE if is_new else max(PAGE, os.fstat(self._fd).st_size // PAGE * PAGE))
+        if is_new:
+            self._grow_to(PAGE)
+        else:
+            self._map_to(max(PAGE, os.fstat(self._fd).st_size // PAGE * PAGE))
         if is_new:
             self._maps[0][: len(MAGIC)] = MAGIC
         elif self._maps[0][: len(MAGIC)] != MAGIC:
@@ -115,6 +118,9 @@ class Arena:
 
     def _grow_to(self, size: int) -> None:
         os.posix_fallocate(self._fd, self._size, size - self._size)
+        self._map_to(size)
+
+    def _map_to(self, size: int) -> None:
         self._maps.append(mmap.mmap(self._fd, size - self._size, offset=self._size))
         self._starts.append(self._size)
         self._size = size

@@ -26,10 +26,10 @@ log = structlog.get_logger()
 
 START_S_MAX = 60.0
 STOP_MARGIN_S = 5.0  # Beyond the grace period, until a shard is killed.
-PAUSE_S_MIN = 0.5
+PAUSE_S_MIN = 0.1
 PAUSE_S_MAX = 30.0
 RESTARTS_MAX = 10  # One after the other, without having lived for `SETTLED_S`.
-SETTLED_S = 60.0
+SETTLED_S = 10.0
 LINE_NBYTES_MAX = 64 << 10
 # A file of the user's named like a module must not be found, unless Paceline itself is found there.
 SAFE = [] if sys.path[:1] == [os.getcwd()] else ["-P"]
