@@ -123,7 +123,7 @@ def over_time(rows: dict[str, Row], path: Path) -> Path:
         right.plot([second for second, _ in run.losses], losses, style, color=color, label=label)
     top = 1.3 if "LeNet" in next(iter(rows.values())).runs[0].task else 2.5
     for axes in (left, right):
-        axes.set_ylim(0.26 if top < 2 else 1.8, top)
+        axes.set_ylim(0.26 if top < 2 else 1.65, top)
         axes.set_xlim(left=0)
     curves.dress(left, "step", f"training loss, mean of {LOSS_STEPS} steps")
     curves.dress(right, "simulated seconds")

@@ -103,13 +103,6 @@ def full() -> list[Setting]:
     return [*modes(WARMUP_FULL), *sweep, *tuned]
 
 
-def seeds() -> list[Setting]:
-    """Returns the part of `k` that is worth several seeds."""
-    names = {"ssgd", "mirror k=5", "glu k=5", "mirror k=16", "glu k=16", "mirror k=32"}
-    names |= {"mirror k=1"}
-    return [setting for setting in by_k() if setting.name in names]
-
-
 def tuned_glu() -> list[Setting]:
     """Returns GLU with other rates and factors, at the k where it begins to fail and beyond."""
     choices = (
@@ -182,7 +175,6 @@ SWEEPS = {
     "quick": quick,
     "k": by_k,
     "full": full,
-    "seeds": seeds,
     "modes": modes,
     "glu": tuned_glu,
     "adam": with_adam,
