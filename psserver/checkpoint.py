@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import time
@@ -266,13 +265,13 @@ def write(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
                 hashes[path.name] = _hash(path)
         path = draft / MANIFEST
         path.write_text(json.dumps(_manifest(checkpoint, hashes), indent=1), encoding="utf-8")
-        _sync(path)
-        _sync(draft)
+        snapshot.sync(path)
+        snapshot.sync(draft)
         target = folder / f"{PREFIX}{max(checkpoint.tables[0].version, 0):012d}"
         if target.exists():
             shutil.rmtree(target)
         draft.replace(target)
-        _sync(folder)
+        snapshot.sync(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     for old in sorted(folder.glob(f"{PREFIX}*"))[:-keep]:
@@ -359,20 +358,12 @@ def _save(tensors: dict[str, FloatArray], path: Path) -> None:
         save_file(tensors, path)
     except SafetensorError as problem:
         raise OSError(str(problem)) from problem
-    _sync(path)
+    snapshot.sync(path)
 
 
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # ----- back into shards

@@ -128,9 +128,9 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     draft = path.with_suffix(".draft")
     try:
         save_file(snapshot.arrays, draft, {META: json.dumps(snapshot.meta)})
-        _sync(draft)
+        sync(draft)
         draft.replace(path)
-        _sync(folder)
+        sync(folder)
     except SafetensorError as problem:
         raise OSError(str(problem)) from problem
     finally:
@@ -205,7 +205,12 @@ def spec_to_json(spec: TableSpec) -> dict[str, Any]:
     }
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Has a file or a folder on the disk.
+
+    Raises:
+        OSError: The disk refuses.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
