@@ -106,6 +106,33 @@ class JobVault:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class Lock:
+    """Keeps other processes out of a folder, for as long as this one lives."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the lock.
+
+        Raises:
+            BlockingIOError: Another process has it.
+        """
+        self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets others in."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        """Closes a lock that nobody has closed."""
+        self.close()
+
+
 class Vault:
     """What is kept of one shard.
 
@@ -122,8 +149,7 @@ class Vault:
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
-        self._lock = (folder / LOCK).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock = Lock(folder)
         self.instance = secrets.randbits(63)
         stamp: Mapping[str, object] = {}
         with contextlib.suppress(OSError, ValueError):
@@ -198,8 +224,7 @@ class ShortLived:
             _sweep(base)
             folder = base / name
             folder.mkdir(mode=0o700, exist_ok=True)
-            self._lock = (folder / LOCK).open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = Lock(folder)
             self.path = folder
         except OSError as problem:
             log.warning("no journals: a killed shard would lose its weights", reason=str(problem))
@@ -213,9 +238,10 @@ class ShortLived:
 def _sweep(base: Path) -> None:
     """Deletes the folders whose owner is gone."""
     for folder in base.glob("*/"):
-        with contextlib.suppress(OSError), (folder / LOCK).open("r") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        if (folder / LOCK).exists():  # Else it is just being made.
+            with contextlib.suppress(OSError):
+                Lock(folder).close()
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _boot() -> str:

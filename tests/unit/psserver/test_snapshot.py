@@ -125,7 +125,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_last_one(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot, "_sync", full)
+    monkeypatch.setattr(snapshot, "sync", full)
     with pytest.raises(OSError, match="No space left"):
         driver.snapshot(tmp_path)
     assert path.read_bytes() == before

@@ -1,6 +1,5 @@
 """The vault: one process at a time, one boot of the machine, and nothing left behind."""
 
-import fcntl
 import json
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def test_what_killed_starts_have_left_is_swept(
     killed, running = ShortLived("killed"), ShortLived("running")
     assert killed.path is not None
     assert running.path is not None
-    fcntl.flock(killed._lock, fcntl.LOCK_UN)  # As when its process is gone.
+    killed._lock.close()  # As when its process is gone.
     third = ShortLived("third")
     assert not killed.path.exists()
     assert running.path.exists()
