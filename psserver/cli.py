@@ -72,6 +72,9 @@ def start(
     under_way_mb: Annotated[
         int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
     ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Where shards write a Chrome trace at their end.")
+    ] = None,
     restart: Annotated[
         bool | None, typer.Option(help="Start shards that die again [--restart].")
     ] = None,

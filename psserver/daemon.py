@@ -31,6 +31,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
 from pscore.rpc import SERVER_OPTIONS
+from pscore.timeline import open_timeline
 from psserver import logs
 from psserver.capture import Checkpointer
 from psserver.driver import Driver
@@ -108,11 +109,13 @@ class Daemon:
         self._grace_s = plan.grace_s
         self._parent = os.getppid()
         self._vault = _open_vault(plan)
+        self._timeline = open_timeline(plan.timeline, "shard", plan.index)
         self.driver = Driver(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             num_threads=plan.num_threads,
             vault=self._vault,
             broke=self.broke,
+            timeline=self._timeline,
         )
         self._gate = plan.trust.gate()
         self._instance = secrets.randbits(63)
@@ -203,6 +206,8 @@ class Daemon:
         await self._finish()
         await self._page.stop()
         await self._snapshot()
+        if self._timeline is not None:
+            self._timeline.write()
         if self.plan.state_dir is None:
             self.driver.recovery.remove()
         log.info("shard ended")

@@ -22,6 +22,7 @@ from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.segment import Segment, WeightsMap
+from pscore.timeline import Timeline
 from psserver import snapshot
 from psserver.intake import Intake
 from psserver.lanes import Change, Lane
@@ -29,6 +30,7 @@ from psserver.limits import Budget
 from psserver.membership import Member
 from psserver.recovery import Recovery, Room, resume
 from psserver.shard import Address, Job, Shard, Table, TableSpec
+from psserver.spans import TimedStore
 from psserver.store import SliceStore
 from psserver.tally import Tally
 from psserver.vault import Vault
@@ -48,6 +50,7 @@ class Driver:
         vault: Vault | None = None,
         now: Callable[[], float] = time.monotonic,
         broke: Callable[[BaseException], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Starts without jobs.
 
@@ -57,6 +60,7 @@ class Driver:
             vault: Where everything is kept that outlives the process.
             now: The clock of leases, in seconds.
             broke: Called from any thread when a lane fails, which only a bug can cause.
+            timeline: Where spans are recorded; None: nowhere.
         """
         self.shard = shard
         self.now = now
@@ -67,6 +71,7 @@ class Driver:
         self._broke = broke
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lane")
         self.intake = Intake(shard, self._pool, now, self.broke, self.lock, self.tally)
+        self._timeline = self.intake.timeline = timeline
         self.recovery = Recovery(vault, shard)
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
@@ -173,7 +178,7 @@ class Driver:
         layout = WeightsMap(list(table.specs.values()))
         self._weights[id(job), table.index] = room.weights
         for index, part in table.specs.items():
-            store = SliceStore(
+            what = (
                 part,
                 table.spec.rule,
                 table.optimizer,
@@ -181,6 +186,11 @@ class Driver:
                 layout.versions(room.weights, index),
                 room.journals.get(index),
             )
+            if self._timeline is None:
+                store = SliceStore(*what)
+            else:
+                address = Address(job.name, table.index, index)
+                store = TimedStore(*what, timeline=self._timeline, address=address)
             lane = Lane(store, self.intake, self._pool)
             self.intake.lanes[id(job), table.index, index] = lane
 

@@ -107,6 +107,7 @@ def start_embedded(
             log_level=log_level,
             trust=Trust() if trust is None else trust,
             journal_dir=None if journal_dir is None else str(journal_dir),
+            timeline=os.environ.get("PACELINE_TIMELINE"),
         )
         for index in range(num_shards)
     ]

@@ -21,11 +21,13 @@ from pscore import wire
 from pscore.compressors.none import NoCompression
 from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
+from pscore.timeline import Timeline
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
 from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token, Update
 from psserver.lanes import Lane, Work
 from psserver.pool import Buffer
 from psserver.shard import Actions, Address, Job, Shard, Table
+from psserver.spans import note_push
 from psserver.store import Payload, SliceStore
 from psserver.tally import Tally
 
@@ -90,6 +92,7 @@ class Intake:
         default_factory=dict
     )
     waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
+    timeline: Timeline | None = None
 
     # ----- requests
 
@@ -126,6 +129,7 @@ class Intake:
             PacelineError: The push is refused; nothing was counted.
         """
         with self.lock:
+            begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
             job, table, address = self._address(header.sender, header.slice)
             clock, worker = table.clock(header.slice), header.sender.worker
             request = Request(job, address, clock, worker, reply, release=release)
@@ -140,6 +144,8 @@ class Intake:
             except DecodeError as problem:
                 raise DecodeError(f"{problem} ({_of(header)})") from None
             actions = self.shard.push(job, address, push, request)
+            if self.timeline is not None:
+                note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.counters.pushed_nbytes += data.nbytes
             self.tally.received_nbytes += data.nbytes
             self.carry_out(job, actions)

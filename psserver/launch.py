@@ -100,6 +100,7 @@ class Launch:
                 trust=server.trust,
                 memory_mb=server.memory_mb,
                 under_way_mb=server.under_way_mb,
+                timeline=None if server.timeline is None else str(server.timeline.absolute()),
                 journal_dir=None if journal_dir is None else str(journal_dir),
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,

@@ -36,6 +36,7 @@ class ShardPlan:
     journal_dir: str | None = None  # Where the journals are; None: nowhere.
     memory_mb: int | None = None  # For tables; None: what is there.
     under_way_mb: int = 4096
+    timeline: str | None = None  # Where timelines are written (pscore/timeline.py); None: nowhere.
 
     @property
     def limits(self) -> Limits:

@@ -75,6 +75,9 @@ class ServerSettings(BaseSettings):
     """What a killed shard comes back with. journal: everything it has acknowledged, from files in
     `state_dir` or in memory; it costs the optimizer's state a second time. memory: nothing but the
     last snapshot, if there is one."""
+    timeline: Path | None = None
+    """Where each shard writes at its end what it did when: `trace.json` becomes
+    `trace.shard0.json` and so on, for `psworker timeline`. By default nothing is recorded."""
     restart: bool = True
     """Whether a shard that dies is started again."""
     tls_cert: Path | None = None

@@ -249,6 +249,19 @@ def doctor(
 
 
 @app.command()
+def timeline(
+    *,
+    files: Annotated[list[Path], typer.Argument(help="trace.worker0.json trace.shard0.json ...")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to make.")],
+) -> None:
+    """Join what PACELINE_TIMELINE had the processes of a job write, for Perfetto."""
+    from pscore.timeline import join
+
+    lines = [*join(files, out), f"{out}: open it at https://ui.perfetto.dev"]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+@app.command()
 def version(*, as_json: AsJson = False) -> None:
     """Print the versions of Paceline and of what it runs on."""
     versions = {name: importlib.metadata.version(name) for name in ("paceline", "torch", "grpcio")}

@@ -12,6 +12,7 @@
 | CA of the shards: connect with TLS | PACELINE_TLS_CA | | |
 | our certificate and its key, for shards that ask | PACELINE_TLS_CERT, PACELINE_TLS_KEY | | |
 | file with the token | PACELINE_TOKEN_FILE | | |
+| where timelines are written | PACELINE_TIMELINE=trace.json | | |
 
 The first column wins. MASTER_PORT is never bound: it belongs to torch.
 """
@@ -49,6 +50,7 @@ class Environment:
     tls_cert: str = ""
     tls_key: str = ""
     token_file: str = ""
+    timeline: str = ""  # A path (pscore/timeline.py); empty: none is kept.
 
     def __post_init__(self) -> None:
         """Checks what arguments may have replaced.
@@ -112,6 +114,7 @@ class Environment:
             tls_cert=variables.get("PACELINE_TLS_CERT", ""),
             tls_key=variables.get("PACELINE_TLS_KEY", ""),
             token_file=variables.get("PACELINE_TOKEN_FILE", ""),
+            timeline=variables.get("PACELINE_TIMELINE", ""),
         )
 
 

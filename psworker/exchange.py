@@ -35,6 +35,7 @@ from psworker.estimate import Held
 from psworker.feedback import Feedback
 from psworker.replica import Landing
 from psworker.session import Session
+from psworker.spans import note_payload, note_pull, note_push
 from psworker.transports import PullCall, PushCall, Transport
 from psworker.transports.socket import SocketTransport
 
@@ -98,6 +99,7 @@ class Exchange:
         self.compressor = compressor
         self.pull_compressor = pull_compressor
         self.traffic = Traffic()
+        self._timeline = session.timeline
         self._num_changes = 0  # Of the mode.
         self._define = partial(
             session.define,
@@ -146,6 +148,8 @@ class Exchange:
             return self._make(index, push, payload, compressor, shared=shared)
 
         call = PushCall(make=make, is_shared=shared)
+        if self._timeline is not None:
+            note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
         self._transport(index).push(call)
 
@@ -166,6 +170,8 @@ class Exchange:
         held = self._held[index]
         if held is not None and not (with_state or landing.exact):
             header.estimate, header.held, call.held = True, held.fingerprint, held
+        if self._timeline is not None:
+            note_pull(self._timeline, call)
         self._pulls[index] = (call.done, landing)
         self._transport(index).pull(call)
 
@@ -210,6 +216,15 @@ class Exchange:
             self.acknowledged(index)
 
     def _wait(self, future: Future[T], what: str) -> T:
+        if self._timeline is None or future.done():
+            return self._await(future, what)
+        begin_ns = self._timeline.now_ns()
+        try:
+            return self._await(future, what)
+        finally:
+            self._timeline.span("wait", begin_ns, what=what)
+
+    def _await(self, future: Future[T], what: str) -> T:
         started_s, say_s = time.monotonic(), SAY_AFTER_S
         while True:
             try:
@@ -426,7 +441,10 @@ class Exchange:
             shared=shared,
             compressor=compressor,
         )
+        begin_ns = 0 if self._timeline is None else self._timeline.now_ns()
         data = payload()
+        if self._timeline is not None and compressor:
+            note_payload(self._timeline, begin_ns, index, push, data.nbytes, compressor)
         self.traffic.num_pushes += 1
         if push.present == 0:
             return header, ()

@@ -38,6 +38,7 @@ from psworker.exchange import Exchange
 from psworker.feedback import choose
 from psworker.overlap import Overlap
 from psworker.replica import Replica
+from psworker.spans import timed_step
 from psworker.state import load_torch_state, torch_state
 
 log = logging.getLogger("paceline")
@@ -138,6 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.bucket = Bucket(parameters, layout, self.exchange.grads)
         weights, rank = self.bucket.weights, self.session.rank
         self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank)
+        self.replica.timeline = self.session.timeline
 
     def _watch(self, parameters: list[torch.nn.Parameter]) -> None:
         """Has autograd say when a gradient is made, and knows which slices it completes."""
@@ -193,6 +195,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        timeline = self.session.timeline
+        begin_ns = 0 if timeline is None else timeline.now_ns()
         before = self.replica.parts[0].hyper
         self._set_hyper()
         if not np.array_equal(before, self.replica.parts[0].hyper):
@@ -209,6 +213,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gathered.clear()
         self._pushed.clear()
         self._reset_missing()
+        if timeline is not None:
+            timeline.span("optimizer.step", begin_ns, step=number)
         return loss
 
     def _finish_step(self) -> None:
@@ -217,7 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if plan.push is Role.GRADIENT:
             self._push_rest()
         if plan.inner:
-            self._inner.step()
+            timed_step(self._inner, self.session.timeline, self.replica.step)
             self.bucket.gather_weights()
         if plan.push is Role.DELTA:
             self.exchange.flush()  # The moves are written where the former ones were.

@@ -20,6 +20,7 @@ from pscore.local.base import LocalSlice
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
+from pscore.timeline import Timeline
 from pscore.types import IntArray, Push, Role, SegmentTable
 
 
@@ -72,6 +73,7 @@ class Replica:
         clocks: For each slice, one more than the `step` of its last push on the wire: pushes made
             so far, or more where steps have closed without this worker.
         num_inner: Steps of the user's own optimizer since the last pull.
+        timeline: Where local updates are recorded; None: nowhere.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Replica:
         self.step = 0
         self.clocks = [0] * len(layout.slices)
         self.num_inner = 0
+        self.timeline: Timeline | None = None
         self.local = rule.local_update()
         self.weights = weights
         self.parts = [
@@ -179,9 +182,7 @@ class Replica:
             yield from self.land(index)
             self._rebase(index)
             if plan.local:
-                self.local.update(self.parts[index], grads[index])
-                self.parts[index].num_local += 1
-                self.parts[index].num_made += 1
+                self._update(index, grads[index])
             if plan.pull and plan.push is not Role.DELTA:
                 self._ask(index, self.newest(index), outbox, with_state=with_state)
         if plan.push is Role.DELTA:
@@ -370,6 +371,16 @@ class Replica:
         landing.version, landing.exact = -1, exact
         self._pending.add(index)
         outbox.pull(index, self.clock(index), min_version, landing, with_state=with_state)
+
+    def _update(self, index: int, grad: torch.Tensor) -> None:
+        begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
+        assert self.local is not None
+        part = self.parts[index]
+        self.local.update(part, grad)
+        part.num_local += 1
+        part.num_made += 1
+        if self.timeline is not None:
+            self.timeline.span("local update", begin_ns, slice=index, step=self.step)
 
     def _has_landed(self, index: int) -> bool:
         return index not in self._pending or self._landings[index].version >= 0

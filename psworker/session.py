@@ -25,8 +25,10 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
+from pscore.timeline import Timeline, open_timeline
 from psworker.environment import Environment
 from psworker.link import Link
+from psworker.spans import Phases
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
@@ -43,6 +45,7 @@ class Session:
         rank: 0-based, of this worker.
         num_workers: Workers of the job.
         links: One per shard, in the order of the shards.
+        timeline: Where spans are recorded; None: nowhere.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class Session:
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
         ]
         self.rank = rank
+        self.timeline: Timeline | None = None
+        self._phases: Phases | None = None
         self._restart = restart
         self._data_plane = data_plane
         self._rounds: dict[str, int] = {}
@@ -100,7 +105,7 @@ class Session:
     @classmethod
     def from_environment(cls, servers: Sequence[str], environment: Environment) -> Session:
         """Joins the job that the environment describes."""
-        return cls(
+        session = cls(
             servers,
             job=environment.job,
             rank=environment.rank,
@@ -110,6 +115,10 @@ class Session:
             data_plane=environment.data_plane,
             credentials=environment.credentials(),
         )
+        session.timeline = open_timeline(environment.timeline, "worker", session.rank)
+        if session.timeline is not None:
+            session._phases = Phases(session.timeline)
+        return session
 
     # ----- what a job needs
 
@@ -230,6 +239,9 @@ class Session:
         self._close_links()
         if threading.current_thread() is not self._heart:
             self._heart.join(LEAVE_TIMEOUT_S)
+        if self.timeline is not None and self._phases is not None:
+            self._phases.close()
+            self.timeline.write()
 
     # ----- inside
 

@@ -200,7 +200,9 @@ def _work(
 class Shards:
     """A cluster of real shard processes on free ports; ends when closed, or with this process."""
 
-    def __init__(self, num_shards: int = 2, *, lease_s: float = 10.0) -> None:
+    def __init__(
+        self, num_shards: int = 2, *, lease_s: float = 10.0, env: Mapping[str, str] | None = None
+    ) -> None:
         options = ["--shards", str(num_shards), "--lease-s", str(lease_s)]
         self._folder = tempfile.TemporaryDirectory()
         self._written = Path(self._folder.name) / "written"
@@ -208,7 +210,7 @@ class Shards:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "psserver", "embedded", *options, "--log-level", "warning"],
                 cwd=ROOT,
-                env=clean_environment(),
+                env={**clean_environment(), **(env or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -78,6 +78,7 @@ class SimSession:
     """What `Exchange` knows of a session; the table has been declared before."""
 
     job = JOB
+    timeline = None
 
     def __init__(self, rank: int, incarnation: int, links: Sequence[SimLink]) -> None:
         self.rank = rank

@@ -56,6 +56,7 @@ class Session:
         ]
         self.defined: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
+        self.timeline = None
 
     def define(self, *declaration: Any, **options: Any) -> int:
         self.defined.append(declaration)
