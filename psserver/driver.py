@@ -75,6 +75,7 @@ class Driver:
         self.recovery = Recovery(vault, shard)
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
+        self._ended: set[int] = set()  # Ids of jobs that were over at the last snapshot.
         self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
 
     # ----- workers and tables
@@ -251,12 +252,15 @@ class Driver:
             OSError: One could not be written; its last snapshot is still there.
         """
         with self.lock:
-            jobs = [job for job in self.shard.jobs.values() if not job.membership.is_over]
+            over = {id(job) for job in self.shard.jobs.values() if job.membership.is_over}
+            # Of one that is over the end is written once: that nobody of it is live any more.
+            jobs = [job for job in self.shard.jobs.values() if id(job) not in over & self._ended]
             waits = [
                 snapshot.copy(self._lanes_of(job), partial(self._describe, job)) for job in jobs
             ]
         for wait in waits:
             snapshot.write(folder, wait())
+        self._ended = over
         return len(waits)
 
     def restore(self, folder: Path) -> list[str]:

@@ -82,6 +82,19 @@ def test_what_had_entered_an_open_step_is_not_counted() -> None:
     assert clock.clock(0) == clock.clock(1) == 4
 
 
+def test_the_end_of_a_job_is_saved_once(tmp_path: Path) -> None:
+    """Else its workers would be live again for whoever restores it, and their ranks taken."""
+    driver, job = make(SSGD())
+    fill(driver, job)
+    assert driver.snapshot(tmp_path) == 1
+    for rank, member in job.membership.members.items():
+        driver.leave("run/1", rank, member.incarnation, "finished")
+    assert [driver.snapshot(tmp_path), driver.snapshot(tmp_path)] == [1, 0]
+    again = Driver(Shard(0, 1, 10.0), num_threads=1)
+    again.restore(tmp_path)
+    assert again.shard.jobs["run/1"].membership.is_over
+
+
 def test_the_same_table_is_known_again(tmp_path: Path) -> None:
     driver, job = make(DCASGD())
     fill(driver, job)
