@@ -117,11 +117,14 @@ def status(
     from psserver.find import find
 
     found = find(servers, port, state_dir)
-    combined = picture.combine(found.addresses, remote.statuses(found.addresses, found.credentials))
+    replies = remote.statuses(found.addresses, found.credentials)
+    combined = picture.combine(found.addresses, replies)
     if as_json:
         sys.stdout.write(json.dumps(combined, indent=1) + "\n")
     else:
         picture.show(combined)
+    if silent := next((reply for reply in replies if isinstance(reply, CommandError)), None):
+        raise silent
 
 
 @app.command()

@@ -286,6 +286,11 @@ class SliceClock:
         """Pulls that are not answered yet."""
         return len(self._waiting)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits: for an answer to a pull, or with a push for room."""
+        return bool(self._waiting or self._parked)
+
     # ----- decisions
 
     def _expected(self) -> list[int]:

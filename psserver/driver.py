@@ -27,10 +27,11 @@ from psserver import snapshot
 from psserver.intake import Intake
 from psserver.lanes import Change, Lane
 from psserver.limits import Budget
-from psserver.membership import Member
+from psserver.membership import Member, Presence
 from psserver.recovery import Recovery, Room, resume
 from psserver.shard import Address, Job, Shard, Table, TableSpec
 from psserver.spans import TimedStore
+from psserver.stalls import Key, Stalls
 from psserver.store import SliceStore
 from psserver.tally import Tally
 from psserver.vault import Vault
@@ -77,6 +78,7 @@ class Driver:
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
         self._ended: set[int] = set()  # Ids of jobs that were over at the last snapshot.
         self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
+        self._stalls: dict[int, Stalls] = {}  # By the id of the job.
 
     # ----- workers and tables
 
@@ -363,6 +365,7 @@ class Driver:
                 own = [item for item in actions if item[0].job == job.name]
                 self.intake.carry_out(job, own)
                 self._ring(job)
+            self._tell_stalls()
             self.intake.put_off()
 
     def _part_with(self, job: Job, rank: int) -> None:
@@ -386,8 +389,7 @@ class Driver:
             await asyncio.wait([bell], timeout=left_s)
             with self.lock:
                 done, missing = self.shard.barrier(job, name, number, rank)
-        waiting = ", ".join(job.membership.describe(who) for who in missing[:4])
-        return done, "" if done else f"{waiting} at barrier {name!r}"
+        return done, "" if done else self._at_barrier(job, name, missing)
 
     def _ring(self, job: Job) -> None:
         """Wakes everybody who waits at a barrier of `job`."""
@@ -396,12 +398,75 @@ class Driver:
                 if not bell.done():
                     bell.set_result(True)
 
+    # ----- stalls
+
     def waiting_for(self, job: Job, table: Table) -> str:
-        """Returns what the slice that waits longest waits for, in words; empty if none does."""
+        """Returns what the slice that is furthest behind waits for; empty if none does."""
+        found = self._behind(table)
+        return "" if found is None else self._in_words(job, table, found[1])
+
+    def others_awaited(self, job: Job) -> list[str]:
+        """Returns at which barriers workers wait, and for which other shards, in words."""
+        members = job.membership.members.values()
+        waiting = [m for m in members if m.waits and m.presence is Presence.LIVE]
+        barriers = [text for key, text in self._standing(job).items() if key[0] == "barrier"]
+        return [*barriers, *(f"worker {member.rank}, for {member.waits}" for member in waiting)]
+
+    def waits(self, job: Job, rank: int, text: str) -> None:
+        """Takes for which other shard, one that does not answer, a worker waits; empty: none."""
+        member = job.membership.members[rank]
+        if text and not member.waits:
+            log.warning("worker waits", job=job.name, worker=rank, waiting_for=text)
+        member.waits = text
+
+    def stalled(self, job: Job) -> str:
+        """Returns what a job has waited for longest, in words; empty if that is not long."""
+        stalls = self._stalls.get(id(job))
+        return "" if stalls is None else stalls.told
+
+    def _tell_stalls(self) -> None:
+        jobs = {id(job): job for job in self.shard.jobs.values()}
+        self._stalls = {key: self._stalls.get(key) or Stalls() for key in jobs}
+        for key, stalls in self._stalls.items():
+            for text, waited_s in stalls.look(self._standing(jobs[key]), self.now()):
+                log.warning(
+                    "job waits", job=jobs[key].name, waited_s=round(waited_s, 1), waiting_for=text
+                )
+
+    def _standing(self, job: Job) -> dict[Key, str]:
+        """Returns what waits, in words, by what changes when it goes on."""
+        found: dict[Key, str] = {}
+        if job.membership.is_over:
+            return found
+        for table in job.tables.values():
+            behind = self._behind(table)
+            if behind is not None:
+                step, index = behind
+                found["table", table.index, index, step] = self._in_words(job, table, index)
+        for key, name in self._barriers:
+            numbers = [number for other, number in job.barriers if other == name]
+            if key == id(job) and numbers:
+                arrived = job.barriers[name, max(numbers)].arrived
+                missing = [who for who in job.membership.expected() if who not in arrived]
+                if missing:
+                    found["barrier", name, max(numbers)] = self._at_barrier(job, name, missing)
+        return found
+
+    def _behind(self, table: Table) -> tuple[int, int] | None:
+        """Returns step and index of the slice that is furthest behind of those that wait."""
+        found: tuple[int, int] | None = None
         for index, clock in table.clocks.items():
-            if clock.num_waiting:
-                return self.shard.waiting_for(job, Address(job.name, table.index, index))
-        return ""
+            step, ranks = clock.missing() if clock.is_awaited else (0, [])
+            if (ranks or clock.version < 0) and clock.is_awaited:
+                found = min(found or (step, index), (step, index))
+        return found
+
+    def _in_words(self, job: Job, table: Table, index: int) -> str:
+        return self.shard.waiting_for(job, Address(job.name, table.index, index))
+
+    def _at_barrier(self, job: Job, name: str, missing: list[int]) -> str:
+        waiting = ", ".join(job.membership.describe(who) for who in missing[:4])
+        return f"{waiting} at barrier {name!r}"
 
     def broke(self, problem: BaseException | None) -> None:
         """Passes on that a lane has failed."""

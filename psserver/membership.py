@@ -39,6 +39,7 @@ class Member:
     presence: Presence = Presence.LIVE
     reason: str = ""  # Why it left.
     returns: bool = False  # It was part of the job before: a job without live workers goes on.
+    waits: str = ""  # For which shard, in its own words: one that does not answer.
 
 
 class Membership:

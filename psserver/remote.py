@@ -22,18 +22,24 @@ ANSWER_S_MAX = 5.0
 POLL_S = 0.05
 
 
-def statuses(addresses: Sequence[str], credentials: Credentials = ANYONE) -> list[pb.StatusReply]:
-    """Returns the status of the shards at `addresses`, in this order.
+def statuses(
+    addresses: Sequence[str], credentials: Credentials = ANYONE
+) -> list[pb.StatusReply | CommandError]:
+    """Returns the status of the shards at `addresses`, in this order, or why there is none.
 
     Raises:
-        CommandError: One of them does not answer; says which, and for how long it was asked.
+        CommandError: None of them answers, or one refuses; says which, and how long it was asked.
     """
 
     def ask(channel: grpc.Channel) -> Any:
         stub = control_pb2_grpc.ControlStub(channel)
         return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)
 
-    return _ask_all(addresses, credentials, ask)
+    silent: list[CommandError] = []
+    replies = _ask_all(addresses, credentials, ask, silent)
+    if len(silent) == len(addresses):
+        raise silent[0]
+    return replies
 
 
 def neighbours(host: str, port: int, credentials: Credentials = ANYONE) -> list[str]:
@@ -97,16 +103,26 @@ def readiness(
 
 
 def _ask_all(
-    addresses: Sequence[str], credentials: Credentials, ask: Callable[[grpc.Channel], Any]
+    addresses: Sequence[str],
+    credentials: Credentials,
+    ask: Callable[[grpc.Channel], Any],
+    silent: list[CommandError] | None = None,
 ) -> list[Any]:
+    """Returns all answers; for who gives none an error, which is raised without a list for it."""
     started_s = time.monotonic()
     channels = [credentials.channel(address) for address in addresses]
     try:
         calls = [ask(channel) for channel in channels]
-        return [
-            _answer(address, call, started_s, credentials)
-            for address, call in zip(addresses, calls, strict=True)
-        ]
+        replies: list[Any] = []
+        for address, call in zip(addresses, calls, strict=True):
+            try:
+                replies.append(_answer(address, call, started_s, credentials))
+            except CommandError as problem:
+                if silent is None or problem.code is not Exit.NO_ANSWER:
+                    raise
+                silent.append(problem)
+                replies.append(problem)
+        return replies
     finally:
         for channel in channels:
             channel.close()
@@ -121,7 +137,8 @@ def _answer(address: str, call: Any, started_s: float, credentials: Credentials)
         refusal = error_of(problem, address)
         if isinstance(refusal, AccessError):
             raise CommandError(Exit.ACCESS, f"{address}: {refusal}") from problem
-        if call.code() in RETRYABLE and (reason := diagnose(address, credentials)):
+        is_shut = call.code() in RETRYABLE and call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        if is_shut and (reason := diagnose(address, credentials)):
             raise CommandError(Exit.ACCESS, str(reason)) from problem
         how = f"start servers with: psserver start --port {port}"
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -33,6 +33,7 @@ from psserver.membership import Member
 from psserver.shard import Job, Table, TableSpec, make_spec
 
 RAW = pb.Plugin(name="none")
+WAITS_LENGTH_MAX = 512  # Of what a worker says that it waits for.
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -240,11 +241,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
         try:
-            self._heard(request)
+            job = self._heard(request)
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.HeartbeatReply(instance=self._instance)
+        self._driver.waits(job, request.worker, request.waiting_for[:WAITS_LENGTH_MAX])
+        return pb.HeartbeatReply(instance=self._instance, waiting_for=self._driver.stalled(job))
 
     async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
         """Waits until all workers of the job are here."""
@@ -310,6 +312,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             pulled_nbytes=counters.pulled_nbytes,
             num_pushes=counters.num_pushes,
             num_updates=counters.num_updates,
+            waiting_for=self._driver.others_awaited(job),
         )
 
     def _table_status(self, job: Job, table: Table) -> pb.TableStatus:

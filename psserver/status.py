@@ -10,12 +10,25 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
 
 
-def combine(addresses: Sequence[str], replies: Sequence[pb.StatusReply]) -> dict[str, Any]:
-    """Returns the answers of all shards as one value for JSON.
+def combine(
+    addresses: Sequence[str], answers: Sequence[pb.StatusReply | Exception]
+) -> dict[str, Any]:
+    """Returns the answers of all shards, of which one at least has answered, as a JSON value.
 
     Bytes and counts are added up over the shards; a worker's step, staleness and silence are the
     largest that any shard has seen; versions are the oldest and newest of any slice.
     """
+    answered = {
+        address: answer
+        for address, answer in zip(addresses, answers, strict=True)
+        if isinstance(answer, pb.StatusReply)
+    }
+    replies = list(answered.values())
+    silent = [
+        {"index": index, "address": address}
+        for index, address in enumerate(addresses)
+        if address not in answered
+    ]
     names = sorted({job.job for reply in replies for job in reply.jobs})
     return {
         "cluster": replies[0].shard.cluster,
@@ -29,8 +42,9 @@ def combine(addresses: Sequence[str], replies: Sequence[pb.StatusReply]) -> dict
                 "uptime_s": round(reply.uptime_s, 1),
                 "memory_nbytes": reply.memory_nbytes,
             }
-            for address, reply in zip(addresses, replies, strict=True)
+            for address, reply in answered.items()
         ],
+        "silent": silent,
         "jobs": [
             _job(name, [job for reply in replies for job in reply.jobs if job.job == name])
             for name in names
@@ -46,6 +60,7 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
         "num_workers": parts[0].num_workers,
         "num_pushes": sum(part.num_pushes for part in parts),
         "num_updates": sum(part.num_updates for part in parts),
+        "waiting_for": list(dict.fromkeys(text for part in parts for text in part.waiting_for)),
         "pushed_nbytes": sum(part.pushed_nbytes for part in parts),
         "pulled_nbytes": sum(part.pulled_nbytes for part in parts),
         "workers": [
@@ -108,6 +123,8 @@ def show(status: dict[str, Any]) -> None:
             ),
         )
     )
+    for shard in status["silent"]:
+        console.print(f"shard {shard['index']} at {shard['address']} does not answer", markup=False)
     for job in status["jobs"]:
         _show_job(console, job)
     if not status["jobs"]:
@@ -155,7 +172,8 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
     )
     if len(job["tables"]) > LISTED_MAX:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
-    waiting = dict.fromkeys(text for table in job["tables"] for text in table["waiting_for"])
+    waiting = dict.fromkeys(job["waiting_for"])
+    waiting |= dict.fromkeys(text for table in job["tables"] for text in table["waiting_for"])
     for text in list(waiting)[:LISTED_MAX]:
         console.print(f"waits for {text}", markup=False)
 

@@ -42,7 +42,8 @@ from psworker.transports.socket import SocketTransport
 log = logging.getLogger("paceline")
 T = TypeVar("T")
 WAIT_MS = 5_000  # A pull that cannot be answered by then is told what is missing.
-SAY_AFTER_S = 9.0
+SAY_AFTER_S = 7.0  # Longer than a pull waits: what the shard says of it comes first.
+SILENT_S = 3.0  # A shard that has answered no heartbeat for so long hangs, or is gone.
 RAW = NoCompression()
 
 
@@ -100,6 +101,7 @@ class Exchange:
         self.pull_compressor = pull_compressor
         self.traffic = Traffic()
         self._timeline = session.timeline
+        self._name = name
         self._num_changes = 0  # Of the mode.
         self._define = partial(
             session.define,
@@ -120,6 +122,8 @@ class Exchange:
         self._held = self._make_held()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[Future[data_pb2.PullReply], Landing]] = {}
+        self._pushed_steps: dict[int, int] = {}  # Of each slice's last push, for people.
+        self._pulled_steps: dict[int, int] = {}  # That its last pull waits for.
         if share:
             self._share()
 
@@ -151,6 +155,7 @@ class Exchange:
         if self._timeline is not None:
             note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
+        self._pushed_steps[index] = push.step
         self._transport(index).push(call)
 
     def pull(
@@ -173,6 +178,7 @@ class Exchange:
         if self._timeline is not None:
             note_pull(self._timeline, call)
         self._pulls[index] = (call.done, landing)
+        self._pulled_steps[index] = max(clock, min_version) - 1
         self._transport(index).pull(call)
 
     # ----- waiting
@@ -185,7 +191,9 @@ class Exchange:
         """
         for index in waits:
             future, landing = self._pulls[index]
-            reply = self._wait(future, f"slice {index} from {self._address(index)}")
+            step = self._pulled_steps.get(index, -1)
+            what = "the first weights" if step < 0 else f"the weights after step {step}"
+            reply = self._wait(future, index, what)
             landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             landing.version, landing.clock = reply.version, reply.clock
             self.traffic.pulled_nbytes += _pulled_nbytes(reply, landing)
@@ -203,8 +211,8 @@ class Exchange:
         """Waits until the last push of a slice is acknowledged: its gradient is free again."""
         future = self._pushes.pop(index, None)
         if future is not None:
-            what = f"room for slice {index} at {self._address(index)}: others are behind"
-            verdict = Verdict(int(self._wait(future, what).verdict))
+            what = f"room for step {self._pushed_steps.get(index, 0)}"
+            verdict = Verdict(int(self._wait(future, index, what).verdict))
             self.traffic.num_too_late += verdict is Verdict.TOO_LATE
             feedback = self._feedback[index]
             if feedback is not None:
@@ -215,26 +223,42 @@ class Exchange:
         for index in list(self._pushes):
             self.acknowledged(index)
 
-    def _wait(self, future: Future[T], what: str) -> T:
+    def _wait(self, future: Future[T], index: int, what: str) -> T:
         if self._timeline is None or future.done():
-            return self._await(future, what)
+            return self._await(future, index, what)
         begin_ns = self._timeline.now_ns()
         try:
-            return self._await(future, what)
+            return self._await(future, index, what)
         finally:
-            self._timeline.span("wait", begin_ns, what=what)
+            self._timeline.span("wait", begin_ns, what=f"{what} of slice {index}")
 
-    def _await(self, future: Future[T], what: str) -> T:
+    def _await(self, future: Future[T], index: int, what: str) -> T:
         started_s, say_s = time.monotonic(), SAY_AFTER_S
-        while True:
-            try:
-                return future.result(timeout=1.0)
-            except TimeoutError:
-                self.session.check()
-            waited_s = time.monotonic() - started_s
-            if waited_s >= say_s:
-                say_s *= 2
-                log.warning("worker %d has waited %.0f s for %s", self.session.rank, waited_s, what)
+        try:
+            while True:
+                try:
+                    return future.result(timeout=1.0)
+                except TimeoutError:
+                    self.session.check()
+                text, is_silent = self._in_words(index, what)
+                self.session.waits = text if is_silent else ""
+                waited_s = time.monotonic() - started_s
+                if waited_s >= say_s:
+                    say_s *= 2
+                    log.warning(
+                        "worker %d has waited %.0f s for %s", self.session.rank, waited_s, text
+                    )
+        finally:
+            self.session.waits = ""
+
+    def _in_words(self, index: int, what: str) -> tuple[str, bool]:
+        """Returns what is waited for, and whether that is a shard that does not answer."""
+        shard = self.layout.slices[index].shard
+        link = self.session.links[shard]
+        where = f"{what} of slice {index} of {self._name!r} from shard {shard} at {link.address}"
+        if link.silent_s >= SILENT_S:
+            return f"{where}, which has not answered for {link.silent_s:.0f} s", True
+        return f"{where}, which waits for {link.waiting_for or 'others'}", False
 
     def restart(self) -> None:
         """Forgets what was under way, which may have been counted; what is owed stays owed."""
@@ -360,9 +384,6 @@ class Exchange:
 
     def _transport(self, index: int) -> Transport:
         return self.session.links[self.layout.slices[index].shard].transport
-
-    def _address(self, index: int) -> str:
-        return self.session.links[self.layout.slices[index].shard].address
 
     def _sender(self) -> data_pb2.Sender:
         session = self.session

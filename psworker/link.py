@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,6 +42,8 @@ class Link:
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self._transport: Transport | None = None
         self.instance = 0  # Of the process that this worker has joined; 0 before.
+        self.waiting_for = ""  # What the job waits for, as the shard said with the last heartbeat.
+        self._heard_s = time.monotonic()  # When a heartbeat was answered.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Makes one control call, repeated while nobody answers.
@@ -57,11 +60,18 @@ class Link:
             RemoteProtocolError: The shard no longer counts this worker in.
         """
         try:
-            self._check(self.control.Heartbeat(request, timeout=timeout_s).instance)
+            reply = self.control.Heartbeat(request, timeout=timeout_s)
+            self.waiting_for, self._heard_s = reply.waiting_for, time.monotonic()
+            self._check(reply.instance)
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)
             if not isinstance(error, TransportError):
                 raise error from None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since a heartbeat was answered."""
+        return time.monotonic() - self._heard_s
 
     def _check(self, instance: int) -> None:
         """Notices that the shard's process is another one than this worker has joined.

@@ -46,6 +46,7 @@ class Session:
         num_workers: Workers of the job.
         links: One per shard, in the order of the shards.
         timeline: Where spans are recorded; None: nowhere.
+        waits: For which shard that does not answer, in words; the others pass it on to people.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Session:
         self._phases: Phases | None = None
         self._restart = restart
         self._data_plane = data_plane
+        self.waits = ""
         self._rounds: dict[str, int] = {}
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
@@ -311,6 +313,7 @@ class Session:
                 job=self.job, worker=self.rank, incarnation=self.incarnation
             )
             for link in self.links:
+                request.waiting_for = self.waits
                 try:
                     link.beat(request, timeout_s=self._interval_s)
                 except PacelineError as error:

@@ -185,7 +185,10 @@ def test_a_push_that_waits_for_room_says_so_within_ten_seconds(shards: Shards) -
         for worker in (first, second):
             worker.hear()
         end_s = time.monotonic() + DEADLINE_S
-        pattern = r"worker 0 has waited (\d+) s for room for slice 0 at [\d.:]+: others are behind"
+        pattern = (
+            r"worker 0 has waited (\d+) s for room for step \d of slice 0 of 'value' from shard \d "
+            rf"at [\d.:]+, which waits for step \d of worker 1 \(process {second.pid} on "
+        )
         while not (found := re.search(pattern, first.written())):
             assert time.monotonic() < end_s, first.written()
             time.sleep(0.05)

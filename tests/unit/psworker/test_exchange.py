@@ -51,12 +51,13 @@ class Session:
         self.job, self.rank, self.incarnation, self.num_workers = "job", 1, 77, 2
         self.planes = [Plane(), Plane()]
         self.links = [
-            SimpleNamespace(transport=plane, address=f"host:{number}")
+            SimpleNamespace(transport=plane, address=f"host:{number}", silent_s=0.0, waiting_for="")
             for number, plane in enumerate(self.planes)
         ]
         self.defined: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
         self.timeline = None
+        self.waits = ""
 
     def define(self, *declaration: Any, **options: Any) -> int:
         self.defined.append(declaration)
@@ -272,10 +273,31 @@ def test_a_wait_is_told_within_ten_seconds_and_then_less_and_less(
     exchange._pushes[1] = Slow(reply, times=40)
     with caplog.at_level(logging.WARNING, "paceline"):
         exchange.flush()
-    room = "room for slice 1 at host:1: others are behind"
+    room = "room for step 0 of slice 1 of 'model' from shard 1 at host:1, which waits for others"
     assert [record.message for record in caplog.records] == [
-        f"worker 1 has waited {waited} s for {room}" for waited in (9, 18, 36)
+        f"worker 1 has waited {waited} s for {room}" for waited in (7, 14, 28)
     ]
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_shard_that_does_not_answer_is_told_of_and_the_session_knows_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    exchange, session = make()
+    exchange.pull(1, 3, 3, landing(1, with_state=False), with_state=False)
+    exchange._pulls[1] = (Slow(data_pb2.PullReply(version=3), times=8), exchange._pulls[1][1])
+    session.links[1].silent_s = 6.0
+    told: list[str] = []
+    session.check = lambda: told.append(session.waits)  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, "paceline"):
+        exchange.run([1])
+    what = (
+        "the weights after step 2 of slice 1 of 'model' from shard 1 at host:1, which has not "
+        "answered for 6 s"
+    )
+    assert [record.message for record in caplog.records] == [f"worker 1 has waited 7 s for {what}"]
+    assert told[-1] == what
+    assert session.waits == ""
 
 
 def test_a_worker_that_is_no_longer_counted_in_stops_waiting() -> None:

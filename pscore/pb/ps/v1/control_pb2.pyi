@@ -151,16 +151,18 @@ class ChangeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     step: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    waiting_for: str
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("waiting_for", "instance")
@@ -257,7 +259,7 @@ class TableStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates")
+    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +268,7 @@ class JobStatus(_message.Message):
     PULLED_NBYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PUSHES_FIELD_NUMBER: _ClassVar[int]
     NUM_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     job: str
     num_workers: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -274,7 +277,8 @@ class JobStatus(_message.Message):
     pulled_nbytes: int
     num_pushes: int
     num_updates: int
-    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ...) -> None: ...
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid")
