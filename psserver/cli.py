@@ -117,7 +117,7 @@ def status(
     from psserver.find import find
 
     found = find(servers, port, state_dir)
-    replies = remote.statuses(found.addresses, found.credentials)
+    replies = remote.answers(found.addresses, found.credentials)
     combined = picture.combine(found.addresses, replies)
     if as_json:
         sys.stdout.write(json.dumps(combined, indent=1) + "\n")

@@ -22,7 +22,16 @@ ANSWER_S_MAX = 5.0
 POLL_S = 0.05
 
 
-def statuses(
+def statuses(addresses: Sequence[str], credentials: Credentials = ANYONE) -> list[pb.StatusReply]:
+    """Returns the status of the shards at `addresses`, in this order.
+
+    Raises:
+        CommandError: One of them does not answer; says which, and for how long it was asked.
+    """
+    return _ask_all(addresses, credentials, _ask_status)
+
+
+def answers(
     addresses: Sequence[str], credentials: Credentials = ANYONE
 ) -> list[pb.StatusReply | CommandError]:
     """Returns the status of the shards at `addresses`, in this order, or why there is none.
@@ -30,16 +39,16 @@ def statuses(
     Raises:
         CommandError: None of them answers, or one refuses; says which, and how long it was asked.
     """
-
-    def ask(channel: grpc.Channel) -> Any:
-        stub = control_pb2_grpc.ControlStub(channel)
-        return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)
-
     silent: list[CommandError] = []
-    replies = _ask_all(addresses, credentials, ask, silent)
+    replies = _ask_all(addresses, credentials, _ask_status, silent)
     if len(silent) == len(addresses):
         raise silent[0]
     return replies
+
+
+def _ask_status(channel: grpc.Channel) -> Any:
+    stub = control_pb2_grpc.ControlStub(channel)
+    return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)
 
 
 def neighbours(host: str, port: int, credentials: Credentials = ANYONE) -> list[str]:
