@@ -186,8 +186,9 @@ def test_a_push_that_waits_for_room_says_so_within_ten_seconds(shards: Shards) -
             worker.hear()
         end_s = time.monotonic() + DEADLINE_S
         pattern = (
-            r"worker 0 has waited (\d+) s for room for step \d of slice 0 of 'tensor.value' from shard \d "
-            rf"at [\d.:]+, which waits for step \d of worker 1 \(process {second.pid} on "
+            r"worker 0 has waited (\d+) s for room for step \d of slice 0 of "
+            rf"'tensor.value' from shard \d at [\d.:]+, "
+            rf"which waits for step \d of worker 1 \(process {second.pid} on "
         )
         while not (found := re.search(pattern, first.written())):
             assert time.monotonic() < end_s, first.written()

@@ -288,6 +288,7 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "pulled_nbytes",
         "workers",
         "tables",
+        "waiting_for",
     }
 
 
