@@ -9,7 +9,7 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13; do \
 	2>/dev/null && echo $$name && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check proto bench soak fuzz test-gpu clean
+.PHONY: help setup run test check proto bench bench-peers soak fuzz test-gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -39,6 +39,9 @@ proto: $(STAMP) ## regenerate pscore/pb from proto/
 
 bench: $(STAMP) ## the benchmarks, with tables and plots
 	$(BIN)/python -m benchmarks
+
+bench-peers: $(STAMP) ## Paceline beside torch RPC and Gloo, in one run
+	$(BIN)/python -m benchmarks.peers --json
 
 soak: $(STAMP) ## half an hour of workers that join and leave: nothing may grow
 	$(BIN)/python -m benchmarks.soak --seconds 1800 --json

@@ -16,7 +16,7 @@ from pscore.rules import parse_mode
 
 def test_the_list_of_benchmarks_says_how_each_is_run() -> None:
     found = {item.name: item for item in find()}
-    for name in ("accuracy", "convergence", "recovery", "soak", "straggler"):
+    for name in ("accuracy", "convergence", "recovery", "scaling", "soak", "straggler"):
         assert any(name in command for command in found[name].commands)
     assert "inprocess" not in found
 
