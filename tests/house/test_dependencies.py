@@ -1,11 +1,12 @@
 """What is imported is declared in pyproject.toml, and what is declared is imported."""
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,15 @@ def declared(*extras: str) -> set[str]:
     return {canonical(entry) for entry in wanted}
 
 
+@functools.cache
+def packages() -> Mapping[str, list[str]]:
+    """Returns the distributions of each installed package; asking takes a tenth of a second."""
+    return importlib.metadata.packages_distributions()
+
+
 def distributions(imported: Iterable[str]) -> set[str]:
     """Returns the distributions that dotted names come from; a name itself where none has it."""
-    installed = importlib.metadata.packages_distributions()
+    installed = packages()
     found: set[str] = set()
     for dotted in imported:
         top = dotted.split(".")[0]
