@@ -120,6 +120,9 @@ class Replica:
         self._samples = 0.0  # Of the round so far.
         self._landings: dict[int, Landing] = {}
         self._pending: set[int] = set()
+        # In a mode by step, for all slices; None once a slice has moved on.
+        self._clock: int | None = None
+        self._next: int | None = None
 
     # ----- one step
 
@@ -227,6 +230,7 @@ class Replica:
     def restart(self) -> None:
         """Begins anew in the same job, at the same step: pulls bring weights and clocks."""
         self._pending.clear()
+        self._clock = self._next = None
         self.clocks = [0] * len(self.parts)
         self.num_inner, self._samples = 0, 0.0
         for part in self.parts:
@@ -280,7 +284,11 @@ class Replica:
 
     def clock(self, index: int) -> int:
         """Returns how many pushes of this worker a pull of a slice has to wait for."""
-        return min(self.clocks) if self.rule.by_step else self.clocks[index]
+        if not self.rule.by_step:
+            return self.clocks[index]
+        if self._clock is None:  # Once a step, and not once for each slice: there may be many.
+            self._clock = min(self.clocks)
+        return self._clock
 
     @property
     def drifts(self) -> bool:
@@ -311,13 +319,16 @@ class Replica:
         """
         if not self.rule.by_step:
             return self.clocks[index]
-        clocks = zip(self.clocks, self.parts, strict=True)
-        return min(max(clock, part.version) for clock, part in clocks)
+        if self._next is None:
+            clocks = zip(self.clocks, self.parts, strict=True)
+            self._next = min(max(clock, part.version) for clock, part in clocks)
+        return self._next
 
     def _count(self) -> None:
         """Counts one push of every slice; a slice that had it from a former life stays ahead."""
         pushed = [self._next_push(index) + 1 for index in self._indices()]
         self.clocks = [max(pair) for pair in zip(self.clocks, pushed, strict=True)]
+        self._clock = self._next = None
 
     def _send(
         self,
@@ -428,7 +439,9 @@ class Replica:
         if self._reference is not None:
             self._reference[self._span(index)].copy_(part.weights)
         if part.version < 0:
-            self.clocks[index] = max(self.clocks[index], landing.clock)
+            self.clocks[index], self._clock = max(self.clocks[index], landing.clock), None
+        if part.version < 0 or landing.version > self.clocks[index]:
+            self._next = None  # Else the clock, which is what counts, is as it was.
         part.version, part.num_local = landing.version, 0
 
 
