@@ -206,7 +206,7 @@ class Worker:
         ]
         self.held = [
             Held(job.pull_compressor, spec.numel, f"slice {spec.index} of worker {rank}")
-            if spec.compress and job.pull_compressor.name != "none"
+            if spec.compress and not job.pull_compressor.is_raw
             else None
             for spec in slices
         ]

@@ -50,7 +50,7 @@ def require_for_pulls(compressor: Compressor) -> None:
     Raises:
         ConfigError: It keeps more than a residual, or none, and then nothing bounds what is owed.
     """
-    if compressor.name == "none" or compressor.state_names == (RESIDUAL,):
+    if compressor.is_raw or compressor.state_names == (RESIDUAL,):
         return
     raise ConfigError(
         f"pull_compression is {str(compressor)!r}, must be a compressor with a residual and "

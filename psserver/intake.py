@@ -335,7 +335,7 @@ def _held(header: data_pb2.PullHeader, table: Table) -> int:
     Raises:
         RemoteProtocolError: There is none of this slice.
     """
-    if table.spec.pull_compressor.name == "none" or not table.specs[header.slice].compress:
+    if table.spec.pull_compressor.is_raw or not table.specs[header.slice].compress:
         raise RemoteProtocolError(
             f"worker {header.sender.worker} asks for an estimate of slice {header.slice} of "
             f"{table.spec.name!r}, whose pulls are not compressed"

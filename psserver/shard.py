@@ -97,7 +97,7 @@ class Table:
 
     def memory_under(self, rule: Rule) -> int:
         """Returns those, if the table had that mode."""
-        num, estimated = len(self.optimizer.state_names), self.spec.pull_compressor.name != "none"
+        num, estimated = len(self.optimizer.state_names), not self.spec.pull_compressor.is_raw
         return self.nbytes * num_arrays(rule, num, is_kept=self.is_kept, is_estimated=estimated)
 
     def clock(self, index: int) -> SliceClock:

@@ -130,7 +130,7 @@ class Exchange:
     @property
     def compresses_pulls(self) -> bool:
         """Whether what is pulled in training is an estimate of the weights."""
-        return self.pull_compressor.name != "none"
+        return not self.pull_compressor.is_raw
 
     # ----- Outbox
 
@@ -317,7 +317,7 @@ class Exchange:
 
     def _make_feedback(self) -> list[Feedback | None]:
         """Returns what error feedback needs of each slice; None where nothing is compressed."""
-        if self.compressor.name == "none":
+        if self.compressor.is_raw:
             return [None] * len(self.layout.slices)
         return [
             Feedback(self.compressor, spec.numel, self._key(spec.index)) if spec.compress else None

@@ -40,7 +40,7 @@ def choose(
     return [
         replace(
             spec,
-            compress=any(compressor.name != "none" for compressor in compressors)
+            compress=not all(compressor.is_raw for compressor in compressors)
             and len(spec.shape) >= MATRIX_NDIM
             and wire.FLOAT_NBYTES * spec.numel >= min_nbytes
             and not any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in exclude),

@@ -36,10 +36,12 @@ class Compressor(ABC):
     Attributes:
         name: Its name in `COMPRESSORS`, in `compression=` and on the wire.
         source: The paper, as the docs print it.
+        is_raw: Whether a payload is the float32 as they are, so that nothing is kept of them.
     """
 
     name: ClassVar[str]
     source: ClassVar[str] = ""
+    is_raw: ClassVar[bool] = False
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ class NoCompression(Compressor):
     """float32 as it is: 4 bytes per element, nothing lost."""
 
     name: ClassVar[str] = "none"
+    is_raw: ClassVar[bool] = True
 
     def payload_nbytes_max(self, numel: int) -> int:
         """4 bytes per element."""

@@ -1,4 +1,4 @@
-"""Rule 7: every plug-in names its source."""
+"""Every plug-in names its source (rule 7), and nothing asks for a plug-in's name."""
 
 import ast
 import re
@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import modules, name, parse
+from pscore.compressors import COMPRESSORS
+from pscore.local import LOCAL_UPDATES
+from pscore.optimizers import OPTIMIZERS
+from pscore.rules import RULES
+from tests.house.source import PACKAGES, modules, name, parse
 
 PLACES = ("pscore/rules", "pscore/compressors", "pscore/local")
+NAMES = {*COMPRESSORS, *LOCAL_UPDATES, *OPTIMIZERS, *RULES}
 PLUGINS = [path for path in modules(*PLACES) if path.stem not in {"__init__", "base"}]
 
 # A year, a preprint, or ourselves.
@@ -36,3 +41,33 @@ def test_a_plugin_cites_its_source(path: Path) -> None:
 )
 def test_a_citation_is_told_from_its_absence(text: str, expected: bool) -> None:
     assert cites(ast.parse(text)) is expected
+
+
+def branches(tree: ast.Module) -> list[int]:
+    """Returns the lines that compare something's `name` with the name of a plug-in."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+        and any(isinstance(part, ast.Attribute) and part.attr == "name" for part in ast.walk(node))
+        and any(isinstance(part, ast.Constant) and part.value in NAMES for part in ast.walk(node))
+    ]
+
+
+def test_nothing_branches_on_the_name_of_a_plugin() -> None:
+    found = {name(path): branches(parse(path)) for path in modules(*PACKAGES)}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('if compressor.name == "none": pass', [1]),
+        ('x = [1 for a in b if "2bit" != a.rule.name]', [1]),
+        ('is_dense = job.rule.name in ("ssgd", "od")', [1]),
+        ('if name == "none" or spec.name == "weight": pass', []),
+        ("if spec.name == other.name: pass", []),
+    ],
+)
+def test_a_branch_on_a_name_is_seen(text: str, expected: list[int]) -> None:
+    assert branches(ast.parse(text)) == expected
