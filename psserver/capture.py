@@ -23,6 +23,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from pscore.types import ByteArray
 from psserver import snapshot
 from psserver.driver import WAIT_S_MAX, Driver
+from psserver.intake import Armed
 from psserver.lanes import Copy
 from psserver.servicer import refuse
 from psserver.shard import Job, Table, TableSpec
@@ -49,7 +50,8 @@ class Cut:
     touched_s: float
     state: pb.CaptureState = pb.CAPTURE_WAITING
     slices: dict[int, Arrays] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[int, dict[str, Any]] = field(default_factory=dict)  # By slice.
+    armed: dict[int, Armed] = field(default_factory=dict)  # By slice.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, index: int, arrays: Arrays) -> None:
@@ -148,21 +150,17 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         if not table.clocks:
             capture.state = pb.CAPTURE_DONE
         for index, clock in table.clocks.items():
+            key = (id(job), table.index, index)
             copy = Copy(take=partial(capture.take, index))
+            capture.about[index] = {"version": wanted, "clocks": {}}
+            if wanted == -1:  # Without a step in common: which steps are in tells the numbers.
+                clocks = {str(rank): steps.clock for rank, steps in clock.counted.items()}
+                capture.about[index] = {"version": clock.version, "clocks": clocks}
             if wanted in (-1, clock.version):
-                self._note(capture, index)
-                self._driver.intake.lanes[id(job), table.index, index].submit([copy])
+                self._driver.intake.lanes[key].submit([copy])
             else:
-                key = (id(job), table.index, index)
-                note = partial(self._note, capture, index)
-                self._driver.intake.armed[key] = (wanted, copy, note)
-
-    def _note(self, capture: Cut, index: int) -> None:
-        clock = capture.table.clocks[index]
-        capture.about[str(index)] = {
-            "version": capture.version if capture.version >= 0 else clock.version,
-            "clocks": {str(rank): steps.clock for rank, steps in clock.counted.items()},
-        }
+                capture.armed[index] = Armed(version=wanted, work=copy)
+                self._driver.intake.armed.setdefault(key, []).append(capture.armed[index])
 
     def _describe(self, capture: Cut) -> dict[str, Any]:
         return {
@@ -170,7 +168,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             "num_workers": capture.job.membership.num_workers,
             "slices": {
                 str(index): {
-                    **capture.about[str(index)],
+                    **capture.about[index],
                     "counts": arrays["counts"].tolist(),
                     "arrays": sorted(name for name in arrays if name != "counts"),
                 }
@@ -300,10 +298,14 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
     def _forget(self, name: str) -> None:
         with self._driver.lock:
             capture = self._captures.pop(name, None)
-            if capture is not None:
-                for index in capture.table.clocks:
-                    key = (id(capture.job), capture.table.index, index)
-                    self._driver.intake.armed.pop(key, None)
+            if capture is None:
+                return
+            for index, armed in capture.armed.items():
+                key = (id(capture.job), capture.table.index, index)
+                others = self._driver.intake.armed[key]
+                others.remove(armed)
+                if not others:
+                    del self._driver.intake.armed[key]
 
     def _expire(self) -> None:
         """Forgets what nobody has asked for in a while."""

@@ -75,6 +75,14 @@ class Request:
     taken_s: float = 0.0  # When a lane began with the payload.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Armed:
+    """Something to be done right behind one slice's update to a version."""
+
+    version: int
+    work: Work
+
+
 @dataclass(slots=True)
 class Intake:
     """The data path of one shard."""
@@ -88,9 +96,7 @@ class Intake:
     lanes: dict[tuple[int, int, int], Lane] = field(default_factory=dict)  # Job id, table, slice.
     shared: dict[tuple[int, int, int], FloatArray] = field(default_factory=dict)  # ..., worker.
     # What is to be done right behind the update to a version: by job id, table, slice.
-    armed: dict[tuple[int, int, int], tuple[int, Work, Callable[[], None]]] = field(
-        default_factory=dict
-    )
+    armed: dict[tuple[int, int, int], list[Armed]] = field(default_factory=dict)
     waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
     timeline: Timeline | None = None
 
@@ -210,15 +216,15 @@ class Intake:
 
     def _with_armed(self, key: tuple[int, int, int], batch: list[Action]) -> Sequence[Work]:
         """Puts what is armed for a slice behind the update that it waits for."""
-        if key not in self.armed:
+        armed = self.armed.get(key)
+        if not armed:
             return batch
-        wanted, work, note = self.armed[key]
-        for position, action in enumerate(batch):
-            if isinstance(action, Update) and action.version == wanted:
-                del self.armed[key]
-                note()
-                return [*batch[: position + 1], work, *batch[position + 1 :]]
-        return batch
+        queue: list[Work] = []
+        for action in batch:
+            queue.append(action)
+            if isinstance(action, Update):
+                queue += [entry.work for entry in armed if entry.version == action.version]
+        return queue
 
     def _count(self, action: Action) -> None:
         if isinstance(action, Update):
