@@ -26,7 +26,8 @@ from psserver.driver import WAIT_S_MAX, Driver
 from psserver.intake import Armed
 from psserver.lanes import Copy
 from psserver.servicer import refuse
-from psserver.shard import Job, Table, TableSpec
+from psserver.shard import Job
+from psserver.table import Table, TableSpec
 
 if TYPE_CHECKING:
     from psserver.servicer import Context

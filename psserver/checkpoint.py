@@ -41,7 +41,7 @@ from pscore.rpc import error_of
 from pscore.types import FloatArray
 from psserver import remote, snapshot
 from psserver.exits import CommandError, Exit
-from psserver.shard import TableSpec
+from psserver.table import TableSpec
 
 FORMAT = 1
 MANIFEST = "manifest.json"

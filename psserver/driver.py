@@ -29,10 +29,11 @@ from psserver.lanes import Change, Lane
 from psserver.limits import Budget
 from psserver.membership import Member, Presence
 from psserver.recovery import Recovery, Room, resume
-from psserver.shard import Address, Job, Shard, Table, TableSpec
+from psserver.shard import Address, Job, Shard
 from psserver.spans import TimedStore
 from psserver.stalls import Key, Stalls
 from psserver.store import SliceStore
+from psserver.table import Table, TableSpec
 from psserver.tally import Tally
 from psserver.vault import Vault
 

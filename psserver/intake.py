@@ -23,12 +23,14 @@ from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.timeline import Timeline
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
-from psserver.clock import Acknowledge, Action, Answer, SliceClock, Token, Update
+from psserver.clock import Acknowledge, Action, Answer, SliceClock, Update
+from psserver.counted import Token
 from psserver.lanes import Lane, Work
 from psserver.pool import Buffer
-from psserver.shard import Actions, Address, Job, Shard, Table
+from psserver.shard import Actions, Address, Job, Shard
 from psserver.spans import note_push
 from psserver.store import Payload, SliceStore
+from psserver.table import Table
 from psserver.tally import Tally
 
 RAW = NoCompression()

@@ -22,7 +22,7 @@ from pscore import wire
 from pscore.pb.ps.v1 import state_pb2
 from pscore.types import FloatArray, HyperArray, Push
 from psserver.arena import Arena
-from psserver.clock import Counted
+from psserver.counted import Counted
 from psserver.pool import ArenaPool, Cell, HeapPool
 
 log = structlog.get_logger()

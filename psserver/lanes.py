@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from pscore.rules.base import Rule
-from psserver.clock import Acknowledge, Action, Add, Answer, Hold, Load, Token, Update
+from psserver.clock import Acknowledge, Action, Add, Answer, Hold, Load, Update
+from psserver.counted import Token
 from psserver.store import Payload, SliceStore
 
 INLINE_NUMEL_MAX = 1 << 15  # 128 KiB: about 20 microseconds of work, less than a switch of threads.

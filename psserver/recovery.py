@@ -11,11 +11,13 @@ from pscore.rules import make_rule
 from pscore.segment import Segment, WeightsMap
 from pscore.types import SliceSpec
 from psserver import snapshot
-from psserver.clock import Bin, Counted, SliceClock
+from psserver.clock import SliceClock
+from psserver.counted import Bin, Counted
 from psserver.intake import Request
 from psserver.journal import ROOT_NBYTES, SliceJournal
-from psserver.shard import Actions, Address, Job, Round, Shard, Table
+from psserver.shard import Actions, Address, Job, Round, Shard
 from psserver.store import RAW, Payload, SliceStore
+from psserver.table import Table
 from psserver.vault import JobVault, Meta, Vault
 
 log = structlog.get_logger()

@@ -30,7 +30,8 @@ from psserver.driver import WAIT_S_MAX, Driver
 from psserver.gate import Gate
 from psserver.listener import BulkServer
 from psserver.membership import Member
-from psserver.shard import Job, Table, TableSpec, make_spec
+from psserver.shard import Job
+from psserver.table import Table, TableSpec, make_spec
 
 RAW = pb.Plugin(name="none")
 WAITS_LENGTH_MAX = 512  # Of what a worker says that it waits for.

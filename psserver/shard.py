@@ -12,9 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pscore.compressors import make_compressor
-from pscore.compressors.base import Compressor
-from pscore.compressors.none import NoCompression
 from pscore.errors import (
     ConfigError,
     JobMismatchError,
@@ -23,24 +20,21 @@ from pscore.errors import (
     RemoteProtocolError,
     UnknownJobError,
 )
-from pscore.estimate import require_for_pulls
 from pscore.optimizers import OPTIMIZERS
-from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout, first_difference, make_layout
-from pscore.rules import make_rule
+from pscore.partition import make_layout
 from pscore.rules.base import Rule
-from pscore.types import Pull, Push, Role, SliceSpec, TensorSpec
-from psserver.clock import Action, SliceClock, Token, Update
-from psserver.footprint import num_arrays
+from pscore.types import Pull, Push, Role
+from psserver.clock import Action, SliceClock, Update
+from psserver.counted import Token
 from psserver.limits import Limits
 from psserver.membership import Member, Membership
+from psserver.table import Change, Table, TableSpec
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
 GROUPS_MAX = 1024
 BARRIERS_MAX = 1024  # Per job; older ones are forgotten, and all workers have passed them.
 NAME_LENGTH_MAX = 256
-RAW = NoCompression()
 
 
 class Address(NamedTuple):
@@ -52,64 +46,6 @@ class Address(NamedTuple):
 
 
 Actions = list[tuple[Address, Action]]
-Change = tuple[int, ...]  # Incarnation of a worker, and its number of a change of the mode.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableSpec:
-    """What a worker declares; every worker of the job must declare the same."""
-
-    name: str
-    tensors: tuple[TensorSpec, ...]
-    num_shards: int
-    rule: Rule
-    compressor: Compressor
-    optimizer: str
-    num_groups: int
-    pull_compressor: Compressor = RAW
-
-
-@dataclass(slots=True, kw_only=True)
-class Table:
-    """Tensors under one rule, and this shard's slices of them."""
-
-    index: int
-    spec: TableSpec
-    layout: Layout
-    optimizer: Optimizer
-    specs: dict[int, SliceSpec]
-    clocks: dict[int, SliceClock]
-    aside: dict[int, Change]  # By rank: waits for the mode to be changed, and nobody for it.
-    changed: dict[int, Change] = field(default_factory=dict)  # The newest that each has made.
-    epoch: int = 0  # Changes so far.
-    former: Rule | None = None  # Before the last one.
-    is_kept: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights of this shard's slices."""
-        return sum(4 * spec.numel for spec in self.specs.values())
-
-    @property
-    def memory_nbytes(self) -> int:
-        """Bytes that they take."""
-        return self.memory_under(self.spec.rule)
-
-    def memory_under(self, rule: Rule) -> int:
-        """Returns those, if the table had that mode."""
-        num, estimated = len(self.optimizer.state_names), not self.spec.pull_compressor.is_raw
-        return self.nbytes * num_arrays(rule, num, is_kept=self.is_kept, is_estimated=estimated)
-
-    def clock(self, index: int) -> SliceClock:
-        """Returns the clock of a slice.
-
-        Raises:
-            RemoteProtocolError: The slice lives on another shard, or nowhere.
-        """
-        if index not in self.clocks:
-            owned = f"{len(self.layout.slices)} slices in all, {len(self.clocks)} of them here"
-            raise RemoteProtocolError(f"slice {index} of {self.spec.name!r} is not here ({owned})")
-        return self.clocks[index]
 
 
 @dataclass(slots=True)
@@ -256,7 +192,7 @@ class Shard:
         """
         table = job.tables.get(spec.name)
         if table is not None:
-            difference = self._difference(table.spec, spec)
+            difference = spec.difference(table.spec)
             if difference is not None:
                 raise JobMismatchError(f"job {job.name!r}: {difference}")
             return table, False
@@ -367,19 +303,6 @@ class Shard:
         job.counters.num_updates += sum(isinstance(action, Update) for _, action in actions)
         return actions
 
-    def _difference(self, theirs: TableSpec, ours: TableSpec) -> str | None:
-        """Returns a sentence about the first difference between two declarations, or None."""
-        for what, mine, yours in (
-            ("mode", str(ours.rule), str(theirs.rule)),
-            ("compression", str(ours.compressor), str(theirs.compressor)),
-            ("pull compression", str(ours.pull_compressor), str(theirs.pull_compressor)),
-            ("optimizer", ours.optimizer, theirs.optimizer),
-            ("number of parameter groups", str(ours.num_groups), str(theirs.num_groups)),
-        ):
-            if mine != yours:
-                return f"{what} is {mine} here and {yours} in the job"
-        return first_difference(ours.tensors, theirs.tensors)
-
     # ----- pushes and pulls
 
     def push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
@@ -468,33 +391,3 @@ class Shard:
         if over is None:
             raise LimitError(f"{JOBS_MAX} jobs have live workers on shard {self.index} already")
         del self.jobs[over]
-
-
-def make_spec(
-    *,
-    name: str,
-    tensors: tuple[TensorSpec, ...],
-    num_shards: int,
-    rule: tuple[str, dict[str, object]],
-    compressor: tuple[str, dict[str, object]],
-    optimizer: str,
-    num_groups: int,
-    pull_compressor: tuple[str, dict[str, object]] = (RAW.name, {}),
-) -> TableSpec:
-    """Returns a declaration from its parts by name.
-
-    Raises:
-        ConfigError: A rule, compressor or argument is not one that there is, or not for pulls.
-    """
-    pulls = make_compressor(*pull_compressor)
-    require_for_pulls(pulls)
-    return TableSpec(
-        name=name,
-        tensors=tensors,
-        num_shards=num_shards,
-        rule=make_rule(*rule),
-        compressor=make_compressor(*compressor),
-        optimizer=optimizer,
-        num_groups=num_groups,
-        pull_compressor=pulls,
-    )

@@ -27,7 +27,8 @@ from safetensors.numpy import save_file
 from pscore.types import TensorSpec
 from psserver.lanes import Copy, Lane
 from psserver.membership import Member, Presence
-from psserver.shard import Job, TableSpec, make_spec
+from psserver.shard import Job
+from psserver.table import TableSpec, make_spec
 
 log = structlog.get_logger()
 FORMAT = 1

@@ -24,7 +24,8 @@ from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Memory, Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Push, Role, SegmentTable, SliceSpec
 from pscore.wire import floats
-from psserver.clock import LATE_KEPT, Acknowledge, Add, Counted, Hold, Load, Update
+from psserver.clock import Acknowledge, Add, Hold, Load, Update
+from psserver.counted import LATE_KEPT, Counted
 from psserver.estimate import Estimate
 from psserver.journal import SliceJournal
 from psserver.pool import Buffer, Cell, HeapPool

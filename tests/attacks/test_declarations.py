@@ -12,7 +12,8 @@ from pscore.errors import ConfigError, PacelineError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.types import TensorSpec
 from psserver.membership import Member
-from psserver.shard import NAME_LENGTH_MAX, Shard, TableSpec, make_spec
+from psserver.shard import NAME_LENGTH_MAX, Shard
+from psserver.table import TableSpec, make_spec
 from tests.unit.psserver.front import JOB, Context, Front, Refused, play
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1

@@ -10,7 +10,8 @@ import pytest
 from pscore import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.clock import LATE_KEPT, PARKED_MAX
+from psserver.clock import PARKED_MAX
+from psserver.counted import LATE_KEPT
 from tests.unit.psserver.front import (
     HYPER,
     JOB,

@@ -22,7 +22,9 @@ CORE = (
     "pscore/optimizers",
     "pscore/local",
     "pscore/partition.py",
+    "psserver/counted.py",
     "psserver/shard.py",
+    "psserver/table.py",
     "psserver/membership.py",
 )
 IMPURE = {

@@ -6,7 +6,8 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.rules import SSGD
 from pscore.types import Push, Verdict
-from psserver.clock import LATE_KEPT, Acknowledge, Action, Add, SliceClock, Update
+from psserver.clock import Acknowledge, Action, Add, SliceClock, Update
+from psserver.counted import LATE_KEPT
 from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
 
 LR, MOMENTUM, DECAY = 0.05, 0.9, 0.01

@@ -23,8 +23,9 @@ from psserver.intake import Intake, Request
 from psserver.lanes import INLINE_NUMEL_MAX, Lane
 from psserver.membership import Member
 from psserver.recovery import Recovery, Room, resume
-from psserver.shard import Actions, Job, Shard, Table, TableSpec
+from psserver.shard import Actions, Job, Shard
 from psserver.store import SliceStore
+from psserver.table import Table, TableSpec
 from psserver.tally import Tally
 from psserver.vault import Vault
 from tests.sim.case import Case

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pscore.rules.base import Rule
-from psserver.clock import Acknowledge, Action, Add, Answer, Counted, SliceClock
+from psserver.clock import Acknowledge, Action, Add, Answer, SliceClock
+from psserver.counted import Counted
 from psserver.store import SliceStore
 from tests.sim.case import draw
 from tests.sim.cluster import simulate

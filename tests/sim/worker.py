@@ -18,8 +18,8 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Role, Verdict
-from psserver.shard import TableSpec
 from psserver.store import Payload
+from psserver.table import TableSpec
 from psworker.exchange import Exchange
 from psworker.replica import Replica
 from psworker.session import Session

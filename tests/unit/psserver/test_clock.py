@@ -6,7 +6,8 @@ import pytest
 from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.rules import ASGD, SSD, SSGD
 from pscore.types import Push, Role
-from psserver.clock import LATE_KEPT, PARKED_MAX, Update
+from psserver.clock import PARKED_MAX, Update
+from psserver.counted import LATE_KEPT
 from tests.unit.psserver.bench import Bench, Bounded, FirstOfOpen, Pairs, words
 
 SYNC = SSGD()

@@ -26,7 +26,8 @@ from pscore.rules import parse_mode
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver.clock import Acknowledge, Add, Answer, Update
 from psserver.membership import Member
-from psserver.shard import Actions, Address, Job, Shard, TableSpec
+from psserver.shard import Actions, Address, Job, Shard
+from psserver.table import TableSpec
 
 LEASE_S = 10.0
 WORKERS = 3

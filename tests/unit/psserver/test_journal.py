@@ -12,7 +12,8 @@ from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
 from psserver.arena import Arena
-from psserver.clock import Acknowledge, Action, Answer, Bin, Counted, SliceClock, Token
+from psserver.clock import Acknowledge, Action, Answer, SliceClock
+from psserver.counted import Bin, Counted, Token
 from psserver.journal import ROOT_NBYTES, SliceJournal
 from psserver.lanes import carry_out
 from psserver.store import Payload, SliceStore

@@ -6,7 +6,8 @@ from pscore.errors import LimitError
 from pscore.types import TensorSpec
 from psserver.limits import Budget, Limits
 from psserver.membership import Member
-from psserver.shard import Shard, TableSpec, make_spec
+from psserver.shard import Shard
+from psserver.table import TableSpec, make_spec
 
 MB = 1 << 20
 

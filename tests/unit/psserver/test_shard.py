@@ -29,9 +29,8 @@ from psserver.shard import (
     Address,
     Job,
     Shard,
-    TableSpec,
-    make_spec,
 )
+from psserver.table import TableSpec, make_spec
 
 LEASE_S = 10.0
 HYPER = np.zeros((1, 6))

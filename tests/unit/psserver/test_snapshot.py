@@ -15,8 +15,9 @@ from psserver import snapshot
 from psserver.clock import Answer
 from psserver.driver import Driver
 from psserver.membership import Member, Presence
-from psserver.shard import Address, Job, Shard, TableSpec
+from psserver.shard import Address, Job, Shard
 from psserver.store import SliceStore
+from psserver.table import TableSpec
 
 HYPER = np.array([[0.5, 0.9, 0.0, 0.0, 0.0, 0.0]])
 
