@@ -23,7 +23,7 @@ from pscore.pb.ps.v1 import state_pb2
 from pscore.types import FloatArray, HyperArray, Push
 from psserver.arena import Arena
 from psserver.counted import Counted
-from psserver.pool import ArenaPool, Cell, HeapPool
+from psserver.pool import ArenaPool, Cell, Pool
 
 log = structlog.get_logger()
 ROOT_NUMEL = 8
@@ -61,7 +61,7 @@ class SliceJournal:
         self._arena = arena
         self._root = arena.integers_at(root, ROOT_NUMEL)
         self._num_segments = num_segments
-        self._heap = HeapPool(numel, payload_nbytes_max)
+        self._heap = Pool(numel, payload_nbytes_max)
         self._is_on = True
         self.pool = ArenaPool(arena, numel, payload_nbytes_max)
         self.record = state_pb2.SliceRecord(version=-1)

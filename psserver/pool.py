@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from pscore.types import ByteArray, FloatArray
@@ -46,36 +44,31 @@ class Buffer:
         return self.number or (0 if self.cell is None else self.cell.place)
 
 
-class Pool(Protocol):
-    """Cells that are given and taken."""
+class Pool:
+    """Cells of one size that are given and taken; on the heap.
 
-    def take(self) -> Cell:
-        """Returns a cell; what is in it is anything."""
-
-    def give(self, cell: Cell) -> None:
-        """Takes a cell back."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all cells, in use or free."""
-
-
-class HeapPool:
-    """Cells in this process's memory."""
+    Attributes:
+        places: Of all cells, in use or free; each 0 on the heap.
+    """
 
     def __init__(self, numel: int, nbytes: int) -> None:
         """Makes cells of `nbytes`, for arrays of `numel`."""
-        self._numel = numel
         self._nbytes = max(nbytes, 4 * numel)
+        self.places: list[int] = []
+        self._numel = numel
         self._free: list[Cell] = []
-        self._count = 0
 
     def take(self) -> Cell:
-        """Returns the cell that came back last, or a new one of zeros."""
+        """Returns the cell that came back last, or a new one of zeros.
+
+        Raises:
+            OSError: There is no room for it on the disk.
+        """
         if self._free:
             return self._free.pop()
-        self._count += 1
-        return Cell(np.zeros(self._nbytes, dtype=np.uint8), self._numel)
+        cell = self._make()
+        self.places.append(cell.place)
+        return cell
 
     def give(self, cell: Cell) -> None:
         """Takes a cell back."""
@@ -84,39 +77,19 @@ class HeapPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all cells, in use or free."""
-        return self._count * self._nbytes
+        return len(self.places) * self._nbytes
+
+    def _make(self) -> Cell:
+        return Cell(np.zeros(self._nbytes, dtype=np.uint8), self._numel)
 
 
-class ArenaPool:
-    """Cells in an arena.
-
-    Attributes:
-        places: Of all cells, in use or free.
-    """
+class ArenaPool(Pool):
+    """Those in an arena, which a later process finds again."""
 
     def __init__(self, arena: Arena, numel: int, nbytes: int) -> None:
         """Makes cells of `nbytes`, for arrays of `numel`."""
+        super().__init__(numel, nbytes)
         self._arena = arena
-        self._numel = numel
-        self._nbytes = max(nbytes, 4 * numel)
-        self._free: list[Cell] = []
-        self.places: list[int] = []
-
-    def take(self) -> Cell:
-        """Returns the cell that came back last, or a new one.
-
-        Raises:
-            OSError: There is no room on the disk.
-        """
-        if self._free:
-            return self._free.pop()
-        place = self._arena.allocate(self._nbytes)
-        self.places.append(place)
-        return self.at(place)
-
-    def give(self, cell: Cell) -> None:
-        """Takes a cell back."""
-        self._free.append(cell)
 
     def at(self, place: int) -> Cell:
         """Returns the cell at a place.
@@ -131,7 +104,5 @@ class ArenaPool:
         self.places = places
         self._free = [self.at(place) for place in places if place not in used]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all cells, in use or free."""
-        return len(self.places) * self._nbytes
+    def _make(self) -> Cell:
+        return self.at(self._arena.allocate(self._nbytes))

@@ -28,7 +28,7 @@ from psserver.clock import Acknowledge, Add, Hold, Load, Update
 from psserver.counted import LATE_KEPT, Counted
 from psserver.estimate import Estimate
 from psserver.journal import SliceJournal
-from psserver.pool import Buffer, Cell, HeapPool
+from psserver.pool import Buffer, Cell, Pool
 
 RAW = NoCompression()
 NOBODY: Mapping[int, int] = {}
@@ -73,7 +73,7 @@ class SliceStore:
         self._rule = rule
         self._optimizer = optimizer
         self._journal = journal
-        self._pool = HeapPool(spec.numel, 0) if journal is None else journal
+        self._pool = Pool(spec.numel, 0) if journal is None else journal
         self._versions = versions
         self._leasing = threading.Lock()
         self._bins: dict[int, Cell] = {}
