@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROTO = ROOT / "proto"
 TARGET = ROOT / "pscore" / "pb"
 WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
+SERVICE = re.compile(r"^service ", re.M)
 INIT = '"""Generated from proto/ by scripts/gen_proto.py; never edited."""\n'
 
 
@@ -27,10 +28,12 @@ def generate(folder: Path) -> dict[Path, str]:
     sources = sorted(path.relative_to(PROTO).as_posix() for path in PROTO.glob("ps/v1/*.proto"))
     if not sources:
         sys.exit("gen_proto: there is no proto/ps/v1/*.proto")
-    outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
-    includes = [f"-I{PROTO}", f"-I{WELL_KNOWN}"]
-    if protoc.main(["protoc", *includes, *outputs, *sources]) != 0:
-        sys.exit("gen_proto: protoc refused a file, see above")
+    services = [name for name in sources if SERVICE.search((PROTO / name).read_text())]
+    for kinds, names in ((("python", "pyi"), sources), (("grpc_python",), services)):
+        outputs = [f"--{kind}_out={folder}" for kind in kinds]
+        includes = [f"-I{PROTO}", f"-I{WELL_KNOWN}"]
+        if protoc.main(["protoc", *includes, *outputs, *names]) != 0:
+            sys.exit("gen_proto: protoc refused a file, see above")
     texts = {
         path.relative_to(folder): re.sub(
             r"^from ps\.v1 import", "from pscore.pb.ps.v1 import", path.read_text(), flags=re.M
