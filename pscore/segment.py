@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pscore.descriptor import Descriptor
 from pscore.types import FloatArray, IntArray, SliceSpec
 
 PAGE = 4096
@@ -30,19 +31,18 @@ LINE = 64
 BUFFERS = 2  # Copies of the weights: one is read while the other is written.
 
 
-class Segment:
+class Segment(Descriptor):
     """Memory that other processes can map.
 
     Attributes:
-        fd: Its file descriptor.
         nbytes: Its length.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Maps an open segment and owns its descriptor."""
-        self.fd = fd
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes)
+        super().__init__(fd)  # Once it is mapped: else whoever has opened it closes it.
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -97,16 +97,6 @@ class Segment:
     def integers(self, offset: int, numel: int) -> IntArray:
         """Returns `(numel,) int64` at a byte offset, as a view."""
         return np.frombuffer(self._map, dtype=np.int64, count=numel, offset=offset)
-
-    def close(self) -> None:
-        """Closes the descriptor; the memory goes with the last view on it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def __del__(self) -> None:
-        """Closes the descriptor of a segment that nobody has closed."""
-        self.close()
 
 
 class WeightsMap:

@@ -26,11 +26,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pscore.boot import boot_id
 from pscore.errors import ConfigError
 
 log = logging.getLogger("paceline")
 SPANS_MAX = 100_000  # Of a process: about 20 MB of JSON.
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TRACK_TID = 1 << 20  # Above the numbers of threads, which count from 1.
 
 Span = tuple[str, int, int, int, str, Mapping[str, Any]]  # Name, begin, end, thread, track, args.
@@ -96,7 +96,7 @@ class Timeline:
             "otherData": {
                 "process": self._process,
                 "dropped": num_dropped,
-                "host": _host(),
+                "host": boot_id() or socket.gethostname(),  # What shares a monotonic clock.
                 "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
             },
         }
@@ -165,14 +165,6 @@ def join(paths: Sequence[Path], out: Path) -> list[str]:
 
 
 # ----- inside
-
-
-def _host() -> str:
-    """Returns what tells apart hosts, or boots: what shares a monotonic clock."""
-    try:
-        return BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _labels(pid: int, process: str, threads: Mapping[int, str]) -> list[dict[str, Any]]:

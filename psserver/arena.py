@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pscore.descriptor import Descriptor
 from pscore.types import ByteArray, FloatArray, IntArray
 
 MAGIC = b"PLARENA1"
@@ -27,7 +28,7 @@ LINE = 64
 GROWTH_NBYTES = 1 << 20  # The least by which a file grows.
 
 
-class Arena:
+class Arena(Descriptor):
     """Arrays in one file; any thread may ask for more."""
 
     def __init__(self, path: Path) -> None:
@@ -40,14 +41,14 @@ class Arena:
         self.path = path
         self._lock = threading.Lock()
         is_new = not path.exists()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._starts: list[int] = []  # Offset of each mapped part.
         self._maps: list[mmap.mmap] = []
         self._size = 0
         if is_new:
             self._grow_to(PAGE)
         else:
-            self._map_to(max(PAGE, os.fstat(self._fd).st_size // PAGE * PAGE))
+            self._map_to(max(PAGE, os.fstat(self.fd).st_size // PAGE * PAGE))
         if is_new:
             self._maps[0][: len(MAGIC)] = MAGIC
         elif self._maps[0][: len(MAGIC)] != MAGIC:
@@ -100,16 +101,6 @@ class Arena:
         """Returns `(numel,) int64` at a place, as a view."""
         return self.bytes_at(place, 8 * numel).view(np.int64)
 
-    def close(self) -> None:
-        """Closes the file; its memory goes with the last view on it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        """Closes the file of an arena that nobody has closed."""
-        self.close()
-
     def _reserve(self, nbytes: int) -> None:
         if self._size - int(self._used[0]) < nbytes:
             size = self._size
@@ -117,11 +108,11 @@ class Arena:
             self._used[0] = size  # What was left of the last part is too small for this.
 
     def _grow_to(self, size: int) -> None:
-        os.posix_fallocate(self._fd, self._size, size - self._size)
+        os.posix_fallocate(self.fd, self._size, size - self._size)
         self._map_to(size)
 
     def _map_to(self, size: int) -> None:
-        self._maps.append(mmap.mmap(self._fd, size - self._size, offset=self._size))
+        self._maps.append(mmap.mmap(self.fd, size - self._size, offset=self._size))
         self._starts.append(self._size)
         self._size = size
 

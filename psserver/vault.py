@@ -28,6 +28,8 @@ from typing import Any
 
 import structlog
 
+from pscore.boot import boot_id
+from pscore.descriptor import Descriptor
 from pscore.segment import Segment
 from psserver.arena import Arena
 
@@ -35,7 +37,6 @@ log = structlog.get_logger()
 FORMAT = 1
 STAMP, LOCK, JOB, ARENA = "stamp.json", "lock", "job.json", "arena"
 SHM = Path("/dev/shm")
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 Meta = dict[str, Any]
 
@@ -106,7 +107,7 @@ class JobVault:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Lock:
+class Lock(Descriptor):
     """Keeps other processes out of a folder, for as long as this one lives."""
 
     def __init__(self, folder: Path) -> None:
@@ -115,22 +116,12 @@ class Lock:
         Raises:
             BlockingIOError: Another process has it.
         """
-        self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        super().__init__(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self.close()
             raise
-
-    def close(self) -> None:
-        """Lets others in."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        """Closes a lock that nobody has closed."""
-        self.close()
 
 
 class Vault:
@@ -154,7 +145,7 @@ class Vault:
         stamp: Mapping[str, object] = {}
         with contextlib.suppress(OSError, ValueError):
             stamp = _read(folder / STAMP)
-        if stamp.get("boot") == _boot() and stamp.get("format") == FORMAT:
+        if stamp.get("boot") == boot_id() and stamp.get("format") == FORMAT:
             self.instance = int(str(stamp["instance"]))
         else:
             self._empty()
@@ -197,7 +188,7 @@ class Vault:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _write_stamp(self) -> None:
-        stamp = {"format": FORMAT, "boot": _boot(), "instance": self.instance}
+        stamp = {"format": FORMAT, "boot": boot_id(), "instance": self.instance}
         _write(self.folder / STAMP, stamp)
 
 
@@ -242,13 +233,6 @@ def _sweep(base: Path) -> None:
             with contextlib.suppress(OSError):
                 Lock(folder).close()
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _boot() -> str:
-    try:
-        return BOOT.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _read(path: Path) -> Meta:
