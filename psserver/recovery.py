@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from pscore.compressors.base import Compressor
 from pscore.rules import make_rule
 from pscore.segment import Segment, WeightsMap
-from pscore.types import SliceSpec
+from pscore.types import Push, SliceSpec
 from psserver import snapshot
 from psserver.clock import SliceClock
-from psserver.counted import Bin, Counted
+from psserver.counted import Bin, Token
+from psserver.footprint import num_changing
 from psserver.intake import Request
 from psserver.journal import ROOT_NBYTES, SliceJournal
 from psserver.shard import Actions, Address, Job, Round, Shard
@@ -21,6 +23,7 @@ from psserver.table import Table
 from psserver.vault import JobVault, Meta, Vault
 
 log = structlog.get_logger()
+RECORDS_NBYTES = 8192  # Of the two records of a slice, with some workers.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +84,7 @@ class Recovery:
         if kept is not None:
             try:
                 weights = kept.weights(table.index, layout.nbytes)
-                kept.arena.reserve(_estimate(table))
+                kept.arena.reserve(_nbytes_in_arena(table))
                 roots = {index: kept.arena.allocate(ROOT_NBYTES) for index in table.specs}
                 room = self._open(kept, table, weights, roots)
                 self._roots[id(job), table.index] = roots
@@ -129,16 +132,16 @@ class Recovery:
         jobs: list[Job] = []
         for kept in [] if self._vault is None else list(self._vault.found()):
             assert self._vault is not None
-            meta: Meta = {"name": ""}
+            name = ""
             try:
                 meta = kept.read_job()
-                tables = kept.read_tables()
                 if meta["name"] in self._shard.jobs:
                     kept.remove()  # An older one of this name, which had not been deleted yet.
                     continue
-                jobs.append(self._take_up(kept, meta, tables, now_s, allocate))
+                name = meta["name"]
+                jobs.append(self._take_up(kept, meta, kept.read_tables(), now_s, allocate))
             except (OSError, ValueError, KeyError) as problem:
-                self._shard.jobs.pop(meta["name"], None)
+                self._shard.jobs.pop(name, None)
                 self._vault.drop(kept.folder, problem)
         return jobs
 
@@ -196,25 +199,12 @@ def resume(
     if journal is None or journal.is_new:
         return []
     address = Address(job.name, table.index, spec.index)
-    record = journal.record
-    bins: dict[int, Bin] = {}
-    for bin_ in record.bins:
-        added = [(journal.push_of(entry), entry.weight) for entry in bin_.added]
-        bins[bin_.bin] = Bin(added=added)
-    for entry in record.held:
-        push = journal.push_of(entry)
-        cell = journal.pool.at(entry.place)
-        request = Request(job, address, clock, push.worker, Nobody())
-        request.payload = Payload(
-            data=cell.data[: entry.nbytes],
-            compressor=table.spec.compressor if entry.is_compressed else RAW,
-            cell=cell,
-        )
-        bins.setdefault(entry.step, Bin()).held[push.worker] = (push, request)
-    counted = {
-        rank: Counted(steps.clock, set(steps.ahead), set(steps.late))
-        for rank, steps in record.counted.items()
-    }
+    record, counted = journal.record, store.counted
+
+    def token_of(push: Push, payload: Payload) -> Request:
+        return Request(job, address, clock, push.worker, Nobody(), payload)
+
+    bins = bins_of(journal, table.spec.compressor, token_of)
     for rank, steps in counted.items():
         newest = max(steps.ahead, default=steps.clock - 1) + 1
         job.steps[rank] = max(job.steps.get(rank, 0), newest)
@@ -226,6 +216,32 @@ def resume(
         actions = clock.resume(record.version, counted, bins) + clock.change(table.spec.rule)
         table.aside.clear()
     return [(address, action) for action in actions]
+
+
+def bins_of(
+    journal: SliceJournal, compressor: Compressor, token_of: Callable[[Push, Payload], Token]
+) -> dict[int, Bin]:
+    """Returns what a former process had counted that is in no update yet, by bin.
+
+    Args:
+        journal: Of the slice.
+        compressor: Of its pushes.
+        token_of: Returns what stands for a push whose payload waits to be added.
+    """
+    bins: dict[int, Bin] = {}
+    for bin_ in journal.record.bins:
+        added = [(journal.push_of(entry), entry.weight) for entry in bin_.added]
+        bins[bin_.bin] = Bin(added=added)
+    for entry in journal.record.held:
+        push = journal.push_of(entry)
+        cell = journal.pool.at(entry.place)
+        payload = Payload(
+            data=cell.data[: entry.nbytes],
+            compressor=compressor if entry.is_compressed else RAW,
+            cell=cell,
+        )
+        bins.setdefault(entry.step, Bin()).held[push.worker] = (push, token_of(push, payload))
+    return bins
 
 
 class Nobody:
@@ -252,7 +268,8 @@ def _describe(job: Job) -> Meta:
     }
 
 
-def _estimate(table: Table) -> int:
-    """Returns the bytes of arrays that a table will need: state twice, and two sums."""
-    num_arrays = 2 * len(table.optimizer.state_names) + 2
-    return num_arrays * table.nbytes + len(table.specs) * 2 * 4096
+def _nbytes_in_arena(table: Table) -> int:
+    """Returns the bytes that a table will need there: state and sums, and records."""
+    num_state = len(table.optimizer.state_names)
+    arrays = num_changing(table.spec.rule, num_state, is_kept=True) * table.nbytes
+    return arrays + len(table.specs) * RECORDS_NBYTES

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -97,6 +98,11 @@ class SliceStore:
     def journal(self) -> SliceJournal | None:
         """Where changes are written down."""
         return self._journal
+
+    @property
+    def counted(self) -> dict[int, Counted]:
+        """A copy of which steps of each worker are in, by rank, as the journal has it."""
+        return deepcopy(self._counted)
 
     @property
     def weights(self) -> FloatArray:

@@ -54,6 +54,7 @@ class JobVault:
         folder.mkdir(mode=0o700, exist_ok=True)
         self.folder = folder
         self.arena = Arena(folder / ARENA)
+        self._noted: Meta | None = None  # What `write_job` wrote last.
 
     def weights(self, table: int, nbytes: int) -> Segment:
         """Returns the segment for a table's weights, made if it is not there.
@@ -72,12 +73,14 @@ class JobVault:
         _write(self.folder / f"{table}.json", meta)
 
     def write_job(self, meta: Meta) -> None:
-        """Notes who takes part.
+        """Notes who takes part; what is there already is not written again.
 
         Raises:
             OSError: The disk is full; what was noted before is still there.
         """
-        _write(self.folder / JOB, meta)
+        if meta != self._noted:
+            _write(self.folder / JOB, meta)
+            self._noted = meta
 
     def read_job(self) -> Meta:
         """Returns what `write_job` wrote.

@@ -13,9 +13,10 @@ from pscore.rules.base import Rule
 from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
 from psserver.arena import Arena
 from psserver.clock import Acknowledge, Action, Answer, SliceClock
-from psserver.counted import Bin, Counted, Token
+from psserver.counted import Token
 from psserver.journal import ROOT_NBYTES, SliceJournal
 from psserver.lanes import carry_out
+from psserver.recovery import bins_of
 from psserver.store import Payload, SliceStore
 from tests.sim.server import spoil
 
@@ -71,24 +72,13 @@ class Process:
             self._resume(journal)
 
     def _resume(self, journal: SliceJournal) -> None:
-        record = journal.record
-        bins = {
-            bin_.bin: Bin(added=[(journal.push_of(entry), entry.weight) for entry in bin_.added])
-            for bin_ in record.bins
-        }
-        for entry in record.held:
-            push = journal.push_of(entry)
-            cell = journal.pool.at(entry.place)
+        def token_of(push: Push, payload: Payload) -> Token:
             token = ("held", push.worker, push.step)
-            self.payloads[token] = Payload(
-                data=cell.data[: entry.nbytes], compressor=RAW, cell=cell
-            )
-            bins.setdefault(entry.step, Bin()).held[push.worker] = (push, token)
-        counted = {
-            rank: Counted(steps.clock, set(steps.ahead), set(steps.late))
-            for rank, steps in record.counted.items()
-        }
-        self.carry_out(self.clock.resume(record.version, counted, bins))
+            self.payloads[token] = payload
+            return token
+
+        bins = bins_of(journal, RAW, token_of)
+        self.carry_out(self.clock.resume(journal.record.version, self.store.counted, bins))
 
     def send(self, token: Token, push: Push, values: FloatArray) -> None:
         data = values.copy().view(np.uint8)
