@@ -379,18 +379,18 @@ class Driver:
     ) -> tuple[bool, str]:
         """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`."""
         with self.lock:
-            done, missing = self.shard.barrier(job, name, number, rank)
+            missing = self.shard.barrier(job, name, number, rank)
             self.recovery.note(job)
         deadline_s = self.now() + min(wait_s, WAIT_S_MAX)
-        if done:
+        if not missing:
             self._ring(job)
-        while not done and (left_s := deadline_s - self.now()) > 0:
+        while missing and (left_s := deadline_s - self.now()) > 0:
             bell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._barriers.setdefault((id(job), name), []).append(bell)
             await asyncio.wait([bell], timeout=left_s)
             with self.lock:
-                done, missing = self.shard.barrier(job, name, number, rank)
-        return done, "" if done else self._at_barrier(job, name, missing)
+                missing = self.shard.barrier(job, name, number, rank)
+        return not missing, self._at_barrier(job, name, missing) if missing else ""
 
     def _ring(self, job: Job) -> None:
         """Wakes everybody who waits at a barrier of `job`."""
@@ -445,12 +445,11 @@ class Driver:
                 step, index = behind
                 found["table", table.index, index, step] = self._in_words(job, table, index)
         for key, name in self._barriers:
-            numbers = [number for other, number in job.barriers if other == name]
-            if key == id(job) and numbers:
-                arrived = job.barriers[name, max(numbers)].arrived
-                missing = [who for who in job.membership.expected() if who not in arrived]
+            barrier = job.barriers.by_name.get(name)
+            if key == id(job) and barrier is not None:
+                missing = barrier.missing(job.membership.expected())
                 if missing:
-                    found["barrier", name, max(numbers)] = self._at_barrier(job, name, missing)
+                    found["barrier", name, barrier.number] = self._at_barrier(job, name, missing)
         return found
 
     def _behind(self, table: Table) -> tuple[int, int] | None:

@@ -12,12 +12,13 @@ from pscore.rules import make_rule
 from pscore.segment import Segment, WeightsMap
 from pscore.types import Push, SliceSpec
 from psserver import snapshot
+from psserver.barriers import Barrier
 from psserver.clock import SliceClock
 from psserver.counted import Bin, Token
 from psserver.footprint import num_changing
 from psserver.intake import Request
 from psserver.journal import ROOT_NBYTES, SliceJournal
-from psserver.shard import Actions, Address, Job, Round, Shard
+from psserver.shard import Actions, Address, Job, Shard
 from psserver.store import RAW, Payload, SliceStore
 from psserver.table import Table
 from psserver.vault import JobVault, Meta, Vault
@@ -155,8 +156,8 @@ class Recovery:
     ) -> Job:
         members = snapshot.members_of(meta, now_s)
         job = self._shard.restore(meta["name"], meta["num_workers"], members)
-        for name, number, ranks in meta["barriers"]:
-            job.barriers[name, number] = Round(arrived=set(ranks))
+        for name, number, ranks, is_open in meta["barriers"]:
+            job.barriers.by_name[name] = Barrier(number, set(ranks), is_open)
         for entry in tables:
             table, _ = self._shard.define(job, snapshot.spec_of(entry))
             roots = {int(index): root for index, root in entry["roots"].items()}
@@ -262,8 +263,8 @@ def _describe(job: Job) -> Meta:
         "num_workers": job.membership.num_workers,
         "members": snapshot.members_to_json(job),
         "barriers": [
-            [name, number, sorted(round_.arrived)]
-            for (name, number), round_ in job.barriers.items()
+            [name, barrier.number, sorted(barrier.arrived), barrier.is_open]
+            for name, barrier in job.barriers.by_name.items()
         ],
     }
 

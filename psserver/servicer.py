@@ -212,6 +212,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             num_workers=job.membership.num_workers,
             lease_s=job.membership.lease_s,
             instance=self._instance,
+            rounds=job.barriers.next_rounds(),
         )
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:

@@ -24,6 +24,7 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role
+from psserver.barriers import Barriers
 from psserver.clock import Action, SliceClock, Update
 from psserver.counted import Token
 from psserver.limits import Limits
@@ -33,7 +34,6 @@ from psserver.table import Change, Table, TableSpec
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
 GROUPS_MAX = 1024
-BARRIERS_MAX = 1024  # Per job; older ones are forgotten, and all workers have passed them.
 NAME_LENGTH_MAX = 256
 
 
@@ -46,13 +46,6 @@ class Address(NamedTuple):
 
 
 Actions = list[tuple[Address, Action]]
-
-
-@dataclass(slots=True)
-class Round:
-    """One barrier: who has arrived, and who waits for the answer."""
-
-    arrived: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +65,7 @@ class Job:
     name: str
     membership: Membership
     tables: dict[str, Table] = field(default_factory=dict)
-    barriers: dict[tuple[str, int], Round] = field(default_factory=dict)
+    barriers: Barriers = field(default_factory=Barriers)
     steps: dict[int, int] = field(default_factory=dict)  # Steps that each worker has pushed.
     met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
     counters: Counters = field(default_factory=Counters)
@@ -336,18 +329,9 @@ class Shard:
 
     # ----- barriers
 
-    def barrier(self, job: Job, name: str, number: int, rank: int) -> tuple[bool, list[int]]:
-        """Arrives at round `number` of a barrier. Returns whether all have, and who has not."""
-        round_ = job.barriers.get((name, number))
-        if round_ is None:
-            while len(job.barriers) >= BARRIERS_MAX:
-                del job.barriers[next(iter(job.barriers))]
-            round_ = job.barriers[name, number] = Round()
-        round_.arrived.add(rank)
-        for key in [k for k in job.barriers if k[0] == name and k[1] < number - 1]:
-            del job.barriers[key]
-        missing = [who for who in job.membership.expected() if who not in round_.arrived]
-        return not missing, missing
+    def barrier(self, job: Job, name: str, number: int, rank: int) -> list[int]:
+        """Arrives at round `number` of a barrier. Returns who has not."""
+        return job.barriers.arrive(name, number, rank, job.membership.expected())
 
     # ----- inside
 

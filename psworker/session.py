@@ -34,6 +34,8 @@ log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
 RAW = NoCompression()
+# Called once by every worker at its start: who comes late goes through where others have been.
+AT_START = ("begin", "load_state_dict")
 FIRST_TIMEOUT_S = 5.0  # Of one attempt of the first call: what listens there may be no shard.
 
 
@@ -305,6 +307,8 @@ class Session:
         self.rank = reply.rank
         link.instance = reply.instance
         self._interval_s = reply.lease_s / 5
+        if link is self.links[0]:
+            self._rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
 
     def _beat(self) -> None:
         """Renews the leases until the session ends; other messages renew them too."""

@@ -312,7 +312,7 @@ def test_barriers_of_many_names_are_bounded() -> None:
                 job=JOB, worker=0, incarnation=100, name=f"b{number}", round=U64 - number, wait_ms=0
             )
             await front.control.Barrier(request, Context())
-        assert len(front.job.barriers) <= 1024
+        assert len(front.job.barriers.by_name) <= 1024
         await still_serves(front)
 
     play(scene)

@@ -22,6 +22,7 @@ CORE = (
     "pscore/optimizers",
     "pscore/local",
     "pscore/partition.py",
+    "psserver/barriers.py",
     "psserver/counted.py",
     "psserver/shard.py",
     "psserver/table.py",

@@ -1,4 +1,4 @@
-"""Jobs, tables and barriers of one shard: what is shared, what is refused, and what is limited."""
+"""Jobs, tables and workers of one shard: what is shared, what is refused, and what is limited."""
 
 import dataclasses
 
@@ -417,35 +417,8 @@ def test_what_a_pull_waits_for_is_said_in_words() -> None:
 # ----- barriers
 
 
-def test_a_barrier_opens_when_all_expected_have_come() -> None:
+def test_nobody_is_waited_for_at_a_barrier_who_has_left() -> None:
     shard, job, _ = ready(3)
-    assert shard.barrier(job, "epoch", 0, 0) == (False, [1, 2])
-    assert shard.barrier(job, "epoch", 0, 0) == (False, [1, 2])
+    assert shard.barrier(job, "epoch", 0, 0) == [1, 2]
     shard.leave("run", 1, 1, "finished")
-    assert shard.barrier(job, "epoch", 0, 2) == (True, [])
-    assert shard.barrier(job, "epoch", 0, 0) == (True, [])
-
-
-def test_rounds_and_names_of_barriers_are_apart() -> None:
-    shard, job, _ = ready(2)
-    shard.barrier(job, "a", 0, 0)
-    assert shard.barrier(job, "b", 0, 1) == (False, [0])
-    assert shard.barrier(job, "a", 1, 1) == (False, [0])
-    assert shard.barrier(job, "a", 0, 1) == (True, [])
-
-
-def test_old_rounds_are_forgotten() -> None:
-    shard, job, _ = ready(1)
-    for number in range(100):
-        assert shard.barrier(job, "epoch", number, 0) == (True, [])
-    assert len(job.barriers) <= 2
-
-
-def test_the_oldest_of_many_barriers_is_forgotten() -> None:
-    shard, job, _ = ready(2)
-    for number in range(shard_module.BARRIERS_MAX):
-        assert not shard.barrier(job, f"epoch {number}", 0, 0)[0]
-    shard.barrier(job, "one more", 0, 0)
-    assert len(job.barriers) == shard_module.BARRIERS_MAX
-    assert shard.barrier(job, "epoch 1", 0, 1) == (True, [])
-    assert shard.barrier(job, "epoch 0", 0, 1) == (False, [0])
+    assert shard.barrier(job, "epoch", 0, 2) == []

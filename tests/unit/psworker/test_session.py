@@ -247,6 +247,27 @@ def test_a_barrier_has_a_number_for_each_name(links: list[FakeLink]) -> None:
     session.leave()
 
 
+def test_a_worker_that_comes_late_counts_barriers_from_where_others_are(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But goes through those that every worker comes to once, at its start."""
+    rounds = {"epoch": 7, "begin": 1}
+    joined = pb.JoinReply(rank=3, lease_s=LEASE_S, instance=40, rounds=rounds)
+    made = FakeLink.__init__
+
+    def init(self: FakeLink, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self.answers["Join"] = joined
+
+    monkeypatch.setattr(FakeLink, "__init__", init)
+    session = begin()
+    for name in ("begin", "epoch", "epoch"):
+        session.barrier(name)
+    sent = [(r.name, r.round) for r in links[0].sent("Barrier")]
+    assert sent == [("begin", 0), ("epoch", 7), ("epoch", 8)]
+    session.leave()
+
+
 def test_a_barrier_that_is_waited_for_says_for_whom(
     links: list[FakeLink], caplog: pytest.LogCaptureFixture
 ) -> None:

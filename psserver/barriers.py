@@ -1,0 +1,58 @@
+"""The barriers of one job, by name: everybody has to arrive before anybody goes on.
+
+Workers count the rounds of a name, 0, 1, ..., and none goes to a round before it has come through
+the one before. So only the newest round of a name can be waited at, and all earlier ones are open.
+Once open, a round stays open: who joins later was not meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+BARRIERS_MAX = 1024  # Per job; the oldest is forgotten, and all workers have passed it.
+
+
+@dataclass(slots=True)
+class Barrier:
+    """The newest round of one name."""
+
+    number: int = 0
+    arrived: set[int] = field(default_factory=set)  # Ranks.
+    is_open: bool = False
+
+    def missing(self, expected: Iterable[int]) -> list[int]:
+        """Returns who of those that are expected has not arrived; nobody once it has opened."""
+        missing = [] if self.is_open else [rank for rank in expected if rank not in self.arrived]
+        self.is_open = not missing
+        return missing
+
+    @property
+    def next_round(self) -> int:
+        """The round that a worker which joins now comes to first."""
+        return self.number + self.is_open
+
+
+@dataclass(slots=True)
+class Barriers:
+    """All of them. A state machine; who is expected is an argument."""
+
+    by_name: dict[str, Barrier] = field(default_factory=dict)
+
+    def arrive(self, name: str, number: int, rank: int, expected: Iterable[int]) -> list[int]:
+        """Takes `rank` as having come to round `number`; returns who is missing there."""
+        barrier = self.by_name.get(name)
+        if barrier is None:
+            while len(self.by_name) >= BARRIERS_MAX:
+                del self.by_name[next(iter(self.by_name))]
+            barrier = self.by_name[name] = Barrier(number)
+        if number < barrier.number:
+            return []
+        if number > barrier.number:
+            barrier.number, barrier.arrived, barrier.is_open = number, set(), False
+        barrier.arrived.add(rank)
+        return barrier.missing(expected)
+
+    def next_rounds(self) -> dict[str, int]:
+        """Returns the round of each name that a worker which joins now comes to first."""
+        return {name: barrier.next_round for name, barrier in self.by_name.items()}
