@@ -63,49 +63,34 @@ class BF16(Compressor):
 
 @kernel
 def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
-    scratch = np.empty(BLOCK, np.float32)
-    largest = np.int32(0)
-    for start in range(0, grad.size, BLOCK):
-        stop = min(start + BLOCK, grad.size)
-        r, upper, sent = residual[start:stop], out[start:stop], scratch[: stop - start]
-        largest = max(largest, blocks.take_max(grad[start:stop], r))
-        _narrow(r, upper)
-        _widen(upper, sent)
-        for i in range(r.size):
-            r[i] -= sent[i]
+    largest = uint32(0)
+    for i in range(grad.size):
+        u = np.float32(residual[i] + grad[i])
+        bits = blocks.bits_of(u)
+        b = uint32(bits & uint32(0x7FFFFFFF))
+        largest = max(largest, b)
+        sign = uint32(uint32(bits >> uint32(16)) & uint32(0x8000))
+        odd = uint32(uint32(b >> uint32(16)) & uint32(1))
+        rounded = uint32(uint32(uint32(b + uint32(0x7FFF)) + odd) >> uint32(16))
+        upper = uint32(sign | min(rounded, LARGEST))
+        out[i] = np.uint16(upper)
+        residual[i] = u - _float_of(upper)
     return largest < INF_BITS
 
 
 @kernel
-def _narrow(r: FloatArray, upper: np.ndarray) -> None:
-    bits = r.view(np.uint32)
-    for i in range(bits.size):
-        b = uint32(bits[i] & uint32(0x7FFFFFFF))
-        sign = uint32(uint32(bits[i] >> uint32(16)) & uint32(0x8000))
-        odd = uint32(uint32(b >> uint32(16)) & uint32(1))
-        rounded = uint32(uint32(uint32(b + uint32(0x7FFF)) + odd) >> uint32(16))
-        magnitude = LARGEST if rounded > LARGEST else rounded
-        upper[i] = np.uint16(uint32(sign | magnitude))
-
-
-@kernel
-def _widen(upper: np.ndarray, out: FloatArray) -> None:
-    bits = out.view(np.uint32)
-    for i in range(upper.size):
-        bits[i] = uint32(uint32(upper[i]) << uint32(16))
+def _float_of(upper: np.uint32) -> np.float32:
+    return blocks.float_of(upper << uint32(16))
 
 
 @kernel
 def _decode(upper: np.ndarray, out: FloatArray, scale: np.float32, assign: bool) -> None:
-    scratch = np.empty(BLOCK, np.float32)
     for start in range(0, out.size, BLOCK):
-        stop = min(start + BLOCK, out.size)
-        part, wide = out[start:stop], scratch[: stop - start]
-        _widen(upper[start:stop], wide)
+        part, sent = out[start : start + BLOCK], upper[start : start + BLOCK]
         if assign:
             blocks.clear(part)
         for i in range(part.size):
-            part[i] += wide[i] * scale
+            part[i] += _float_of(uint32(sent[i])) * scale
 
 
 @kernel

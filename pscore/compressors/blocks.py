@@ -75,6 +75,18 @@ def check_scales(name: str, scales: FloatArray) -> None:
         raise DecodeError(f"{name} scale of block {block} is {float(scales[block])!r}")
 
 
+@kernel
+def bits_of(x: np.float32) -> np.uint32:
+    """Returns a number's bits."""
+    return np.float32(x).view(np.uint32)
+
+
+@kernel
+def float_of(bits: np.uint32) -> np.float32:
+    """Returns the number that has these bits."""
+    return np.uint32(bits).view(np.float32)
+
+
 # ----- one block
 
 

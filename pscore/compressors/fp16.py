@@ -26,11 +26,12 @@ from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
-MAX = np.float32(65504.0)
+MAX_BITS = uint32(0x477FE000)  # Of 65504, the largest half, in float32.
 SMALL = np.float32(2.0**-14)  # The smallest normal half.
-NORMAL_MIN = uint32(113 << 23)  # Its bits in float32.
+NORMAL_MIN = uint32(113 << 23)  # Its bits.
 HALF_ULP = np.float32(0.5)  # Its last bit is the last bit of a subnormal half: 2^-24.
 HALF_ULP_BITS = uint32(126 << 23)
+ABS_BITS = uint32(0x7FFFFFFF)
 REBIAS = uint32((127 - 15) << 23)
 
 
@@ -68,64 +69,49 @@ class FP16(Compressor):
 
 @kernel
 def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
-    clipped, raised = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    largest = np.int32(0)
-    for start in range(0, grad.size, BLOCK):
-        stop = min(start + BLOCK, grad.size)
-        r, half = residual[start:stop], out[start:stop]
-        largest = max(largest, blocks.take_max(grad[start:stop], r))
-        for i in range(r.size):
-            # Below 2^-14 the addition of 0.5 rounds, and leaves the half in the lowest bits.
-            clipped[i] = min(max(r[i], -MAX), MAX)
-            raised[i] = min(abs(r[i]), MAX) + HALF_ULP
-        _narrow(clipped, raised, half)
-        _widen(half, clipped)
-        for i in range(r.size):
-            r[i] -= clipped[i]
+    largest = uint32(0)
+    for i in range(grad.size):
+        u = np.float32(residual[i] + grad[i])
+        bits = blocks.bits_of(u)
+        largest = max(largest, uint32(bits & ABS_BITS))
+        half = _half_of(bits)
+        out[i] = np.uint16(half)
+        residual[i] = u - _float_of(half)
     return largest < INF_BITS
 
 
 @kernel
-def _narrow(clipped: FloatArray, raised: FloatArray, half: np.ndarray) -> None:
+def _half_of(bits: np.uint32) -> np.uint32:
     """Rounds on the bits: Numba has no half on the CPU, and CUDA has to agree."""
-    bits, small = clipped.view(np.uint32), raised.view(np.uint32)
-    for i in range(half.size):
-        b = uint32(bits[i] & uint32(0x7FFFFFFF))
-        sign = uint32(uint32(bits[i] >> uint32(16)) & uint32(0x8000))
-        # Nearest, ties to even: half of the last bit less one, and one more if the last bit is odd.
-        odd = uint32(uint32(b >> uint32(13)) & uint32(1))
-        normal = uint32(uint32(uint32(b - REBIAS) + uint32(0xFFF)) + odd)
-        below = uint32(small[i] - HALF_ULP_BITS)
-        magnitude = below if b < NORMAL_MIN else uint32(normal >> uint32(13))
-        half[i] = np.uint16(uint32(sign | magnitude))
+    sign = uint32(uint32(bits >> uint32(16)) & uint32(0x8000))
+    b = min(uint32(bits & ABS_BITS), MAX_BITS)
+    # Nearest, ties to even: half of the last bit less one, and one more if the last bit is odd.
+    odd = uint32(uint32(b >> uint32(13)) & uint32(1))
+    normal = uint32(uint32(uint32(b - REBIAS) + uint32(0xFFF)) + odd)
+    # Below 2^-14 the addition of 0.5 rounds, and leaves the half in the lowest bits.
+    below = uint32(blocks.bits_of(blocks.float_of(b) + HALF_ULP) - HALF_ULP_BITS)
+    return uint32(sign | (below if b < NORMAL_MIN else uint32(normal >> uint32(13))))
 
 
 @kernel
-def _widen(half: np.ndarray, out: FloatArray) -> None:
-    bits = out.view(np.uint32)
-    zero = np.float32(0.0)
-    for i in range(half.size):
-        magnitude = uint32(uint32(uint32(half[i]) & uint32(0x7FFF)) << uint32(13))
-        is_small = magnitude < uint32(0x400 << 13)
-        bits[i] = uint32(magnitude + (NORMAL_MIN if is_small else REBIAS))
-    for i in range(half.size):
-        # A subnormal half has become 2^-14 * (1 + fraction): take the one away again.
-        is_small = (half[i] & np.uint16(0x7FFF)) < np.uint16(0x400)
-        value = out[i] - (SMALL if is_small else zero)
-        out[i] = -value if half[i] >= np.uint16(0x8000) else value
+def _float_of(half: np.uint32) -> np.float32:
+    magnitude = uint32(uint32(half & uint32(0x7FFF)) << uint32(13))
+    sign = uint32(uint32(half & uint32(0x8000)) << uint32(16))
+    is_small = magnitude < uint32(0x400 << 13)
+    raised = blocks.float_of(magnitude + (NORMAL_MIN if is_small else REBIAS))
+    # A subnormal half has become 2^-14 * (1 + fraction): take the one away again.
+    value = raised - (SMALL if is_small else np.float32(0.0))
+    return blocks.float_of(blocks.bits_of(value) | sign)
 
 
 @kernel
 def _decode(half: np.ndarray, out: FloatArray, scale: np.float32, assign: bool) -> None:
-    scratch = np.empty(BLOCK, np.float32)
     for start in range(0, out.size, BLOCK):
-        stop = min(start + BLOCK, out.size)
-        part, wide = out[start:stop], scratch[: stop - start]
-        _widen(half[start:stop], wide)
+        part, sent = out[start : start + BLOCK], half[start : start + BLOCK]
         if assign:
             blocks.clear(part)
         for i in range(part.size):
-            part[i] += wide[i] * scale
+            part[i] += _float_of(uint32(sent[i])) * scale
 
 
 @kernel
