@@ -109,13 +109,6 @@ def take_max(grad: FloatArray, owed: FloatArray) -> np.int32:
 
 
 @kernel
-def copy(grad: FloatArray, owed: FloatArray) -> None:
-    """Sets `owed = grad`."""
-    for i in range(grad.size):
-        owed[i] = grad[i]
-
-
-@kernel
 def clear(out: FloatArray) -> None:
     """Sets `out = 0`."""
     for i in range(out.size):
@@ -208,6 +201,24 @@ def sum_squares(owed: FloatArray, lanes: np.ndarray) -> Any:
 
 
 @kernel
+def squares(owed: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> float:
+    """Returns the sum of squares, added as float32 if that holds it."""
+    x = padded(owed)
+    for t in range(LANES):
+        lanes[t] = (
+            (x[t] * x[t] + x[t + 256] * x[t + 256])
+            + (x[t + 512] * x[t + 512] + x[t + 768] * x[t + 768])
+        ) + (
+            (x[t + 1024] * x[t + 1024] + x[t + 1280] * x[t + 1280])
+            + (x[t + 1536] * x[t + 1536] + x[t + 1792] * x[t + 1792])
+        )
+    total = _fold(lanes)
+    if SQUARES_MIN <= total <= SQUARES_MAX:
+        return float(total)
+    return float(sum_squares(owed, wide_lanes))
+
+
+@kernel
 def padded(owed: FloatArray) -> FloatArray:
     """Returns a block, or a copy of a short one with zeros behind it."""
     if owed.size == BLOCK:
@@ -226,10 +237,9 @@ def _square(x: np.float32) -> np.float64:
 def _fold(lanes: np.ndarray) -> Any:
     half = LANES // 2
     while half:
-        low, high = lanes[:half], lanes[half : 2 * half]
         for t in range(half):
-            low[t] += high[t]
-        half //= 2
+            lanes[t] += lanes[t + half]
+        half >>= 1  # As `// 2`, but the compiler sees that it ends and unrolls all of it.
     return lanes[0]
 
 

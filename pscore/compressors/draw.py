@@ -6,6 +6,11 @@ halves of the seed mixed in before each of its two multiplications.
     x = index * 0x9e3779b1 ^ low(seed);  x ^= x >> 16;  x *= 0x7feb352d;  x += high(seed)
     x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16                           (all modulo 2^32)
 
+What rounds at random draws 16 bits for each element, two elements from one hash: the noise of
+element i is the lower half of `bits_32(i / 2)` for an even i, the upper half for an odd one. So a
+probability is a multiple of 2^-16, which is finer than what float32 keeps of a block's sum, and
+half as many hashes are made: they, and not memory, are what an encoder waits for.
+
 Numba widens an integer operation to 64 bits; each cast back lets the compiler fill a SIMD register
 with twice as many.
 """
@@ -31,10 +36,18 @@ def bits_32(index: np.uint32, low: np.uint32, high: np.uint32) -> np.uint32:
 
 
 @kernel
-def unit(index: np.uint32, low: np.uint32, high: np.uint32) -> np.float32:
-    """Returns a number in [0, 1), a multiple of 2^-24, for an element."""
-    upper = uint32(bits_32(index, low, high) >> uint32(8))
-    return np.float32(np.int32(upper)) * np.float32(2.0**-24)
+def fill(start: int, low: np.uint32, high: np.uint32, words: np.ndarray) -> None:
+    """Draws for elements `start`, an even number, to `start + 2 * words.size`.
+
+    Args:
+        start: Number of the first element.
+        low: Of the seed.
+        high: Of the seed.
+        words: `(count,) uint32`; as `uint16` it is the noise of each element.
+    """
+    first = uint32(start // 2)
+    for j in range(words.size):
+        words[j] = bits_32(uint32(first + uint32(j)), low, high)
 
 
 def halves(seed: int) -> tuple[np.uint32, np.uint32]:

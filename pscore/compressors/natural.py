@@ -6,9 +6,9 @@ Samuel Horvath et al., "Natural Compression for Distributed Deep Learning", arXi
     send sign(u) * 2^(e + 1) with probability f, else sign(u) * 2^e
 
 It is unbiased, and E[C(u)^2] <= 9/8 u^2. Payload of n elements: n bytes. The highest bit is the
-sign, the lower seven are c: 0 is zero, 1 to 127 is 2^(c - 110), that is 2^-109 to 2^17. 0x80 (minus
-zero) is refused. The exponent goes up where the lowest 23 bits of `draw.bits_32(i)` and the 23 bits
-of the fraction, added, carry; i is the element's number in the slice.
+sign, the lower seven are c: 0 is zero, 1 to 127 is 2^(c - 110), that is 2^-109 to 2^17. 0x80, minus
+zero, is refused. The exponent goes up where the noise of the element (`draw.py`, with the push's
+seed), times 2^7, and the 23 bits of the fraction, added, carry.
 
 Differs from the paper: exponents take 7 bits as in GRACE's code and not 8, which makes a byte with
 the sign: what is above 2^17 is sent as 2^17, what rounds below 2^-109 as zero. With `feedback=True`
@@ -32,7 +32,7 @@ from pscore.types import ByteArray, FloatArray
 
 OFFSET = np.int32(127 - 110)  # From a code to the exponent's bits in float32.
 CODE_MAX = np.int32(127)
-FRACTION = np.uint32((1 << 23) - 1)
+ABS_BITS = np.uint32(0x7FFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -82,60 +82,50 @@ class Natural(Compressor):
 def _encode(
     grad: FloatArray, residual: FloatArray, low: np.uint32, high: np.uint32, out: ByteArray
 ) -> np.bool:
-    scratch, sent = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     largest = np.int32(0)
+    words = np.empty(BLOCK // 2, np.uint32)
+    noise = words.view(np.uint16)
     for start in range(0, grad.size, BLOCK):
-        stop = min(start + BLOCK, grad.size)
+        part, sent = grad[start : start + BLOCK], out[start : start + BLOCK]
+        draw.fill(start, low, high, words)
         if residual.size:
-            owed = residual[start:stop]
-            blocks.take(grad[start:stop], owed)
-        else:
-            owed = scratch[: stop - start]
-            blocks.copy(grad[start:stop], owed)
-        largest = max(largest, blocks.max_bits(owed))
-        _round(owed, start, low, high, out[start:stop])
-        if residual.size:
-            _widen(out[start:stop], sent[: stop - start])
+            owed = residual[start : start + BLOCK]
+            largest = max(largest, blocks.take_max(part, owed))
+            _round(owed, noise, sent)
             for i in range(owed.size):
-                owed[i] -= sent[i]
+                owed[i] -= _float_of(uint32(sent[i]))
+        else:
+            largest = max(largest, blocks.max_bits(part))
+            _round(part, noise, sent)
     return largest < INF_BITS
 
 
 @kernel
-def _round(owed: FloatArray, start: int, low: np.uint32, high: np.uint32, out: ByteArray) -> None:
-    bits = owed.view(np.uint32)
-    for i in range(bits.size):
-        magnitude = uint32(bits[i] & uint32(0x7FFFFFFF))
-        index = uint32(uint32(start) + uint32(i))
-        noise = uint32(draw.bits_32(index, low, high) & FRACTION)
-        exponent = int32(uint32(uint32(magnitude + noise) >> uint32(23)))
-        code = int32(exponent - OFFSET)
-        code = CODE_MAX if code > CODE_MAX else code
-        sign = int32(int32(uint32(bits[i] >> uint32(24))) & int32(0x80))
-        out[i] = np.uint8(int32(sign | code)) if code > int32(0) else np.uint8(0)
+def _round(u: FloatArray, noise: np.ndarray, out: ByteArray) -> None:
+    for i in range(u.size):
+        bits = blocks.bits_of(u[i])
+        raised = uint32(uint32(bits & ABS_BITS) + uint32(uint32(noise[i]) << uint32(7)))
+        code = int32(int32(raised >> uint32(23)) - OFFSET)
+        sign = int32(int32(bits >> uint32(24)) & int32(0x80))
+        out[i] = np.uint8(int32(sign | min(code, CODE_MAX))) if code > int32(0) else np.uint8(0)
 
 
 @kernel
-def _widen(data: ByteArray, out: FloatArray) -> None:
-    bits = out.view(np.uint32)
-    for i in range(data.size):
-        code = uint32(uint32(data[i]) & uint32(CODE_MAX))
-        sign = uint32(uint32(uint32(data[i]) & uint32(0x80)) << uint32(24))
-        power = uint32(uint32(code + uint32(OFFSET)) << uint32(23))
-        bits[i] = uint32(sign | power) if code > uint32(0) else uint32(0)
+def _float_of(byte: np.uint32) -> np.float32:
+    code = uint32(byte & uint32(CODE_MAX))
+    sign = uint32(uint32(byte & uint32(0x80)) << uint32(24))
+    power = uint32(uint32(code + uint32(OFFSET)) << uint32(23))
+    return blocks.float_of(uint32(sign | power) if code > uint32(0) else uint32(0))
 
 
 @kernel
 def _decode(data: ByteArray, out: FloatArray, scale: np.float32, assign: bool) -> None:
-    scratch = np.empty(BLOCK, np.float32)
     for start in range(0, out.size, BLOCK):
-        stop = min(start + BLOCK, out.size)
-        part, wide = out[start:stop], scratch[: stop - start]
-        _widen(data[start:stop], wide)
+        part, sent = out[start : start + BLOCK], data[start : start + BLOCK]
         if assign:
             blocks.clear(part)
         for i in range(part.size):
-            part[i] += wide[i] * scale
+            part[i] += _float_of(uint32(sent[i])) * scale
 
 
 @kernel

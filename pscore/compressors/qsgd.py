@@ -3,12 +3,14 @@
 Dan Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
 NeurIPS 2017, arXiv:1610.02132.
 
-    m = max(|u|) of the block;  x = |u| * (levels / m);  l = floor(x)
-    q = l + 1 with probability x - l, else l;  send sign(u) * q;  D = sign(u) * q * (m / levels)
+    m = max(|u|) of the block;  x = u * (levels / m);  l = floor(x)
+    q = l + 1 with probability x - l, else l;  send q;  D = q * (m / levels)
 
 Payload of n elements, little-endian: ceil(n / 2048) float32 scales m / levels, then n signed bytes
-of at most `levels`. A block with m below 2^-100 is sent as zeros. The probability is compared with
-`draw.unit(i)` of the push's seed, i the element's number in the slice.
+of at most `levels`. A block with m below 2^-100 is sent as zeros. In integers, so that the same is
+drawn everywhere: X = u * (65536 * levels / m) in float32, towards zero, and q = (X + noise) >> 16
+with the element's noise (`draw.py`) of the push's seed. |X| is at most 65536 * levels, because that
+is less than 2^23 and floats are closer there than its rounding errors add up to: so q fits.
 
 Differs from the paper: scaled by the bucket's largest magnitude and not by its L2 norm, which is
 never smaller, so that the same number of levels has less variance; buckets are 2048 elements; a
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy import int32, uint32
+from numpy import int32
 
 from pscore.compressors import blocks, draw
 from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, require_finite
@@ -35,6 +37,7 @@ from pscore.rules.base import require_range
 from pscore.types import ByteArray, FloatArray
 
 LEVELS_MAX = 127
+UNIT = np.float32(65536.0)
 
 
 @dataclass(frozen=True)
@@ -111,43 +114,30 @@ def _encode(
 ) -> np.bool:
     zero = np.float32(0.0)
     largest = np.int32(0)
-    scratch, limit = np.empty(BLOCK, np.float32), np.empty(1, np.float32)
+    limit, words = np.empty(1, np.float32), np.empty(BLOCK // 2, np.uint32)
+    noise = words.view(np.uint16)
     for start in range(0, grad.size, BLOCK):
-        stop = min(start + BLOCK, grad.size)
-        if residual.size:
-            owed = residual[start:stop]
-            blocks.take(grad[start:stop], owed)
-        else:
-            owed = scratch[: stop - start]
-            blocks.copy(grad[start:stop], owed)
-        limit.view(np.int32)[0] = blocks.max_bits(owed)
-        largest = max(largest, limit.view(np.int32)[0])
+        part, sent = grad[start : start + BLOCK], out[start : start + BLOCK]
+        owed = residual[start : start + BLOCK]
+        bits = blocks.take_max(part, owed) if residual.size else blocks.max_bits(part)
+        largest = max(largest, bits)
+        limit.view(np.int32)[0] = bits
         is_sent = limit[0] >= SCALE_MIN
         scale = limit[0] / levels if is_sent else zero
         scales[start // BLOCK] = scale
-        inverse = levels / limit[0] if is_sent else zero
-        _round(owed, inverse, scale, np.int32(levels), start, low, high, out[start:stop])
+        inverse = levels * UNIT / limit[0] if is_sent else zero
+        draw.fill(start, low, high, words)
+        if residual.size:
+            _round(owed, inverse, noise, sent)
+            for i in range(owed.size):
+                owed[i] -= np.float32(sent[i]) * scale
+        else:
+            _round(part, inverse, noise, sent)
     return largest < INF_BITS
 
 
 @kernel
-def _round(
-    owed: FloatArray,
-    inverse: np.float32,
-    scale: np.float32,
-    levels: np.int32,
-    start: int,
-    low: np.uint32,
-    high: np.uint32,
-    out: np.ndarray,
-) -> None:
-    for i in range(owed.size):
-        u = owed[i]
-        x = abs(u) * inverse
-        floor = int32(x)
-        goes_up = draw.unit(uint32(uint32(start) + uint32(i)), low, high) < x - np.float32(floor)
-        level = int32(floor + int32(1)) if goes_up else floor
-        level = levels if level > levels else level
-        level = int32(-level) if u < np.float32(0.0) else level
-        out[i] = np.int8(level)
-        owed[i] = u - np.float32(level) * scale
+def _round(u: FloatArray, inverse: np.float32, noise: np.ndarray, out: np.ndarray) -> None:
+    for i in range(u.size):
+        x = int32(u[i] * inverse)
+        out[i] = np.int8(int32(x + int32(noise[i])) >> int32(16))

@@ -8,8 +8,9 @@ NeurIPS 2017, arXiv:1705.07878.
 
 Payload of n elements, little-endian: ceil(n / 2048) float32 scales s, then 4 * ceil(n / 16) bytes
 of codes as in `two_bit.py`: 11 is +s, 10 is -s, 00 is 0. A block with s below 2^-100 is sent as
-zeros. An element is sent where `draw.unit(i) * s < x`, with the push's seed and i its number in
-the slice.
+zeros. An element is sent where |u| * (65536 / s), in float32 and towards zero, is more than its
+noise (`draw.py`) with the push's seed. Squares are added as float32 if that holds them
+(`blocks.py`).
 
 Differs from the paper: blocks of 2048 elements stand for layers; sigma is taken around zero; scales
 are not shared between workers. With `feedback=True` what is cut off is kept and sent later, which
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy import uint32
+from numpy import int32
 
 from pscore.compressors import blocks, draw
 from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, require_finite
@@ -33,6 +34,7 @@ from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
 CLIP = 2.5  # Standard deviations.
+UNIT = np.float32(65536.0)
 
 
 @dataclass(frozen=True)
@@ -93,45 +95,41 @@ def _encode(
     scales: FloatArray,
     out: ByteArray,
 ) -> np.bool:
-    codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.LANES)
-    scratch, limit = np.empty(BLOCK, np.float32), np.empty(1, np.float32)
-    largest = np.int32(0)
+    codes, words = np.empty(BLOCK, np.uint8), np.empty(BLOCK // 2, np.uint32)
+    sums, lanes = np.empty(blocks.LANES, np.float32), np.empty(blocks.LANES)
+    limit, noise = np.empty(1, np.float32), words.view(np.uint16)
+    largest, zero = np.int32(0), np.float32(0.0)
     for start in range(0, grad.size, BLOCK):
-        stop = min(start + BLOCK, grad.size)
+        part, owed = grad[start : start + BLOCK], residual[start : start + BLOCK]
+        bits = blocks.take_max(part, owed) if residual.size else blocks.max_bits(part)
+        largest = max(largest, bits)
+        limit.view(np.int32)[0] = bits
         if residual.size:
-            owed = residual[start:stop]
-            blocks.take(grad[start:stop], owed)
+            squares = blocks.squares(owed, sums, lanes)
         else:
-            owed = scratch[: stop - start]
-            blocks.copy(grad[start:stop], owed)
-        limit.view(np.int32)[0] = blocks.max_bits(owed)
-        largest = max(largest, limit.view(np.int32)[0])
-        sigma = math.sqrt(blocks.sum_squares(owed, lanes) / owed.size)
-        scale = min(limit[0], np.float32(CLIP * sigma))
-        scale = scale if scale >= SCALE_MIN else np.float32(0.0)
+            squares = blocks.squares(part, sums, lanes)
+        scale = min(limit[0], np.float32(CLIP * math.sqrt(squares / part.size)))
+        is_sent = scale >= SCALE_MIN
+        scale = scale if is_sent else zero
         scales[start // BLOCK] = scale
-        _draw(owed, scale, start, low, high, codes)
-        blocks.clear_tail(codes, stop - start)
-        blocks.pack_2(codes, out[start // 4 : (stop + 3) // 4])
+        inverse = UNIT / scale if is_sent else zero
+        draw.fill(start, low, high, words)
+        if residual.size:
+            _draw(owed, inverse, noise, codes)
+            for i in range(owed.size):
+                code = codes[i]
+                up, down = code == np.uint8(3), code == np.uint8(2)
+                owed[i] -= scale if up else (-scale if down else zero)
+        else:
+            _draw(part, inverse, noise, codes)
+        blocks.clear_tail(codes, part.size)
+        blocks.pack_2(codes, out[start // 4 : start // 4 + (part.size + 3) // 4])
     return largest < INF_BITS
 
 
 @kernel
-def _draw(
-    owed: FloatArray,
-    scale: np.float32,
-    start: int,
-    low: np.uint32,
-    high: np.uint32,
-    codes: ByteArray,
-) -> None:
-    zero = np.float32(0.0)
-    for i in range(owed.size):
-        u = owed[i]
-        x = min(abs(u), scale)
-        is_sent = draw.unit(uint32(uint32(start) + uint32(i)), low, high) * scale < x
-        is_negative = u < zero
-        code = np.uint8(2) if is_negative else np.uint8(3)
-        value = -scale if is_negative else scale
+def _draw(u: FloatArray, inverse: np.float32, noise: np.ndarray, codes: ByteArray) -> None:
+    for i in range(u.size):
+        is_sent = int32(noise[i]) < int32(abs(u[i]) * inverse)
+        code = np.uint8(2) if u[i] < np.float32(0.0) else np.uint8(3)
         codes[i] = code if is_sent else np.uint8(0)
-        owed[i] = u - (value if is_sent else zero)

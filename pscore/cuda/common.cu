@@ -111,17 +111,24 @@ __device__ inline int count_beyond(const float* x, float threshold) {
 
 __device__ inline double square(float x) { return (double)x * (double)x; }
 
+// In float32 where that holds it.
+__device__ inline bool holds_squares(float total) {
+  return total >= 8.673617379884035e-19f && total <= 1.152921504606847e18f;  // 2^-60, 2^60
+}
+
 __device__ inline double sum_squares8(const float* x) {
-  return fold_lanes<double>(
+  float total = fold_lanes<float>(
+      ((x[0] * x[0] + x[256] * x[256]) + (x[512] * x[512] + x[768] * x[768])) +
+      ((x[1024] * x[1024] + x[1280] * x[1280]) + (x[1536] * x[1536] + x[1792] * x[1792])));
+  return holds_squares(total) ? (double)total : fold_lanes<double>(
       ((square(x[0]) + square(x[256])) + (square(x[512]) + square(x[768]))) +
       ((square(x[1024]) + square(x[1280])) + (square(x[1536]) + square(x[1792]))));
 }
 
-// In float32 where that holds it.
 __device__ inline double sample_squares(const float* x) {
   float total = fold_lanes<float>(x[0] * x[0] + x[1024] * x[1024]);
-  bool holds = total >= 8.673617379884035e-19f && total <= 1.152921504606847e18f;  // 2^-60, 2^60
-  return holds ? (double)total : fold_lanes<double>(square(x[0]) + square(x[1024]));
+  return holds_squares(total) ? (double)total
+                              : fold_lanes<double>(square(x[0]) + square(x[1024]));
 }
 
 __device__ inline int num_sampled(int numel) {
@@ -163,8 +170,13 @@ __device__ inline u32 draw_bits(u32 index, u32 low, u32 high) {
   return x ^ (x >> 16);
 }
 
-__device__ inline float draw_unit(u32 index, u32 low, u32 high) {
-  return (float)(int)(draw_bits(index, low, high) >> 8) * 5.9604644775390625e-08f;  // 2^-24
+// The 16 bits of each element of this thread: two elements from one hash.
+__device__ inline void draw8(u32 low, u32 high, int* noise) {
+  for (int k = 0; k < EACH; k += 2) {
+    u32 bits = draw_bits((u32)place(k) >> 1, low, high);
+    noise[k] = (int)(bits & 0xffffu);
+    noise[k + 1] = (int)(bits >> 16);
+  }
 }
 
 // Four 2-bit codes into the byte of this thread and row; the padding to a word is zero.

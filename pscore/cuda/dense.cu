@@ -89,14 +89,13 @@ extern "C" __global__ void qsgd(const float* grad, float* residual, float levels
   take8(grad, residual, n, u, bad);
   float limit = max_abs8(u);
   bool is_sent = limit >= SCALE_MIN;
-  float scale = is_sent ? limit / levels : 0.0f, inverse = is_sent ? levels / limit : 0.0f;
+  float scale = is_sent ? limit / levels : 0.0f;
+  float inverse = is_sent ? levels * 65536.0f / limit : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+  int noise[EACH];
+  draw8(low, high, noise);
   for (int k = 0; k < EACH; ++k) {
-    float x = fabsf(u[k]) * inverse;
-    int below = (int)x;
-    int level = draw_unit((u32)place(k), low, high) < x - (float)below ? below + 1 : below;
-    level = level > (int)levels ? (int)levels : level;
-    level = u[k] < 0.0f ? -level : level;
+    int level = ((int)(u[k] * inverse) + noise[k]) >> 16;
     if (place(k) < n) out[place(k)] = (signed char)level;
     u[k] = u[k] - (float)level * scale;
   }
@@ -113,9 +112,11 @@ extern "C" __global__ void terngrad(const float* grad, float* residual, u32 low,
   float scale = limit < clip ? limit : clip;
   scale = scale >= SCALE_MIN ? scale : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+  float inverse = scale > 0.0f ? 65536.0f / scale : 0.0f;
+  int noise[EACH];
+  draw8(low, high, noise);
   for (int k = 0; k < EACH; ++k) {
-    float size = fabsf(u[k]), x = size < scale ? size : scale;
-    bool is_sent = draw_unit((u32)place(k), low, high) * scale < x, is_negative = u[k] < 0.0f;
+    bool is_sent = noise[k] < (int)(fabsf(u[k]) * inverse), is_negative = u[k] < 0.0f;
     code[k] = is_sent && place(k) < n ? (is_negative ? 2 : 3) : 0;
     u[k] = u[k] - (is_sent ? (is_negative ? -scale : scale) : 0.0f);
   }
@@ -127,9 +128,10 @@ extern "C" __global__ void natural(const float* grad, float* residual, u32 low, 
                                    int n, int* bad) {
   float u[EACH];
   take8(grad, residual, n, u, bad);
+  int noise[EACH];
+  draw8(low, high, noise);
   for (int k = 0; k < EACH; ++k) {
-    u32 noise = draw_bits((u32)place(k), low, high) & 0x7fffffu;
-    int code = (int)(((u32)magnitude_of(u[k]) + noise) >> 23) - 17;
+    int code = (int)((u32)(magnitude_of(u[k]) + (noise[k] << 7)) >> 23) - 17;
     code = code > 127 ? 127 : (code < 0 ? 0 : code);
     int sign = code > 0 ? (int)((u32)bits_of(u[k]) >> 24) & 0x80 : 0;
     if (place(k) < n) out[place(k)] = (u8)(sign | code);

@@ -121,7 +121,7 @@ def test_qsgd_draws_between_the_two_nearest_levels() -> None:
     compressor = parse_compressor("qsgd(levels=4)")
     payload, _ = send(compressor, 8.0, -8.0, 4.0, 0.0, 3.0)  # Scale 2: levels 4, -4, 2, 0, 1.5.
     assert np.frombuffer(payload[:4], "<f4") == 2.0
-    goes_up = draw.unit(np.uint32(4), *draw.halves(0)) < 0.5
+    goes_up = noise(5)[4] >= 1 << 15
     assert np.frombuffer(payload[4:], np.int8).tolist() == [4, -4, 2, 0, 1 + goes_up]
 
 
@@ -132,6 +132,10 @@ def test_terngrad_clips_at_two_and_a_half_sigma() -> None:
     sigma = np.sqrt((63 + 100.0**2) / 64)
     assert payload[:4].view("<f4")[0] == np.float32(2.5 * sigma)
     assert payload[4] >> 6 == 0b11  # What is clipped is always sent.
+    # Of 1 one in so many is sent: where the noise is below 1 / s.
+    is_sent = noise(64)[1:] < np.int32(np.float32(65536.0) / payload[:4].view("<f4")[0])
+    sent = decode(parse_compressor("terngrad"), payload, 64)
+    assert np.array_equal(sent[1:] != 0, is_sent)
 
 
 def test_natural_sends_exponents_and_powers_of_two_as_they_are() -> None:
@@ -218,15 +222,21 @@ def test_dgc_warms_its_ratio_up_as_in_the_paper() -> None:
     assert DGC(ratio=0.1, warmup=4).ratio_at(3) == 0.1
 
 
+def noise(numel: int, seed: int = 0, start: int = 0) -> np.ndarray:
+    """Returns what is drawn for elements, `(numel,) uint16`."""
+    words = np.empty((numel + 1) // 2, np.uint32)
+    draw.fill(start, *draw.halves(seed), words)
+    return words.view(np.uint16)[:numel]
+
+
 def test_draws_are_uniform_and_differ_between_seeds() -> None:
-    first, second = (
-        np.array([draw.unit(np.uint32(i), *draw.halves(seed)) for i in range(20_000)])
-        for seed in (1, 1 << 32)
-    )
+    first, second = (noise(20_000, seed) / 65536.0 for seed in (1, 1 << 32))
+    assert np.array_equal(noise(100, 7, start=2048), noise(2148, 7)[2048:])
     for values in (first, second):
         assert abs(values.mean() - 0.5) < 0.01
         assert abs(values.var() - 1 / 12) < 0.003
-        assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.03
+        for lag in (1, 2, 256, 2048):
+            assert abs(np.corrcoef(values[lag:], values[:-lag])[0, 1]) < 0.03
         counts, _ = np.histogram(values, bins=20, range=(0, 1))
         assert counts.min() > 850
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.03
