@@ -2,7 +2,8 @@
 
 A slice is copied by its own lane, right behind the update that makes the wanted version, so all
 slices of all shards are of one step and training does not wait for more than the copy. What has
-been copied stays until it is released, or has not been read for a minute.
+been copied stays until it is released, or nobody has asked for it for a minute; the way back
+(delivery.py) likewise.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import structlog
 
 from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
-from pscore.partition import SLICE_NUMEL_MAX
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
-from pscore.types import ByteArray
 from psserver import snapshot
+from psserver.delivery import DELIVERIES_MAX, Delivery
 from psserver.driver import WAIT_S_MAX, Driver
 from psserver.intake import Armed
 from psserver.lanes import Copy
 from psserver.servicer import refuse
 from psserver.shard import Job
-from psserver.table import Table, TableSpec
+from psserver.table import Table
 
 if TYPE_CHECKING:
     from psserver.servicer import Context
 
+log = structlog.get_logger()
 IDLE_S = 60.0
 CAPTURES_MAX = 8
 READ_NBYTES_MAX = 1 << 23
-NAME_LENGTH_MAX = 256
 POLL_S = 0.02
 
 Arrays = dict[str, np.ndarray]
@@ -63,18 +64,6 @@ class Cut:
                 self.state = pb.CAPTURE_DONE
 
 
-@dataclass(slots=True, kw_only=True)
-class Delivery:
-    """One job on its way out of a checkpoint."""
-
-    job: str
-    num_workers: int
-    specs: list[TableSpec]
-    about: list[dict[str, Any]]
-    touched_s: float
-    slices: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # By table and slice.
-
-
 class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
     """The checkpoint service of one shard."""
 
@@ -83,6 +72,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         self._driver = driver
         self._captures: dict[str, Cut] = {}
         self._deliveries: dict[str, Delivery] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     # ----- out
 
@@ -125,7 +115,6 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         return pb.ReleaseReply()
 
     def _begin(self, request: pb.CaptureRequest) -> Cut:
-        self._expire()
         driver = self._driver
         with driver.lock:
             job = driver.shard.jobs.get(request.job)
@@ -140,6 +129,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             capture = Cut(job=job, table=table, version=request.version, touched_s=driver.now())
             self._captures[request.id] = capture
             self._arm(capture)
+        self._watch()
         return capture
 
     def _arm(self, capture: Cut) -> None:
@@ -194,105 +184,44 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
         """Makes room for a job's numbers."""
         try:
-            self._prepare(request)
+            if len(self._deliveries) >= DELIVERIES_MAX:
+                raise LimitError(f"{DELIVERIES_MAX} checkpoints are being restored already")
+            with self._driver.lock:
+                staged_nbytes = sum(other.nbytes for other in self._deliveries.values())
+                delivery = Delivery(request, self._driver, staged_nbytes)
         except PacelineError as error:
             await refuse(context, error)
             raise
+        self._deliveries[request.id] = delivery
+        self._watch()
         return pb.PrepareReply()
 
     async def Write(self, request: pb.WriteRequest, context: Context) -> pb.WriteReply:
         """Takes a part of an array."""
         try:
-            target = self._target(request)
-            stop = request.offset + len(request.data)
-            if stop > target.nbytes:
-                raise RemoteProtocolError(
-                    f"bytes {request.offset} to {stop} of {request.array!r}, it has {target.nbytes}"
-                )
+            self._delivery(request.id).write(request)
         except PacelineError as error:
             await refuse(context, error)
             raise
-        target[request.offset : stop] = np.frombuffer(request.data, dtype=np.uint8)
         return pb.WriteReply()
 
     async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishReply:
         """Makes the job, with all that was written."""
         try:
-            self._finish(request.id)
+            delivery = self._delivery(request.id)
+            del self._deliveries[request.id]
+            with self._driver.lock:
+                delivery.finish()
         except PacelineError as error:
             await refuse(context, error)
             raise
         return pb.FinishReply()
 
-    def _prepare(self, request: pb.PrepareRequest) -> None:
-        self._expire()
-        driver = self._driver
-        self._require_free(request.job)
-        if len(self._deliveries) >= CAPTURES_MAX:
-            raise LimitError(f"{CAPTURES_MAX} checkpoints are being restored already")
-        try:
-            about = [json.loads(text) for text in request.tables]
-            specs = [snapshot.spec_of(entry) for entry in about]
-        except (ValueError, KeyError, TypeError) as problem:
-            raise RemoteProtocolError(f"a table of the checkpoint: {problem!r}") from problem
-        if any(spec.num_shards != driver.shard.num_shards for spec in specs):
-            raise ConfigError(f"there are {driver.shard.num_shards} shards here")
-        self._deliveries[request.id] = Delivery(
-            job=request.job,
-            num_workers=request.num_workers,
-            specs=specs,
-            about=about,
-            touched_s=driver.now(),
-        )
-
-    def _require_free(self, name: str) -> None:
-        job = self._driver.shard.jobs.get(name)
-        if job is not None and job.membership.members and not job.membership.is_over:
-            raise ConfigError(
-                f"job {name!r} has live workers on shard {self._driver.shard.index}; restore it "
-                "under another name with --job, or when they have left"
-            )
-
-    def _target(self, request: pb.WriteRequest) -> ByteArray:
-        delivery = self._deliveries.get(request.id)
-        if delivery is None or not 0 <= request.table < len(delivery.specs):
-            raise RemoteProtocolError(f"no checkpoint {request.id!r} is being restored here")
-        delivery.touched_s = self._driver.now()
-        numels = delivery.about[request.table]["numels"]
-        numel = numels.get(str(request.slice))
-        is_slice = isinstance(numel, int) and 0 < numel <= SLICE_NUMEL_MAX
-        if not is_slice or len(request.array) > NAME_LENGTH_MAX:
-            raise RemoteProtocolError(f"slice {request.slice} of the checkpoint is not one of ours")
-        arrays = delivery.slices.setdefault((request.table, request.slice), {})
-        if request.array not in arrays:
-            arrays[request.array] = np.zeros(numel, dtype=np.float32)
-        return arrays[request.array].view(np.uint8)
-
-    def _finish(self, name: str) -> None:
-        delivery = self._deliveries.pop(name, None)
+    def _delivery(self, name: str) -> Delivery:
+        delivery = self._deliveries.get(name)
         if delivery is None:
             raise RemoteProtocolError(f"no checkpoint {name!r} is being restored here")
-        driver = self._driver
-        with driver.lock:
-            self._require_free(delivery.job)
-            job = driver.begin_restored(delivery.job, delivery.num_workers)
-            for number, spec in enumerate(delivery.specs):
-                table, _ = driver.define(job, spec)
-                for index, clock in table.clocks.items():
-                    arrays = delivery.slices.get((number, index), {})
-                    counts = delivery.about[number]["counts"][str(index)]
-                    arrays["counts"] = np.array(counts, dtype=np.int64)
-                    self._require_whole(table, index, arrays)
-                    lane = driver.intake.lanes[id(job), table.index, index]
-                    lane.store.restore(arrays, 0)
-                    clock.restore(0, {})
-
-    def _require_whole(self, table: Table, index: int, arrays: Arrays) -> None:
-        spec = table.specs[index]
-        wanted = {"weights", *(f"state.{i}" for i in range(len(table.optimizer.state_names)))}
-        is_whole = wanted <= arrays.keys() and len(arrays["counts"]) == len(spec.segments)
-        if not is_whole or any(len(arrays[name]) != spec.numel for name in wanted):
-            raise RemoteProtocolError(f"slice {index} of the checkpoint is not whole")
+        return delivery
 
     # ----- time
 
@@ -308,10 +237,19 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
                 if not others:
                     del self._driver.intake.armed[key]
 
+    def _watch(self) -> None:
+        """Has what nobody asks for any more forgotten in time."""
+        if self._timer is None and (self._captures or self._deliveries):
+            self._timer = asyncio.get_running_loop().call_later(IDLE_S / 2, self._expire)
+
     def _expire(self) -> None:
-        """Forgets what nobody has asked for in a while."""
+        """Forgets what nobody has asked for in a while: whoever asked was killed, perhaps."""
+        self._timer = None
         before_s = self._driver.now() - IDLE_S
         for name in [k for k, v in self._captures.items() if v.touched_s < before_s]:
+            log.warning("a checkpoint was not read to its end", job=self._captures[name].job.name)
             self._forget(name)
         for name in [k for k, v in self._deliveries.items() if v.touched_s < before_s]:
+            log.warning("a checkpoint was not written to its end", job=self._deliveries[name].job)
             del self._deliveries[name]
+        self._watch()

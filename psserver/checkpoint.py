@@ -382,14 +382,14 @@ def restore(
     layouts = [make_layout(spec.tensors, spec.num_shards) for spec in specs]
     shards = Shards(addresses, credentials)
     try:
+        about = [
+            json.dumps(_about(spec, table))
+            for spec, table in zip(specs, checkpoint.tables, strict=True)
+        ]
+        request = pb.PrepareRequest(
+            job=job, id=name, num_workers=checkpoint.num_workers, tables=about
+        )
         for shard in range(len(addresses)):
-            about = [
-                json.dumps(_about(spec, layout, table, shard))
-                for spec, layout, table in zip(specs, layouts, checkpoint.tables, strict=True)
-            ]
-            request = pb.PrepareRequest(
-                job=job, id=name, num_workers=checkpoint.num_workers, tables=about
-            )
             shards.call(shard, "Prepare", request)
         for number, (layout, table) in enumerate(zip(layouts, checkpoint.tables, strict=True)):
             for shard, message in _messages(name, number, layout, table):
@@ -400,32 +400,30 @@ def restore(
         shards.close()
 
 
-def _about(spec: TableSpec, layout: Layout, table: TableState, shard: int) -> dict[str, Any]:
-    parts = layout.of_shard(shard)
+def _about(spec: TableSpec, table: TableState) -> dict[str, Any]:
     return {
         "spec": snapshot.spec_to_json(spec),
-        "numels": {str(part.index): part.numel for part in parts},
-        "counts": {
-            str(part.index): [table.counts[segment.tensor] for segment in part.segments]
-            for part in parts
-        },
+        "counts": table.counts,
+        "arrays": [_name_on_shards(spec, array) for array in table.arrays],
     }
+
+
+def _name_on_shards(spec: TableSpec, array: str) -> str:
+    """Returns what shards call an array in a file; `_known_as` the other way."""
+    states = OPTIMIZERS[spec.optimizer].state_names
+    if array == "weights":
+        return array
+    return f"state.{states.index(array)}" if array in states else f"memory.{array}"
 
 
 def _messages(
     name: str, number: int, layout: Layout, table: TableState
 ) -> Iterator[tuple[int, pb.WriteRequest]]:
     """Returns the messages that bring a table to its shards, each with the shard's index."""
-    states = OPTIMIZERS[table.spec.optimizer].state_names
     for array, tensors in table.arrays.items():
         flat = np.zeros(layout.numel, dtype=np.float32)
         for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
             flat[offset : offset + tensor.numel] = tensors[tensor.name].ravel()
-        if array == "weights":
-            wire_name = array
-        else:
-            known = array in states
-            wire_name = f"state.{states.index(array)}" if known else f"memory.{array}"
         for part in layout.slices:
             data = flat[part.start : part.stop].view(np.uint8)
             for offset in range(0, data.nbytes, CHUNK_NBYTES):
@@ -435,7 +433,7 @@ def _messages(
                         id=name,
                         table=number,
                         slice=part.index,
-                        array=wire_name,
+                        array=_name_on_shards(table.spec, array),
                         offset=offset,
                         data=data[offset : offset + CHUNK_NBYTES].tobytes(),
                     ),

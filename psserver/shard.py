@@ -226,9 +226,23 @@ class Shard:
         return table
 
     def _require_memory(self, job: Job, table: Table, wanted: int) -> None:
+        self.require_memory(
+            f"table {table.spec.name!r} of job {job.name!r} on shard {self.index}", wanted
+        )
+
+    def require_memory(self, what: str, wanted: int, besides: int = 0) -> None:
+        """Refuses what would take more memory than this shard may have.
+
+        Args:
+            what: It, for the message.
+            wanted: Bytes that it takes.
+            besides: Bytes that are held beside the tables.
+
+        Raises:
+            LimitError: It would.
+        """
         held = sum(one.memory_nbytes for j in self.jobs.values() for one in j.tables.values())
-        what = f"table {table.spec.name!r} of job {job.name!r} on shard {self.index}"
-        self.limits.require_memory(what, wanted, held)
+        self.limits.require_memory(what, wanted, held + besides)
 
     # ----- a change of the mode
 

@@ -1,14 +1,28 @@
-"""Numbers out of a shard at one version, for several at once."""
+"""Numbers out of a shard at one version, and back into another: together, in bounds, in time."""
 
 import asyncio
+import gc
 import json
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
+from psserver import capture
 from psserver.capture import Checkpointer
-from tests.unit.psserver.front import JOB, NUMEL, Context, Front, grad, play, push_header
+from tests.unit.psserver.front import (
+    JOB,
+    NUMEL,
+    Context,
+    Front,
+    Refused,
+    grad,
+    play,
+    push_header,
+)
 
 
 class Desk:
@@ -28,6 +42,17 @@ class Desk:
         request = pb.ReadRequest(id=name, slice=0, array="weights", nbytes=4 * NUMEL)
         reply = await self.service.Read(request, Context())
         return list(np.frombuffer(reply.data, np.float32))
+
+    async def prepare(self, about: dict[str, Any], *more: str, name: str = "r") -> None:
+        """Declares the job again that `about` was said of, with more arrays."""
+        arrays = [*about["slices"]["0"]["arrays"], *more]
+        table = {"spec": about["spec"], "counts": [1, 1], "arrays": arrays}
+        request = pb.PrepareRequest(job="again", id=name, num_workers=1, tables=[json.dumps(table)])
+        await self.service.Prepare(request, Context())
+
+    async def write(self, array: str, offset: int, data: bytes) -> None:
+        request = pb.WriteRequest(id="r", array=array, offset=offset, data=data)
+        await self.service.Write(request, Context())
 
     async def release(self, name: str) -> None:
         await self.service.Release(pb.ReleaseRequest(id=name), Context())
@@ -62,5 +87,87 @@ def test_a_version_that_is_there_is_copied_and_a_former_one_has_passed() -> None
         assert (await desk.capture("now", 1)).state == pb.CAPTURE_DONE
         assert (await desk.capture("gone", 0)).state == pb.CAPTURE_PASSED
         await asyncio.gather(*(desk.release(name) for name in ("now", "gone")))
+
+    play(scene)
+
+
+async def taken(front: Front, desk: Desk) -> dict[str, Any]:
+    """Trains for a step, and returns what the shard says of a checkpoint of it."""
+    await front.ready(num_workers=1)
+    await front.push(push_header(0, 0), grad(1.0))
+    about: dict[str, Any] = json.loads((await desk.capture("a", 1)).about)
+    return about
+
+
+def test_what_was_written_is_a_job_once_it_is_whole() -> None:
+    async def scene(front: Front) -> None:
+        desk = Desk(front)
+        await desk.prepare(await taken(front, desk))
+        half, all_ = grad(7.0).tobytes()[: 2 * NUMEL], grad(7.0).tobytes()
+        await desk.write("weights", 0, half)
+        await desk.write("state.0", 0, all_)
+        with pytest.raises(Refused, match="bytes 100 to 228 of 'weights', it has 128 and 64 are"):
+            await desk.write("weights", 100, all_)
+        await desk.write("weights", 0, half)  # Sent twice.
+        await desk.write("weights", len(half), half)
+        await desk.service.Finish(pb.FinishRequest(id="r"), Context())
+        (store,) = front.driver.stores(front.driver.shard.jobs["again"])
+        assert store.weights.tolist() == grad(7.0).tolist()
+        await desk.prepare({**json.loads((await desk.capture("b", 1)).about)})
+        with pytest.raises(Refused, match="of slice 0 of the checkpoint is not whole"):
+            await desk.service.Finish(pb.FinishRequest(id="r"), Context())
+
+    play(scene)
+
+
+def test_only_what_was_declared_is_taken() -> None:
+    async def scene(front: Front) -> None:
+        desk = Desk(front)
+        about = await taken(front, desk)
+        with pytest.raises(Refused, match=r"array 'more' of table 'model' .* none that a shard"):
+            await desk.prepare(about, "more")
+        await desk.prepare(about, "memory.mean")
+        with pytest.raises(Refused, match=r"no array 'memory.other' of slice 0 of table 0"):
+            await desk.write("memory.other", 0, b"1234")
+        await desk.write("memory.mean", 0, b"1234")
+
+    play(scene)
+
+
+def test_room_is_asked_for_before_anything_is_written() -> None:
+    async def scene(front: Front) -> None:
+        desk, shard = Desk(front), front.driver.shard
+        about = await taken(front, desk)
+        held = front.job.table(0).nbytes * 4  # Weights twice, momentum and a sum.
+        shard.limits = replace(shard.limits, memory_nbytes=held + 3 * 4 * NUMEL)
+        await desk.prepare(about)  # Two arrays.
+        with pytest.raises(Refused, match="wants 256 bytes of memory, 128 of 896 are left"):
+            await desk.prepare(about, name="other")
+
+    play(scene)
+
+
+def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "IDLE_S", 0.02)
+
+    async def scene(front: Front) -> None:
+        desk = Desk(front)
+        about = await taken(front, desk)
+        await desk.capture("later", 5)
+        await desk.prepare(about)
+        service = desk.service
+        left = [
+            weakref.ref(service._captures["a"].slices[0]["weights"]),
+            weakref.ref(service._deliveries["r"]._arrays[0, 0]["weights"]),
+        ]
+        await asyncio.sleep(0.05)
+        assert all(ref() is not None for ref in left)  # By the shard's clock no time has passed.
+        front.now_s = 1.0
+        while service._captures or service._deliveries:
+            await asyncio.sleep(0.01)
+        gc.collect()
+        assert [ref() for ref in left] == [None, None]
+        assert not front.driver.intake.armed
+        assert service._timer is None
 
     play(scene)
