@@ -138,7 +138,7 @@ def _pull_state(wrapper: DistributedOptimizer) -> tuple[dict[str, torch.Tensor],
         landings.append(landing)
         wrapper.exchange.pull(
             spec.index,
-            wrapper.replica.clocks[spec.index],
+            wrapper.replica.clock(spec.index),
             wrapper.replica.newest(spec.index),
             landing,
             with_state=True,

@@ -22,9 +22,12 @@ class FakeShards:
 
     def __init__(self, layout: Any, num_state: int, counts: Sequence[int]) -> None:
         self.layout, self.num_state, self.counts = layout, num_state, counts
-        self.step, self.clocks = 4, [4] * len(layout.slices)
+        self.step = 4
         self.rank = 0
         self.log: list[str] = []
+
+    def clock(self, index: int) -> int:
+        return 4
 
     def flush(self) -> None:
         self.log.append("flush")
