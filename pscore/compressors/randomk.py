@@ -65,8 +65,7 @@ class RandomK(Compressor):
     ) -> int:
         """Gathers and clears."""
         owed, nbytes = state[RESIDUAL], self.payload_nbytes_max(len(grad))
-        blocks.take(read_only(grad), owed)
-        require_finite(blocks.max_bits(read_only(owed)) < INF_BITS, self.name)
+        require_finite(blocks.take_max(read_only(grad), owed) < INF_BITS, self.name)
         out[:SEED_NBYTES].view("<u8")[0] = seed
         _gather(owed, *draw.halves(seed), out[SEED_NBYTES:nbytes].view("<f4"))
         return nbytes

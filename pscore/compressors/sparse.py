@@ -4,19 +4,25 @@ Payload, little-endian: count k, uint32; k indices, uint32, strictly increasing 
 of elements; k values, float32, finite. Its length is exactly 4 + 8 * k, and k is at most the
 compressor's limit for that number of elements.
 
-Magnitudes are compared as their bits, which order like the numbers. `exact` finds the k-th largest
-by three histograms over 11, 11 and 9 bits of it; of equals the lowest indices are sent. `sampled`
-takes the threshold from every s-th element (Lin et al., arXiv:1712.01887), s such that about 1 % or
-at least 4096 are looked at, and sends what reaches it: at most 2 k elements, else `exact`'s k.
+Magnitudes are compared as their bits, which order like the numbers. `exact` sends the k largest, of
+equals those with the lowest indices. `sampled` takes the threshold from every s-th element (Lin et
+al., arXiv:1712.01887), s such that about 1 % or at least 4096 are looked at, and sends what reaches
+it: at most 2 k elements, else `exact`'s k.
+
+`exact` too takes a bound from the sample first, on the CPU: a little below what it wants, so that
+few more than k elements reach it. Only among these the k-th largest is found, by three histograms
+over 11, 11 and 9 bits; if fewer than k reach it, among all.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
 from pscore.compressors import blocks
 from pscore.compressors.base import aligned
-from pscore.compressors.blocks import ABS_BITS
+from pscore.compressors.blocks import ABS_BITS, BLOCK
 from pscore.errors import DecodeError
 from pscore.kernels import kernel
 from pscore.types import ByteArray, FloatArray
@@ -26,7 +32,8 @@ SAMPLE_MIN = 4096
 SAMPLE_SHARE = 100  # One in so many is looked at.
 HEAD_NBYTES = 4
 PAIR_NBYTES = 8
-RUN = 64  # Elements whose maximum is looked at first: most runs hold nothing to send.
+SAMPLE_SLACK = 4.0  # Standard deviations of a rank in the sample.
+WORD = 8  # Flags that are looked at together: most hold nothing to send.
 
 
 def num_sent(ratio: float, numel: int) -> int:
@@ -94,23 +101,49 @@ def encode(owed: FloatArray, k: int, select: str, out: ByteArray) -> tuple[int, 
     Returns:
         Its length in bytes, and the indices as a view on it.
     """
-    bits = owed.view(np.int32)
-    count_max = k if select == "exact" else min(len(owed), 2 * k)
-    room = out[HEAD_NBYTES : payload_nbytes(count_max)].view("<u4")
-    indices, values = room[:count_max], room[count_max:].view("<f4")
-    count = -1
+    bits, rank, found = owed.view(np.int32), sample_rank(k, len(owed)), None
+    sample = bits[:: stride(len(owed))] & ABS_BITS
     if select == "sampled":
-        sample = bits[:: stride(len(owed))] & ABS_BITS
-        threshold, _ = select_kth(sample, sample_rank(k, len(owed)))
-        count = move(bits, owed, max(1, threshold - 1), 0, indices, values)
-    if count < 0:
-        threshold, ties = select_kth(bits, k)
-        count = move(bits, owed, threshold, ties, indices, values)
+        threshold, _ = select_kth(sample, rank)
+        found = reaching(bits, max(2, threshold), 2 * k)
+    if found is None:
+        found = _largest(bits, sample, rank, k)
+    count = len(found)
     out[:HEAD_NBYTES].view("<u4")[0] = count
-    if count < count_max:
-        # The values follow the indices without a gap; numpy copies overlapping parts rightly.
-        room[count : 2 * count] = values[:count].view("<u4")
+    room = out[HEAD_NBYTES : payload_nbytes(count)].view("<u4")
+    _move(owed, found, room[:count], room[count:].view("<f4"))
     return payload_nbytes(count), room[:count]
+
+
+def _largest(bits: np.ndarray, sample: np.ndarray, rank: int, k: int) -> np.ndarray:
+    """Returns the indices of the k largest magnitudes that are not zero, in order."""
+    lower = rank + int(SAMPLE_SLACK * math.sqrt(rank)) + 1
+    bound = max(1, select_kth(sample, lower)[0]) if lower <= len(sample) else 1
+    found = reaching(bits, bound, len(bits))
+    assert found is not None
+    if len(found) < k and bound > 1:
+        found = reaching(bits, 1, len(bits))
+        assert found is not None
+    if len(found) <= k:
+        return found
+    magnitudes = bits[found]
+    threshold, ties = select_kth(magnitudes, k)
+    chosen: np.ndarray = found[_chosen(magnitudes, threshold, ties, k)]
+    return chosen
+
+
+def reaching(bits: np.ndarray, bound: int, count_max: int) -> np.ndarray | None:
+    """Returns the indices of magnitudes of `bound` or more, `(count,) uint32`, in order.
+
+    Args:
+        bits: `(numel,) int32`.
+        bound: At least 1.
+        count_max: How many may be found; None is returned if there are more.
+    """
+    # A block is looked at as a whole; pages of memory that nothing is written to cost nothing.
+    found = np.empty(count_max + BLOCK + 1, dtype=np.uint32)
+    count = _reaching(bits, bound, count_max, found)
+    return None if count > count_max else found[:count]
 
 
 def decode_add(payload: ByteArray, out: FloatArray, scale: float, *, assign: bool) -> None:
@@ -150,40 +183,42 @@ def select_kth(bits: np.ndarray, k: int) -> tuple[int, int]:
 
 
 @kernel
-def move(
-    bits: np.ndarray,
-    owed: FloatArray,
-    threshold: int,
-    ties: int,
-    indices: np.ndarray,
-    values: FloatArray,
-) -> int:
-    """Moves elements above a threshold, and the first `ties` that equal it, in order.
+def _reaching(bits: np.ndarray, bound: int, count_max: int, found: np.ndarray) -> int:
+    """Flags a block's elements in SIMD, then finds the flags; no branch for each element."""
+    flags, least, count = np.zeros(BLOCK, np.uint8), np.int32(bound), 0
+    words = flags.view(np.uint64)
+    for start in range(0, bits.size, BLOCK):
+        part = bits[start : start + BLOCK]
+        blocks.clear_tail(flags, part.size)
+        for i in range(part.size):
+            flags[i] = (part[i] & ABS_BITS) >= least
+        for word in range(words.size):
+            if words[word]:
+                for i in range(word * WORD, (word + 1) * WORD):
+                    found[count] = start + i  # Overwritten by the next, unless it is flagged.
+                    count += flags[i]
+        if count > count_max:
+            break
+    return count
 
-    Returns:
-        How many; -1 if there are more than fit, and then nothing was changed.
-    """
-    count, equal = 0, 0
-    for start in range(0, bits.size, RUN):
-        stop = min(start + RUN, bits.size)
-        largest = np.int32(0)
-        run = bits[start:stop]
-        for i in range(run.size):
-            largest = max(largest, run[i] & ABS_BITS)
-        if largest < threshold or largest == 0:
-            continue
-        for i in range(run.size):
-            magnitude = run[i] & ABS_BITS
-            if magnitude == threshold and magnitude > 0 and equal < ties:
-                equal += 1
-            elif magnitude <= threshold:
-                continue
-            if count == indices.size:
-                return -1
-            indices[count] = start + i
-            count += 1
-    for j in range(count):
-        position = np.int64(indices[j])
+
+@kernel
+def _chosen(bits: np.ndarray, threshold: int, ties: int, k: int) -> np.ndarray:
+    """Returns which of the candidates are above the threshold, or the first `ties` at it."""
+    chosen, count = np.empty(k + 1, np.int64), 0
+    for j in range(bits.size):
+        magnitude = bits[j] & ABS_BITS
+        is_tie = magnitude == threshold and ties > 0
+        ties -= is_tie
+        chosen[count] = j
+        count += is_tie or magnitude > threshold
+    return chosen[:count]
+
+
+@kernel
+def _move(owed: FloatArray, found: np.ndarray, indices: np.ndarray, values: FloatArray) -> None:
+    for j in range(found.size):
+        position = np.int64(found[j])
+        indices[j] = found[j]
         values[j] = owed[position]
         owed[position] = np.float32(0.0)
-    return count

@@ -58,8 +58,7 @@ class TopK(Compressor):
     ) -> int:
         """Selects and clears."""
         owed = state[RESIDUAL]
-        blocks.take(read_only(grad), owed)
-        require_finite(blocks.max_bits(read_only(owed)) < INF_BITS, self.name)
+        require_finite(blocks.take_max(read_only(grad), owed) < INF_BITS, self.name)
         nbytes, _ = sparse.encode(owed, sparse.num_sent(self.ratio, len(grad)), self.select, out)
         return nbytes
 

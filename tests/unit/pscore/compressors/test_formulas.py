@@ -166,6 +166,21 @@ def test_the_kth_largest_is_that_of_a_sort(numel: int) -> None:
         assert ties == k - (ordered > ordered[k - 1]).sum()
 
 
+@pytest.mark.parametrize("kind", ["normal", "equal", "sample is large", "sample is small"])
+def test_exact_sends_what_a_sort_says(kind: str) -> None:
+    numel, k = 50_000, 6000
+    values = normal(numel)
+    if kind == "equal":
+        values = np.sign(values) * np.float32(0.25)
+    elif kind != "normal":
+        values[:: sparse.stride(numel)] *= 100.0 if kind == "sample is large" else 0.01
+    order = np.lexsort((np.arange(numel), -np.abs(values)))
+    payload = Sender(parse_compressor(f"topk(ratio={k / numel})"), numel).encode(values)
+    indices, sent = sparse.parts(payload)
+    assert np.array_equal(indices, np.sort(order[:k]))
+    assert np.array_equal(sent, values[indices])
+
+
 def test_a_sampled_threshold_sends_about_k_and_never_more_than_twice() -> None:
     compressor = parse_compressor("topk(ratio=0.01, select=sampled)")
     numel = 300_000
