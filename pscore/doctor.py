@@ -320,7 +320,8 @@ def judge_model(job: str, table: str, prints: dict[str, set[str]], wanted: str) 
 def judge_workers(address: str, job: pb.JobStatus) -> list[Finding]:
     """Looks who is there, who is lost, and what waits for whom."""
     live = sum(worker.state == "live" for worker in job.workers)
-    what = f"{live} of {job.num_workers} workers live"
+    least = f"{job.min_workers} to " if job.min_workers else ""
+    what = f"{live} of {least}{job.num_workers} workers live"
     lost = [str(worker.rank) for worker in job.workers if worker.state == "lost"]
     waits = [f"{table.name} waits for {table.waiting_for}" for table in job.tables]
     waits = [text for text, table in zip(waits, job.tables, strict=True) if table.waiting_for]

@@ -72,6 +72,7 @@ class Checkpoint:
 
     job: str
     num_workers: int
+    min_workers: int = 0  # Of an elastic job (`Membership`).
     tables: list[TableState] = field(default_factory=list)
 
 
@@ -123,7 +124,9 @@ def capture(
     found = _choose(statuses[0], job)
     shards = Shards(addresses, credentials)
     try:
-        checkpoint = Checkpoint(job=found.job, num_workers=found.num_workers)
+        checkpoint = Checkpoint(
+            job=found.job, num_workers=found.num_workers, min_workers=found.min_workers
+        )
         for table in found.tables:
             versions = [
                 (entry.version_min, entry.version_max)
@@ -291,7 +294,11 @@ def read(path: Path) -> Checkpoint:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, {FORMAT} wanted")
-        checkpoint = Checkpoint(job=manifest["job"], num_workers=manifest["num_workers"])
+        checkpoint = Checkpoint(
+            job=manifest["job"],
+            num_workers=manifest["num_workers"],
+            min_workers=manifest.get("min_workers", 0),
+        )
         for number, entry in enumerate(manifest["tables"]):
             arrays: Arrays = {}
             for array in entry["arrays"]:
@@ -333,6 +340,7 @@ def _manifest(checkpoint: Checkpoint, hashes: dict[str, str]) -> dict[str, Any]:
         "format": FORMAT,
         "job": checkpoint.job,
         "num_workers": checkpoint.num_workers,
+        "min_workers": checkpoint.min_workers,
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "tables": [
             {
@@ -387,7 +395,11 @@ def restore(
             for spec, table in zip(specs, checkpoint.tables, strict=True)
         ]
         request = pb.PrepareRequest(
-            job=job, id=name, num_workers=checkpoint.num_workers, tables=about
+            job=job,
+            id=name,
+            num_workers=checkpoint.num_workers,
+            min_workers=checkpoint.min_workers,
+            tables=about,
         )
         for shard in range(len(addresses)):
             shards.call(shard, "Prepare", request)

@@ -12,7 +12,8 @@ collects by step, each step still open has a bin of its own; gradients enter a b
 the ranks, so that the sum has the same bits in every run; one that has to wait for a lower rank is
 held, and acknowledged all the same. Steps close in order, and closing step t makes version t+1. In
 an asynchronous mode there is one bin, and it closes after `fan_in` arrivals. A push too far ahead
-is parked: its worker gets no acknowledgement, and so it waits (back-pressure, not memory).
+is parked: its worker gets no acknowledgement, and so it waits (back-pressure, not memory). So is
+any push while an elastic job has fewer workers than it needs; pulls of what there is are answered.
 """
 
 from __future__ import annotations
@@ -100,13 +101,21 @@ Action = Load | Hold | Add | Update | Acknowledge | Answer
 class SliceClock:
     """The decisions of one slice."""
 
-    def __init__(self, rule: Rule, expected: Callable[[], list[int]], num_workers: int) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        expected: Callable[[], list[int]],
+        num_workers: int,
+        wanted: Callable[[], int] | None = None,
+    ) -> None:
         """Starts without weights.
 
         Args:
             rule: The job's mode.
             expected: Returns the ranks that a step waits for, in order.
-            num_workers: Workers that the job was made for.
+            num_workers: Workers that the job was made for; the most of an elastic one.
+            wanted: Returns how many must be expected for anything to be counted; None: the job is
+                not elastic, and nothing of it waits for more workers.
 
         Raises:
             ConfigError: The mode's arguments do not fit that number.
@@ -117,6 +126,7 @@ class SliceClock:
         self.counted: dict[int, Counted] = {}
         self.staleness: dict[int, int] = {}  # Of each worker's newest push, in updates.
         self._members = expected
+        self._wanted = wanted
         self._absent: set[int] = set()  # Came back, and have not pulled yet.
         self._num_workers = num_workers
         self._bins: dict[int, Bin] = {}  # By step, or under 0 in an asynchronous mode.
@@ -146,7 +156,7 @@ class SliceClock:
         if push.step in counted:
             late = push.step in counted.late
             return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
-        if push.step >= self.version + self.rule.steps_open():
+        if self.is_short or push.step >= self.version + self.rule.steps_open():
             return self._park(push, token)
         if len(counted.ahead) >= AHEAD_MAX:
             raise RemoteProtocolError(
@@ -218,6 +228,8 @@ class SliceClock:
 
     def recheck(self) -> list[Action]:
         """Decides again after the membership has changed."""
+        if self.is_short:
+            return self._answers()
         if self.rule.by_step:
             actions = [action for step in sorted(self._bins) for action in self._fill(step)]
         else:
@@ -236,6 +248,11 @@ class SliceClock:
         return min((self.clock(rank) for rank in self._expected()), default=0)
 
     # ----- for people
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there are fewer workers than the job needs: nothing is counted meanwhile."""
+        return self._wanted is not None and len(self._members()) < self._wanted()
 
     def missing(self) -> tuple[int, list[int]]:
         """Returns the step that is open, and the expected ranks that have not pushed it."""
@@ -340,30 +357,34 @@ class SliceClock:
     def _close_if_full(self) -> list[Action]:
         """An asynchronous mode: updates if the bin holds as many as there are workers left."""
         bin_ = self._bins.get(0)
-        fan_in = self.rule.fan_in(max(1, len(self._expected())), self._num_workers)
+        fan_in = self._fan_in(len(self._expected()))
         return [self._close(0)] if bin_ is not None and len(bin_.added) >= fan_in else []
 
-    def _fan_in(self, bin_: Bin) -> int:
-        num_expected = len(bin_.ranks() | set(self._expected()))
-        return self.rule.fan_in(max(1, num_expected), self._num_workers)
+    def _fan_in(self, num_expected: int) -> int:
+        """Returns how many pushes make one update; an elastic job is as large as it is now."""
+        num_expected = max(1, num_expected)
+        return self.rule.fan_in(
+            num_expected, self._num_workers if self._wanted is None else num_expected
+        )
 
-    def _is_full(self, bin_: Bin, worker: int) -> bool:
-        """Whether a step has all that it takes, and only waits for an earlier one to close."""
-        num_expected = len(bin_.ranks() | {worker} | set(self._expected()))
-        return len(bin_.added) >= self.rule.fan_in(num_expected, self._num_workers)
+    def _is_full(self, bin_: Bin, *others: int) -> bool:
+        """Whether a step has all that it takes."""
+        num_expected = len(bin_.ranks().union(others, self._expected()))
+        return len(bin_.added) >= self._fan_in(num_expected)
 
     def _fill(self, step: int) -> list[Action]:
         """Adds what is held of a step: in the order of the ranks if all of them are waited for."""
         bin_ = self._bins[step]
         ranks = sorted(bin_.ranks() | set(self._expected()))
-        fan_in = self.rule.fan_in(len(ranks), self._num_workers)
+        fan_in = self._fan_in(len(ranks))
         in_order = fan_in >= len(ranks)
         added = {push.worker for push, _ in bin_.added}
         actions: list[Action] = []
         for rank in ranks if in_order else list(bin_.held):
             if rank in bin_.held and len(bin_.added) < fan_in:
                 push, token = bin_.held.pop(rank)
-                weight = push.samples if len(ranks) > 1 else 1.0
+                is_alone = len(ranks) == 1 and self._wanted is None  # Else others may still join.
+                weight = 1.0 if is_alone else push.samples
                 actions.append(
                     Add(
                         token=token,
@@ -381,9 +402,9 @@ class SliceClock:
     def _proceed(self) -> list[Action]:
         """Closes the steps that are complete, lets parked pushes in, and answers pulls."""
         actions: list[Action] = []
-        while self.version >= 0:
+        while self.version >= 0 and not self.is_short:
             bin_ = self._bins.get(self.version) if self.rule.by_step else None
-            if bin_ is not None and bin_.added and len(bin_.added) >= self._fan_in(bin_):
+            if bin_ is not None and bin_.added and self._is_full(bin_):
                 actions.append(self._close(self.version))
             elif not self._unpark(actions):
                 break

@@ -56,6 +56,7 @@ class Delivery:
         """
         self.job = request.job
         self.num_workers = request.num_workers
+        self.min_workers = request.min_workers
         self.touched_s = driver.now()
         self._driver = driver
         self._require_free()
@@ -111,7 +112,7 @@ class Delivery:
                     )
         self._require_free()
         driver = self._driver
-        job = driver.begin_restored(self.job, self.num_workers)
+        job = driver.begin_restored(self.job, self.num_workers, self.min_workers)
         for number, declared in enumerate(self._tables):
             table, _ = driver.define(job, declared.spec)
             for index, clock in table.clocks.items():

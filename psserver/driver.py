@@ -83,10 +83,10 @@ class Driver:
 
     # ----- workers and tables
 
-    def join(self, name: str, num_workers: int, member: Member) -> Job:
-        """Takes a worker into a job."""
+    def join(self, name: str, num_workers: int, member: Member, min_workers: int = 0) -> Job:
+        """Takes a worker into a job (`Shard.join`)."""
         with self.lock:
-            job = self.shard.join(name, num_workers, member)
+            job = self.shard.join(name, num_workers, member, min_workers)
             self._part_with(job, member.rank)
             self.forget_ended()
             self._owners[id(job)] = job
@@ -240,9 +240,9 @@ class Driver:
 
     # ----- checkpoints and snapshots
 
-    def begin_restored(self, name: str, num_workers: int) -> Job:
+    def begin_restored(self, name: str, num_workers: int, min_workers: int) -> Job:
         """Makes a job without workers, whose tables come from a checkpoint."""
-        job = self.shard.restore(name, num_workers, [])
+        job = self.shard.restore(name, num_workers, [], min_workers)
         self.forget_ended()
         self._owners[id(job)] = job
         self.recovery.note(job)
@@ -278,7 +278,8 @@ class Driver:
             if meta["job"] in self.shard.jobs:
                 continue  # What the vault had is newer.
             members = snapshot.members_of(meta, self.now())
-            job = self.shard.restore(meta["job"], meta["num_workers"], members)
+            min_workers = meta.get("min_workers", 0)
+            job = self.shard.restore(meta["job"], meta["num_workers"], members, min_workers)
             self._owners[id(job)] = job
             self.recovery.note(job)
             for entry in meta["tables"]:
@@ -326,11 +327,13 @@ class Driver:
 
     # ----- membership
 
-    def leave(self, name: str, rank: int, incarnation: int, reason: str) -> None:
+    def leave(
+        self, name: str, rank: int, incarnation: int, reason: str, *, failed: bool = False
+    ) -> None:
         """Lets a worker go, and goes on without it."""
         with self.lock:
             job = self.shard.jobs.get(name)
-            actions = self.shard.leave(name, rank, incarnation, reason)
+            actions = self.shard.leave(name, rank, incarnation, reason, failed=failed)
             if job is None:
                 return
             log.info("worker left", job=name, worker=rank, reason=reason)
@@ -457,7 +460,7 @@ class Driver:
         found: tuple[int, int] | None = None
         for index, clock in table.clocks.items():
             step, ranks = clock.missing() if clock.is_awaited else (0, [])
-            if (ranks or clock.version < 0) and clock.is_awaited:
+            if (ranks or clock.version < 0 or clock.is_short) and clock.is_awaited:
                 found = min(found or (step, index), (step, index))
         return found
 

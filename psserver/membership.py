@@ -4,6 +4,10 @@ Each shard keeps its own membership of each job. A worker joins every shard, ren
 every shard, and leaves every shard; time is an argument. What the rest of the shard asks is one
 question: who is expected to push step t? A job is *formed* when `num_workers` have joined; before,
 those who have not come yet are expected at every step, so that no step closes without them.
+
+An *elastic* job has a least and a largest number of workers: whoever is live is expected, anybody
+may join while there are fewer than the largest number, and no step closes while there are fewer
+than the least (`wanted`). A worker whose script has come to its end counts as there.
 """
 
 from __future__ import annotations
@@ -45,15 +49,26 @@ class Member:
 class Membership:
     """The workers of one job on one shard."""
 
-    def __init__(self, num_workers: int, lease_s: float) -> None:
+    def __init__(self, num_workers: int, lease_s: float, min_workers: int = 0) -> None:
         """Starts with nobody.
 
+        Args:
+            num_workers: Of the job; the most of an elastic one.
+            lease_s: Seconds of silence after which a worker is declared lost.
+            min_workers: The least of an elastic job; 0: the job is not elastic.
+
         Raises:
-            ConfigError: The number of workers is not in 1..4096.
+            ConfigError: The number of workers is not in 1..4096, or the least is not below it.
         """
         if not 1 <= num_workers <= WORKERS_MAX:
             raise ConfigError(f"number of workers is {num_workers}, must be in 1..{WORKERS_MAX}")
+        if not 0 <= min_workers <= num_workers:
+            raise ConfigError(
+                f"the least number of workers is {min_workers}, must be in 1..{num_workers}, the "
+                "largest number"
+            )
         self.num_workers = num_workers
+        self.min_workers = min_workers
         self.lease_s = lease_s
         self.members: dict[int, Member] = {}
 
@@ -70,15 +85,13 @@ class Membership:
         if member.rank < 0:
             member.rank = self._free_rank(member.incarnation)
         if member.rank >= self.num_workers:
-            raise RankTakenError(
-                f"rank {member.rank} wanted in a job of {self.num_workers} workers"
-            )
+            raise RankTakenError(f"rank {member.rank} wanted in a job of {self.size} workers")
         held = self.members.get(member.rank)
         if held is not None and held.incarnation == member.incarnation:
             # The same request again; if it comes after the worker has gone, it stays gone.
             return self.heard(member.rank, member.incarnation, member.heard_s).rank
         if held is not None:
-            if (held.restart, held.incarnation) > (member.restart, member.incarnation):
+            if self._is_older(member, held):
                 raise ReplacedError(f"rank {member.rank} is held by a newer incarnation")
             # Lost on another shard, but not yet on this one: the same process begins anew on all.
             is_itself = member.returns and (held.host, held.pid) == (member.host, member.pid)
@@ -125,14 +138,21 @@ class Membership:
         if member is not None and member.incarnation == incarnation:
             member.lease_ends_s = min(member.lease_ends_s, now_s + SUSPECT_SHARE * self.lease_s)
 
-    def leave(self, rank: int, incarnation: int, reason: str) -> bool:
-        """Lets a worker go; returns whether that changed anything."""
+    def leave(self, rank: int, incarnation: int, reason: str, *, failed: bool = False) -> bool:
+        """Lets a worker go; returns whether that changed anything.
+
+        Args:
+            rank: Of the worker.
+            incarnation: Of the worker.
+            reason: Why it goes, for people.
+            failed: Its script did not come to its end: it counts as lost.
+        """
         member = self.members.get(rank)
         if member is None or member.incarnation != incarnation:
             return False
         if member.presence is not Presence.LIVE:
             return False
-        member.presence, member.reason = Presence.LEFT, reason
+        member.presence, member.reason = Presence.LOST if failed else Presence.LEFT, reason
         return True
 
     def expire(self, now_s: float) -> list[Member]:
@@ -147,7 +167,12 @@ class Membership:
         return over
 
     def expected(self) -> list[int]:
-        """Returns the ranks that a step waits for, in order: live ones and those yet to come."""
+        """Returns the ranks that a step waits for, in order: live ones and those yet to come.
+
+        Nobody is yet to come to an elastic job: who has come is waited for.
+        """
+        if self.is_elastic:
+            return sorted(self._in(Presence.LIVE))
         return [
             rank
             for rank in range(self.num_workers)
@@ -155,11 +180,45 @@ class Membership:
         ]
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether workers may join, up to a largest number, while others train."""
+        return self.min_workers > 0
+
+    @property
+    def size(self) -> str:
+        """Number of workers for people: `4`, or `2 to 4`."""
+        return (
+            f"{self.min_workers} to {self.num_workers}"
+            if self.is_elastic
+            else str(self.num_workers)
+        )
+
+    def wanted(self) -> int:
+        """Returns how many live workers a step needs in order to close; 0: it needs none.
+
+        So it is in a job that is not elastic, and in one that is over: what is in its open steps
+        shall be in its weights.
+        """
+        if not self.is_elastic or self.is_over:
+            return 0
+        return max(0, self.min_workers - len(self._in(Presence.LEFT)))
+
+    def shortage(self) -> str:
+        """Returns how many workers are missing, for people: `1 more worker (1 of at least 2)`."""
+        there = len(self._in(Presence.LIVE)) + len(self._in(Presence.LEFT))
+        missing = max(0, self.min_workers - there)
+        workers = "worker" if missing == 1 else "workers"
+        return f"{missing} more {workers} ({there} of at least {self.min_workers})"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether as many have come as an elastic job needs, or all of another."""
+        return len(self.members) >= (self.min_workers or self.num_workers)
+
+    @property
     def is_over(self) -> bool:
         """Whether somebody had joined and nobody is live any more."""
-        return bool(self.members) and not any(
-            member.presence is Presence.LIVE for member in self.members.values()
-        )
+        return bool(self.members) and not self._in(Presence.LIVE)
 
     def describe(self, rank: int) -> str:
         """Returns `worker 3 (process 71 on gpu7)`."""
@@ -175,12 +234,27 @@ class Membership:
                 return rank
         return None
 
+    def _in(self, presence: Presence) -> list[int]:
+        return [rank for rank, member in self.members.items() if member.presence is presence]
+
+    def _is_older(self, member: Member, held: Member) -> bool:
+        """Whether a process has begun before the one that holds or held its rank."""
+        if self.is_elastic:  # Another worker may have the place, which was not restarted as often.
+            return member.incarnation < held.incarnation
+        return (member.restart, member.incarnation) < (held.restart, held.incarnation)
+
     def _free_rank(self, incarnation: int) -> int:
-        """Returns the rank that this process has already, or the lowest that nobody has had."""
+        """Returns the rank that this process has already, or the lowest that nobody has had.
+
+        In an elastic job one that was lost comes before those, and one that was left after them.
+        """
         former = self.rank_of(incarnation)
         if former is not None:
             return former
-        for rank in range(self.num_workers):
-            if rank not in self.members:
-                return rank
-        raise RankTakenError(f"all {self.num_workers} ranks of the job are taken")
+        new = [rank for rank in range(self.num_workers) if rank not in self.members]
+        if self.is_elastic:
+            lost, left = sorted(self._in(Presence.LOST)), sorted(self._in(Presence.LEFT))
+            new = [*lost, *new, *left]
+        if not new:
+            raise RankTakenError(f"all {self.num_workers} ranks of the job are taken")
+        return new[0]

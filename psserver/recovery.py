@@ -155,7 +155,8 @@ class Recovery:
         allocate: Callable[[Job, Table, Room], None],
     ) -> Job:
         members = snapshot.members_of(meta, now_s)
-        job = self._shard.restore(meta["name"], meta["num_workers"], members)
+        least = meta["min_workers"]
+        job = self._shard.restore(meta["name"], meta["num_workers"], members, least)
         for name, number, ranks, is_open in meta["barriers"]:
             job.barriers.by_name[name] = Barrier(number, set(ranks), is_open)
         for entry in tables:
@@ -261,6 +262,7 @@ def _describe(job: Job) -> Meta:
     return {
         "name": job.name,
         "num_workers": job.membership.num_workers,
+        "min_workers": job.membership.min_workers,
         "members": snapshot.members_to_json(job),
         "barriers": [
             [name, barrier.number, sorted(barrier.arrived), barrier.is_open]

@@ -203,7 +203,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 heard_s=self._driver.now(),
                 returns=request.returns or request.restart > 0,
             )
-            job = self._driver.join(request.job, request.num_workers, member)
+            job = self._driver.join(request.job, request.num_workers, member, request.min_workers)
         except PacelineError as error:
             await refuse(context, error)
             raise
@@ -264,7 +264,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""
-        self._driver.leave(request.job, request.worker, request.incarnation, request.reason)
+        self._driver.leave(
+            request.job,
+            request.worker,
+            request.incarnation,
+            request.reason,
+            failed=request.failed,
+        )
         return pb.LeaveReply()
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
@@ -308,6 +314,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.JobStatus(
             job=job.name,
             num_workers=job.membership.num_workers,
+            min_workers=job.membership.min_workers,
             workers=workers,
             tables=[self._table_status(job, table) for table in job.tables.values()],
             pushed_nbytes=counters.pushed_nbytes,

@@ -22,7 +22,7 @@ from pscore.errors import (
 )
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
-from pscore.rules.base import Rule
+from pscore.rules.base import Rule, require_sizes
 from pscore.types import Pull, Push, Role
 from psserver.barriers import Barriers
 from psserver.clock import Action, SliceClock, Update
@@ -104,8 +104,14 @@ class Shard:
 
     # ----- workers
 
-    def join(self, name: str, num_workers: int, member: Member) -> Job:
+    def join(self, name: str, num_workers: int, member: Member, min_workers: int = 0) -> Job:
         """Takes a worker into a job; the first one makes it. A job that is over begins anew.
+
+        Args:
+            name: Of the job.
+            num_workers: Of the job; the most of an elastic one.
+            member: The worker.
+            min_workers: The least of an elastic job; 0: it is not elastic.
 
         Raises:
             RankTakenError: The rank is held by a live worker.
@@ -116,18 +122,19 @@ class Shard:
             raise ConfigError(f"job name {name!r} must have 1..{NAME_LENGTH_MAX} characters")
         job = self.jobs.get(name)
         if job is None or (job.membership.is_over and not self._belongs(job, num_workers, member)):
-            job = Job(name=name, membership=Membership(num_workers, self.lease_s))
-        if job.membership.num_workers != num_workers:
+            job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
+        if job.membership.size != (wanted := Membership(num_workers, 0.0, min_workers).size):
             raise JobMismatchError(
-                f"job {name!r} has {job.membership.num_workers} workers, this one was started "
-                f"for {num_workers}"
+                f"job {name!r} has {job.membership.size} workers, this one was started for {wanted}"
             )
         repeated = self._is_repeated(job, member)
-        came_back = job.membership.join(member) in job.met and not repeated
+        came_back = job.membership.join(member) in job.met
         job.met.add(member.rank)
-        if came_back:
-            for table in job.tables.values():
-                for clock in table.clocks.values():
+        for table in [] if repeated else job.tables.values():
+            for clock in table.clocks.values():
+                # Before the first update whoever comes begins together with the others.
+                is_new_here = job.membership.is_elastic and clock.version > 0
+                if came_back or is_new_here:
                     clock.welcome(member.rank)
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
             self._make_room(name)
@@ -147,10 +154,12 @@ class Shard:
         job.membership.heard(rank, incarnation, now_s)
         return job
 
-    def leave(self, name: str, rank: int, incarnation: int, reason: str) -> Actions:
-        """Lets a worker go; steps that waited for it alone close."""
+    def leave(
+        self, name: str, rank: int, incarnation: int, reason: str, *, failed: bool = False
+    ) -> Actions:
+        """Lets a worker go (`Membership.leave`); steps that waited for it alone close."""
         job = self.jobs.get(name)
-        if job is None or not job.membership.leave(rank, incarnation, reason):
+        if job is None or not job.membership.leave(rank, incarnation, reason, failed=failed):
             return []
         return self.recheck(job)
 
@@ -165,9 +174,11 @@ class Shard:
                 actions += self.recheck(job)
         return lost, actions
 
-    def restore(self, name: str, num_workers: int, members: list[Member]) -> Job:
+    def restore(
+        self, name: str, num_workers: int, members: list[Member], min_workers: int = 0
+    ) -> Job:
         """Makes a job from a snapshot; its tables are defined next."""
-        job = Job(name=name, membership=Membership(num_workers, self.lease_s))
+        job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
         job.membership.restore(members)
         job.met = {member.rank for member in members}
         self.jobs[name] = job
@@ -208,9 +219,17 @@ class Shard:
         layout = make_layout(spec.tensors, self.num_shards)
         specs = {part.index: part for part in layout.of_shard(self.index)}
         members, aside = job.membership, dict[int, Change]()
+        require_sizes(spec.rule, members.num_workers, members.min_workers)
 
         def expected() -> list[int]:
             return [rank for rank in members.expected() if rank not in aside]
+
+        def wanted() -> int:
+            return 0 if aside else members.wanted()
+
+        def make_clock() -> SliceClock:
+            elastic = wanted if members.is_elastic else None
+            return SliceClock(spec.rule, expected, members.num_workers, elastic)
 
         table = Table(
             index=len(job.tables),
@@ -218,7 +237,7 @@ class Shard:
             layout=layout,
             optimizer=OPTIMIZERS[spec.optimizer](),
             specs=specs,
-            clocks={index: SliceClock(spec.rule, expected, members.num_workers) for index in specs},
+            clocks={index: make_clock() for index in specs},
             aside=aside,
             is_kept=self.limits.is_kept,
         )
@@ -289,7 +308,7 @@ class Shard:
                 f"{table.spec.rule} cannot become {rule} while it runs: the shards run another "
                 "optimizer then"
             )
-        rule.require_workers(job.membership.num_workers)
+        require_sizes(rule, job.membership.num_workers, job.membership.min_workers)
         others = [who for who in job.membership.expected() if who not in table.aside]
         if others:
             raise RemoteProtocolError(
@@ -336,6 +355,8 @@ class Shard:
         where = f"slice {address.slice} of {table.spec.name!r} on shard {self.index}"
         if clock.version < 0:
             return f"the initial weights of {where}, from {job.membership.describe(0)}"
+        if clock.is_short:
+            return f"{job.membership.shortage()}, at {where}"
         step, ranks = clock.missing()
         who = ", ".join(job.membership.describe(rank) for rank in ranks[:4])
         more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""  # noqa: PLR2004
@@ -361,12 +382,14 @@ class Shard:
         """Whether a worker joins a job that has no live worker in order to go on with it.
 
         It does if it comes back, and if it has not been there yet: in an asynchronous mode the
-        others may have come to their end before it began.
+        others may have come to their end before it began. To an elastic job that has had as many
+        as it needs nobody is yet to come.
         """
         was_there = member.returns and member.rank in job.membership.members
         is_awaited = (
             0 <= member.rank < num_workers == job.membership.num_workers
             and member.rank not in job.met
+            and not job.membership.has_begun
         )
         return was_there or is_awaited or self._is_repeated(job, member)
 

@@ -54,6 +54,7 @@ def describe(job: Job, shard: int, num_shards: int) -> dict[str, Any]:
         "shard": shard,
         "num_shards": num_shards,
         "num_workers": job.membership.num_workers,
+        "min_workers": job.membership.min_workers,
         "members": members_to_json(job),
         "tables": [
             {

@@ -58,6 +58,7 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
     return {
         "name": name,
         "num_workers": parts[0].num_workers,
+        "min_workers": parts[0].min_workers,
         "num_pushes": sum(part.num_pushes for part in parts),
         "num_updates": sum(part.num_updates for part in parts),
         "waiting_for": list(dict.fromkeys(text for part in parts for text in part.waiting_for)),
@@ -132,9 +133,10 @@ def show(status: dict[str, Any]) -> None:
 
 
 def _show_job(console: Any, job: dict[str, Any]) -> None:
+    least = f"{job['min_workers']} to " if job["min_workers"] else ""
     console.print(
         _grid(
-            f"job {job['name']} (workers: {job['num_workers']}, "
+            f"job {job['name']} (workers: {least}{job['num_workers']}, "
             f"pushes: {job['num_pushes']} of {_nbytes(job['pushed_nbytes'])}, "
             f"updates: {job['num_updates']}, pulled: {_nbytes(job['pulled_nbytes'])})",
             ("worker", "host", "process", "state", "step", "staleness", "heard"),

@@ -162,6 +162,24 @@ class Rule(ABC):
         return f"{self.name}({inner})" if inner else self.name
 
 
+def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
+    """Raises a `ConfigError` unless a rule fits a job of every size that it may have.
+
+    Args:
+        rule: The rule.
+        num_workers: Of the job; the most of an elastic one.
+        min_workers: The least of an elastic job; 0: it is not elastic.
+    """
+    rule.require_workers(num_workers)
+    if min_workers:
+        try:
+            rule.require_workers(min_workers)
+        except ConfigError as problem:
+            raise ConfigError(
+                f"{problem}: the job may have {min_workers} to {num_workers}"
+            ) from None
+
+
 def require_range(name: str, value: float, low: float, high: float) -> None:
     """Raises a `ConfigError` unless `low <= value <= high`."""
     if not low <= value <= high:

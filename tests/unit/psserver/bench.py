@@ -48,9 +48,16 @@ class Bounded(ASGD):
 class Bench:
     """A slice and its job's membership, driven in words."""
 
-    def __init__(self, rule: Rule, num_workers: int, *, loaded: bool = True) -> None:
+    def __init__(
+        self, rule: Rule, num_workers: int, *, loaded: bool = True, wanted: int = 0
+    ) -> None:
         self.expected = list(range(num_workers))
-        self.clock = SliceClock(rule, lambda: self.expected, num_workers)
+        self.wanted = wanted  # By an elastic job, of which one more worker may be than there are.
+        self.clock = (
+            SliceClock(rule, lambda: self.expected, num_workers + 1, lambda: self.wanted)
+            if wanted
+            else SliceClock(rule, lambda: self.expected, num_workers)
+        )
         if loaded:
             assert self.load() == ["load WEIGHTS v0", "ack init ACCEPTED v0"]
 

@@ -205,3 +205,81 @@ def test_workers_are_described_for_people() -> None:
     membership = joined(2, 0)
     assert membership.describe(0) == "worker 0 (process 70 on gpu7)"
     assert membership.describe(1) == "worker 1 (has not joined yet)"
+
+
+# ----- elastic jobs
+
+
+def elastic(least: int, most: int, *ranks: int) -> Membership:
+    membership = Membership(most, lease_s=10.0, min_workers=least)
+    for rank in ranks:
+        membership.join(member(rank))
+    return membership
+
+
+@pytest.mark.parametrize("least", [-1, 4])
+def test_the_least_number_of_workers_is_in_its_range(least: int) -> None:
+    with pytest.raises(ConfigError, match=rf"is {least}, must be in 1\.\.3, the largest number"):
+        Membership(3, lease_s=10.0, min_workers=least)
+    assert Membership(3, lease_s=10.0, min_workers=3).size == "3 to 3"
+
+
+def test_whoever_is_live_is_expected_in_an_elastic_job() -> None:
+    membership = elastic(2, 4, 3, 1)
+    assert membership.expected() == [1, 3]
+    membership.leave(3, 1, "finished")
+    membership.join(member(0))
+    assert membership.expected() == [0, 1]
+
+
+def test_a_step_wants_the_least_number_of_workers_less_those_who_are_done() -> None:
+    membership = elastic(2, 4, 0, 1, 2)
+    assert membership.wanted() == 2
+    membership.leave(2, 1, "finished")
+    assert membership.wanted() == 1
+    membership.leave(1, 1, "finished")
+    assert membership.wanted() == 0
+
+
+def test_a_worker_whose_script_failed_counts_as_lost() -> None:
+    membership = elastic(2, 4, 0, 1)
+    membership.leave(1, 1, "its script failed", failed=True)
+    assert membership.members[1].presence is Presence.LOST
+    assert membership.wanted() == 2
+    assert membership.shortage() == "1 more worker (1 of at least 2)"
+
+
+def test_a_job_that_is_over_wants_nobody() -> None:
+    membership = elastic(2, 4, 0, 1)
+    assert len(membership.expire(11.0)) == 2
+    assert membership.wanted() == 0
+
+
+def test_a_job_that_is_not_elastic_wants_nobody() -> None:
+    assert joined(3, 0).wanted() == 0
+
+
+def test_ranks_of_the_lost_are_given_first_and_of_those_who_left_last() -> None:
+    membership = elastic(1, 4, 0, 1, 2)
+    membership.leave(0, 1, "finished")
+    membership.leave(2, 1, "failed", failed=True)
+    given = [membership.join(member(-1, incarnation)) for incarnation in (5, 6, 7)]
+    assert given == [2, 3, 0]
+    with pytest.raises(RankTakenError, match="all 4 ranks of the job are taken"):
+        membership.join(member(-1, 8))
+
+
+def test_another_worker_takes_the_rank_of_one_that_had_been_restarted() -> None:
+    membership = elastic(1, 2)
+    membership.join(member(0, 5, restart=3))
+    membership.expire(11.0)
+    assert membership.join(member(-1, 6, heard_s=12.0)) == 0
+    with pytest.raises(ReplacedError, match="newer incarnation"):
+        membership.join(member(0, 5, restart=2, heard_s=13.0))
+
+
+def test_an_elastic_job_has_begun_when_the_least_number_have_come() -> None:
+    membership = elastic(2, 4, 3)
+    assert not membership.has_begun
+    membership.join(member(0))
+    assert membership.has_begun

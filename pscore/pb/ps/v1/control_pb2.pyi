@@ -33,7 +33,7 @@ class DescribeReply(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., bulk_port: _Optional[int] = ..., bulk_local: _Optional[str] = ..., now_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns")
+    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class JoinRequest(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RETURNS_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     num_workers: int
@@ -52,7 +53,8 @@ class JoinRequest(_message.Message):
     pid: int
     protocol: int
     returns: bool
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ...) -> None: ...
+    min_workers: int
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds")
@@ -206,16 +208,18 @@ class BarrierReply(_message.Message):
     def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "reason")
+    __slots__ = ("job", "worker", "incarnation", "reason", "failed")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     reason: str
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    failed: bool
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ..., failed: bool = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
@@ -268,7 +272,7 @@ class TableStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for")
+    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +282,7 @@ class JobStatus(_message.Message):
     NUM_PUSHES_FIELD_NUMBER: _ClassVar[int]
     NUM_UPDATES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
     job: str
     num_workers: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -287,7 +292,8 @@ class JobStatus(_message.Message):
     num_pushes: int
     num_updates: int
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+    min_workers: int
+    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid")

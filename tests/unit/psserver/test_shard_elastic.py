@@ -1,0 +1,93 @@
+"""A job on one shard whose workers come and go: who is waited for, and when it waits for more."""
+
+import dataclasses
+
+import pytest
+
+from pscore.errors import ConfigError, JobMismatchError
+from pscore.rules import ASGD, SSGD
+from pscore.types import Pull, Push, Role
+from psserver.clock import Update
+from psserver.shard import Actions, Address, Job, Shard
+from tests.unit.psserver.test_shard import LEASE_S, SPEC, member, push
+
+
+def elastic(least: int, most: int, *ranks: int) -> tuple[Shard, Job, Address]:
+    """A shard with one elastic job whose weights are there."""
+    shard = Shard(0, 1, LEASE_S)
+    for rank in ranks:
+        shard.join("run", most, member(rank), least)
+    job = shard.jobs["run"]
+    shard.define(job, SPEC)
+    address = Address("run", 0, 0)
+    shard.push(job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init")
+    return shard, job, address
+
+
+def updates(actions: Actions) -> int:
+    return sum(isinstance(action, Update) for _, action in actions)
+
+
+def test_another_least_number_of_workers_is_refused() -> None:
+    shard, _, _ = elastic(2, 3, 0)
+    for least, what in ((1, "1 to 3"), (0, "3")):
+        with pytest.raises(JobMismatchError, match=f"has 2 to 3 workers, .* started for {what}$"):
+            shard.join("run", 3, member(1), least)
+
+
+def test_nobody_is_waited_for_who_has_not_come_to_an_elastic_job() -> None:
+    shard, job, address = elastic(1, 3, 0)
+    assert updates(push(shard, job, address, 0, 0)) == 1
+
+
+def test_before_the_first_update_whoever_joins_is_waited_for() -> None:
+    shard, job, address = elastic(2, 3, 0)
+    push(shard, job, address, 0, 0)
+    shard.join("run", 3, member(1), 2)
+    assert updates(shard.recheck(job)) == 0
+    assert updates(push(shard, job, address, 1, 0)) == 1
+
+
+def test_one_who_joins_later_is_waited_for_from_its_first_pull_on() -> None:
+    shard, job, address = elastic(1, 3, 0)
+    push(shard, job, address, 0, 0)
+    shard.join("run", 3, member(1), 1)
+    assert updates(push(shard, job, address, 0, 1)) == 1
+    shard.pull(job, address, Pull(worker=1, clock=0, min_version=0), "first")
+    assert updates(push(shard, job, address, 0, 2)) == 0
+    assert updates(push(shard, job, address, 1, 2)) == 1
+
+
+def test_a_job_with_too_few_workers_says_how_many_it_waits_for() -> None:
+    shard, job, address = elastic(2, 3, 0)
+    assert push(shard, job, address, 0, 0) == []
+    text = "1 more worker (1 of at least 2), at slice 0 of 'model' on shard 0"
+    assert shard.waiting_for(job, address) == text
+
+
+def test_a_job_with_too_few_workers_can_change_its_mode() -> None:
+    """Those who have stepped aside wait for nobody; what was pushed is counted."""
+    shard, job, address = elastic(2, 3, 0)
+    push(shard, job, address, 0, 0)
+    assert updates(shard.step_aside(job, 0, 0, (1, 1))) == 1
+    shard.change(job, 0, 0, ASGD())
+    assert push(shard, job, address, 0, 1) == []
+
+
+def test_a_mode_that_does_not_fit_the_least_number_of_workers_is_refused() -> None:
+    shard, job, _ = elastic(1, 3, 0)
+    spec = dataclasses.replace(SPEC, name="other", rule=SSGD(backup=1))
+    with pytest.raises(ConfigError, match=r"less than the 1 workers: the job may have 1 to 3"):
+        shard.define(job, spec)
+
+
+def test_an_elastic_job_that_is_over_begins_anew_with_whoever_comes() -> None:
+    shard, job, _ = elastic(1, 3, 0)
+    shard.leave("run", 0, 1, "finished")
+    assert shard.join("run", 3, member(1), 1) is not job
+
+
+def test_a_worker_belongs_to_an_elastic_job_that_has_not_begun() -> None:
+    shard, job, _ = elastic(2, 3, 0)
+    shard.leave("run", 0, 1, "finished")
+    assert shard.join("run", 3, member(1), 2) is job
