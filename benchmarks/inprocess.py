@@ -36,7 +36,8 @@ from psserver.store import Payload, SliceStore
 from psworker.bucket import Bucket, describe
 from psworker.estimate import Held
 from psworker.feedback import Feedback, choose
-from psworker.replica import Landing, Replica
+from psworker.outbox import Landing
+from psworker.replica import Replica
 
 RAW = NoCompression()
 REQUEST_NBYTES = 64  # Of a pull's request, and of what stands in front of a payload.
@@ -259,6 +260,10 @@ class Worker:
         shards = self.cluster.shards
         arrival_s = self.cluster.up(self.rank, shards.owners[message.slice], nbytes)
         self.cluster.at(arrival_s, lambda: shards.deliver(message))
+
+    def maps_weights(self, index: int) -> bool:
+        """Nothing is shared."""
+        return False
 
     # ----- events
 

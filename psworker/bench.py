@@ -41,8 +41,8 @@ from psworker.environment import Environment
 from psworker.exchange import Exchange
 from psworker.feedback import choose
 from psworker.launch import new_job
+from psworker.outbox import Landing
 from psworker.plan import MIN_NBYTES, Shapes
-from psworker.replica import Landing
 from psworker.session import Session
 
 # From the mildest to the harshest.

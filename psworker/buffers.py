@@ -20,7 +20,7 @@ from pscore.partition import make_layout
 from pscore.rules.asgd import ASGD
 from pscore.types import Push, Role, TensorSpec
 from psworker.exchange import Exchange
-from psworker.replica import Landing
+from psworker.outbox import Landing
 from psworker.session import Session
 
 CHOICES = ("rank0", "mean", "local")

@@ -33,7 +33,7 @@ from pscore.types import FloatArray, Push, Role, Verdict
 from psworker.device import make_feedback
 from psworker.estimate import Held
 from psworker.feedback import Feedback
-from psworker.replica import Landing
+from psworker.outbox import Landing
 from psworker.session import Session
 from psworker.spans import note_payload, note_pull, note_push
 from psworker.transports import PullCall, PushCall, Transport
@@ -121,7 +121,7 @@ class Exchange:
         self._feedback = self._make_feedback()
         self._held = self._make_held()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
-        self._pulls: dict[int, tuple[Future[data_pb2.PullReply], Landing]] = {}
+        self._pulls: dict[int, tuple[PullCall, Landing]] = {}
         self._pushed_steps: dict[int, int] = {}  # Of each slice's last push, for people.
         self._pulled_steps: dict[int, int] = {}  # That its last pull waits for.
         if share:
@@ -171,15 +171,21 @@ class Exchange:
             wait_ms=WAIT_MS,
         )
         state = [tensor.numpy() for tensor in landing.state] if with_state else []
-        call = PullCall(header=header, weights=landing.weights.numpy(), state=state)
+        call = PullCall(
+            header=header, weights=landing.weights.numpy(), state=state, is_late=landing.is_late
+        )
         held = self._held[index]
         if held is not None and not (with_state or landing.exact):
             header.estimate, header.held, call.held = True, held.fingerprint, held
         if self._timeline is not None:
             note_pull(self._timeline, call)
-        self._pulls[index] = (call.done, landing)
+        self._pulls[index] = (call, landing)
         self._pulled_steps[index] = max(clock, min_version) - 1
         self._transport(index).pull(call)
+
+    def maps_weights(self, index: int) -> bool:
+        """Whether a slice's weights are in shared memory, and pulled as they are."""
+        return self.layout.slices[index].shard in self._shared and self._held[index] is None
 
     # ----- waiting
 
@@ -190,10 +196,14 @@ class Exchange:
             PacelineError: A pull or push was refused, or nobody answers.
         """
         for index in waits:
-            future, landing = self._pulls[index]
+            call, landing = self._pulls[index]
             step = self._pulled_steps.get(index, -1)
             what = "the first weights" if step < 0 else f"the weights after step {step}"
-            reply = self._wait(future, index, what)
+            reply = self._wait(call.done, index, what)
+            while call.fetch is not None and not call.fetch():
+                call.done, call.fetch = Future(), None
+                self._transport(index).pull(call)
+                reply = self._wait(call.done, index, what)
             landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             landing.version, landing.clock = reply.version, reply.clock
             self.traffic.pulled_nbytes += _pulled_nbytes(reply, landing)
@@ -201,7 +211,7 @@ class Exchange:
 
     def has_landed(self, index: int) -> bool:
         """Whether no pull of a slice is under way."""
-        return index not in self._pulls or self._pulls[index][0].done()
+        return index not in self._pulls or self._pulls[index][0].done.done()
 
     def is_busy(self) -> bool:
         """Whether a push has not been acknowledged yet."""

@@ -21,7 +21,7 @@ from pscore.rules.ssgd import SSGD
 from pscore.types import Push, Role, TensorSpec
 from psworker import context
 from psworker.exchange import Exchange
-from psworker.replica import Landing
+from psworker.outbox import Landing
 
 
 class NamedTensor:

@@ -408,7 +408,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for part in self._slices_of[index]:
             self._missing[part] -= 1
             if self._missing[part] == 0 and self.exchange.has_landed(part):
-                self._push(part)  # Else `step` does, which may wait.
+                self._push(part, in_backward=True)  # Else `step` does, which may wait.
 
     def _push_rest(self) -> None:
         """Sends the gradients that have not left during backward."""
@@ -439,7 +439,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise
         self._gathered.add(index)
 
-    def _push(self, index: int) -> None:
+    def _push(self, index: int, *, in_backward: bool = False) -> None:
         """Sends one slice, after a pull of it that is still under way."""
         self.exchange.run(self.replica.land(index))
         part = self.replica.parts[index]
@@ -448,8 +448,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             has_grad = self.bucket.parameters[segment.tensor].grad is not None
             part.active[position] = has_grad
             present |= has_grad << position
-        grad = self.bucket.grads_of(index)
-        self.replica.push(index, grad, present, self.samples, self.exchange)
+        grad, samples = self.bucket.grads_of(index), self.samples
+        self.replica.push(index, grad, present, samples, self.exchange, in_backward=in_backward)
         self._pushed.add(index)
 
     def _set_hyper(self) -> None:

@@ -9,8 +9,6 @@ shards; the simulator drives many of them in one thread.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,42 +19,8 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
 from pscore.timeline import Timeline
-from pscore.types import IntArray, Push, Role, SegmentTable
-
-
-@dataclass(slots=True, kw_only=True)
-class Landing:
-    """Where a pull lands; on the host, written by whoever receives it."""
-
-    weights: torch.Tensor  # (numel,) float32
-    state: list[torch.Tensor]  # One (numel,) float32 for each state array, if asked for.
-    version: int = -1  # -1 while it is under way.
-    counts: IntArray | None = None  # With state: optimizer steps of each segment.
-    clock: int = 0  # Pushes of this worker that the shard has counted.
-    exact: bool = False  # The weights themselves, where training goes on from an estimate of them.
-
-
-class Outbox(Protocol):
-    """How a replica sends. Neither call waits."""
-
-    def push(
-        self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
-    ) -> None:
-        """Sends `(numel,) float32`, which stays unchanged until it has left.
-
-        Args:
-            index: The slice.
-            push: What a shard decides about.
-            grad: The gradient, or what the weights moved by.
-            compress: Whether the job's compressor is used.
-            flush: What error feedback owes goes along, uncompressed, and becomes zero.
-        """
-
-    def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
-    ) -> None:
-        """Asks for the weights of a slice."""
-
+from pscore.types import Push, Role, SegmentTable
+from psworker.outbox import Landing, Outbox
 
 Waits = Generator[int, None, None]
 
@@ -119,7 +83,9 @@ class Replica:
         self._reference = torch.empty_like(weights) if rule.outer_optimizer else None
         self._samples = 0.0  # Of the round so far.
         self._landings: dict[int, Landing] = {}
-        self._pending: set[int] = set()
+        self._beside: dict[int, torch.Tensor] = {}  # Where pulls land that may not in the weights.
+        self._pending: set[int] = set()  # Asked for, and not yet the base.
+        self._asked: set[int] = set()  # Those of them that were asked for in the step under way.
         # In a mode by step, for all slices; None once a slice has moved on.
         self._clock: int | None = None
         self._next: int | None = None
@@ -131,7 +97,14 @@ class Replica:
         return self.rule.plan(self.step)
 
     def push(
-        self, index: int, grad: torch.Tensor, present: int, samples: float, outbox: Outbox
+        self,
+        index: int,
+        grad: torch.Tensor,
+        present: int,
+        samples: float,
+        outbox: Outbox,
+        *,
+        in_backward: bool = False,
     ) -> None:
         """Sends this step's gradient of one slice, if the plan says so; may precede `finish`.
 
@@ -139,20 +112,32 @@ class Replica:
         shard can make a newer version than the one that the pull is for, and then what it brings
         would depend on who was faster.
 
+        The step's own pull is asked for right behind, so that weights come back while later slices
+        still leave. While backward goes on they land beside the weights, which it reads. In an
+        asynchronous mode the pull waits for the end of backward: asked for earlier, the weights
+        would be older.
+
         Args:
             index: The slice; its `hyper` is this step's.
             grad: `(numel,) float32` on the model's device.
             present: Bit i: segment i has a gradient; -1 for all.
             samples: Weight in the mean of the step.
             outbox: Where it is sent.
+            in_backward: The weights are still being read.
         """
-        if self.plan().push is Role.GRADIENT:
-            assert self._has_landed(index)
-            self._send(index, Role.GRADIENT, grad, present, samples, outbox)
+        plan = self.plan()
+        if plan.push is not Role.GRADIENT:
+            return
+        assert index in self._asked or self._has_landed(index)
+        self._send(index, Role.GRADIENT, grad, present, samples, outbox)
+        if plan.pull and index not in self._pending and (self.rule.by_step or not in_backward):
+            clock = self._next_push(index) + 1
+            self._ask(index, clock, outbox, in_use=in_backward, with_state=self._wants_state(plan))
+            self._asked.add(index)
 
     def land(self, index: int) -> Waits:
-        """Lets a pull of one slice that is under way land; it is not the base yet."""
-        if not self._has_landed(index):
+        """Lets a former step's pull of one slice land; it is not the base yet."""
+        if index not in self._asked and not self._has_landed(index):
             yield index
 
     def finish(self, grads: Sequence[torch.Tensor], outbox: Outbox, samples: float = 1.0) -> Waits:
@@ -177,8 +162,9 @@ class Replica:
         if plan.push is Role.GRADIENT:
             self._count()
         # A pull that only a later step waits for must have landed when its slice is pushed again,
-        # and backward, which decides when that is, ends with the front. It is asked for as soon as
-        # the one before it has been used, so that the way from the shard never lies idle.
+        # and backward, which decides when that is, ends with the front. Unless it was asked for
+        # along with the push, it is asked for as soon as the one before it has been used, so that
+        # the way from the shard never lies idle.
         with_state = plan.pull and self._wants_state(plan)
         order = self.front_first() if plan.block else self._indices()
         for index in order:
@@ -187,12 +173,13 @@ class Replica:
             if plan.local:
                 self._update(index, grads[index])
             if plan.pull and plan.push is not Role.DELTA:
-                self._ask(index, self.newest(index), outbox, with_state=with_state)
+                self._ask(index, self.clock(index), outbox, with_state=with_state)
         if plan.push is Role.DELTA:
             self._push_moves(grads, outbox)
             if plan.pull:
                 for index in order:
-                    self._ask(index, self.newest(index), outbox, with_state=with_state)
+                    self._ask(index, self.clock(index), outbox, with_state=with_state)
+        self._asked.clear()
         self.step += 1
         if plan.block:
             yield from self.settle()
@@ -219,16 +206,30 @@ class Replica:
             min_version: The oldest that will do; None: this worker's last push is in it.
             outbox: Where pulls are sent.
         """
+        self.abandon()
         yield from self.settle()
         self.num_inner, self._samples = 0, 0.0
         with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
-            oldest = self.newest(index) if min_version is None else min_version
-            self._ask(index, oldest, outbox, with_state=with_state, exact=True)
+            self._ask(
+                index, self.clock(index), outbox, min_version, with_state=with_state, exact=True
+            )
         yield from self.settle()
+
+    def abandon(self) -> None:
+        """Gives up the pulls of a step that is not finished: others may wait for its other pushes.
+
+        An answer that comes all the same finds memory that nobody reads.
+        """
+        for index in self._asked:
+            self._pending.discard(index)
+            del self._landings[index]
+            self._beside.pop(index, None)
+        self._asked.clear()
 
     def restart(self) -> None:
         """Begins anew in the same job, at the same step: pulls bring weights and clocks."""
+        self.abandon()
         self._pending.clear()
         self._clock = self._next = None
         self.clocks = [0] * len(self.parts)
@@ -242,7 +243,6 @@ class Replica:
         """Goes on under another rule at the same step: the next pulls bring weights and clocks."""
         assert (self._reference is None) == (not rule.outer_optimizer)
         self.rule, self.local = rule, rule.local_update()
-        self._landings.clear()  # Where a pull lands depends on the local update.
         self.restart()
 
     def settle(self) -> Waits:
@@ -260,6 +260,7 @@ class Replica:
             target: `(layout.numel,) float32`.
             outbox: Where pulls are sent.
         """
+        self.abandon()
         landings = {}
         for index in self.front_first():
             if index in self._pending:
@@ -279,8 +280,7 @@ class Replica:
 
     def newest(self, index: int = 0) -> int:
         """Returns the oldest version of a slice that has this worker's last push in it."""
-        clock = self.clock(index)
-        return self.rule.min_version(clock - 1) if clock else 0
+        return self._newest(self.clock(index))
 
     def clock(self, index: int) -> int:
         """Returns how many pushes of this worker a pull of a slice has to wait for."""
@@ -308,6 +308,9 @@ class Replica:
         """Returns where a slice lies in the flat vector."""
         start = self._starts[index]
         return slice(start, start + len(self.parts[index].weights))
+
+    def _newest(self, clock: int) -> int:
+        return self.rule.min_version(clock - 1) if clock else 0
 
     def _next_push(self, index: int) -> int:
         """Returns the step of the next push of a slice.
@@ -372,16 +375,23 @@ class Replica:
     def _ask(
         self,
         index: int,
-        min_version: int,
+        clock: int,
         outbox: Outbox,
+        min_version: int | None = None,
         *,
         with_state: bool,
         exact: bool = False,
+        in_use: bool = False,
     ) -> None:
-        landing = self._landing(index, with_state=with_state)
-        landing.version, landing.exact = -1, exact
+        """Asks for a slice; without `min_version`, for one with the first `clock` pushes in it."""
+        if index in self._asked:
+            return
+        is_late = in_use and self._lands_directly(index) and outbox.maps_weights(index)
+        landing = self._landing(index, with_state=with_state, beside=in_use and not is_late)
+        landing.version, landing.exact, landing.is_late = -1, exact, is_late
         self._pending.add(index)
-        outbox.pull(index, self.clock(index), min_version, landing, with_state=with_state)
+        oldest = self._newest(clock) if min_version is None else min_version
+        outbox.pull(index, clock, oldest, landing, with_state=with_state)
 
     def _update(self, index: int, grad: torch.Tensor) -> None:
         begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
@@ -405,26 +415,27 @@ class Replica:
             return False
         return bool(self.local.wants_state(last_of_warmup=ends_warmup))
 
-    def _landing(self, index: int, *, with_state: bool) -> Landing:
-        """Returns where the next pull of a slice lands; allocated once.
+    def _lands_directly(self, index: int) -> bool:
+        """Whether nothing but forward and backward reads the weights while a pull is on its way."""
+        return self.local is None and self.parts[index].weights.device.type == "cpu"
 
-        Without a local update nothing reads the weights while a pull is on its way, so it lands
-        right in them.
-        """
+    def _landing(self, index: int, *, with_state: bool, beside: bool = False) -> Landing:
+        """Returns where the next pull of a slice lands: right in the weights, if that can be."""
         part = self.parts[index]
-        on_host = part.weights.device.type == "cpu"
-        if index not in self._landings:
-            direct = self.local is None and on_host
-            weights = part.weights if direct else _host_buffer(part.weights)
-            self._landings[index] = Landing(weights=weights, state=[])
-        landing = self._landings[index]
+        weights = part.weights
+        if beside or not self._lands_directly(index):
+            if index not in self._beside:
+                self._beside[index] = _host_buffer(part.weights)
+            weights = self._beside[index]
+        landing = self._landings.setdefault(index, Landing(weights=weights, state=[]))
+        landing.weights = weights
         if with_state and not landing.state:
             landing.state = [_host_buffer(part.weights) for _ in range(self._num_state)]
         return landing
 
     def _rebase(self, index: int) -> None:
         """Takes a pull that has landed, if there is one."""
-        if index not in self._pending:
+        if index not in self._pending or index in self._asked:
             return
         self._pending.discard(index)
         part, landing = self.parts[index], self._landings[index]

@@ -16,7 +16,7 @@ import torch
 
 from pscore.errors import ConfigError
 from pscore.types import Role
-from psworker.replica import Landing
+from psworker.outbox import Landing
 
 if TYPE_CHECKING:
     from psworker.optimizer import DistributedOptimizer
@@ -130,6 +130,7 @@ def _pull_state(wrapper: DistributedOptimizer) -> tuple[dict[str, torch.Tensor],
     scratch = torch.zeros(layout.numel)
     landings = []
     wrapper.exchange.flush()
+    wrapper.replica.abandon()
     for spec in layout.slices:
         # What is under way becomes the base when it would have: a checkpoint changes no bit.
         wrapper.exchange.run(wrapper.replica.land(spec.index))

@@ -26,7 +26,8 @@ from psserver.clock import Acknowledge, Action, Answer, SliceClock
 from psserver.counted import Token
 from psserver.lanes import carry_out
 from psserver.store import Payload, SliceStore
-from psworker.replica import Landing, Replica
+from psworker.outbox import Landing
+from psworker.replica import Replica
 
 Vector = npt.NDArray[np.float64]
 Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.
@@ -207,6 +208,10 @@ class Worker:
         pull = Pull(worker=self.rank, clock=clock, min_version=min_version, with_state=with_state)
         self.landed[index] = False
         self.channels[index].append(Message(self.rank, index, pull=pull, landing=landing))
+
+    def maps_weights(self, index: int) -> bool:
+        """Nothing is shared."""
+        return False
 
     # ----- events
 

@@ -43,6 +43,8 @@ class PullCall:
     weights: FloatArray  # (numel,)
     state: list[FloatArray]  # (numel,) each; may be unused.
     held: Held | None = None  # Of a compressed pull: what its answer builds upon.
+    is_late: bool = False  # Weights in shared memory are fetched when somebody waits for them.
+    fetch: Callable[[], bool] | None = None  # Does that; False if they changed: it is asked again.
     done: Future[data_pb2.PullReply] = field(default_factory=Future)
     started_s: float = field(default_factory=time.monotonic)
     say_s: float = SAY_AFTER_S

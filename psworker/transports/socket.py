@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -61,8 +62,8 @@ class Attachment:
     layout: WeightsMap
     specs: Sequence[SliceSpec]
     weights: Segment | None = None
-    buffers: dict[int, list[FloatArray]]
-    versions: dict[int, IntArray]
+    # Of each slice, its two buffers and their versions: of one segment, whoever reads meanwhile.
+    maps: dict[int, tuple[list[FloatArray], IntArray]] = field(default_factory=dict)
 
 
 class Channel:
@@ -245,10 +246,7 @@ class SocketTransport(Transport):
         Raises:
             PacelineError: The shard cannot map them.
         """
-        attachment = Attachment(
-            sender=sender, grads=grads, layout=WeightsMap(specs), specs=specs, buffers={},
-            versions={},
-        )  # fmt: skip
+        attachment = Attachment(sender=sender, grads=grads, layout=WeightsMap(specs), specs=specs)
         _attach(self._endpoint(), attachment)
         self._attachments[sender.table] = attachment
 
@@ -292,8 +290,14 @@ class SocketTransport(Transport):
             return False
         if reply.buffer:
             incoming.read_into()
-            if not self._copy(call, reply):
+            if call.is_late:
+                call.fetch = partial(self._copy, call, reply)
+            elif not self._copy(call, reply):
                 return False
+        elif call.is_late:  # A slow reader of another version has the buffers that are mapped.
+            payload = bytearray(incoming.payload_nbytes)
+            incoming.read_into(memoryview(payload))
+            call.fetch = partial(_land, call, reply, memoryview(payload))
         else:
             incoming.read_into(*call.targets(reply, incoming.payload_nbytes))
             if not call.settle(reply):
@@ -303,11 +307,15 @@ class SocketTransport(Transport):
 
     def _copy(self, call: PullCall, reply: pb.PullReply) -> bool:
         """Copies weights from shared memory; returns False if they changed meanwhile."""
-        attachment = self._attachments[call.header.sender.table]
+        buffers, versions = self._attachments[call.header.sender.table].maps[call.header.slice]
         number = reply.buffer - 1
-        versions = attachment.versions[call.header.slice]
-        np.copyto(call.weights, attachment.buffers[call.header.slice][number])
+        np.copyto(call.weights, buffers[number])
         return bool(versions[number] == reply.version)
+
+
+def _land(call: PullCall, reply: pb.PullReply, payload: memoryview) -> bool:
+    call.land(reply, payload)
+    return True
 
 
 def connect(endpoint: Endpoint, *, is_local: bool) -> tls.Stream:
@@ -413,8 +421,9 @@ def _attach(endpoint: Endpoint, attachment: Attachment) -> None:
     weights = Segment.attach(fds[0], envelope.attached.nbytes)
     attachment.weights = weights
     for spec in attachment.specs:
-        attachment.buffers[spec.index] = attachment.layout.buffers(weights, spec.index)
-        attachment.versions[spec.index] = attachment.layout.versions(weights, spec.index)
+        layout = attachment.layout
+        maps = layout.buffers(weights, spec.index), layout.versions(weights, spec.index)
+        attachment.maps[spec.index] = maps
 
 
 def _error_of(failure: pb.Failure) -> PacelineError:

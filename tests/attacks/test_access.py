@@ -158,8 +158,6 @@ def test_memory_is_shared_with_the_tokens_job_only(
         grads=segment,
         layout=WeightsMap([]),
         specs=[],
-        buffers={},
-        versions={},
     )
     with pytest.raises(AccessError, match=message):
         _attach(stronghold.endpoint(token), attachment)

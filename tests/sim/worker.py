@@ -208,14 +208,17 @@ class Worker:
         self._set_hyper()
         plan = self.replica.plan()
         self._make_grads(self._step_now)
+        weights = self.replica.weights[self.layout.slices[0].stop :].clone()
         if plan.push is Role.GRADIENT:
             for index in self.replica.front_first():
                 yield from self._drive(self.replica.land(index))
                 yield from self._acknowledged(index)
                 present = self._present(index)
-                grad, samples = self._grads[index], self.case.samples[self.rank]
-                self.replica.push(index, grad, present, samples, self.exchange)
+                grad, samples, early = self._grads[index], self.case.samples[self.rank], index > 0
+                self.replica.push(index, grad, present, samples, self.exchange, in_backward=early)
                 yield 0.0
+        # The first slice leaves when backward is over; until then it reads those of the others.
+        assert torch.equal(self.replica.weights[self.layout.slices[0].stop :], weights)
         if plan.inner:
             for spec in self.layout.slices:
                 self.replica.weights[spec.start : spec.stop] -= self._grads[spec.index]
@@ -273,9 +276,9 @@ class Worker:
     def _drive(self, waits: Iterable[int]) -> Program:
         """Runs a generator of the replica."""
         for index in waits:
-            future, _ = self.exchange._pulls[index]
+            call, _ = self.exchange._pulls[index]
             self.waits_for = f"slice {index}"
-            yield future.done
+            yield call.done.done
             self.exchange.run((index,))
 
     def _acknowledged(self, index: int) -> Program:

@@ -1,10 +1,12 @@
 """Shared memory: two maps of one segment, where the buffers lie, and a copy that was torn."""
 
 import os
+import socket
 
 import numpy as np
 import pytest
 
+from pscore import sockets, wire
 from pscore.pb.ps.v1 import data_pb2
 from pscore.segment import Segment, WeightsMap
 from pscore.types import SliceSpec
@@ -79,13 +81,15 @@ def test_a_copy_of_weights_that_changed_meanwhile_is_dropped(
         layout=layout,
         specs=SPECS,
         weights=segment,
-        buffers={part.index: layout.buffers(segment, part.index) for part in SPECS},
-        versions={part.index: layout.versions(segment, part.index) for part in SPECS},
+        maps={
+            part.index: (layout.buffers(segment, part.index), layout.versions(segment, part.index))
+            for part in SPECS
+        },
     )
     transport = SocketTransport.__new__(SocketTransport)  # Without its connections.
     transport._attachments = {3: attachment}
-    attachment.versions[2][1] = published
-    attachment.buffers[2][1][:] = 5.0
+    buffers, versions = attachment.maps[2]
+    versions[1], buffers[1][:] = published, 5.0
     call = PullCall(
         header=data_pb2.PullHeader(sender=attachment.sender, slice=2),
         weights=np.zeros(17, np.float32),
@@ -95,3 +99,36 @@ def test_a_copy_of_weights_that_changed_meanwhile_is_dropped(
     assert transport._copy(call, reply) is is_whole
     if is_whole:
         assert np.all(call.weights == 5.0)
+
+
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["notice", "frame"])
+def test_weights_in_use_are_written_only_when_they_are_fetched(is_mapped: bool) -> None:
+    """A frame instead of a notice: slow readers had all buffers of the shard that are mapped."""
+    transport = SocketTransport.__new__(SocketTransport)  # Without its connections.
+    layout = WeightsMap(SPECS)
+    segment = Segment.create(layout.nbytes)
+    maps = layout.buffers(segment, 2), layout.versions(segment, 2)
+    maps[1][0], maps[0][0][:] = 7, 5.0
+    attachment = Attachment(
+        sender=data_pb2.Sender(table=3), grads=segment, layout=layout, specs=SPECS, maps={2: maps}
+    )
+    transport._attachments = {3: attachment}
+    call = PullCall(
+        header=data_pb2.PullHeader(sender=attachment.sender, slice=2),
+        weights=np.zeros(17, np.float32),
+        state=[],
+        is_late=True,
+    )
+    sent = b"" if is_mapped else np.full(17, 5.0, np.float32).tobytes()
+    reply = data_pb2.PullReply(ready=True, version=7, buffer=int(is_mapped))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(wire.encode(b"", sent))
+        incoming = sockets.read_header(ours)
+        assert incoming is not None
+        assert transport._pulled(data_pb2.Envelope(pulled=reply), call, incoming)
+    assert call.done.result() == reply
+    assert not call.weights.any()
+    assert call.fetch is not None
+    assert call.fetch()
+    assert np.all(call.weights == 5.0)

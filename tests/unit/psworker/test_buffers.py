@@ -11,7 +11,7 @@ from pscore.errors import ConfigError
 from pscore.types import Push, Role
 from psworker import buffers as module
 from psworker.buffers import Buffers
-from psworker.replica import Landing
+from psworker.outbox import Landing
 
 Posts = dict[str, dict[int, np.ndarray]]  # By table, then slice.
 

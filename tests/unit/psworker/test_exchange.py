@@ -18,7 +18,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.ssgd import SSGD
 from pscore.types import Push, Role, TensorSpec, Verdict
 from psworker.exchange import Exchange
-from psworker.replica import Landing
+from psworker.outbox import Landing
 from psworker.transports import PullCall, PushCall
 
 TENSORS = [
@@ -285,7 +285,7 @@ def test_a_shard_that_does_not_answer_is_told_of_and_the_session_knows_it(
 ) -> None:
     exchange, session = make()
     exchange.pull(1, 3, 3, landing(1, with_state=False), with_state=False)
-    exchange._pulls[1] = (Slow(data_pb2.PullReply(version=3), times=8), exchange._pulls[1][1])
+    exchange._pulls[1][0].done = Slow(data_pb2.PullReply(version=3), times=8)
     session.links[1].silent_s = 6.0
     told: list[str] = []
     session.check = lambda: told.append(session.waits)  # type: ignore[method-assign]
@@ -304,9 +304,37 @@ def test_a_worker_that_is_no_longer_counted_in_stops_waiting() -> None:
     exchange, session = make()
     exchange.pull(0, 0, 0, landing(0, with_state=False), with_state=False)
     session.failure = ReplacedError("rank 1 is now process 9")
-    exchange._pulls[0] = (Slow(None, times=3), exchange._pulls[0][1])
+    exchange._pulls[0][0].done = Slow(None, times=3)
     with pytest.raises(ReplacedError, match="rank 1 is now process 9"):
         exchange.run([0])
+
+
+def test_weights_that_changed_before_they_were_fetched_are_asked_for_again() -> None:
+    exchange, session = make()
+    target = landing(0, with_state=False)
+    target.is_late = True
+    exchange.pull(0, 1, 1, target, with_state=False)
+    (call,) = session.planes[0].pulls
+    assert call.is_late
+
+    def answer(version: int, *, is_whole: bool) -> None:
+        def fetch() -> bool:
+            call.weights[:] = version
+            if not is_whole:
+                session.planes[0].pull = again  # type: ignore[method-assign]
+            return is_whole
+
+        call.fetch = fetch
+        call.done.set_result(data_pb2.PullReply(ready=True, version=version))
+
+    def again(call: PullCall) -> None:
+        assert call.fetch is None
+        answer(2, is_whole=True)
+
+    answer(1, is_whole=False)
+    exchange.run([0])
+    assert (target.version, exchange.traffic.num_pulls) == (2, 1)
+    assert target.weights.tolist() == [2.0] * LAYOUT.slices[0].numel
 
 
 def test_a_restart_forgets_what_was_under_way_and_declares_again() -> None:

@@ -13,7 +13,8 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
 from pscore.types import Push, Role, TensorSpec
-from psworker.replica import Landing, Replica, Waits
+from psworker.outbox import Landing
+from psworker.replica import Replica, Waits
 
 NUMEL = 5000  # Two slices of at least 4,096 elements: 0 holds the back of the model.
 
@@ -26,6 +27,7 @@ class Notes:
     pulls: list[tuple[int, int, int, bool]] = field(default_factory=list)
     landings: dict[int, Landing] = field(default_factory=dict)
     waited: list[int] = field(default_factory=list)
+    maps: bool = False
 
     def push(
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
@@ -37,6 +39,9 @@ class Notes:
     ) -> None:
         self.pulls.append((index, clock, min_version, with_state))
         self.landings[index] = landing
+
+    def maps_weights(self, index: int) -> bool:
+        return self.maps
 
     def land(
         self, index: int, weights: float, version: int, state: float | None = None, clock: int = 0
@@ -86,9 +91,13 @@ def grads(replica: Replica, value: float) -> list[torch.Tensor]:
     return [torch.full_like(part.weights, value) for part in replica.parts]
 
 
-def push_all(replica: Replica, notes: Notes, values: Sequence[torch.Tensor]) -> None:
+def push_all(
+    replica: Replica, notes: Notes, values: Sequence[torch.Tensor], *, in_backward: bool = False
+) -> None:
     for index in replica.front_first():
-        replica.push(index, values[index], present=-1, samples=2.0, outbox=notes)
+        replica.push(
+            index, values[index], present=-1, samples=2.0, outbox=notes, in_backward=in_backward
+        )
 
 
 def step(replica: Replica, notes: Notes, value: float, weights: float, version: int) -> None:
@@ -130,6 +139,85 @@ def test_ssgd_waits_for_the_version_of_its_step_front_first() -> None:
         assert replica.weights[0].item() == 10.0 + number
     assert replica.step == 3
     assert replica.clocks == [3, 3]
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["beside", "late"])
+def test_ssgd_asks_with_its_pushes_and_backward_keeps_its_weights(maps: bool) -> None:
+    """Over a network the answer lands beside the weights; in shared memory it lands later."""
+    replica, notes = make("ssgd")
+    notes.maps = maps
+    own = grads(replica, 1.0)
+    push_all(replica, notes, own, in_backward=True)
+    assert [pull[:3] for pull in notes.pulls] == [(1, 1, 1), (0, 1, 1)]
+    for index, landing in notes.landings.items():
+        is_direct = landing.weights.data_ptr() == replica.parts[index].weights.data_ptr()
+        assert (landing.is_late, is_direct) == (maps, maps)
+    if not maps:
+        notes.land(0, 5.0, version=1)
+        assert replica.weights[:NUMEL].tolist() == [1.0] * NUMEL
+    notes.run(replica.finish(own, notes), 6.0, 1)
+    assert sorted(notes.waited) == ([0, 1] if maps else [1])
+    assert len(notes.pulls) == 2
+    assert replica.weights[0].item() == (6.0 if maps else 5.0)
+    assert replica.weights[NUMEL - 1].item() == 6.0
+
+
+def test_an_asynchronous_mode_asks_when_backward_is_over_for_weights_that_are_new() -> None:
+    replica, notes = make("asgd")
+    own = grads(replica, 1.0)
+    push_all(replica, notes, own, in_backward=True)
+    assert notes.pulls == []
+    notes.run(replica.finish(own, notes), 4.0, 9)
+    assert [pull[:3] for pull in notes.pulls] == [(1, 1, 0), (0, 1, 0)]
+
+
+def test_a_pull_is_not_asked_for_before_the_one_before_it_was_used() -> None:
+    """A delay of one step: what has landed is the base of this step's local update."""
+    replica, notes = make("od(warmup=0, local=sgd)")
+    own = grads(replica, 1.0)
+    push_all(replica, notes, own, in_backward=True)
+    assert [pull[2] for pull in notes.pulls] == [1, 1]
+    notes.run(replica.finish(own, notes), 0.0, 0)
+    assert notes.waited == []
+    notes.run(replica.land(1), 8.0, 1)
+    notes.run(replica.land(0), 8.0, 1)
+    notes.taken()
+    push_all(replica, notes, own, in_backward=True)
+    assert notes.pulls == []
+    notes.run(replica.finish(own, notes), 0.0, 0)
+    assert [pull[2] for pull in notes.pulls] == [2, 2]
+    assert replica.weights[0].item() == 7.5
+
+
+@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=1, warmup=0, local=sgd)"])
+def test_a_pull_that_is_given_up_changes_nothing_when_it_lands(mode: str) -> None:
+    replica, notes = make(mode)
+    own = grads(replica, 1.0)
+    push_all(replica, notes, own, in_backward=True)
+    given_up = notes.landings[1]
+    replica.abandon()
+    notes.taken()
+    waits = replica.finish(own, notes)
+    if mode == "ssgd":
+        assert next(waits) == 1
+        notes.land(1, 3.0, version=1)
+        given_up.weights.fill_(9.0)
+    notes.run(waits, 3.0, version=1)
+    assert [pull[2] for pull in notes.pulls] == [1, 1]
+    notes.run(replica.settle(), 3.0, version=1)
+    given_up.weights.fill_(9.0)
+    assert replica.weights.tolist() == [3.0] * len(replica.weights)
+
+
+def test_a_fetch_in_the_middle_of_a_step_does_not_wait_for_the_step() -> None:
+    """Others may wait for the slices of it that were not pushed."""
+    replica, notes = make("ssgd")
+    replica.push(1, grads(replica, 1.0)[1], -1, 1.0, notes, in_backward=True)
+    notes.taken()
+    for index in replica.fetch(None, notes):
+        assert notes.pulls, f"slice {index} is waited for, and was not asked for anew"
+        notes.land(index, 2.0, version=0)
+    assert [pull[1:3] for pull in notes.pulls] == [(0, 0), (0, 0)]
 
 
 def test_asgd_waits_for_its_own_push_in_any_version() -> None:

@@ -13,7 +13,7 @@ from pscore.partition import make_layout
 from pscore.rules.ssgd import SSGD
 from pscore.types import Role
 from psworker.bucket import Bucket, describe
-from psworker.replica import Landing
+from psworker.outbox import Landing
 from psworker.state import load_torch_state, torch_state
 
 
@@ -34,6 +34,9 @@ class FakeShards:
 
     def run(self, waits: Iterable[int]) -> None:
         list(waits)
+
+    def abandon(self) -> None:
+        """No step is under way."""
 
     def land(self, index: int) -> Iterator[int]:
         return iter(())
