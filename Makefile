@@ -40,7 +40,7 @@ proto: $(STAMP) ## regenerate pscore/pb from proto/
 bench: $(STAMP) ## the benchmarks, with tables and plots
 	$(BIN)/python -m benchmarks
 
-bench-peers: $(STAMP) ## Paceline beside torch RPC and Gloo, in one run
+bench-peers: $(STAMP) ## Paceline beside torch RPC, Gloo, MXNet, TensorFlow and Ray
 	$(BIN)/python -m benchmarks.peers --json
 
 soak: $(STAMP) ## half an hour of workers that join and leave: nothing may grow

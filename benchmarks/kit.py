@@ -10,12 +10,11 @@ import contextlib
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,12 @@ class Role:
         arguments: Mapping[str, Any],
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        python: str | Path = sys.executable,
     ) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self.what = f"{name} {dict(arguments)}"
         self.popen = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, "--role", name, json.dumps(dict(arguments))],
+            [*prefix, str(python), "-m", module, "--role", name, json.dumps(dict(arguments))],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             stdin=subprocess.PIPE,
@@ -88,6 +88,12 @@ class Role:
             raise RuntimeError(f"{self.what} ended with {self.popen.returncode}\n{written}")
         value: dict[str, Any] = json.loads(text)
         return value
+
+    def tell(self, text: str = "go") -> None:
+        """Writes a line to its standard input; `go` is what `measured.await_go` waits for."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(text + "\n")
+        self.popen.stdin.flush()
 
     def result(self) -> dict[str, Any]:
         """Returns the line that it prints and waits for its end."""
@@ -119,22 +125,6 @@ def roles(*started: Role) -> Iterator[tuple[Role, ...]]:
             role.end()
 
 
-def serve_role(argv: Sequence[str], table: Mapping[str, Callable[..., Any]]) -> bool:
-    """If this process was started as a role, runs it and prints its result; returns whether."""
-    if len(argv) < 2 or argv[0] != "--role":
-        return False
-    value = table[argv[1]](**json.loads(argv[2]))
-    if value is not None:
-        print(json.dumps(value), flush=True)
-    return True
-
-
-def report(value: Mapping[str, Any]) -> None:
-    """Prints a result, and waits until all of this case have printed theirs."""
-    print(json.dumps(value), flush=True)
-    sys.stdin.read()
-
-
 class Cpu:
     """CPU seconds of the shards below this process."""
 
@@ -144,12 +134,6 @@ class Cpu:
     def seconds(self) -> float:
         """Returns what they have used so far."""
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
-
-
-def own_cpu_s() -> float:
-    """Returns the CPU seconds of this process, all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def worker_environment(
@@ -211,9 +195,7 @@ def run_workers(
                 role.line()  # Warm.
             marks = [cpu.seconds()]
             for role in started:
-                assert role.popen.stdin is not None
-                role.popen.stdin.write("go\n")
-                role.popen.stdin.flush()
+                role.tell()
             results = [role.line() for role in started]
             marks.append(cpu.seconds())
             for role in started:
@@ -243,12 +225,6 @@ def client_variables(folder: str) -> dict[str, str]:
         "PACELINE_TLS_KEY": f"{folder}/client.key",
         "PACELINE_TOKEN_FILE": f"{folder}/token",
     }
-
-
-def await_go() -> None:
-    """Tells the measuring process that this one is warm, and waits for all others."""
-    print("{}", flush=True)
-    sys.stdin.readline()
 
 
 # ----- figures

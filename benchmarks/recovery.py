@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import kit, proof
+from benchmarks import kit, measured, proof
 from benchmarks.stage import Setup, Stage
 
 CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
@@ -336,7 +336,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    if kit.serve_role(sys.argv[1:], {"worker": work}):
+    if measured.serve(sys.argv[1:], {"worker": work}):
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the run, about")

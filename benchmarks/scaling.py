@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks import kit
+from benchmarks import kit, measured
 
 MODULE = "benchmarks.scaling"
 SMALL = (64, 128, 80, 16)  # 19,936 parameters in 6 tensors.
@@ -57,14 +57,14 @@ def worker(widths: list[int], mode: str, steps: int) -> None:
     grad_nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
     for _ in range(WARM_STEPS):
         step()
-    kit.await_go()
-    cpu_s, start_s = kit.own_cpu_s(), time.perf_counter()
+    measured.await_go()
+    cpu_s, start_s = measured.own_cpu_s(), time.perf_counter()
     for _ in range(steps):
         step()
-    kit.report(
+    measured.report(
         {
             "step_s": (time.perf_counter() - start_s) / steps,
-            "cpu_s": (kit.own_cpu_s() - cpu_s) / steps,
+            "cpu_s": (measured.own_cpu_s() - cpu_s) / steps,
             "own_nbytes": own_nbytes(os.getpid(), grad_nbytes, maps_weights=True),
             "shards_nbytes": [own_nbytes(pid, grad_nbytes) for pid in shards_of(os.getppid())],
             "grad_nbytes": grad_nbytes,
@@ -103,10 +103,9 @@ def plain(steps: int) -> dict[str, Any]:
     arguments = {"widths": LARGE, "mode": "", "steps": steps}
     with kit.roles(kit.Role(MODULE, "worker", arguments)) as (role,):
         role.line()  # Warm.
-        assert role.popen.stdin is not None
-        role.popen.stdin.write("go\n")
-        role.popen.stdin.flush()
+        role.tell()
         result = role.line()
+        assert role.popen.stdin is not None
         role.popen.stdin.close()
         role.popen.wait(kit.ROLE_TIMEOUT_S)
     return result
@@ -236,5 +235,5 @@ def figures(speed: list[list[Any]], memory: list[list[Any]]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__" and not kit.serve_role(sys.argv[1:], {"worker": worker}):
+if __name__ == "__main__" and not measured.serve(sys.argv[1:], {"worker": worker}):
     main()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kit
+from benchmarks import kit, measured
 
 MODULE = "benchmarks.small"
 WARM_STEPS = 20
@@ -130,13 +130,13 @@ def worker(name: str, mode: str, turns: int, steps: int, threads: int) -> None:
     plain, ours = Trainer(name, None), Trainer(name, mode)
     for trainer in (plain, ours):
         trainer.steps_per_s(WARM_STEPS)
-    kit.await_go()
+    measured.await_go()
     rates: dict[str, list[float]] = {"plain": [], "ours": []}
-    cpu_s = kit.own_cpu_s()
+    cpu_s = measured.own_cpu_s()
     for _ in range(turns):
         rates["plain"].append(plain.steps_per_s(steps))
         rates["ours"].append(ours.steps_per_s(steps))
-    kit.report({**rates, "cpu_s": kit.own_cpu_s() - cpu_s})
+    measured.report({**rates, "cpu_s": measured.own_cpu_s() - cpu_s})
     psworker.shutdown()
 
 
@@ -207,5 +207,5 @@ def main() -> None:
         print(json.dumps(figures))
 
 
-if __name__ == "__main__" and not kit.serve_role(sys.argv[1:], {"worker": worker}):
+if __name__ == "__main__" and not measured.serve(sys.argv[1:], {"worker": worker}):
     main()

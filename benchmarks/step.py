@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kit
+from benchmarks import kit, measured
 from benchmarks.netlab import Lab, available, bits_per_s
 
 MODULE = "benchmarks.step"
@@ -65,18 +65,18 @@ def train(mode: str, compression: str, compute_s: float, rounds: int) -> None:
     traffic = optimizer.exchange.traffic
     optimizer.exchange.flush()
     before = (traffic.pushed_nbytes, traffic.pulled_nbytes)
-    kit.await_go()
-    times_s, cpu_s = [], kit.own_cpu_s()
+    measured.await_go()
+    times_s, cpu_s = [], measured.own_cpu_s()
     for _ in range(rounds):
         start_s = time.perf_counter()
         for _ in range(ROUND_STEPS):
             gpu.step(optimizer)
         times_s.append((time.perf_counter() - start_s) / ROUND_STEPS)
     steps = rounds * ROUND_STEPS
-    kit.report(
+    measured.report(
         {
             "times_s": times_s,
-            "cpu_s": (kit.own_cpu_s() - cpu_s) / steps,
+            "cpu_s": (measured.own_cpu_s() - cpu_s) / steps,
             "up_nbytes": (traffic.pushed_nbytes - before[0]) / steps,
             "down_nbytes": (traffic.pulled_nbytes - before[1]) / steps,
             "plane": optimizer.session.links[0].transport.name,
@@ -161,12 +161,12 @@ def sink(host: str) -> None:
     with socket.create_server((host, 0)) as listener:
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         connection, _ = listener.accept()
-    kit.report({"bytes_per_s": _both_ways(connection)})
+    measured.report({"bytes_per_s": _both_ways(connection)})
 
 
 def probe(host: str, port: int) -> None:
     """Is the other side of `sink`."""
-    kit.report({"bytes_per_s": _both_ways(socket.create_connection((host, port)))})
+    measured.report({"bytes_per_s": _both_ways(socket.create_connection((host, port)))})
 
 
 def _both_ways(connection: socket.socket) -> float:
@@ -218,7 +218,7 @@ def measure_mode(lab: Lab, name: str, compute_s: float, rounds: int) -> dict[str
         with kit.roles(worker):
             worker.line()
             cpu_s = _ask(shard, "cpu")
-            _tell(worker, "go")
+            worker.tell("go")
             result = worker.line()
             result["shard_cpu_s"] = (_ask(shard, "cpu") - cpu_s) / (rounds * ROUND_STEPS)
             assert worker.popen.stdin is not None
@@ -230,14 +230,8 @@ def measure_mode(lab: Lab, name: str, compute_s: float, rounds: int) -> dict[str
     return result
 
 
-def _tell(role: kit.Role, text: str) -> None:
-    assert role.popen.stdin is not None
-    role.popen.stdin.write(text + "\n")
-    role.popen.stdin.flush()
-
-
 def _ask(role: kit.Role, text: str) -> float:
-    _tell(role, text)
+    role.tell(text)
     return float(role.line()["cpu_s"])
 
 
@@ -326,5 +320,5 @@ def main() -> None:
 
 ROLES = {"train": train, "serve": serve, "sink": sink, "probe": probe}
 
-if __name__ == "__main__" and not kit.serve_role(sys.argv[1:], ROLES):
+if __name__ == "__main__" and not measured.serve(sys.argv[1:], ROLES):
     main()

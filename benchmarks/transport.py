@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import kit
+from benchmarks import kit, measured
 
 MODULE = "benchmarks.transport"
 SUFFIXES = {"flat": "", "keys": "_keys"}
 PIECE_NUMEL = 1 << 20
-WARM_ROUNDS = 3
 HYPER = {"lr": 0.01, "momentum": 0.9}
 
 
@@ -39,18 +38,6 @@ def exchange_rounds(case: str, rounds: int) -> None:
 
     torch.set_num_threads(1)
     (_flat_rounds if case == "flat" else _keys_rounds)(rounds)
-
-
-def _timed(one_round: Any, rounds: int) -> dict[str, Any]:
-    for _ in range(WARM_ROUNDS):
-        one_round()
-    kit.await_go()
-    cpu_s, times_s = kit.own_cpu_s(), []
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        one_round()
-        times_s.append(time.perf_counter() - start_s)
-    return {"times_s": times_s, "cpu_s": kit.own_cpu_s() - cpu_s}
 
 
 def _flat_rounds(rounds: int) -> None:
@@ -87,7 +74,7 @@ def _flat_rounds(rounds: int) -> None:
             replica.push(index, grads[index], -1, 1.0, exchange)
         exchange.run(replica.finish(grads, exchange, 1.0))
 
-    kit.report(_timed(one_round, rounds))
+    measured.report(measured.timed(one_round, rounds))
     context.shutdown()
 
 
@@ -104,7 +91,7 @@ def _keys_rounds(rounds: int) -> None:
     )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    kit.report(_timed(optimizer.step, rounds))
+    measured.report(measured.timed(optimizer.step, rounds))
     psworker.shutdown()
 
 
@@ -155,10 +142,10 @@ def gloo_rounds(case: str, rank: int, port: int, rounds: int) -> dict[str, Any]:
         for work in works:
             work.wait()
 
-    measured = _timed(one_round, rounds)
+    result = measured.timed(one_round, rounds)
     dist.barrier()
     dist.destroy_process_group()
-    return measured
+    return result
 
 
 def measure_gloo(case: str, rounds: int) -> tuple[list[float], float]:
@@ -172,9 +159,7 @@ def measure_gloo(case: str, rounds: int) -> tuple[list[float], float]:
         for role in started:
             role.line()
         for role in started:
-            assert role.popen.stdin is not None
-            role.popen.stdin.write("go\n")
-            role.popen.stdin.flush()
+            role.tell()
         results = [role.line() for role in started]
     times_s = [max(pair) for pair in zip(*(r["times_s"] for r in results), strict=True)]
     return times_s, sum(result["cpu_s"] for result in results) / rounds
@@ -201,7 +186,7 @@ def socket_server(case: str) -> dict[str, Any]:
         threads.append(thread)
     for thread in threads:
         thread.join()
-    return {"cpu_s": kit.own_cpu_s()}
+    return {"cpu_s": measured.own_cpu_s()}
 
 
 def _add_pieces(connection: socket.socket, pieces: list[int]) -> None:
@@ -237,18 +222,18 @@ def measure_socket(case: str, rounds: int) -> tuple[list[float], float]:
         grads = [[np.ones(numel, np.float32) for numel in half] for half in halves]
         weights = [[np.zeros(numel, np.float32) for numel in half] for half in halves]
         cpu_s, times_s = 0.0, []
-        for number in range(WARM_ROUNDS + rounds):
-            if number == WARM_ROUNDS:
-                cpu_s = kit.own_cpu_s()
+        for number in range(measured.WARM_ROUNDS + rounds):
+            if number == measured.WARM_ROUNDS:
+                cpu_s = measured.own_cpu_s()
             start_s = time.perf_counter()
             _socket_round(connections, grads, weights)
             times_s.append(time.perf_counter() - start_s)
-        cpu_s = kit.own_cpu_s() - cpu_s
+        cpu_s = measured.own_cpu_s() - cpu_s
         for connection in connections:
             connection.close()
         served = server.line()
-    total = WARM_ROUNDS + rounds
-    return times_s[WARM_ROUNDS:], cpu_s / rounds + float(served["cpu_s"]) / total
+    total = measured.WARM_ROUNDS + rounds
+    return times_s[measured.WARM_ROUNDS :], cpu_s / rounds + float(served["cpu_s"]) / total
 
 
 def _socket_round(connections: list[socket.socket], grads: Any, weights: Any) -> None:
@@ -408,5 +393,5 @@ def main() -> None:
 ROLES = {"exchange": exchange_rounds, "gloo": gloo_rounds, "socket": socket_server}
 
 if __name__ == "__main__":
-    if not kit.serve_role(sys.argv[1:], ROLES):
+    if not measured.serve(sys.argv[1:], ROLES):
         main()

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.environments import REQUIREMENTS
 from tests.house.source import GENERATED, PACKAGES, ROOT, file_imports, modules_or_skip, name
 
 DEVELOPMENT = ("tests", "benchmarks", "examples", "scripts")
 OURS = {*PACKAGES, *DEVELOPMENT}
 
 # Where the name to import does not lead to one installed distribution.
-KNOWN = {"cupy": "cupy-cuda12x", "google.protobuf": "protobuf"}
+KNOWN = {
+    "cupy": "cupy-cuda12x",
+    "google.protobuf": "protobuf",
+    "tensorflow": "tensorflow-cpu",
+}
 
 
 def canonical(requirement: str) -> str:
@@ -71,7 +76,8 @@ def test_the_packages_import_only_what_is_declared() -> None:
 
 
 def test_everything_else_imports_only_what_is_declared() -> None:
-    allowed = declared("cuda12", "cuda13", "dev", "fuzz")
+    peers = {canonical(entry) for entries in REQUIREMENTS.values() for entry in entries}
+    allowed = declared("cuda12", "cuda13", "dev", "fuzz") | peers  # Each in its environment.
     assert not undeclared(modules_or_skip(*DEVELOPMENT), allowed)
 
 
