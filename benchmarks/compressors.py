@@ -37,7 +37,7 @@ import torch
 
 from benchmarks import kit
 from pscore.compressors import Compressor, parse_compressor
-from pscore.cuda.encoders import Encoder, can_encode
+from pscore.cuda.encoders import KernelEncoder, can_encode
 from pscore.cuda.runtime import advice, launcher
 from pscore.local import LocalSlice, LocalUpdate
 from pscore.local.dc import DC
@@ -223,7 +223,7 @@ class Device:
         compressor, launch = parse_compressor(name), launcher(self.device)
         if launch is None or not can_encode(compressor):
             return None
-        encoder = Encoder(compressor, self.numel, self.device, launch)
+        encoder = KernelEncoder(compressor, self.numel, self.device, launch)
         work = lambda: encoder.encode(self.grad, seed=1, step=1 << 30)  # noqa: E731
         return self.run(f"encode {name}", self._moved(compressor), work)
 

@@ -1,8 +1,8 @@
 """The model's parameters as one flat vector: gradients gathered in, weights given back.
 
-Gradients are copied into the flat vector when backward has made them, and looked at for NaN and
-Inf in the same pass. The weights of float32 parameters are views on the flat weights, so that a
-change of these is a change of the model; parameters of another type are cast.
+Gradients are copied into the flat vector when backward has made them, and on the CPU looked at for
+NaN and Inf in the same pass. The weights of float32 parameters are views on the flat weights, so
+that a change of these is a change of the model; parameters of another type are cast.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pscore import kernels
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
+from psworker.screen import not_finite
 
 
 def trained(
@@ -173,7 +174,7 @@ class Bucket:
         """Copies the gradient of parameter `index` into the flat vector.
 
         Raises:
-            GradientError: It holds NaN or Inf, or is sparse.
+            GradientError: It is on the CPU and holds NaN or Inf, or it is sparse.
         """
         parameter = self.parameters[index]
         grad = parameter.grad
@@ -190,13 +191,10 @@ class Bucket:
         else:
             part = self.grads[start : start + numel]
             part.view(parameter.shape).copy_(grad.detach())
-            finite = bool(torch.isfinite(part).all())
+            # Nobody waits for a device here: `screen.py` looks when the gradient is pushed.
+            finite = part.device.type != "cpu" or bool(torch.isfinite(part).all())
         if not finite:
-            bad = int((~torch.isfinite(grad)).sum())
-            raise GradientError(
-                f"gradient of {self.layout.tensors[index].name!r} holds {bad} NaN or Inf of "
-                f"{numel} elements at step {step}; nothing of it was pushed"
-            )
+            raise not_finite(self.layout.tensors[index].name, grad, step)
 
     def clear_grad(self, index: int) -> None:
         """Sets the flat gradient of parameter `index` to zero: it has none in this step."""

@@ -7,6 +7,7 @@ stay on the device. Where there are no kernels the gradient is copied and the CP
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -14,9 +15,14 @@ import torch
 
 from pscore import wire
 from pscore.compressors.base import RESIDUAL, Compressor
-from pscore.cuda.encoders import Encoder, Launch, can_encode
+from pscore.cuda.encoders import KernelEncoder, Launch, can_encode
+from pscore.cuda.runtime import launcher
+from pscore.partition import Layout
 from pscore.types import FloatArray, Push, Verdict
 from psworker.feedback import Feedback, Sent
+from psworker.screen import Screen
+
+log = logging.getLogger("paceline")
 
 
 class DeviceFeedback(Feedback):
@@ -36,25 +42,24 @@ class DeviceFeedback(Feedback):
         """
         assert can_encode(compressor)
         super().__init__(compressor, numel, key)
-        self._encoder = Encoder(compressor, numel, device, launch)
+        self._encoder = KernelEncoder(compressor, numel, device, launch)
         self._host = torch.zeros_like(
             self._encoder.payload, device="cpu", pin_memory=device.type == "cuda"
         )
 
-    def start(self, push: Push, grad: torch.Tensor) -> Callable[[], memoryview]:
+    def start(self, push: Push, grad: torch.Tensor, screen: Screen) -> Callable[[], memoryview]:
         """Starts kernels and copy, and returns what waits for the payload."""
         with self._lock:
             assert self._sent is None
-            self._encoder.encode(grad, seed=self._seed(push), step=push.step)
+            refused = screen.start(grad)
+            seed = self._seed(push)
+            self._encoder.encode(grad, seed=seed, step=push.step, refused=refused)
             self._host.copy_(self._encoder.payload, non_blocking=True)
-            event: torch.cuda.Event | None = None
-            if grad.device.type == "cuda":
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(torch.cuda.current_stream(grad.device))
+            done = _mark(grad.device)
 
         def ready() -> memoryview:
-            if event is not None:
-                event.synchronize()
+            done()
+            screen.require_finite(grad, push.step)
             with self._lock:
                 if self._sent is None:
                     payload = self._encoder.finish(self._host.numpy())
@@ -112,3 +117,89 @@ def make_feedback(
     if launch is not None and can_encode(compressor):
         return DeviceFeedback(compressor, numel, key, device, launch)
     return Feedback(compressor, numel, key)
+
+
+class DeviceSide:
+    """How the gradients of one table leave a device: screened, then encoded there, or copied."""
+
+    def __init__(
+        self, layout: Layout, compressor: Compressor, host: FloatArray, device: torch.device
+    ) -> None:
+        """Allocates nothing yet.
+
+        Args:
+            layout: The slices.
+            compressor: Of their pushes.
+            host: `(layout.numel,) float32`: where gradients are copied that leave as they are.
+            device: Of the gradients.
+        """
+        self._layout = layout
+        self._compressor = compressor
+        self._host = torch.from_numpy(host)
+        self._device = device
+        self._screens: dict[int, Screen] = {}
+        self._placed: set[int] = set()  # Slices whose error feedback has seen the device.
+        if device.type == "cuda":
+            _pin(self._host)
+
+    def place(self, index: int, feedback: Feedback) -> Feedback:
+        """Returns a slice's error feedback, from now on where its gradient is if that can be."""
+        if index in self._placed:
+            return feedback
+        self._placed.add(index)
+        numel, launch = self._layout.slices[index].numel, launcher(self._device)
+        placed = make_feedback(self._compressor, numel, feedback.key, self._device, launch)
+        for name, value in feedback.state.items():
+            placed.load(name, value)
+        return placed
+
+    def payload(
+        self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
+    ) -> Callable[[], memoryview]:
+        """Starts what a push needs of the device, and returns what waits for its payload.
+
+        Args:
+            index: The slice.
+            push: The push.
+            grad: `(numel,) float32` on the device.
+            feedback: From `place`; None where the gradient leaves as it is.
+            flush: Whether what is owed goes along, uncompressed.
+        """
+        if index not in self._screens:
+            self._screens[index] = Screen(self._layout, index, self._device)
+        screen = self._screens[index]
+        if isinstance(feedback, DeviceFeedback) and not flush:
+            return feedback.start(push, grad, screen)
+        spec = self._layout.slices[index]
+        screen.start(grad)
+        host = self._host[spec.start : spec.stop]
+        host.copy_(grad, non_blocking=True)
+        done = _mark(self._device)
+
+        def ready() -> memoryview:
+            done()
+            screen.require_finite(grad, push.step)
+            if feedback is None:
+                return wire.as_bytes(host.numpy())
+            make = feedback.flush if flush else feedback.encode
+            return make(push, host.numpy())
+
+        return ready
+
+
+def _mark(device: torch.device) -> Callable[[], object]:
+    """Returns what waits until all that was started on the device's current stream is done."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+def _pin(host: torch.Tensor) -> None:
+    """Has the driver copy to memory that we have already without the host waiting for it."""
+    if not host.is_pinned():
+        driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+    if not host.is_pinned():
+        log.warning("%d bytes for gradients cannot be pinned: copies will wait", host.nbytes)

@@ -22,7 +22,6 @@ import torch
 from pscore import wire
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
-from pscore.cuda.runtime import launcher
 from pscore.errors import PacelineError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
@@ -30,7 +29,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.segment import Segment
 from pscore.types import FloatArray, Push, Role, Verdict
-from psworker.device import make_feedback
+from psworker.device import DeviceSide
 from psworker.estimate import Held
 from psworker.feedback import Feedback
 from psworker.outbox import Landing
@@ -117,7 +116,7 @@ class Exchange:
         self.grads: FloatArray | None = None
         self._segment: Segment | None = None
         self._shared: set[int] = set()  # Shards that have mapped `grads`.
-        self._placed: set[int] = set()  # Slices whose error feedback has seen its device.
+        self._device: DeviceSide | None = None  # Of a model on a GPU.
         self._feedback = self._make_feedback()
         self._held = self._make_held()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
@@ -142,8 +141,10 @@ class Exchange:
         # A segment without a gradient is left out by the shard, and so would be what is owed of it.
         whole = not wire.pack_bits(push.present, len(self.layout.slices[index].segments))
         feedback = self._feedback[index] if whole and (compress or flush) else None
-        if feedback is not None and grad.device.type != "cpu":
-            feedback = self._on_device(index, feedback, grad.device)
+        on_device = grad.device.type != "cpu"
+        if feedback is not None and on_device:
+            feedback = self._on_device(grad.device).place(index, feedback)
+            self._feedback[index] = feedback
         shared = feedback is None and push.present != 0 and self._is_shared(index, grad)
         payload = self._payload(index, push, grad, feedback, flush=flush)
         compressor = self.compressor.name if feedback is not None and not flush else ""
@@ -151,7 +152,7 @@ class Exchange:
         def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
             return self._make(index, push, payload, compressor, shared=shared)
 
-        call = PushCall(make=make, is_shared=shared)
+        call = PushCall(make=make, is_shared=shared, waits=on_device)
         if self._timeline is not None:
             note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
@@ -250,6 +251,7 @@ class Exchange:
                     return future.result(timeout=1.0)
                 except TimeoutError:
                     self.session.check()
+                    self._raise_refused()
                 text, is_silent = self._in_words(index, what)
                 self.session.waits = text if is_silent else ""
                 waited_s = time.monotonic() - started_s
@@ -260,6 +262,12 @@ class Exchange:
                     )
         finally:
             self.session.waits = ""
+
+    def _raise_refused(self) -> None:
+        """Raises what kept a push here: others' answers, and ours, may wait for it for ever."""
+        for future in self._pushes.values():
+            if future.done() and (problem := future.exception()) is not None:
+                raise problem
 
     def _in_words(self, index: int, what: str) -> tuple[str, bool]:
         """Returns what is waited for, and whether that is a shard that does not answer."""
@@ -404,50 +412,24 @@ class Exchange:
             incarnation=session.incarnation,
         )
 
-    def _on_host(self, index: int, grad: torch.Tensor) -> Callable[[], FloatArray]:
-        """Returns a function that returns `grad` as an array; a copy from a GPU starts now."""
-        if grad.device.type == "cpu":
-            return grad.numpy
-        assert self.grads is not None
-        spec = self.layout.slices[index]
-        host = torch.from_numpy(self.grads[spec.start : spec.stop])
-        host.copy_(grad, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-
-        def ready() -> FloatArray:
-            event.synchronize()
-            array: FloatArray = host.numpy()
-            return array
-
-        return ready
-
-    def _on_device(self, index: int, feedback: Feedback, device: torch.device) -> Feedback:
-        """Returns error feedback that stays on a GPU, if there are kernels; kept from then on."""
-        if index not in self._placed:
-            self._placed.add(index)
-            state, key, launch = feedback.state, self._key(index), launcher(device)
-            numel = self.layout.slices[index].numel
-            feedback = make_feedback(self.compressor, numel, key, device, launch)
-            for name, value in state.items():
-                feedback.load(name, value)
-            self._feedback[index] = feedback
-        return feedback
-
     def _payload(
         self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
     ) -> Callable[[], memoryview]:
         """Returns what returns the payload; what runs on a GPU, copies too, starts now."""
-        if feedback is not None and not flush:
-            started = feedback.start(push, grad)
-            if started is not None:
-                return started
-        ready = self._on_host(index, grad)
+        if grad.device.type != "cpu":
+            return self._on_device(grad.device).payload(index, push, grad, feedback, flush=flush)
         if feedback is None:
-            return lambda: wire.as_bytes(ready())
+            return lambda: wire.as_bytes(grad.numpy())
         if flush:
-            return lambda: feedback.flush(push, ready())
-        return lambda: feedback.encode(push, ready())
+            return lambda: feedback.flush(push, grad.numpy())
+        return lambda: feedback.encode(push, grad.numpy())
+
+    def _on_device(self, device: torch.device) -> DeviceSide:
+        """Returns how the gradients of a model on a GPU leave it."""
+        if self._device is None:
+            assert self.grads is not None
+            self._device = DeviceSide(self.layout, self.compressor, self.grads, device)
+        return self._device
 
     def _make(
         self,

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import fnmatch
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 import xxhash
 
 from pscore import wire
@@ -59,7 +58,11 @@ class Sent:
 
 
 class Feedback:
-    """Error feedback of one slice."""
+    """Error feedback of one slice.
+
+    Attributes:
+        key: Job, table, worker and slice.
+    """
 
     def __init__(self, compressor: Compressor, numel: int, key: str) -> None:
         """Owes nothing yet.
@@ -71,20 +74,12 @@ class Feedback:
         """
         self._compressor = compressor
         self._numel = numel
-        self._key = key
+        self.key = key
         self._lock = threading.Lock()
         self._buffer: ByteArray | None = None
         self._total: FloatArray | None = None
         self._sent: Sent | None = None
         self._state: dict[str, FloatArray] = {}
-
-    def start(self, push: Push, grad: torch.Tensor) -> Callable[[], memoryview] | None:
-        """Starts to encode on the gradient's device, and returns what waits for the payload.
-
-        Returns:
-            None where the host has to encode.
-        """
-        return None
 
     def encode(self, push: Push, grad: FloatArray) -> memoryview:
         """Returns the payload of a push; it stays as it is until the push is settled."""
@@ -143,7 +138,7 @@ class Feedback:
                 self._state[name][:] = value
 
     def _seed(self, push: Push) -> int:
-        return xxhash.xxh3_64_intdigest(f"{self._key}/{push.step}".encode())
+        return xxhash.xxh3_64_intdigest(f"{self.key}/{push.step}".encode())
 
     def _allocate(self) -> ByteArray:
         if self._buffer is None:

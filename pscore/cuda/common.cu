@@ -49,6 +49,10 @@ __device__ inline void store8(float* to, int n, const float* x) {
   }
 }
 
+// `bad` is two numbers: whether something was beyond float32, which kernels say, and whether the
+// gradient is refused, which they read: then nothing of it may enter what is kept.
+__device__ inline bool is_refused(const int* bad) { return bad[1] != 0; }
+
 // u = grad + residual, or grad alone; says in `bad` what float32 cannot hold.
 __device__ inline void take8(const float* grad, const float* residual, int n, float* u, int* bad) {
   load8(grad, n, u);

@@ -12,6 +12,7 @@ __device__ inline void ternary8(float* u, float threshold, float value, int n, i
 
 extern "C" __global__ void two_bit_fixed(const float* grad, float* residual, float threshold,
                                          u8* out, int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   int code[EACH];
   take8(grad, residual, n, u, bad);
@@ -22,6 +23,7 @@ extern "C" __global__ void two_bit_fixed(const float* grad, float* residual, flo
 
 extern "C" __global__ void two_bit_adapted(const float* grad, float* residual, float factor,
                                            float* scales, u8* out, int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   int code[EACH];
   take8(grad, residual, n, u, bad);
@@ -42,6 +44,7 @@ extern "C" __global__ void two_bit_adapted(const float* grad, float* residual, f
 
 extern "C" __global__ void one_bit(const float* grad, float* residual, float* scales, u8* out,
                                    int n, int* bad) {
+  if (is_refused(bad)) return;
   __shared__ u8 nibbles[2][THREADS];
   float u[EACH];
   take8(grad, residual, n, u, bad);
@@ -69,6 +72,7 @@ extern "C" __global__ void one_bit(const float* grad, float* residual, float* sc
 
 extern "C" __global__ void int8_levels(const float* grad, float* residual, float* scales,
                                        signed char* out, int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   take8(grad, residual, n, u, bad);
   float limit = max_abs8(u);
@@ -85,6 +89,7 @@ extern "C" __global__ void int8_levels(const float* grad, float* residual, float
 
 extern "C" __global__ void qsgd(const float* grad, float* residual, float levels, u32 low,
                                 u32 high, float* scales, signed char* out, int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   take8(grad, residual, n, u, bad);
   float limit = max_abs8(u);
@@ -104,6 +109,7 @@ extern "C" __global__ void qsgd(const float* grad, float* residual, float levels
 
 extern "C" __global__ void terngrad(const float* grad, float* residual, u32 low, u32 high,
                                     float* scales, u8* out, int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   int code[EACH];
   take8(grad, residual, n, u, bad);
@@ -126,6 +132,7 @@ extern "C" __global__ void terngrad(const float* grad, float* residual, u32 low,
 
 extern "C" __global__ void natural(const float* grad, float* residual, u32 low, u32 high, u8* out,
                                    int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   take8(grad, residual, n, u, bad);
   int noise[EACH];
@@ -157,6 +164,7 @@ __device__ inline float float_of_half(int h) {
 }
 
 extern "C" __global__ void fp16(const float* grad, float* residual, u16* out, int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   take8(grad, residual, n, u, bad);
   for (int k = 0; k < EACH; ++k) {
@@ -168,6 +176,7 @@ extern "C" __global__ void fp16(const float* grad, float* residual, u16* out, in
 }
 
 extern "C" __global__ void bf16(const float* grad, float* residual, u16* out, int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   take8(grad, residual, n, u, bad);
   for (int k = 0; k < EACH; ++k) {

@@ -1,8 +1,7 @@
 """Which kernels make the payload of which compressor, on memory of a device.
 
 An encoder only starts kernels, in order, through a `Launch`; it neither waits nor reads anything
-back. The payload is the CPU's, bit for bit. What is not known before the end (how many elements
-are sent, whether a number was beyond float32) is behind the payload and travels with it.
+back.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from pscore.compressors import blocks, draw, sparse
-from pscore.compressors.base import RESIDUAL, Compressor, require_finite
+from pscore.compressors.base import RESIDUAL, Compressor
 from pscore.compressors.bf16 import BF16
 from pscore.compressors.dgc import DGC, MOMENTUM
 from pscore.compressors.fp16 import FP16
@@ -26,25 +25,20 @@ from pscore.compressors.randomk import SEED_NBYTES, RandomK
 from pscore.compressors.terngrad import TernGrad
 from pscore.compressors.topk import TopK
 from pscore.compressors.two_bit import FACTOR, TwoBit
-from pscore.types import ByteArray
+from pscore.cuda.base import Encoder
 
 THREADS = 256
 EACH = 8  # Elements of a thread.
 SELECT_INTS = 4
 BINS = 2048
 DIGITS = ((20, 11), (9, 11), (0, 9))  # Shift and width, as in `sparse.select_kth`.
-TAIL_NBYTES = 16  # Behind the payload: whether a number was beyond float32.
 
 # Starts a kernel by name with so many blocks of 256 threads; arguments are NumPy scalars.
 Launch = Callable[[str, int, tuple[Any, ...]], None]
 
 
-class Encoder:
-    """Encodes one slice of a device.
-
-    Attributes:
-        payload: `(nbytes,) uint8` on the device: payload, padding, and `TAIL_NBYTES`.
-    """
+class KernelEncoder(Encoder):
+    """Encodes one slice of a device by kernels."""
 
     def __init__(
         self, compressor: Compressor, numel: int, device: torch.device, launch: Launch
@@ -52,48 +46,26 @@ class Encoder:
         """Allocates what encoding needs, once.
 
         Args:
-            compressor: One of those in `ENCODERS`.
+            compressor: One that `can_encode`.
             numel: Elements of the slice.
             device: Of gradients and state.
             launch: Starts kernels.
         """
-        self.compressor = compressor
-        self.numel = numel
+        super().__init__(compressor, numel, device)
         self._launch = launch
-        longest = compressor.payload_nbytes_max(numel)
-        self._tail = -(-longest // TAIL_NBYTES) * TAIL_NBYTES
-        self.payload = torch.zeros(self._tail + TAIL_NBYTES, dtype=torch.uint8, device=device)
         self._scratch: torch.Tensor | None = None
-        self.state = {
-            name: torch.zeros(numel, dtype=torch.float32, device=device)
-            for name in compressor.state_names
-        }
 
-    def encode(self, grad: torch.Tensor, *, seed: int, step: int) -> None:
-        """Starts the kernels that turn `(numel,) float32` and the state into the payload."""
+    def _encode(self, grad: torch.Tensor, seed: int, step: int) -> None:
         assert grad.is_contiguous()
         assert grad.data_ptr() % 16 == 0  # Kernels load four elements at once.
-        self.payload[self._tail :].zero_()
         ENCODERS[type(self.compressor)](self, grad, seed, step)
-
-    def finish(self, host: ByteArray) -> ByteArray:
-        """Returns the payload in a copy of `self.payload` that has arrived on the host.
-
-        Raises:
-            GradientError: Gradient and residual are too large for float32 together.
-        """
-        bad = int(host[self._tail : self._tail + 4].view(np.int32)[0])
-        require_finite(bad == 0, self.compressor.name)
-        if isinstance(self.compressor, TopK | DGC):
-            return host[: sparse.payload_nbytes(int(host[:4].view("<u4")[0]))]
-        return host[: self.compressor.payload_nbytes_max(self.numel)]
 
     # ----- arguments of kernels
 
     @property
-    def bad(self) -> np.uint64:
-        """Where kernels say that a number was beyond float32."""
-        return self.at(self._tail)
+    def verdict(self) -> np.uint64:
+        """Where kernels say that a number was beyond float32, and read that all is refused."""
+        return pointer(self.bad)
 
     @property
     def residual(self) -> np.uint64:
@@ -125,78 +97,78 @@ def pointer(tensor: torch.Tensor) -> np.uint64:
     return np.uint64(tensor.data_ptr())
 
 
-def _head(encoder: Encoder) -> int:
+def _head(encoder: KernelEncoder) -> int:
     return 4 * blocks.num_blocks(encoder.numel)
 
 
-def _cast(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+def _cast(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
     n = np.int32(encoder.numel)
     name = encoder.compressor.name
-    encoder.blocks(name, pointer(grad), encoder.residual, encoder.at(0), n, encoder.bad)
+    encoder.blocks(name, pointer(grad), encoder.residual, encoder.at(0), n, encoder.verdict)
 
 
-def _two_bit(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+def _two_bit(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
     compressor, n = encoder.compressor, np.int32(encoder.numel)
     assert isinstance(compressor, TwoBit)
     start = (pointer(grad), encoder.residual)
     if compressor.threshold:
         threshold = np.float32(compressor.threshold)
-        encoder.blocks("two_bit_fixed", *start, threshold, encoder.at(0), n, encoder.bad)
+        encoder.blocks("two_bit_fixed", *start, threshold, encoder.at(0), n, encoder.verdict)
     else:
         where = (encoder.at(0), encoder.at(_head(encoder)))
         factor = np.float32(FACTOR)
-        encoder.blocks("two_bit_adapted", *start, factor, *where, n, encoder.bad)
+        encoder.blocks("two_bit_adapted", *start, factor, *where, n, encoder.verdict)
 
 
-def _one_bit(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
-    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.bad)
+def _one_bit(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.verdict)
     encoder.blocks("one_bit", pointer(grad), encoder.residual, *where)
 
 
-def _int8(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
-    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.bad)
+def _int8(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.verdict)
     encoder.blocks("int8_levels", pointer(grad), encoder.residual, *where)
 
 
-def _qsgd(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+def _qsgd(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
     compressor = encoder.compressor
     assert isinstance(compressor, QSGD)
     start = (pointer(grad), encoder.residual, np.float32(compressor.levels), *draw.halves(seed))
-    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.bad)
+    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.verdict)
     encoder.blocks("qsgd", *start, *where)
 
 
-def _terngrad(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
-    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.bad)
+def _terngrad(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.verdict)
     encoder.blocks("terngrad", pointer(grad), encoder.residual, *draw.halves(seed), *where)
 
 
-def _natural(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
-    where = (encoder.at(0), np.int32(encoder.numel), encoder.bad)
+def _natural(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
+    where = (encoder.at(0), np.int32(encoder.numel), encoder.verdict)
     encoder.blocks("natural", pointer(grad), encoder.residual, *draw.halves(seed), *where)
 
 
-def _randomk(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+def _randomk(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
     compressor, n = encoder.compressor, np.int32(encoder.numel)
     assert isinstance(compressor, RandomK)
     k = sparse.num_sent(compressor.ratio, encoder.numel)
     signed = seed - (1 << 64) if seed >> 63 else seed
     encoder.payload[:SEED_NBYTES].view(torch.int64).fill_(signed)
-    encoder.blocks("take", pointer(grad), encoder.residual, n, encoder.bad)
+    encoder.blocks("take", pointer(grad), encoder.residual, n, encoder.verdict)
     where = (n, np.int32(k), *draw.halves(seed), encoder.at(SEED_NBYTES))
-    encoder.threads("randomk", k, encoder.residual, *where)
+    encoder.threads("randomk", k, encoder.residual, *where, encoder.verdict)
 
 
-def _topk(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+def _topk(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
     compressor = encoder.compressor
     assert isinstance(compressor, TopK)
     n = np.int32(encoder.numel)
-    encoder.blocks("take", pointer(grad), encoder.residual, n, encoder.bad)
+    encoder.blocks("take", pointer(grad), encoder.residual, n, encoder.verdict)
     k = sparse.num_sent(compressor.ratio, encoder.numel)
     _send_largest(encoder, k, compressor.select, np.uint64(0))
 
 
-def _dgc(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
+def _dgc(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
     compressor = encoder.compressor
     assert isinstance(compressor, DGC)
     momentum = pointer(encoder.state[MOMENTUM])
@@ -209,13 +181,13 @@ def _dgc(encoder: Encoder, grad: torch.Tensor, seed: int, step: int) -> None:
         np.float32(compressor.momentum),
         np.int32(compressor.nesterov),
         np.int32(encoder.numel),
-        encoder.bad,
+        encoder.verdict,
     )
     k = sparse.num_sent(compressor.ratio_at(step), encoder.numel)
     _send_largest(encoder, k, compressor.select, momentum)
 
 
-def _send_largest(encoder: Encoder, k: int, select: str, momentum: np.uint64) -> None:
+def _send_largest(encoder: KernelEncoder, k: int, select: str, momentum: np.uint64) -> None:
     """Starts what `sparse.encode` does, without the host knowing how many are sent."""
     n, num_blocks = np.int32(encoder.numel), blocks.num_blocks(encoder.numel)
     base = encoder.scratch(SELECT_INTS + BINS + 2 * num_blocks)
@@ -244,10 +216,11 @@ def _send_largest(encoder: Encoder, k: int, select: str, momentum: np.uint64) ->
         choose(k, 1, is_sample=False, if_exceeded=True)
     else:
         choose(k, 1, is_sample=False, if_exceeded=False)
-    encoder.blocks("move", encoder.residual, momentum, n, state, above, equal, encoder.at(0))
+    where = (above, equal, encoder.at(0), encoder.verdict)
+    encoder.blocks("move", encoder.residual, momentum, n, state, *where)
 
 
-ENCODERS: Mapping[type[Compressor], Callable[[Encoder, torch.Tensor, int, int], None]] = {
+ENCODERS: Mapping[type[Compressor], Callable[[KernelEncoder, torch.Tensor, int, int], None]] = {
     FP16: _cast,
     BF16: _cast,
     TwoBit: _two_bit,

@@ -13,6 +13,7 @@ struct Select {
 };
 
 extern "C" __global__ void take(const float* grad, float* residual, int n, int* bad) {
+  if (is_refused(bad)) return;
   float u[EACH];
   take8(grad, residual, n, u, bad);
   store8(residual, n, u);
@@ -20,6 +21,7 @@ extern "C" __global__ void take(const float* grad, float* residual, int n, int* 
 
 extern "C" __global__ void dgc_correct(const float* grad, float* momentum, float* velocity,
                                        float factor, float mu, int nesterov, int n, int* bad) {
+  if (is_refused(bad)) return;
   float g[EACH], m[EACH], v[EACH];
   load8(grad, n, g);
   load8(momentum, n, m);
@@ -155,7 +157,8 @@ extern "C" __global__ void place_blocks(Select* select, int* above, int* equal, 
 
 // Moves the selected elements to the payload in order. Thread t has elements 8t..8t+7 of its block.
 extern "C" __global__ void move(float* owed, float* momentum, int n, const Select* select,
-                                const int* above, const int* equal, u8* out) {
+                                const int* above, const int* equal, u8* out, const int* bad) {
+  if (is_refused(bad)) return;
   __shared__ int counts[THREADS];
   __shared__ int ties[THREADS];
   int t = threadIdx.x, first = blockIdx.x * BLOCK + t * EACH;
@@ -208,7 +211,9 @@ __device__ inline int randomk_position(int j, int k, int n, u32 low, u32 high) {
   return (int)(first + (long long)draw_bits((u32)j, low, high) % (behind - first));
 }
 
-extern "C" __global__ void randomk(float* owed, int n, int k, u32 low, u32 high, float* values) {
+extern "C" __global__ void randomk(float* owed, int n, int k, u32 low, u32 high, float* values,
+                                   const int* bad) {
+  if (is_refused(bad)) return;
   int j = blockIdx.x * THREADS + threadIdx.x;
   if (j >= k) return;
   int i = randomk_position(j, k, n, low, high);

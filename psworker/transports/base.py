@@ -32,6 +32,7 @@ class PushCall:
 
     make: Callable[[], tuple[data_pb2.PushHeader, Sequence[memoryview]]]
     is_shared: bool = False  # The gradient lies in the attached segment and may stay there.
+    waits: bool = False  # `make` waits for a copy from a device.
     done: Future[data_pb2.PushReply] = field(default_factory=Future)
 
 

@@ -229,8 +229,8 @@ class SocketTransport(Transport):
     # ----- Transport
 
     def push(self, call: PushCall) -> None:
-        """Sends one slice; a small one, or a notice, at once."""
-        if call.is_shared:
+        """Sends one slice; a notice at once, unless it is of what a device has not copied yet."""
+        if call.is_shared and not call.waits:
             self._push_now(call)
         else:
             self._sender.submit(lambda: self._push_now(call), Future())

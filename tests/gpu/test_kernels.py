@@ -5,16 +5,19 @@ import pytest
 import torch
 
 from pscore.compressors import parse_compressor
-from pscore.cuda.encoders import Encoder, Launch, can_encode
+from pscore.cuda.encoders import KernelEncoder, Launch, can_encode
 from pscore.cuda.runtime import advice, launcher
+from pscore.errors import GradientError
 from pscore.local import LocalSlice, LocalUpdate
 from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
 from pscore.local.mirror import Mirror
 from pscore.local.sgd import PlainSGD
-from pscore.types import FloatArray, Push, Verdict
-from psworker.device import DeviceFeedback
+from pscore.partition import make_layout
+from pscore.types import FloatArray, Push, TensorSpec, Verdict
+from psworker.device import DeviceFeedback, DeviceSide
 from psworker.feedback import Feedback
+from psworker.screen import Screen
 from tests.golden.compressors.vectors import gradient
 from tests.unit.pscore.compressors.cases import NAMES, Sender
 from tests.unit.pscore.cuda.test_kernels import SIZES
@@ -24,6 +27,9 @@ pytestmark = pytest.mark.gpu
 
 ENCODED = [name for name in NAMES if can_encode(parse_compressor(name))]
 LARGE = 1 << 20
+TENSORS = [TensorSpec(name="weight", shape=(LARGE // 2, 2), dtype="float32", compress=True)]
+LAYOUT = make_layout(TENSORS, 1)
+SLEEP_CYCLES = 1_000_000_000  # Half a second or so.
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,7 @@ def test_payload_and_state_are_the_cpus(
     device: torch.device, launch: Launch, name: str, numel: int
 ) -> None:
     compressor = parse_compressor(name)
-    sender, encoder = Sender(compressor, numel), Encoder(compressor, numel, device, launch)
+    sender, encoder = Sender(compressor, numel), KernelEncoder(compressor, numel, device, launch)
     for step in range(3):
         grad = gradient(numel, step)
         expected = sender.encode(grad, seed=1 << 63 | step, step=step)
@@ -64,11 +70,12 @@ def test_error_feedback_on_a_stream_of_its_own(
     compressor = parse_compressor(name)
     host = Feedback(compressor, LARGE, "job/0/0/0")
     other = DeviceFeedback(compressor, LARGE, "job/0/0/0", device, launch)
+    screen = Screen(LAYOUT, 0, device)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     for step in range(6):
         push, grad = Push(worker=0, step=step, base_version=0), gradient(LARGE, step)
         with torch.cuda.stream(stream):
-            ready = other.start(push, torch.from_numpy(grad).to(device))
+            ready = other.start(push, torch.from_numpy(grad).to(device), screen)
         assert bytes(ready()) == bytes(host.encode(push, grad))
         verdict = Verdict.TOO_LATE if step % 3 == 1 else Verdict.ACCEPTED
         host.settle(verdict)
@@ -77,6 +84,45 @@ def test_error_feedback_on_a_stream_of_its_own(
             stream.synchronize()
         for key, value in host.state.items():
             assert np.array_equal(other.state[key], value)
+
+
+@pytest.mark.parametrize("name", ["none", "2bit", "topk", "dgc(clip=1.0)"])
+def test_nobody_waits_for_the_device_and_a_nan_is_neither_sent_nor_kept(
+    device: torch.device, name: str
+) -> None:
+    compressor, host = parse_compressor(name), np.zeros(LARGE, np.float32)
+    side = DeviceSide(LAYOUT, compressor, host, device)
+    assert torch.from_numpy(host).is_pinned()
+    plain = Feedback(compressor, LARGE, "job/0/0/0")
+    kept = None if compressor.is_raw else side.place(0, Feedback(compressor, LARGE, plain.key))
+    for step in range(6):
+        push, grad = Push(worker=0, step=step, base_version=0), gradient(LARGE, step)
+        there = torch.from_numpy(grad).to(device)
+        if step % 2:
+            there[LARGE // 2] = float("nan")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if step > 1:  # Before, memory is allocated and kernels are compiled.
+                torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+            ready = side.payload(0, push, there, kept, flush=False)
+            if step > 1:
+                assert not torch.cuda.current_stream(device).query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if step % 2:
+            with pytest.raises(GradientError, match="'weight' holds 1 NaN or Inf"):
+                ready()
+            continue
+        payload = bytes(ready())
+        if kept is None:
+            assert payload == grad.tobytes()
+            continue
+        assert payload == bytes(plain.encode(push, grad))
+        kept.settle(Verdict.ACCEPTED)
+        plain.settle(Verdict.ACCEPTED)
+        for key, value in plain.state.items():
+            assert np.array_equal(kept.state[key], value)
 
 
 def on(device: torch.device, part: LocalSlice) -> LocalSlice:

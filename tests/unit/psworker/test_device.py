@@ -9,14 +9,24 @@ import torch
 from pscore.compressors import parse_compressor
 from pscore.cuda import runtime
 from pscore.cuda.encoders import Launch
-from pscore.types import Verdict
-from psworker.device import DeviceFeedback, make_feedback
+from pscore.errors import GradientError
+from pscore.partition import make_layout
+from pscore.types import TensorSpec, Verdict
+from psworker import device
+from psworker.device import DeviceFeedback, DeviceSide, make_feedback
 from psworker.feedback import Feedback
+from psworker.screen import Screen
 from tests.unit.pscore.cuda.shim import build, launcher
 from tests.unit.pscore.cuda.test_kernels import aligned
 from tests.unit.psworker.test_feedback import NUMEL, gradient, push
 
 CPU = torch.device("cpu")
+TENSORS = [TensorSpec(name="weight", shape=(NUMEL // 2, 2), dtype="float32", compress=True)]
+LAYOUT = make_layout(TENSORS, 1)
+
+
+def screen() -> Screen:
+    return Screen(LAYOUT, 0, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +38,22 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 def test_a_device_sends_and_owes_what_the_host_does(launch: Launch, name: str) -> None:
     compressor = parse_compressor(name)
     host = Feedback(compressor, NUMEL, "job/0/0/0")
-    device = DeviceFeedback(compressor, NUMEL, "job/0/0/0", CPU, launch)
+    other = DeviceFeedback(compressor, NUMEL, "job/0/0/0", CPU, launch)
     for step in range(6):
         grad = gradient(step)
         if step == 4:
-            payloads = [bytes(item.flush(push(step), grad)) for item in (host, device)]
+            payloads = [bytes(item.flush(push(step), grad)) for item in (host, other)]
         else:
-            ready = device.start(push(step), aligned(grad))
+            ready = other.start(push(step), aligned(grad), screen())
             payloads = [bytes(host.encode(push(step), grad)), bytes(ready())]
             assert bytes(ready()) == payloads[1]
         assert payloads[0] == payloads[1]
         verdict = (Verdict.ACCEPTED, Verdict.TOO_LATE, Verdict.DUPLICATE)[step % 3]
         host.settle(verdict)
-        device.settle(verdict)
-        assert host.state.keys() == device.state.keys()
+        other.settle(verdict)
+        assert host.state.keys() == other.state.keys()
         for key, value in host.state.items():
-            assert np.array_equal(device.state[key], value)
+            assert np.array_equal(other.state[key], value)
 
 
 def test_state_moves_to_a_device_and_back(launch: Launch) -> None:
@@ -62,7 +72,38 @@ def test_what_has_no_kernel_is_encoded_by_the_host(launch: Launch) -> None:
     for compressor, found in ((clipping, launch), (parse_compressor("2bit"), None)):
         feedback = make_feedback(compressor, NUMEL, "job/0/0/0", CPU, found)
         assert type(feedback) is Feedback
-        assert feedback.start(push(0), torch.from_numpy(gradient(0))) is None
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("name", ["2bit", "topk(ratio=0.1)", "dgc(ratio=0.1)", "none"])
+def test_a_gradient_that_is_no_number_is_neither_sent_nor_kept(
+    monkeypatch: pytest.MonkeyPatch, launch: Launch, name: str, has_kernels: bool
+) -> None:
+    monkeypatch.setattr(device, "launcher", lambda _: launch if has_kernels else None)
+    compressor, numel = parse_compressor(name), LAYOUT.slices[0].numel
+    side = DeviceSide(LAYOUT, compressor, np.zeros(numel, np.float32), CPU)
+    plain = Feedback(compressor, numel, "job/0/0/0")
+    kept = None if compressor.is_raw else side.place(0, Feedback(compressor, numel, plain.key))
+    for step in range(6):
+        grad = np.resize(gradient(step), numel)
+        flush = step == 3
+        if step % 2:
+            broken = aligned(grad)
+            broken[7] = float("nan")
+            ready = side.payload(0, push(step), broken, kept, flush=flush)
+            for _ in range(2):
+                with pytest.raises(GradientError, match="'weight' holds 1 NaN or Inf of 2100"):
+                    ready()
+            continue
+        ready = side.payload(0, push(step), aligned(grad), kept, flush=flush)
+        if kept is None:
+            assert bytes(ready()) == grad.tobytes()
+            continue
+        assert bytes(ready()) == bytes(plain.encode(push(step), grad))
+        plain.settle(Verdict.ACCEPTED)
+        kept.settle(Verdict.ACCEPTED)
+        for key, value in plain.state.items():
+            assert np.array_equal(kept.state[key], value)
 
 
 def test_no_kernels_start_on_a_cpu() -> None:

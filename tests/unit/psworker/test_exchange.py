@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pscore.compressors import parse_compressor
-from pscore.errors import ReplacedError, ServerUnavailableError
+from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
 from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import data_pb2
@@ -306,6 +306,17 @@ def test_a_worker_that_is_no_longer_counted_in_stops_waiting() -> None:
     session.failure = ReplacedError("rank 1 is now process 9")
     exchange._pulls[0][0].done = Slow(None, times=3)
     with pytest.raises(ReplacedError, match="rank 1 is now process 9"):
+        exchange.run([0])
+
+
+def test_a_push_that_cannot_leave_ends_the_wait_for_what_needs_it() -> None:
+    """A gradient that is no number is found on its way out, when a pull is waited for already."""
+    exchange, session = make()
+    exchange.push(1, a_push(), gradient(1), compress=True)
+    exchange.pull(0, 1, 1, landing(0, with_state=False), with_state=False)
+    exchange._pulls[0][0].done = Slow(None, times=3)
+    session.planes[1].pushes[0].done.set_exception(GradientError("gradient of 'weight' holds NaN"))
+    with pytest.raises(GradientError, match="gradient of 'weight' holds NaN"):
         exchange.run([0])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pscore.compressors import parse_compressor
-from pscore.cuda.encoders import Encoder, Launch, can_encode
+from pscore.cuda.encoders import KernelEncoder, Launch, can_encode
 from pscore.errors import GradientError
 from pscore.types import FloatArray
 from tests.golden.compressors.vectors import gradient
@@ -41,7 +41,7 @@ def assert_same(
     """Encodes on both, step by step, and compares payload and state."""
     compressor, numel = parse_compressor(name), len(grads[0])
     sender = Sender(compressor, numel)
-    encoder = Encoder(compressor, numel, torch.device("cpu"), launch)
+    encoder = KernelEncoder(compressor, numel, torch.device("cpu"), launch)
     encoder.state = {key: aligned(value) for key, value in sender.state.items()}
     for step, grad in enumerate(grads):
         expected = sender.encode(grad, seed=seed + step, step=step)
@@ -76,12 +76,31 @@ def test_a_sample_that_misleads_is_made_up_for(launch: Launch) -> None:
     assert_same(launch, "dgc(ratio=0.01)", [grad, gradient(numel, 1)])
 
 
+@pytest.mark.parametrize("name", ENCODED)
+def test_a_refused_gradient_leaves_no_trace(launch: Launch, name: str) -> None:
+    compressor, numel = parse_compressor(name), 3000
+    sender = Sender(compressor, numel)
+    encoder = KernelEncoder(compressor, numel, torch.device("cpu"), launch)
+    encoder.state = {key: aligned(value) for key, value in sender.state.items()}
+    broken = gradient(numel, 9)
+    broken[[0, 1500, 2999]] = np.nan, np.inf, -np.inf
+    for step in range(3):
+        sender.encode(gradient(numel, step), seed=step, step=step)
+        encoder.encode(aligned(gradient(numel, step)), seed=step, step=step)
+        refused = torch.ones(1, dtype=torch.int32)
+        encoder.encode(aligned(broken), seed=9, step=step, refused=refused)
+        for key, value in sender.state.items():
+            assert np.array_equal(encoder.state[key].numpy().view(np.uint32), value.view(np.uint32))
+        with pytest.raises(AssertionError, match="reported before"):
+            encoder.finish(encoder.payload.numpy())
+
+
 @pytest.mark.parametrize("name", [name for name in ENCODED if "feedback" not in name])
 def test_what_float32_cannot_hold_is_reported(launch: Launch, name: str) -> None:
     compressor = parse_compressor(name)
     if not compressor.keeps_residual:
         pytest.skip("nothing is added to the gradient")
-    encoder = Encoder(compressor, 40, torch.device("cpu"), launch)
+    encoder = KernelEncoder(compressor, 40, torch.device("cpu"), launch)
     encoder.state["residual"] = aligned(np.full(40, 3e38, np.float32))
     encoder.encode(aligned(np.full(40, 3e38, np.float32)), seed=0, step=0)
     with pytest.raises(GradientError, match="beyond float32"):

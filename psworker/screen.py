@@ -1,0 +1,74 @@
+"""NaN and Inf in a gradient on a device, found without waiting for it.
+
+The largest magnitude of each tensor is taken on the device, right before the gradient is encoded or
+copied: NaN if one of its numbers is NaN. Kernels read there whether the gradient is refused, so
+that nothing of it enters a residual; the host reads a copy in pinned memory when what is sent has
+arrived, and sends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pscore.errors import GradientError
+from pscore.partition import Layout
+
+
+class Screen:
+    """Looks at the gradients of one slice."""
+
+    def __init__(self, layout: Layout, index: int, device: torch.device) -> None:
+        """Allocates what is needed, once.
+
+        Args:
+            layout: Names the tensors.
+            index: The slice.
+            device: Of the gradients.
+        """
+        spec = layout.slices[index]
+        self._spans = [(part.start, part.stop) for part in spec.segments]
+        self._names = [layout.tensors[part.tensor].name for part in spec.segments]
+        self._largest = torch.zeros(len(self._spans), device=device)
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(len(self._spans), pin_memory=is_cuda)
+        self._refused = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def start(self, grad: torch.Tensor) -> torch.Tensor:
+        """Looks at `(numel,) float32` on the current stream; returns at once.
+
+        Returns:
+            `(1,) int32` on the device, not 0 where the gradient holds NaN or Inf.
+        """
+        for position, (start, stop) in enumerate(self._spans):
+            found = self._largest[position]
+            torch.linalg.vector_norm(grad[start:stop], math.inf, out=found)
+        self._refused.copy_(torch.isfinite(self._largest).all().logical_not().view(1))
+        self._host.copy_(self._largest, non_blocking=True)
+        return self._refused
+
+    def require_finite(self, grad: torch.Tensor, step: int) -> None:
+        """Reports what `start` has found; everything behind it on its stream has to be done.
+
+        Args:
+            grad: As it was given to `start`.
+            step: Of the push.
+
+        Raises:
+            GradientError: The gradient holds NaN or Inf; names the tensor.
+        """
+        for position, largest in enumerate(self._host.tolist()):
+            if not math.isfinite(largest):
+                start, stop = self._spans[position]
+                part = grad[start:stop]
+                raise not_finite(self._names[position], part, step)
+
+
+def not_finite(name: str, grad: torch.Tensor, step: int) -> GradientError:
+    """Returns the error of a gradient of which something is NaN or Inf."""
+    bad = int((~torch.isfinite(grad)).sum())
+    return GradientError(
+        f"gradient of {name!r} holds {bad} NaN or Inf of {grad.numel()} elements at step {step}; "
+        "nothing of it was pushed"
+    )
