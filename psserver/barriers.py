@@ -21,10 +21,15 @@ class Barrier:
     arrived: set[int] = field(default_factory=set)  # Ranks.
     is_open: bool = False
 
-    def missing(self, expected: Iterable[int]) -> list[int]:
-        """Returns who of those that are expected has not arrived; nobody once it has opened."""
+    def missing(self, expected: Iterable[int], *, is_short: bool = False) -> list[int]:
+        """Returns who of those that are expected has not arrived, and opens if nobody is missing.
+
+        Args:
+            expected: Ranks; who is there, or yet to come.
+            is_short: The job waits for more workers than those: nothing opens.
+        """
         missing = [] if self.is_open else [rank for rank in expected if rank not in self.arrived]
-        self.is_open = not missing
+        self.is_open |= not (missing or is_short)
         return missing
 
     @property
@@ -39,19 +44,19 @@ class Barriers:
 
     by_name: dict[str, Barrier] = field(default_factory=dict)
 
-    def arrive(self, name: str, number: int, rank: int, expected: Iterable[int]) -> list[int]:
-        """Takes `rank` as having come to round `number`; returns who is missing there."""
+    def arrive(self, name: str, number: int, rank: int) -> Barrier | None:
+        """Takes `rank` as having come to round `number`; None if all have come through that."""
         barrier = self.by_name.get(name)
         if barrier is None:
             while len(self.by_name) >= BARRIERS_MAX:
                 del self.by_name[next(iter(self.by_name))]
             barrier = self.by_name[name] = Barrier(number)
         if number < barrier.number:
-            return []
+            return None
         if number > barrier.number:
             barrier.number, barrier.arrived, barrier.is_open = number, set(), False
         barrier.arrived.add(rank)
-        return barrier.missing(expected)
+        return barrier
 
     def next_rounds(self) -> dict[str, int]:
         """Returns the round of each name that a worker which joins now comes to first."""

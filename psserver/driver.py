@@ -92,6 +92,7 @@ class Driver:
             self._owners[id(job)] = job
             self.recovery.note(job)
             self.intake.carry_out(job, self.shard.recheck(job))
+        self._ring(job)
         log.info("worker joined", job=name, worker=member.rank, host=member.host, pid=member.pid)
         return job
 
@@ -382,18 +383,18 @@ class Driver:
     ) -> tuple[bool, str]:
         """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`."""
         with self.lock:
-            missing = self.shard.barrier(job, name, number, rank)
+            awaited = self.shard.barrier(job, name, number, rank)
             self.recovery.note(job)
         deadline_s = self.now() + min(wait_s, WAIT_S_MAX)
-        if not missing:
+        if not awaited:
             self._ring(job)
-        while missing and (left_s := deadline_s - self.now()) > 0:
+        while awaited and (left_s := deadline_s - self.now()) > 0:
             bell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._barriers.setdefault((id(job), name), []).append(bell)
             await asyncio.wait([bell], timeout=left_s)
             with self.lock:
-                missing = self.shard.barrier(job, name, number, rank)
-        return not missing, self._at_barrier(job, name, missing) if missing else ""
+                awaited = self.shard.barrier(job, name, number, rank)
+        return not awaited, awaited
 
     def _ring(self, job: Job) -> None:
         """Wakes everybody who waits at a barrier of `job`."""
@@ -449,10 +450,10 @@ class Driver:
                 found["table", table.index, index, step] = self._in_words(job, table, index)
         for key, name in self._barriers:
             barrier = job.barriers.by_name.get(name)
-            if key == id(job) and barrier is not None:
-                missing = barrier.missing(job.membership.expected())
-                if missing:
-                    found["barrier", name, barrier.number] = self._at_barrier(job, name, missing)
+            if key != id(job) or barrier is None:
+                continue
+            if awaited := self.shard.at_barrier(job, name, barrier):
+                found["barrier", name, barrier.number] = awaited
         return found
 
     def _behind(self, table: Table) -> tuple[int, int] | None:
@@ -466,10 +467,6 @@ class Driver:
 
     def _in_words(self, job: Job, table: Table, index: int) -> str:
         return self.shard.waiting_for(job, Address(job.name, table.index, index))
-
-    def _at_barrier(self, job: Job, name: str, missing: list[int]) -> str:
-        waiting = ", ".join(job.membership.describe(who) for who in missing[:4])
-        return f"{waiting} at barrier {name!r}"
 
     def broke(self, problem: BaseException | None) -> None:
         """Passes on that a lane has failed."""

@@ -203,6 +203,11 @@ class Membership:
             return 0
         return max(0, self.min_workers - len(self._in(Presence.LEFT)))
 
+    @property
+    def is_short(self) -> bool:
+        """Whether an elastic job waits for more workers."""
+        return len(self._in(Presence.LIVE)) < self.wanted()
+
     def shortage(self) -> str:
         """Returns how many workers are missing, for people: `1 more worker (1 of at least 2)`."""
         there = len(self._in(Presence.LIVE)) + len(self._in(Presence.LEFT))

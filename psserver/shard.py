@@ -24,7 +24,7 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules.base import Rule, require_sizes
 from pscore.types import Pull, Push, Role
-from psserver.barriers import Barriers
+from psserver.barriers import Barrier, Barriers
 from psserver.clock import Action, SliceClock, Update
 from psserver.counted import Token
 from psserver.limits import Limits
@@ -364,9 +364,19 @@ class Shard:
 
     # ----- barriers
 
-    def barrier(self, job: Job, name: str, number: int, rank: int) -> list[int]:
-        """Arrives at round `number` of a barrier. Returns who has not."""
-        return job.barriers.arrive(name, number, rank, job.membership.expected())
+    def barrier(self, job: Job, name: str, number: int, rank: int) -> str:
+        """Arrives at round `number` of a barrier. Returns what that waits for; empty if open."""
+        barrier = job.barriers.arrive(name, number, rank)
+        return "" if barrier is None else self.at_barrier(job, name, barrier)
+
+    def at_barrier(self, job: Job, name: str, barrier: Barrier) -> str:
+        """Returns what a barrier waits for, in words; empty if it is open."""
+        members = job.membership
+        missing = barrier.missing(members.expected(), is_short=members.is_short)
+        if barrier.is_open:
+            return ""
+        who = ", ".join(members.describe(rank) for rank in missing[:4]) or members.shortage()
+        return f"{who} at barrier {name!r}"
 
     # ----- inside
 

@@ -46,6 +46,10 @@ class Buffers:
         self._step = 0
         if self._policy == "local":
             return
+        if self._policy == "mean" and session.min_workers:
+            raise ConfigError(
+                "buffers is 'mean', but workers of this job come and go; use 'rank0' or 'local'"
+            )
         tensors = [
             TensorSpec(name=name, shape=tuple(buffer.shape), dtype="float32")
             for name, buffer in kept

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pscore.errors import ConfigError
-from pscore.rules.base import Rule
+from pscore.rules.base import Rule, require_sizes
 
 if TYPE_CHECKING:
     from psworker.optimizer import DistributedOptimizer
@@ -38,7 +38,7 @@ def change_mode(wrapper: DistributedOptimizer, rule: Rule, grads: Sequence[torch
             f"{former} cannot become {rule} while it runs: the shards run another optimizer then; "
             "save state_dict() and begin anew"
         )
-    rule.require_workers(wrapper.session.num_workers)
+    require_sizes(rule, wrapper.session.num_workers, wrapper.session.min_workers)
     if str(rule) == str(former):
         return
     exchange.flush()

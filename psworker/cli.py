@@ -23,6 +23,7 @@ from psworker.launch import (
     OnFailure,
     Prefixed,
     new_job,
+    parse_elastic,
     plain,
     worker_command,
 )
@@ -56,7 +57,13 @@ def run(
     command: Annotated[
         list[str], typer.Argument(help="script.py, -m module, or a program; then its arguments.")
     ],
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Workers to start.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", help="Workers to start [1, or MIN].")
+    ] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(metavar="MIN:MAX", help="Workers come and go: the job has MIN to MAX."),
+    ] = None,
     servers: Annotated[
         str | None,
         typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
@@ -68,8 +75,9 @@ def run(
         str | None, typer.Option(envvar="PACELINE_JOB", help="Name of the job [a new one].")
     ] = None,
     on_failure: Annotated[
-        OnFailure, typer.Option(help="What the others do when a worker fails.")
-    ] = OnFailure.STOP,
+        OnFailure | None,
+        typer.Option(help="What the others do when a worker fails [stop; continue if elastic]."),
+    ] = None,
     grace_s: Annotated[float, typer.Option(help="From the request to end until a kill.")] = 10.0,
     prefix: Annotated[bool, typer.Option(help="Put the rank in front of each line.")] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what fails.")] = False,
@@ -81,9 +89,13 @@ def run(
             f"--shards {shards} starts shards here, but servers are given: {','.join(addresses)}; "
             "leave out --shards, or unset PACELINE_SERVERS"
         )
+    bounds = None if elastic is None else parse_elastic(elastic)
+    if on_failure is None:
+        on_failure = OnFailure.STOP if bounds is None else OnFailure.CONTINUE
     plan = LaunchPlan(
         command=worker_command(command),
-        num_workers=workers,
+        num_workers=(1 if bounds is None else bounds[0]) if workers is None else workers,
+        elastic=bounds,
         servers=addresses,
         num_shards=1 if shards is None else shards,
         job=job or new_job(),

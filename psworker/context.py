@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
-from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.environment import Environment, parse_servers
 from psworker.link import Link
-from psworker.session import Session
+from psworker.session import Session, workers_of
 
 log = logging.getLogger("paceline")
 
@@ -67,12 +66,11 @@ class Context:
             self._closers.pop()()
         self.abandon("finished")
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, *, failed: bool = False) -> None:
         """Leaves at once. Shards of its own stay for the other workers, unless this one failed."""
-        self.session.leave(reason)
+        self.session.leave(reason, failed=failed)
         if self._shards is not None:
-            has_failed = hasattr(sys, "last_value")  # The interpreter has printed an exception.
-            if self.session.num_workers > 1 and not has_failed:
+            if self.session.num_workers > 1 and not failed:
                 _await_others(self.session)
             self._shards.end()
             self._shards = None
@@ -107,6 +105,8 @@ def join(
     job: str | None = None,
     rank: int | None = None,
     num_workers: int | None = None,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
     timeout_s: float | None = None,
     **files: str | None,
 ) -> Context:
@@ -117,6 +117,8 @@ def join(
         job: Name of the job.
         rank: Of this worker.
         num_workers: Workers of the job.
+        min_workers: Of an elastic job, the least with which it goes on; else 1.
+        max_workers: The most, in the place of `num_workers`: makes the job elastic.
         timeout_s: How long a shard may not answer before that is an error, in seconds.
         files: `tls_ca`, `tls_cert`, `tls_key`, `token_file`: paths (environment.py).
 
@@ -125,18 +127,25 @@ def join(
         PacelineError: The shards do not answer, or refuse this worker.
     """
     global _current
+    if None not in (num_workers, max_workers):
+        raise ConfigError(f"num_workers is {num_workers} and max_workers {max_workers}: give one")
+    num_workers = num_workers or max_workers
     if _current is not None:
-        _check_same(_current.session, servers, job=job, rank=rank, num_workers=num_workers)
+        given = {"job": job, "rank": rank, "num_workers": num_workers, "min_workers": min_workers}
+        _check_same(_current.session, servers, **given)
         return _current
     environment = Environment.read()
-    given: dict[str, Any] = {name: path for name, path in files.items() if path is not None}
+    paths: dict[str, Any] = {name: path for name, path in files.items() if path is not None}
+    if min_workers is None:
+        min_workers = environment.min_workers or int(max_workers is not None)
     environment = dataclasses.replace(
         environment,
         job=job or environment.job,
+        min_workers=min_workers,
         rank=environment.rank if rank is None else rank,
         num_workers=num_workers or environment.num_workers,
         timeout_s=environment.timeout_s if timeout_s is None else timeout_s,
-        **given,
+        **paths,
     )
     addresses = parse_servers(servers) or environment.servers
     shards = None
@@ -162,6 +171,7 @@ def _check_same(
         "job": session.job,
         "rank": session.rank,
         "num_workers": session.num_workers,
+        "min_workers": session.min_workers,
         "servers": tuple(link.address for link in session.links),
     }
     for name, value in {**given, "servers": parse_servers(servers) or None}.items():
@@ -198,7 +208,9 @@ def _at_exit() -> None:
     if _current is not None:
         context, _current = _current, None
         if context.is_own:
-            context.abandon("its process ended")
+            has_failed = hasattr(sys, "last_value")  # The interpreter has printed an exception.
+            how = "failed" if has_failed else "ended"
+            context.abandon(f"its process {how}", failed=has_failed)
 
 
 # ----- shards of our own
@@ -210,6 +222,12 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards
     Raises:
         ConfigError: The job has workers on other machines, or the ranks are not known.
     """
+    if environment.min_workers:
+        raise ConfigError(
+            f"{environment.min_workers} to {environment.num_workers} workers that come and go, and "
+            "no server address: start shards with `psserver start` and set "
+            "PACELINE_SERVERS=host:port,..."
+        )
     if environment.num_workers > environment.local_workers:
         raise ConfigError(
             f"{environment.num_workers} workers, {environment.local_workers} of them on this "
@@ -284,8 +302,7 @@ def _await_others(session: Session) -> None:
     link = Link(first.address, patience_s=0.0, credentials=first.credentials)
     try:
         while True:
-            jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
-            workers = [worker for job in jobs if job.job == session.job for worker in job.workers]
+            workers = workers_of(link, session.job)
             live = [str(worker.rank) for worker in workers if worker.state == "live"]
             waited_s = time.monotonic() - started_s
             may_come = len(workers) < session.num_workers and waited_s < EMBEDDED_TIMEOUT_S

@@ -5,6 +5,7 @@
 | servers | PACELINE_SERVERS=host:port,... | | DMLC_PS_ROOT_URI, _PORT, DMLC_NUM_SERVER |
 | rank | PACELINE_RANK | RANK | DMLC_WORKER_ID |
 | workers | PACELINE_NUM_WORKERS | WORLD_SIZE | DMLC_NUM_WORKER |
+| least and most workers of an elastic job | PACELINE_MIN_WORKERS, PACELINE_MAX_WORKERS | | |
 | job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |
 | restart | | TORCHELASTIC_RESTART_COUNT | |
 | seconds that nobody may answer | PACELINE_TIMEOUT_S | | |
@@ -39,12 +40,13 @@ class Environment:
 
     servers: tuple[str, ...]  # Addresses in the order of the shards; empty if none is set.
     rank: int  # -1: the shards decide.
-    num_workers: int
+    num_workers: int  # The most of an elastic job.
     local_rank: int
     local_workers: int  # Workers on this machine.
     job: str
     restart: int
     data_plane: str
+    min_workers: int = 0  # The least of an elastic job; 0: the job is not elastic.
     timeout_s: float = TIMEOUT_S  # How long nobody may answer, in seconds.
     tls_ca: str = ""  # Paths, as the variables name them.
     tls_cert: str = ""
@@ -58,6 +60,11 @@ class Environment:
         Raises:
             ConfigError: It is out of its range.
         """
+        if not 0 <= self.min_workers <= self.num_workers:
+            raise ConfigError(
+                f"min_workers is {self.min_workers}, must be in 1..{self.num_workers}, the largest "
+                "number of workers"
+            )
         if not 0.0 <= self.timeout_s <= TIMEOUT_S_MAX:
             raise ConfigError(
                 f"timeout_s is {self.timeout_s!r}, must be in 0..{TIMEOUT_S_MAX:g} seconds"
@@ -85,6 +92,8 @@ class Environment:
             ConfigError: One of them is not what it must be; names it.
         """
         num_workers = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
+        num_workers = _number(variables, num_workers, "PACELINE_MAX_WORKERS")
+        is_elastic = bool(variables.get("PACELINE_MAX_WORKERS"))
         rank = _number(variables, -1, "PACELINE_RANK", "RANK", "DMLC_WORKER_ID")
         if num_workers < 1:
             raise ConfigError(f"the number of workers is {num_workers}, must be 1 or more")
@@ -109,6 +118,7 @@ class Environment:
             job=variables.get("PACELINE_JOB") or _run_id(variables),
             restart=_number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
             data_plane=variables.get("PACELINE_DATA_PLANE") or "auto",
+            min_workers=_number(variables, int(is_elastic), "PACELINE_MIN_WORKERS"),
             timeout_s=_seconds(variables, TIMEOUT_S, "PACELINE_TIMEOUT_S"),
             tls_ca=variables.get("PACELINE_TLS_CA", ""),
             tls_cert=variables.get("PACELINE_TLS_CERT", ""),

@@ -38,6 +38,8 @@ SHARDS = -1  # In the place of a rank: the shards that were started for this job
 REPLACED_VARIABLES = (
     "PACELINE_RANK",
     "PACELINE_NUM_WORKERS",
+    "PACELINE_MIN_WORKERS",
+    "PACELINE_MAX_WORKERS",
     "PACELINE_LOCAL_RANK",
     "PACELINE_LOCAL_WORKERS",
     "DMLC_WORKER_ID",
@@ -46,6 +48,8 @@ REPLACED_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
 )
+# What says so in a job of a fixed number of workers; in an elastic one the shards give the ranks.
+PLACE_VARIABLES = ("RANK", "WORLD_SIZE")
 # What belongs to other shards than those that are started for the job.
 FOREIGN_VARIABLES = (
     "PACELINE_TLS_CA",
@@ -92,6 +96,7 @@ class LaunchPlan:
 
     command: tuple[str, ...]  # What each worker runs.
     num_workers: int
+    elastic: tuple[int, int] | None = None  # Least and most workers of the job, wherever they are.
     servers: tuple[str, ...] = ()  # Addresses of shards; empty: they are started for this job.
     num_shards: int = 1  # Of those started for this job.
     token_file: str = ""  # Of shards that were started for several jobs; else as around us.
@@ -107,6 +112,11 @@ class LaunchPlan:
         """
         if not 1 <= self.num_workers <= WORKERS_MAX:
             raise ConfigError(f"--workers is {self.num_workers}, must be in 1..{WORKERS_MAX}")
+        if self.elastic is not None and not 1 <= self.num_workers <= self.elastic[1]:
+            raise ConfigError(
+                f"--workers is {self.num_workers}, must be in 1..{self.elastic[1]}, the most that "
+                "--elastic allows"
+            )
         if self.grace_s < 0:
             raise ConfigError(f"--grace-s is {self.grace_s:g}, must not be negative")
 
@@ -193,8 +203,9 @@ class Launch:
 
     def _introduce(self, servers: Sequence[str]) -> None:
         here = "" if self.plan.servers else " on this machine"
+        bounds = "" if self.plan.elastic is None else " of {} to {}".format(*self.plan.elastic)
         self._tell(
-            f"job {self.plan.job}: {count(self.plan.num_workers, 'worker')}, "
+            f"job {self.plan.job}: {count(self.plan.num_workers, 'worker')}{bounds}, "
             f"{count(len(servers), 'shard')}{here} ({','.join(servers)})"
         )
         if "OMP_NUM_THREADS" not in os.environ:
@@ -376,7 +387,15 @@ def worker_environment(
     plan: LaunchPlan, rank: int, servers: Sequence[str], base: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables of one worker: torchrun's names, and ours for job and servers."""
-    replaced = {*REPLACED_VARIABLES, *(FOREIGN_VARIABLES if plan.token_file else ())}
+    replaced = {
+        *REPLACED_VARIABLES,
+        *PLACE_VARIABLES,
+        *(FOREIGN_VARIABLES if plan.token_file else ()),
+    }
+    place = {"RANK": str(rank), "WORLD_SIZE": str(plan.num_workers)}
+    if plan.elastic is not None:
+        least, most = plan.elastic
+        place = {"PACELINE_MIN_WORKERS": str(least), "PACELINE_MAX_WORKERS": str(most)}
     kept = {name: value for name, value in base.items() if name not in replaced}
     if plan.token_file:
         kept["PACELINE_TOKEN_FILE"] = plan.token_file
@@ -384,13 +403,24 @@ def worker_environment(
         "OMP_NUM_THREADS": str(threads_each(plan.num_workers)),
         "PYTHONUNBUFFERED": "1",
         **kept,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(plan.num_workers),
+        **place,
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(plan.num_workers),
         "PACELINE_JOB": plan.job,
         "PACELINE_SERVERS": ",".join(servers),
     }
+
+
+def parse_elastic(text: str) -> tuple[int, int]:
+    """Returns the least and the most workers from `MIN:MAX`.
+
+    Raises:
+        ConfigError: It is not two numbers, the first at least 1 and at most the second.
+    """
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ConfigError(f"--elastic is {text!r}, must look like MIN:MAX, such as 2:8")
+    return int(least), int(most)
 
 
 def new_job(kind: str = "run") -> str:

@@ -43,7 +43,6 @@ class Link:
         self._transport: Transport | None = None
         self.instance = 0  # Of the process that this worker has joined; 0 before.
         self.waiting_for = ""  # What the job waits for, as the shard said with the last heartbeat.
-        self._heard_s = time.monotonic()  # When a heartbeat was answered.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Makes one control call, repeated while nobody answers.
@@ -61,7 +60,7 @@ class Link:
         """
         try:
             reply = self.control.Heartbeat(request, timeout=timeout_s)
-            self.waiting_for, self._heard_s = reply.waiting_for, time.monotonic()
+            self.waiting_for, self.patience.heard_s = reply.waiting_for, time.monotonic()
             self._check(reply.instance)
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)
@@ -71,7 +70,7 @@ class Link:
     @property
     def silent_s(self) -> float:
         """Seconds since a heartbeat was answered."""
-        return time.monotonic() - self._heard_s
+        return time.monotonic() - self.patience.heard_s
 
     def _check(self, instance: int) -> None:
         """Notices that the shard's process is another one than this worker has joined.

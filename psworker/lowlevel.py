@@ -42,6 +42,9 @@ class NamedTensor:
         for part in self.layout.slices:
             self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
         self.exchange.flush()
+        landings = self._fetch(torch.zeros(self.layout.numel))
+        # Of a worker that joins later, or comes back: the round that others are in.
+        self.round = min(landing.version for landing in landings)
 
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
         """Contributes to the current round."""
@@ -61,11 +64,17 @@ class NamedTensor:
     def pull(self) -> torch.Tensor:
         """Returns the value of this worker's last round, float32, in the tensor's shape."""
         flat = torch.zeros(self.layout.numel)
+        self._fetch(flat)
+        return flat[: self.shape.numel()].view(self.shape)
+
+    def _fetch(self, flat: torch.Tensor) -> list[Landing]:
+        landings = []
         for part in self.layout.slices:
             landing = Landing(weights=flat[part.start : part.stop], state=[])
             self.exchange.pull(part.index, self.round, self.round, landing, with_state=False)
+            landings.append(landing)
         self.exchange.run(part.index for part in self.layout.slices)
-        return flat[: self.shape.numel()].view(self.shape)
+        return landings
 
 
 _named: dict[str, NamedTensor] = {}
@@ -77,6 +86,8 @@ def init(
     job: str | None = None,
     rank: int | None = None,
     num_workers: int | None = None,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
     timeout_s: float | None = None,
     tls_ca: str | None = None,
     tls_cert: str | None = None,
@@ -90,6 +101,8 @@ def init(
         job: Name of the job.
         rank: Of this worker.
         num_workers: Workers of the job.
+        min_workers: Of an elastic job, the least with which it goes on; else 1.
+        max_workers: The most, in the place of `num_workers`: makes the job elastic.
         timeout_s: How long a shard may not answer before that is an error, in seconds.
         tls_ca: Path of the CA that signed the shards' certificates: connect with TLS.
         tls_cert: Path of our own certificate, for shards that ask for one.
@@ -104,6 +117,8 @@ def init(
         job=job,
         rank=rank,
         num_workers=num_workers,
+        min_workers=min_workers,
+        max_workers=max_workers,
         timeout_s=timeout_s,
         tls_ca=tls_ca,
         tls_cert=tls_cert,
@@ -123,8 +138,17 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Returns the number of workers of the job."""
+    """Returns the number of workers of the job; the most of an elastic one."""
     return context.current().session.num_workers
+
+
+def live_ranks() -> list[int]:
+    """Returns the ranks of the workers that take part in the job now, in order.
+
+    It asks the first shard. In an elastic job workers may join and leave at any time, so two
+    workers may be told different things.
+    """
+    return context.current().session.live()
 
 
 def barrier(name: str = "barrier") -> None:

@@ -180,6 +180,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._overlap.changed(f"samples ({self._samples:g}, now {samples:g})")
             self._samples = samples
 
+    @property
+    def clock(self) -> int:
+        """Steps that are behind this worker, counted as the shards do.
+
+        A worker that joins a running job begins where the others are: in a mode by step at the
+        job's next step, else where the slowest worker is. In a mode with rounds these are counted.
+        """
+        return self.replica.next_push
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends one step: sends what has not left yet, and brings in the weights for the next.
 
@@ -266,13 +275,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.exchange.restart()
         self._buffers.restart()
         self.replica.restart()
+        self.replica.rank = self.session.rank
         self.exchange.run(self.replica.fetch(0, self.exchange))
         self.show_weights()
         self.replica.step = number + 1
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, as torch does."""
-        super().zero_grad(set_to_none=set_to_none)
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:

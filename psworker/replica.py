@@ -291,6 +291,11 @@ class Replica:
         return self._clock
 
     @property
+    def next_push(self) -> int:
+        """The step of the next push: of the slice that is furthest behind."""
+        return min(self._next_push(index) for index in self._indices())
+
+    @property
     def drifts(self) -> bool:
         """Whether the weights here are not those of the shards between two pulls."""
         return self.local is not None or self._reference is not None

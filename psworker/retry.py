@@ -31,6 +31,7 @@ class Patience:
 
     Attributes:
         limit_s: How long nobody may answer, in seconds.
+        heard_s: When the shard was heard for the last time, whatever it said; monotonic.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Patience:
         self._explain = explain
         self.address = address
         self.limit_s = limit_s
+        self.heard_s = time.monotonic()
         self.is_over = False  # Set when the link closes: then nothing is repeated.
 
     def insist(self, attempt: Callable[[], T]) -> T:
@@ -61,10 +63,13 @@ class Patience:
         delay_s, said_s = DELAY_S, SAY_AFTER_S
         is_explained = False
         while True:
+            tried_s = time.monotonic()
             try:
                 return attempt()
             except grpc.RpcError as failure:
                 error = rpc.error_of(failure, self.address)
+                if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self.heard_s > tried_s:
+                    started_s = time.monotonic()  # It is there, and only this call has to wait.
             except (TransportError, DamagedError) as failure:
                 error = failure
             if self.is_over or not isinstance(error, TransportError | DamagedError):

@@ -18,6 +18,7 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import (
     PacelineError,
     ProtocolVersionError,
+    RankTakenError,
     ShardMapError,
     StateLostError,
 )
@@ -33,6 +34,7 @@ from psworker.spans import Phases
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
+RANK_RETRY_S = 0.2
 RAW = NoCompression()
 # Called once by every worker at its start: who comes late goes through where others have been.
 AT_START = ("begin", "load_state_dict")
@@ -45,7 +47,8 @@ class Session:
     Attributes:
         job: Name of the job.
         rank: 0-based, of this worker.
-        num_workers: Workers of the job.
+        num_workers: Workers of the job; the most of an elastic one.
+        min_workers: The least of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
         timeline: Where spans are recorded; None: nowhere.
         waits: For which shard that does not answer, in words; the others pass it on to people.
@@ -58,6 +61,7 @@ class Session:
         job: str,
         rank: int,
         num_workers: int,
+        min_workers: int = 0,
         restart: int = 0,
         patience_s: float = 30.0,
         data_plane: str = "auto",
@@ -69,7 +73,8 @@ class Session:
             servers: Addresses in the order of the shards.
             job: Name of the job.
             rank: Of this worker; -1 lets the first shard decide.
-            num_workers: Workers of the job.
+            num_workers: Workers of the job; the most of an elastic one.
+            min_workers: The least of an elastic job; 0: it is not elastic.
             restart: How often this worker has been started again.
             patience_s: How long nobody may answer, in seconds.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
@@ -82,6 +87,7 @@ class Session:
         """
         self.job = job
         self.num_workers = num_workers
+        self.min_workers = min_workers
         self.incarnation = time.time_ns()
         self.links = [
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
@@ -90,6 +96,7 @@ class Session:
         self.timeline: Timeline | None = None
         self._phases: Phases | None = None
         self._restart = restart
+        self._patience_s = patience_s
         self._data_plane = data_plane
         self.waits = ""
         self._rounds: dict[str, int] = {}
@@ -98,10 +105,10 @@ class Session:
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._check_shards()
-            for link in self.links:
-                self._join(link, restart)
-                undo.callback(self._take_leave, link, "it could not join every shard")
-                link.open(data_plane)
+            if rank < 0 and min_workers:
+                self._join_at_any_rank(returns=False)
+            else:
+                self._join_all(returns=False)
             undo.pop_all()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
@@ -114,6 +121,7 @@ class Session:
             job=environment.job,
             rank=environment.rank,
             num_workers=environment.num_workers,
+            min_workers=environment.min_workers,
             restart=environment.restart,
             patience_s=environment.timeout_s,
             data_plane=environment.data_plane,
@@ -191,13 +199,19 @@ class Session:
     def rejoin(self) -> None:
         """Comes back to the job after having been declared lost, as a new incarnation.
 
+        In an elastic job another worker may have the rank; then this one has another from now on.
+
         Raises:
             PacelineError: Another process holds the rank, or nobody answers.
         """
         self.incarnation = time.time_ns()
-        for link in self.links:
-            self._join(link, self._restart, returns=True)
-            link.open(self._data_plane)
+        try:
+            self._join_all(returns=True)
+        except RankTakenError as problem:
+            if not self.min_workers:
+                raise
+            log.warning("worker %d takes another rank: %s", self.rank, problem)
+            self._join_at_any_rank(returns=True)
         self._failure = None
 
     def barrier(self, name: str = "barrier") -> None:
@@ -233,13 +247,27 @@ class Session:
         if self._failure is not None:
             raise self._failure
 
-    def leave(self, reason: str = "finished") -> None:
-        """Leaves the job at every shard; nobody waits for this worker any more."""
+    def live(self) -> list[int]:
+        """Returns the ranks of the workers that take part now, in order.
+
+        Raises:
+            PacelineError: Nobody answers.
+        """
+        workers = workers_of(self.links[0], self.job)
+        return [worker.rank for worker in workers if worker.state == "live"]
+
+    def leave(self, reason: str = "finished", *, failed: bool = False) -> None:
+        """Leaves the job at every shard; nobody waits for this worker any more.
+
+        Args:
+            reason: Why, for people.
+            failed: It has not come to its end: an elastic job may wait for another.
+        """
         if self._stop.is_set():
             return
         self._stop.set()
         for link in self.links:
-            self._take_leave(link, reason)
+            self._take_leave(link, reason, failed=failed)
         self._close_links()
         if threading.current_thread() is not self._heart:
             self._heart.join(LEAVE_TIMEOUT_S)
@@ -249,10 +277,14 @@ class Session:
 
     # ----- inside
 
-    def _take_leave(self, link: Link, reason: str) -> None:
+    def _take_leave(self, link: Link, reason: str, *, failed: bool) -> None:
         """Leaves the job at one shard, if that answers."""
         request = pb.LeaveRequest(
-            job=self.job, worker=self.rank, incarnation=self.incarnation, reason=reason
+            job=self.job,
+            worker=self.rank,
+            incarnation=self.incarnation,
+            reason=reason,
+            failed=failed,
         )
         link.patience.limit_s = 0.0
         try:
@@ -289,15 +321,50 @@ class Session:
         if [reply.shard for reply in replies] != list(range(len(replies))):
             raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
 
-    def _join(self, link: Link, restart: int, *, returns: bool = False) -> None:
+    def _join_at_any_rank(self, *, returns: bool) -> None:
+        """Joins at a rank that the first shard gives.
+
+        Shards do not lose a worker at the same moment: on one its rank may be free, on another not
+        yet. And a job may be full until somebody leaves.
+
+        Raises:
+            RankTakenError: No rank has become free in time.
+            PacelineError: A shard refuses this worker for another reason, or does not answer.
+        """
+        until_s = time.monotonic() + self._patience_s
+        while True:
+            self.rank, self.incarnation = -1, time.time_ns()
+            for link in self.links:
+                link.patience.limit_s = self._patience_s  # Else as it was when it took its leave.
+            try:
+                self._join_all(returns=returns)
+            except RankTakenError:
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(RANK_RETRY_S)
+            else:
+                return
+
+    def _join_all(self, *, returns: bool) -> None:
+        """Joins every shard, or none of them."""
+        with contextlib.ExitStack() as undo:
+            for link in self.links:
+                self._join(link, returns=returns)
+                why = "it could not join every shard"
+                undo.callback(self._take_leave, link, why, failed=True)
+                link.open(self._data_plane)
+            undo.pop_all()
+
+    def _join(self, link: Link, *, returns: bool) -> None:
         reply = link.call(
             link.control.Join,
             pb.JoinRequest(
                 job=self.job,
                 rank=self.rank,
                 num_workers=self.num_workers,
+                min_workers=self.min_workers,
                 incarnation=self.incarnation,
-                restart=restart,
+                restart=self._restart,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 protocol=wire.PROTOCOL,
@@ -327,6 +394,16 @@ class Session:
     def _close_links(self) -> None:
         for link in self.links:
             link.close()
+
+
+def workers_of(link: Link, job: str) -> list[pb.WorkerStatus]:
+    """Returns who takes part, or did, in a job, in the order of their ranks.
+
+    Raises:
+        PacelineError: The shard does not answer.
+    """
+    jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
+    return [worker for found in jobs if found.job == job for worker in found.workers]
 
 
 def _plugin(plugin: Rule | Compressor) -> pb.Plugin:

@@ -3,48 +3,66 @@
 from psserver.barriers import BARRIERS_MAX, Barriers
 
 
+def arrive(barriers: Barriers, name: str, number: int, rank: int, expected: list[int]) -> list[int]:
+    """Returns who is missing."""
+    barrier = barriers.arrive(name, number, rank)
+    return [] if barrier is None else barrier.missing(expected)
+
+
 def test_a_barrier_opens_when_all_expected_have_come() -> None:
     barriers = Barriers()
-    assert barriers.arrive("epoch", 0, 0, [0, 1, 2]) == [1, 2]
-    assert barriers.arrive("epoch", 0, 0, [0, 1, 2]) == [1, 2]
-    assert barriers.arrive("epoch", 0, 2, [0, 2]) == []
-    assert barriers.arrive("epoch", 0, 0, [0, 2]) == []
+    assert arrive(barriers, "epoch", 0, 0, [0, 1, 2]) == [1, 2]
+    assert arrive(barriers, "epoch", 0, 0, [0, 1, 2]) == [1, 2]
+    assert arrive(barriers, "epoch", 0, 2, [0, 2]) == []
+    assert arrive(barriers, "epoch", 0, 0, [0, 2]) == []
 
 
 def test_rounds_and_names_are_apart() -> None:
     barriers = Barriers()
-    barriers.arrive("a", 0, 0, [0, 1])
-    assert barriers.arrive("b", 0, 1, [0, 1]) == [0]
-    assert barriers.arrive("a", 0, 1, [0, 1]) == []
-    assert barriers.arrive("a", 1, 1, [0, 1]) == [0]
+    arrive(barriers, "a", 0, 0, [0, 1])
+    assert arrive(barriers, "b", 0, 1, [0, 1]) == [0]
+    assert arrive(barriers, "a", 0, 1, [0, 1]) == []
+    assert arrive(barriers, "a", 1, 1, [0, 1]) == [0]
 
 
 def test_a_round_that_was_open_stays_open_for_those_who_come_late() -> None:
     """Else who has come through would wait for them in the next round, and they in this one."""
     barriers = Barriers()
-    barriers.arrive("epoch", 0, 0, [0, 1])
-    assert barriers.arrive("epoch", 0, 1, [0, 1]) == []
-    assert barriers.arrive("epoch", 0, 0, [0, 1, 2]) == []
-    assert barriers.arrive("epoch", 1, 1, [0, 1, 2]) == [0, 2]
-    assert barriers.arrive("epoch", 0, 0, [0, 1, 2]) == []
-    assert barriers.arrive("epoch", 0, 2, [0, 1, 2]) == []
+    arrive(barriers, "epoch", 0, 0, [0, 1])
+    assert arrive(barriers, "epoch", 0, 1, [0, 1]) == []
+    assert arrive(barriers, "epoch", 0, 0, [0, 1, 2]) == []
+    assert arrive(barriers, "epoch", 1, 1, [0, 1, 2]) == [0, 2]
+    assert arrive(barriers, "epoch", 0, 0, [0, 1, 2]) == []
+    assert arrive(barriers, "epoch", 0, 2, [0, 1, 2]) == []
 
 
 def test_who_joins_later_begins_at_the_round_that_others_come_to() -> None:
     barriers = Barriers()
     assert barriers.next_rounds() == {}
-    barriers.arrive("epoch", 0, 0, [0, 1])
+    arrive(barriers, "epoch", 0, 0, [0, 1])
     assert barriers.next_rounds() == {"epoch": 0}
-    barriers.arrive("epoch", 0, 1, [0, 1])
+    arrive(barriers, "epoch", 0, 1, [0, 1])
     assert barriers.next_rounds() == {"epoch": 1}
-    barriers.arrive("epoch", 1, 0, [0, 1])
+    arrive(barriers, "epoch", 1, 0, [0, 1])
     assert barriers.next_rounds() == {"epoch": 1}
 
 
 def test_the_oldest_of_many_barriers_is_forgotten() -> None:
     barriers = Barriers()
     for number in range(BARRIERS_MAX + 1):
-        assert barriers.arrive(f"epoch {number}", 0, 0, [0, 1]) == [1]
+        assert arrive(barriers, f"epoch {number}", 0, 0, [0, 1]) == [1]
     assert len(barriers.by_name) == BARRIERS_MAX
-    assert barriers.arrive("epoch 1", 0, 1, [0, 1]) == []
-    assert barriers.arrive("epoch 0", 0, 1, [0, 1]) == [0]
+    assert arrive(barriers, "epoch 1", 0, 1, [0, 1]) == []
+    assert arrive(barriers, "epoch 0", 0, 1, [0, 1]) == [0]
+
+
+def test_a_barrier_does_not_open_while_the_job_waits_for_more_workers() -> None:
+    barrier = Barriers().arrive("epoch", 0, 0)
+    assert barrier is not None
+    assert barrier.missing([0], is_short=True) == []
+    assert not barrier.is_open
+    assert barrier.missing([0, 1]) == [1]
+    assert barrier.missing([0]) == []
+    assert barrier.is_open
+    barrier.missing([0], is_short=True)
+    assert barrier.is_open

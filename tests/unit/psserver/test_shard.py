@@ -419,6 +419,8 @@ def test_what_a_pull_waits_for_is_said_in_words() -> None:
 
 def test_nobody_is_waited_for_at_a_barrier_who_has_left() -> None:
     shard, job, _ = ready(3)
-    assert shard.barrier(job, "epoch", 0, 0) == [1, 2]
+    both = "worker 1 (process 1 on a), worker 2 (process 2 on a) at barrier 'epoch'"
+    assert shard.barrier(job, "epoch", 0, 0) == both
     shard.leave("run", 1, 1, "finished")
-    assert shard.barrier(job, "epoch", 0, 2) == []
+    assert shard.barrier(job, "epoch", 0, 2) == ""
+    assert shard.barrier(job, "epoch", 0, 0) == ""

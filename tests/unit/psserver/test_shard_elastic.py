@@ -65,6 +65,16 @@ def test_a_job_with_too_few_workers_says_how_many_it_waits_for() -> None:
     assert shard.waiting_for(job, address) == text
 
 
+def test_a_barrier_waits_for_as_many_as_a_job_needs() -> None:
+    shard, job, _ = elastic(2, 3, 0)
+    text = "1 more worker (1 of at least 2) at barrier 'begin'"
+    assert shard.barrier(job, "begin", 0, 0) == text
+    shard.join("run", 3, member(1), 2)
+    missing = "worker 1 (process 1 on a) at barrier 'begin'"
+    assert shard.barrier(job, "begin", 0, 0) == missing
+    assert shard.barrier(job, "begin", 0, 1) == ""
+
+
 def test_a_job_with_too_few_workers_can_change_its_mode() -> None:
     """Those who have stepped aside wait for nobody; what was pushed is counted."""
     shard, job, address = elastic(2, 3, 0)

@@ -21,6 +21,7 @@ class FakeSession:
 
     def __init__(self, rank: int, posts: Posts) -> None:
         self.rank, self.num_workers, self.links = rank, 2, [None, None]
+        self.min_workers = 0
         self.posts = posts
 
 
@@ -195,3 +196,10 @@ def test_a_worker_that_comes_back_declares_its_tables_again() -> None:
 def test_another_policy_is_refused_with_the_right_ones() -> None:
     with pytest.raises(ConfigError, match="buffers is 'all', must be one of rank0, mean, local"):
         Buffers(None, "all", FakeSession(0, {}))  # type: ignore[arg-type]
+
+
+def test_a_mean_over_workers_that_come_and_go_is_refused() -> None:
+    session = FakeSession(0, {})
+    session.min_workers = 1
+    with pytest.raises(ConfigError, match="buffers is 'mean', but workers of this job come and go"):
+        Buffers(torch.nn.BatchNorm1d(3), "mean", session)  # type: ignore[arg-type]

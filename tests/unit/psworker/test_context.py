@@ -23,11 +23,14 @@ class FakeSession:
         self.environment = environment
         self.job, self.rank = environment.job, environment.rank
         self.num_workers = environment.num_workers
+        self.min_workers = environment.min_workers
         self.links = [SimpleNamespace(address=address) for address in servers]
         self.left: list[str] = []
+        self.has_failed = False
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, *, failed: bool = False) -> None:
         self.left.append(reason)
+        self.has_failed = failed
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +114,43 @@ def test_a_script_that_ends_leaves_without_closing(monkeypatch: pytest.MonkeyPat
     context.at_close(lambda: pytest.fail("nothing may be waited for"))
     module._at_exit()
     assert session_of(context).left == ["its process ended"]
+    assert not session_of(context).has_failed
+
+
+def test_a_script_that_ends_with_an_exception_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    context = join()
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    module._at_exit()
+    assert session_of(context).left == ["its process failed"]
+    assert session_of(context).has_failed
+
+
+def test_least_and_most_workers_come_from_arguments_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_SERVERS", "a:1")
+    session = session_of(join(min_workers=2, max_workers=5))
+    assert (session.min_workers, session.num_workers) == (2, 5)
+    with pytest.raises(ConfigError, match="joined with min_workers=2"):
+        join(min_workers=1)
+    shutdown()
+    session = session_of(join(max_workers=5))
+    assert (session.min_workers, session.num_workers) == (1, 5)
+    shutdown()
+    monkeypatch.setenv("PACELINE_MIN_WORKERS", "3")
+    monkeypatch.setenv("PACELINE_MAX_WORKERS", "4")
+    session = session_of(join())
+    assert (session.min_workers, session.num_workers) == (3, 4)
+    shutdown()
+    with pytest.raises(ConfigError, match="num_workers is 2 and max_workers 5: give one"):
+        join(num_workers=2, max_workers=5)
+
+
+def test_workers_that_come_and_go_need_shards_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_MAX_WORKERS", "4")
+    with pytest.raises(ConfigError, match="1 to 4 workers that come and go, and no server address"):
+        join()
 
 
 @pytest.mark.parametrize("end", [module._at_exit, shutdown])

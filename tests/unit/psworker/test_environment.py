@@ -116,3 +116,22 @@ def test_what_is_no_address_is_refused(servers: str) -> None:
 def test_an_address_that_stands_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="stands twice"):
         parse_servers("a:1,a:1")
+
+
+# ----- elastic jobs
+
+
+def test_the_least_and_most_workers_make_a_job_elastic() -> None:
+    found = Environment.read({"PACELINE_MIN_WORKERS": "2", "PACELINE_MAX_WORKERS": "5"})
+    assert (found.min_workers, found.num_workers, found.rank) == (2, 5, -1)
+    found = Environment.read({"PACELINE_MAX_WORKERS": "5", "PACELINE_RANK": "4"})
+    assert (found.min_workers, found.num_workers, found.rank) == (1, 5, 4)
+    found = Environment.read({"PACELINE_MIN_WORKERS": "3"} | TORCHRUN)
+    assert (found.min_workers, found.num_workers, found.rank) == (3, 4, 3)
+    assert Environment.read(TORCHRUN).min_workers == 0
+
+
+@pytest.mark.parametrize("least", ["-1", "6"])
+def test_a_least_number_of_workers_beyond_the_most_is_refused(least: str) -> None:
+    with pytest.raises(ConfigError, match=rf"min_workers is {least}, must be in 1\.\.5"):
+        Environment.read({"PACELINE_MIN_WORKERS": least, "PACELINE_MAX_WORKERS": "5"})

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,30 @@ def test_nothing_around_tells_a_worker_another_place() -> None:
     given = worker_environment(plan(), 0, [], around)
     assert not set(launch.REPLACED_VARIABLES) & given.keys()
     assert (given["RANK"], given["PACELINE_JOB"]) == ("0", "run-1")
+
+
+def test_the_shards_give_the_ranks_of_an_elastic_job() -> None:
+    elastic = replace(plan(), elastic=(2, 8))
+    given = worker_environment(elastic, 1, ["a:1"], {"RANK": "7", "WORLD_SIZE": "9"})
+    assert (given["PACELINE_MIN_WORKERS"], given["PACELINE_MAX_WORKERS"]) == ("2", "8")
+    assert (given["LOCAL_RANK"], given["LOCAL_WORLD_SIZE"]) == ("1", "2")
+    assert not {"RANK", "WORLD_SIZE"} & given.keys()
+
+
+def test_no_more_workers_start_than_an_elastic_job_may_have() -> None:
+    assert replace(plan(8), elastic=(2, 8)).num_workers == 8
+    with pytest.raises(ConfigError, match=r"--workers is 9, must be in 1\.\.8, the most that"):
+        replace(plan(8), elastic=(2, 8), num_workers=9)
+
+
+@pytest.mark.parametrize("text", ["", "3", "0:3", "3:2", "a:b", "1:2:3", ":4", "-1:3"])
+def test_what_is_no_least_and_most_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--elastic is .* must look like MIN:MAX"):
+        launch.parse_elastic(text)
+
+
+def test_least_and_most_may_be_equal() -> None:
+    assert launch.parse_elastic("2:2") == (2, 2)
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 5, 1)])

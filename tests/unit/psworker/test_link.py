@@ -105,6 +105,21 @@ def test_a_connection_that_broke_is_tried_again(clock: Clock, failure: BaseExcep
     assert Patience(ADDRESS, 30.0).insist(fails(failure)) == "answer"
 
 
+def test_a_call_may_wait_for_as_long_as_the_shard_is_heard(clock: Clock) -> None:
+    """A push waits until there is room, or more workers, however long that takes."""
+    patience, left = Patience(ADDRESS, 30.0), [True] * 20 + [False] * 20
+
+    def waits() -> str:
+        clock.now_s += 20.0
+        if left.pop(0):
+            patience.heard_s = clock.now_s - 1.0
+        raise Failure(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+    with pytest.raises(ServerUnavailableError, match=r"no shard answers at .* after \d\d.\d s"):
+        patience.insist(waits)
+    assert len(left) == 18
+
+
 def test_patience_ends_and_says_where_how_long_and_what_to_do(clock: Clock) -> None:
     message = (
         r"no shard answers at 127.0.0.1:1 after 3.1 s \(127.0.0.1:1: connection refused\); "

@@ -196,6 +196,49 @@ def test_what_is_refused_is_raised_and_what_was_joined_is_left(
     assert [len(link.sent("Leave")) for link in links] == joined
 
 
+def test_a_rank_that_is_not_free_everywhere_yet_is_asked_for_again(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shard loses a dead worker at its own time."""
+    taken, joined = RankTakenError("rank 3 is held"), pb.JoinReply(rank=3, lease_s=LEASE_S)
+
+    def answers(made: list[FakeLink]) -> None:
+        made[1].answers["Join"] = [taken, taken, joined]
+
+    prepare(answers, monkeypatch)
+    monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
+    session = begin(rank=-1, min_workers=2)
+    first, second = (link.sent("Join") for link in links)
+    assert [request.rank for request in first] == [-1, -1, -1]
+    assert len({request.incarnation for request in first}) == 3
+    assert [request.rank for request in second] == [3, 3, 3]
+    assert {request.min_workers for request in first} == {2}
+    assert [request.failed for request in links[0].sent("Leave")] == [True, True]
+    assert {link.patience.limit_s for link in links} == {30.0}
+    session.leave()
+
+
+def test_a_worker_whose_rank_was_taken_comes_back_with_another(links: list[FakeLink]) -> None:
+    session = begin(min_workers=2)
+    other = pb.JoinReply(rank=1, lease_s=LEASE_S)
+    links[0].answers["Join"] = [RankTakenError("rank 3 is held"), other]
+    links[1].answers["Join"] = other
+    session.rejoin()
+    assert session.rank == 1
+    requests = links[0].sent("Join")
+    assert [request.rank for request in requests] == [3, 3, -1]
+    assert all(request.returns for request in requests[1:])
+    session.leave()
+
+
+def test_a_rank_of_a_fixed_number_is_not_given_up(links: list[FakeLink]) -> None:
+    session = begin()
+    links[0].answers["Join"] = RankTakenError("rank 3 is held")
+    with pytest.raises(RankTakenError):
+        session.rejoin()
+    session.leave()
+
+
 def define(session: Session, again: bool = False) -> int:
     layout = make_layout([TensorSpec(name="weight", shape=(2, 3), dtype="bfloat16", group=1)], 2)
     rule = SSD(steps=3)

@@ -1,0 +1,165 @@
+"""Workers that come and go: who joins takes part, who is killed is left out, and too few wait."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from tests.integration.cluster import (
+    Shards,
+    Station,
+    Worker,
+    clean_environment,
+    new_job,
+    wait_until,
+)
+from tests.integration.models import (
+    backward,
+    batch,
+    make_model,
+    relative_error,
+    same,
+    sgd,
+    weights_of,
+)
+
+Weights = dict[str, np.ndarray]
+LEASE_S = 3.0
+STEPS = 4  # Between two events.
+
+
+def train(me: Station) -> tuple[list[int], Weights]:
+    """Tells its rank and the step that comes next, and makes it, until the test says stop."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    while True:
+        me.tell((psworker.rank(), optimizer.clock))
+        if not me.hear():
+            break
+        optimizer.zero_grad()
+        assert np.isfinite(backward(model, *batch(psworker.rank(), optimizer.clock)))
+        optimizer.step()
+    live = psworker.live_ranks()
+    psworker.shutdown()
+    return live, weights_of(model)
+
+
+def alone(present: Sequence[int]) -> Weights:
+    """Returns torch's weights: of the mean over as many workers as there are at each step."""
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    for step, num_workers in enumerate(present):
+        optimizer.zero_grad()
+        for rank in range(num_workers):
+            inputs, classes = batch(rank, step)
+            loss = torch.nn.functional.cross_entropy(model(inputs), classes) / num_workers
+            torch.autograd.backward(loss)
+        optimizer.step()
+    return weights_of(model)
+
+
+def joins(
+    shards: Shards, job: str, bounds: tuple[int, int], num_workers: int = 1
+) -> AbstractContextManager[list[Worker]]:
+    """Starts workers of an elastic job, whose ranks the shards give."""
+    least, most = (str(bound) for bound in bounds)
+    env = {"PACELINE_MIN_WORKERS": least, "PACELINE_MAX_WORKERS": most, "PACELINE_RANK": "-1"}
+    return shards.workers(train, num_workers=num_workers, job=job, env=env)
+
+
+def go(workers: Sequence[Worker], step: int) -> None:
+    """Has workers that have told what comes next make steps together."""
+    for _ in range(STEPS):
+        for worker in workers:
+            worker.tell(True)
+        step += 1
+        assert {worker.hear()[1] for worker in workers} == {step}
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Shards]:
+    """Shards that declare a silent worker lost sooner than usual."""
+    with Shards(2, lease_s=LEASE_S) as started:
+        yield started
+
+
+def test_workers_join_die_and_take_the_place_of_the_dead(impatient: Shards) -> None:
+    job, bounds = new_job(), (1, 3)
+    with joins(impatient, job, bounds, 2) as (first, second):
+        ranks = dict((worker.hear()[0], worker) for worker in (first, second))
+        assert sorted(ranks) == [0, 1]
+        go([first, second], 0)
+        with joins(impatient, job, bounds) as (third,):
+            assert third.hear() == (2, STEPS)
+            go([first, second, third], STEPS)
+            third.kill()
+            go([first, second], 2 * STEPS)  # When its lease is over.
+            with joins(impatient, job, bounds) as (fourth,):
+                assert fourth.hear() == (2, 3 * STEPS)
+                everybody = [first, second, fourth]
+                go(everybody, 3 * STEPS)
+                for worker in everybody:
+                    worker.tell(False)
+                (live, weights), *others = [worker.result() for worker in everybody]
+    assert live == [0, 1, 2]
+    assert all(same(weights, theirs) for _, theirs in others)
+    for name, weight in alone([2] * STEPS + [3] * STEPS + [2] * STEPS + [3] * STEPS).items():
+        assert relative_error(weights[name], weight) <= 1e-5, name
+
+
+def test_a_job_with_too_few_workers_waits_and_says_so(impatient: Shards) -> None:
+    job, bounds = new_job(), (2, 3)
+    named = re.compile(r"1 more worker \(1 of at least 2\), at slice \d of 'model' on shard \d")
+    logged = re.compile(f"{job}.*{named.pattern}")
+    with joins(impatient, job, bounds) as (first,):
+        assert first.hear() == (0, 0)
+        first.tell(True)
+        wait_until(lambda: named.search(first.written()) is not None)
+        wait_until(lambda: logged.search(impatient.written()) is not None)
+        with joins(impatient, job, bounds) as (second,):
+            assert second.hear() == (1, 0)
+            second.tell(True)
+            assert [worker.hear() for worker in (first, second)] == [(0, 1), (1, 1)]
+            second.kill()
+        first.tell(True)  # What it pushes is held by each shard that has lost the second.
+        lost = re.compile(f"worker lost .*job={job} ")
+        wait_until(lambda: len(lost.findall(impatient.written())) == len(impatient.addresses))
+        with joins(impatient, job, bounds) as (third,):
+            assert [worker.hear() for worker in (first, third)] == [(0, 2), (1, 2)]
+            go([first, third], 2)
+            for worker in (first, third):
+                worker.tell(False)
+            assert same(first.result()[1], third.result()[1])
+
+
+SCRIPT = """
+import psworker
+
+psworker.init()
+psworker.barrier()
+print(psworker.size(), "of whom", psworker.rank(), flush=True)
+psworker.barrier()
+"""
+
+
+def test_a_launcher_starts_workers_that_the_shards_give_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    command = ("run", "--elastic", "2:5", "--job", "mine", "--no-prefix", "--", str(script))
+    done = subprocess.run(
+        [sys.executable, "-m", "psworker", *command],
+        env=clean_environment() | {"RANK": "7", "WORLD_SIZE": "9"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "job mine: 2 workers of 2 to 5, 1 shard on this machine" in done.stderr
+    assert sorted(done.stdout.splitlines()) == ["5 of whom 0", "5 of whom 1"]
