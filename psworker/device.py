@@ -1,13 +1,14 @@
 """Error feedback of a slice whose gradients are on a GPU: encoded there, copied when it is small.
 
-The kernels run on torch's current stream, right behind backward; the payload is copied to pinned
+What encodes runs on torch's current stream, right behind backward; the payload is copied to pinned
 memory without anyone waiting, and only the thread that sends it waits for that copy. Residuals
-stay on the device. Where there are no kernels the gradient is copied and the CPU encodes.
+stay on the device. What cannot be encoded there is copied, and the CPU encodes.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -15,8 +16,8 @@ import torch
 
 from pscore import wire
 from pscore.compressors.base import RESIDUAL, Compressor
-from pscore.cuda.encoders import KernelEncoder, Launch, can_encode
-from pscore.cuda.runtime import launcher
+from pscore.cuda.base import Encoder
+from pscore.cuda.choice import make_encoder
 from pscore.partition import Layout
 from pscore.types import FloatArray, Push, Verdict
 from psworker.feedback import Feedback, Sent
@@ -28,23 +29,17 @@ log = logging.getLogger("paceline")
 class DeviceFeedback(Feedback):
     """Error feedback of one slice on a GPU."""
 
-    def __init__(
-        self, compressor: Compressor, numel: int, key: str, device: torch.device, launch: Launch
-    ) -> None:
+    def __init__(self, encoder: Encoder, key: str) -> None:
         """Owes nothing yet.
 
         Args:
-            compressor: Of the slice's pushes; one that `can_encode`.
-            numel: Elements of the slice.
+            encoder: Of the slice.
             key: Job, table, worker and slice.
-            device: Of the gradients.
-            launch: Starts kernels there.
         """
-        assert can_encode(compressor)
-        super().__init__(compressor, numel, key)
-        self._encoder = KernelEncoder(compressor, numel, device, launch)
+        super().__init__(encoder.compressor, encoder.numel, key)
+        self._encoder = encoder
         self._host = torch.zeros_like(
-            self._encoder.payload, device="cpu", pin_memory=device.type == "cuda"
+            encoder.payload, device="cpu", pin_memory=encoder.payload.device.type == "cuda"
         )
 
     def start(self, push: Push, grad: torch.Tensor, screen: Screen) -> Callable[[], memoryview]:
@@ -110,15 +105,6 @@ class DeviceFeedback(Feedback):
             self._encoder.state[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
 
-def make_feedback(
-    compressor: Compressor, numel: int, key: str, device: torch.device, launch: Launch | None
-) -> Feedback:
-    """Returns error feedback on the device if there are kernels, else on the host."""
-    if launch is not None and can_encode(compressor):
-        return DeviceFeedback(compressor, numel, key, device, launch)
-    return Feedback(compressor, numel, key)
-
-
 class DeviceSide:
     """How the gradients of one table leave a device: screened, then encoded there, or copied."""
 
@@ -140,15 +126,17 @@ class DeviceSide:
         self._screens: dict[int, Screen] = {}
         self._placed: set[int] = set()  # Slices whose error feedback has seen the device.
         if device.type == "cuda":
-            _pin(self._host)
+            _pin(self, self._host)
 
     def place(self, index: int, feedback: Feedback) -> Feedback:
         """Returns a slice's error feedback, from now on where its gradient is if that can be."""
         if index in self._placed:
             return feedback
         self._placed.add(index)
-        numel, launch = self._layout.slices[index].numel, launcher(self._device)
-        placed = make_feedback(self._compressor, numel, feedback.key, self._device, launch)
+        encoder = make_encoder(self._compressor, self._layout.slices[index].numel, self._device)
+        if encoder is None:
+            return feedback
+        placed = DeviceFeedback(encoder, feedback.key)
         for name, value in feedback.state.items():
             placed.load(name, value)
         return placed
@@ -196,10 +184,14 @@ def _mark(device: torch.device) -> Callable[[], object]:
     return event.synchronize
 
 
-def _pin(host: torch.Tensor) -> None:
-    """Has the driver copy to memory that we have already without the host waiting for it."""
-    if not host.is_pinned():
-        driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
-    if not host.is_pinned():
+def _pin(owner: object, host: torch.Tensor) -> None:
+    """Has the driver copy to memory that we have already without waiting, while `owner` lives."""
+    if host.is_pinned():
+        return
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+    if host.is_pinned():
+        unpin = weakref.finalize(owner, lambda: driver.cudaHostUnregister(host.data_ptr()))
+        unpin.atexit = False  # Then the driver may be gone.
+    else:
         log.warning("%d bytes for gradients cannot be pinned: copies will wait", host.nbytes)

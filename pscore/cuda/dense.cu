@@ -51,6 +51,7 @@ extern "C" __global__ void one_bit(const float* grad, float* residual, float* sc
   float mean = sum_abs8(stage8(u)) / (float)numel_here(n);
   float scale = mean >= SCALE_MIN ? mean : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+  if (magnitude_of(mean) >= INF_BITS) *bad = 1;  // The sum was, though no element is.
   for (int row = 0; row < 2; ++row) {
     int nibble = 0;
     for (int c = 0; c < 4; ++c) {

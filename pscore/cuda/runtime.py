@@ -1,7 +1,7 @@
 """Compiles the kernels with CuPy, and starts them on torch's memory and torch's current stream.
 
 CuPy compiles with NVRTC at the first use and keeps the result on disk. Nothing here waits for the
-device. Without CuPy `launcher` says once what to install, and work is done by torch or the CPU.
+device. Without CuPy `launcher` says once what to install, and torch does the work.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def advice(cuda_version: str | None) -> str:
     """Returns what to install for the CUDA that torch was built for, as "12.8"."""
     major = int(cuda_version.split(".")[0]) if cuda_version else DEFAULT_CUDA
     return (
-        "CuPy is not installed: gradients are compressed on the CPU, and local updates are made by "
-        f"torch; torch has CUDA {cuda_version}, so `pip install paceline[cuda{major}]` (or "
-        f"cupy-cuda{major}x) adds the kernels"
+        "CuPy is not installed: torch compresses gradients and makes local updates on the device, "
+        f"in many passes; torch has CUDA {cuda_version}, so `pip install paceline[cuda{major}]` "
+        f"(or cupy-cuda{major}x) adds kernels that make one"
     )
 
 

@@ -1,5 +1,6 @@
-"""Error feedback on a device, with the CUDA kernels run as C++ on the CPU."""
+"""Error feedback on a device: with the CUDA kernels, run as C++ on the CPU, and with torch."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -7,13 +8,14 @@ import pytest
 import torch
 
 from pscore.compressors import parse_compressor
-from pscore.cuda import runtime
-from pscore.cuda.encoders import Launch
+from pscore.cuda import choice, runtime
+from pscore.cuda.base import Encoder
+from pscore.cuda.encoders import KernelEncoder, Launch
+from pscore.cuda.plain import TorchEncoder
 from pscore.errors import GradientError
 from pscore.partition import make_layout
 from pscore.types import TensorSpec, Verdict
-from psworker import device
-from psworker.device import DeviceFeedback, DeviceSide, make_feedback
+from psworker.device import DeviceFeedback, DeviceSide
 from psworker.feedback import Feedback
 from psworker.screen import Screen
 from tests.unit.pscore.cuda.shim import build, launcher
@@ -30,15 +32,30 @@ def screen() -> Screen:
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def way(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels: Launch
+) -> type[Encoder]:
+    """Has the CPU stand for a device with kernels, or without; returns what encodes there."""
+    is_torch = request.param == "torch"
+    monkeypatch.setattr(choice, "launcher", lambda _: None if is_torch else kernels)
+    return TorchEncoder if is_torch else KernelEncoder
+
+
+def feedback_of(name: str) -> DeviceFeedback:
+    encoder = choice.make_encoder(parse_compressor(name), NUMEL, CPU)
+    assert encoder is not None
+    return DeviceFeedback(encoder, "job/0/0/0")
+
+
 @pytest.mark.parametrize("name", ["2bit", "topk(ratio=0.1)", "dgc(ratio=0.1)", "natural", "fp16"])
-def test_a_device_sends_and_owes_what_the_host_does(launch: Launch, name: str) -> None:
-    compressor = parse_compressor(name)
-    host = Feedback(compressor, NUMEL, "job/0/0/0")
-    other = DeviceFeedback(compressor, NUMEL, "job/0/0/0", CPU, launch)
+@pytest.mark.usefixtures("way")
+def test_a_device_sends_and_owes_what_the_host_does(name: str) -> None:
+    host, other = Feedback(parse_compressor(name), NUMEL, "job/0/0/0"), feedback_of(name)
     for step in range(6):
         grad = gradient(step)
         if step == 4:
@@ -56,10 +73,9 @@ def test_a_device_sends_and_owes_what_the_host_does(launch: Launch, name: str) -
             assert np.array_equal(other.state[key], value)
 
 
-def test_state_moves_to_a_device_and_back(launch: Launch) -> None:
-    compressor = parse_compressor("dgc")
-    feedback = make_feedback(compressor, NUMEL, "job/0/0/0", CPU, launch)
-    assert isinstance(feedback, DeviceFeedback)
+@pytest.mark.usefixtures("way")
+def test_state_moves_to_a_device_and_back() -> None:
+    feedback = feedback_of("dgc")
     feedback.load("momentum", gradient(1))
     feedback.load("residual", gradient(2))
     feedback.load("something", gradient(3))
@@ -67,19 +83,23 @@ def test_state_moves_to_a_device_and_back(launch: Launch) -> None:
     assert np.array_equal(feedback.state["residual"], gradient(2))
 
 
-def test_what_has_no_kernel_is_encoded_by_the_host(launch: Launch) -> None:
-    clipping = parse_compressor("dgc(clip=1.0)")
-    for compressor, found in ((clipping, launch), (parse_compressor("2bit"), None)):
-        feedback = make_feedback(compressor, NUMEL, "job/0/0/0", CPU, found)
-        assert type(feedback) is Feedback
-
-
-@pytest.mark.parametrize("has_kernels", [True, False])
-@pytest.mark.parametrize("name", ["2bit", "topk(ratio=0.1)", "dgc(ratio=0.1)", "none"])
-def test_a_gradient_that_is_no_number_is_neither_sent_nor_kept(
-    monkeypatch: pytest.MonkeyPatch, launch: Launch, name: str, has_kernels: bool
+def test_the_way_is_chosen_by_what_there_is_and_told_once(
+    way: type[Encoder], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device, "launcher", lambda _: launch if has_kernels else None)
+    choice._tell.cache_clear()
+    with caplog.at_level(logging.INFO, "paceline"):
+        for _ in range(3):
+            assert type(choice.make_encoder(parse_compressor("2bit"), NUMEL, CPU)) is way
+            assert choice.make_encoder(parse_compressor("dgc(clip=1.0)"), NUMEL, CPU) is None
+    assert len(caplog.records) == 2
+    said = "by torch" if way is TorchEncoder else "by kernels"
+    assert f"of gradients on cpu is encoded {said} on the device" in caplog.messages[0]
+    assert "is encoded on the host" in caplog.messages[1]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", ["2bit", "topk(ratio=0.1)", "dgc(ratio=0.1, clip=1.0)", "none"])
+def test_a_gradient_that_is_no_number_is_neither_sent_nor_kept(name: str) -> None:
     compressor, numel = parse_compressor(name), LAYOUT.slices[0].numel
     side = DeviceSide(LAYOUT, compressor, np.zeros(numel, np.float32), CPU)
     plain = Feedback(compressor, numel, "job/0/0/0")

@@ -1,13 +1,19 @@
-"""The CUDA kernels make the CPU's payloads and residuals, bit for bit: run here as C++."""
+"""Encoders of a device make the CPU's payloads and residuals, bit for bit.
 
+The CUDA kernels are run as C++; torch's own operations, which do without kernels, on the CPU.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pscore.compressors import parse_compressor
-from pscore.cuda.encoders import KernelEncoder, Launch, can_encode
+from pscore.compressors import Compressor, parse_compressor
+from pscore.cuda.base import Encoder
+from pscore.cuda.encoders import ENCODERS, KernelEncoder, can_encode
+from pscore.cuda.plain import FORMS, TorchEncoder
 from pscore.errors import GradientError
 from pscore.types import FloatArray
 from tests.golden.compressors.vectors import gradient
@@ -22,9 +28,17 @@ ENCODED = [
 SIZES = (1, 5, 16, 33, 1000, 1023, 2047, 2048, 2049, 5003, 9000)
 
 
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+CPU = torch.device("cpu")
+Make = Callable[[Compressor, int], Encoder]
+
+
+@pytest.fixture(scope="module", params=["kernels", "torch"])
+def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Returns what makes an encoder on the CPU."""
+    if request.param == "torch":
+        return lambda compressor, numel: TorchEncoder(compressor, numel, CPU)
+    launch = launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+    return lambda compressor, numel: KernelEncoder(compressor, numel, CPU, launch)
 
 
 def aligned(values: FloatArray) -> torch.Tensor:
@@ -35,13 +49,11 @@ def aligned(values: FloatArray) -> torch.Tensor:
     return room[start : start + len(values)]
 
 
-def assert_same(
-    launch: Launch, name: str, grads: list[FloatArray], seed: int = 1 << 63 | 5
-) -> None:
+def assert_same(make: Make, name: str, grads: list[FloatArray], seed: int = 1 << 63 | 5) -> None:
     """Encodes on both, step by step, and compares payload and state."""
     compressor, numel = parse_compressor(name), len(grads[0])
     sender = Sender(compressor, numel)
-    encoder = KernelEncoder(compressor, numel, torch.device("cpu"), launch)
+    encoder = make(compressor, numel)
     encoder.state = {key: aligned(value) for key, value in sender.state.items()}
     for step, grad in enumerate(grads):
         expected = sender.encode(grad, seed=seed + step, step=step)
@@ -53,34 +65,34 @@ def assert_same(
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("name", ENCODED)
-def test_payload_and_state_are_the_cpus(launch: Launch, name: str, numel: int) -> None:
-    assert_same(launch, name, [gradient(numel, step) for step in range(3)])
+def test_payload_and_state_are_the_cpus(make: Make, name: str, numel: int) -> None:
+    assert_same(make, name, [gradient(numel, step) for step in range(3)])
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_numbers_at_the_edges_are_the_cpus(launch: Launch, name: str) -> None:
+def test_numbers_at_the_edges_are_the_cpus(make: Make, name: str) -> None:
     edges = [0.0, -0.0, 1e-45, -1e-42, 1.2e-38, 2.0**-100, 2.0**-101, 6e-8, 2.9e-8, 6.1e-5, 1.0]
     edges += [65504.0, 65519.9, 65520.0, -7e4, 2.0**17, 2.0**18, 1e30, -3e37, 127.5, 0.5, 1.5, 2.5]
     values = np.array(edges, dtype=np.float32)
     tiny = np.array(edges[:8] * 9, dtype=np.float32)
     equal = np.tile(np.array([0.25, -0.25], dtype=np.float32), 2000)
     for grad in (values, tiny, equal, np.zeros(2100, np.float32)):
-        assert_same(launch, name, [grad, -grad, grad])
+        assert_same(make, name, [grad, -grad, grad])
 
 
-def test_a_sample_that_misleads_is_made_up_for(launch: Launch) -> None:
+def test_a_sample_that_misleads_is_made_up_for(make: Make) -> None:
     numel = 50_000
     grad = np.ones(numel, np.float32)
     grad[:: numel // 4096] = 0.25
-    assert_same(launch, "topk(ratio=0.01, select=sampled)", [grad, gradient(numel, 1)])
-    assert_same(launch, "dgc(ratio=0.01)", [grad, gradient(numel, 1)])
+    assert_same(make, "topk(ratio=0.01, select=sampled)", [grad, gradient(numel, 1)])
+    assert_same(make, "dgc(ratio=0.01)", [grad, gradient(numel, 1)])
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_a_refused_gradient_leaves_no_trace(launch: Launch, name: str) -> None:
+def test_a_refused_gradient_leaves_no_trace(make: Make, name: str) -> None:
     compressor, numel = parse_compressor(name), 3000
     sender = Sender(compressor, numel)
-    encoder = KernelEncoder(compressor, numel, torch.device("cpu"), launch)
+    encoder = make(compressor, numel)
     encoder.state = {key: aligned(value) for key, value in sender.state.items()}
     broken = gradient(numel, 9)
     broken[[0, 1500, 2999]] = np.nan, np.inf, -np.inf
@@ -95,13 +107,26 @@ def test_a_refused_gradient_leaves_no_trace(launch: Launch, name: str) -> None:
             encoder.finish(encoder.payload.numpy())
 
 
-@pytest.mark.parametrize("name", [name for name in ENCODED if "feedback" not in name])
-def test_what_float32_cannot_hold_is_reported(launch: Launch, name: str) -> None:
-    compressor = parse_compressor(name)
-    if not compressor.keeps_residual:
-        pytest.skip("nothing is added to the gradient")
-    encoder = KernelEncoder(compressor, 40, torch.device("cpu"), launch)
+@pytest.mark.parametrize(
+    "name", [name for name in ENCODED if parse_compressor(name).keeps_residual]
+)
+def test_what_float32_cannot_hold_is_reported(make: Make, name: str) -> None:
+    encoder = make(parse_compressor(name), 40)
     encoder.state["residual"] = aligned(np.full(40, 3e38, np.float32))
     encoder.encode(aligned(np.full(40, 3e38, np.float32)), seed=0, step=0)
     with pytest.raises(GradientError, match="beyond float32"):
         encoder.finish(encoder.payload.numpy())
+
+
+def test_a_sum_that_float32_cannot_hold_is_reported(make: Make) -> None:
+    compressor, grad = parse_compressor("1bit"), np.full(2048, 3e37, np.float32)
+    encoder = make(compressor, 2048)
+    encoder.encode(aligned(grad), seed=0, step=0)
+    with pytest.raises(GradientError, match="beyond float32"):
+        encoder.finish(encoder.payload.numpy())
+    with pytest.raises(GradientError, match="beyond float32"):
+        Sender(compressor, 2048).encode(grad)
+
+
+def test_torch_has_a_form_of_what_has_kernels() -> None:
+    assert FORMS.keys() == ENCODERS.keys()

@@ -1,0 +1,39 @@
+"""What encodes on a device: kernels if CuPy is there, else torch; None where the host has to."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from pscore.compressors.base import Compressor
+from pscore.cuda.base import Encoder
+from pscore.cuda.encoders import KernelEncoder, can_encode
+from pscore.cuda.plain import TorchEncoder
+from pscore.cuda.runtime import launcher
+
+log = logging.getLogger("paceline")
+
+
+def make_encoder(compressor: Compressor, numel: int, device: torch.device) -> Encoder | None:
+    """Returns what encodes a slice of `numel` elements where it is; says once which way.
+
+    Returns:
+        None where the gradient has to be copied to the host as it is.
+    """
+    if not can_encode(compressor):
+        _tell(str(compressor), device, "on the host: it needs a sum over all of a slice")
+        return None
+    launch = launcher(device)
+    if launch is None:
+        if device.type != "cuda":  # Else it has been told, with what to install.
+            _tell(str(compressor), device, "by torch on the device")
+        return TorchEncoder(compressor, numel, device)
+    _tell(str(compressor), device, "by kernels on the device")
+    return KernelEncoder(compressor, numel, device, launch)
+
+
+@functools.cache
+def _tell(compressor: str, device: torch.device, way: str) -> None:
+    log.info("%s of gradients on %s is encoded %s", compressor, device, way)
