@@ -16,12 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import structlog
 
 from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from psserver import snapshot
+from psserver.debts import ANY_STEP, Ask
 from psserver.delivery import DELIVERIES_MAX, Delivery
 from psserver.driver import WAIT_S_MAX, Driver
 from psserver.intake import Armed
@@ -38,6 +40,7 @@ IDLE_S = 60.0
 CAPTURES_MAX = 8
 READ_NBYTES_MAX = 1 << 23
 POLL_S = 0.02
+PENDING = (pb.CAPTURE_WAITING, pb.CAPTURE_OWED)
 
 Arrays = dict[str, np.ndarray]
 
@@ -54,6 +57,7 @@ class Cut:
     slices: dict[int, Arrays] = field(default_factory=dict)
     about: dict[int, dict[str, Any]] = field(default_factory=dict)  # By slice.
     armed: dict[int, Armed] = field(default_factory=dict)  # By slice.
+    ask: Ask | None = None  # For what the workers owe.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, index: int, arrays: Arrays) -> None:
@@ -84,14 +88,17 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             await refuse(context, error)
             raise
         deadline_s = self._driver.now() + min(request.wait_ms / 1000, WAIT_S_MAX)
-        while capture.state == pb.CAPTURE_WAITING and self._driver.now() < deadline_s:
+        state, owing = self._state(capture)
+        while state in PENDING and self._driver.now() < deadline_s:
             await asyncio.sleep(POLL_S)
+            state, owing = self._state(capture)
         capture.touched_s = self._driver.now()
         with self._driver.lock:
             versions = [clock.version for clock in capture.table.clocks.values()] or [-1]
-        is_done = capture.state == pb.CAPTURE_DONE
+        is_done = state == pb.CAPTURE_DONE
         return pb.CaptureReply(
-            state=capture.state,
+            state=state,
+            owing=owing,
             version_min=min(versions),
             version_max=max(versions),
             about=json.dumps(self._describe(capture)) if is_done else "",
@@ -126,11 +133,47 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
                 )
             if len(self._captures) >= CAPTURES_MAX:
                 raise LimitError(f"{CAPTURES_MAX} checkpoints are being read already")
+            self._require_room(job, table, weights_only=request.weights_only)
             capture = Cut(job=job, table=table, version=request.version, touched_s=driver.now())
             self._captures[request.id] = capture
             self._arm(capture)
+            if not request.weights_only and table.spec.compressor.state_names:
+                step = request.version - 1 if request.version >= 0 else ANY_STEP
+                capture.ask = driver.intake.debts.ask(job, table, step)
         self._watch()
         return capture
+
+    def _require_room(self, job: Job, table: Table, *, weights_only: bool) -> None:
+        """Refuses a copy that the host has no memory for.
+
+        Raises:
+            LimitError: It has none.
+        """
+        owed = 0 if weights_only else len(table.spec.compressor.state_names)
+        num_arrays = 1 + len(table.optimizer.state_names) + owed * job.membership.num_workers
+        available = psutil.virtual_memory().available
+        if num_arrays * table.nbytes > available:
+            raise LimitError(
+                f"a copy of table {table.spec.name!r} of job {job.name!r} on shard "
+                f"{self._driver.shard.index} is of {num_arrays * table.nbytes} bytes, {available} "
+                "are left on its host"
+            )
+
+    def _state(self, capture: Cut) -> tuple[pb.CaptureState, list[int]]:
+        """Returns how far a copy has come, and the ranks that are waited for."""
+        if capture.state != pb.CAPTURE_DONE or capture.ask is None:
+            return capture.state, []
+        with self._driver.lock:
+            missing = capture.ask.missing()
+            if missing:
+                has_passed = capture.ask.has_passed(missing)
+                state = pb.CAPTURE_PASSED if has_passed else pb.CAPTURE_OWED
+                return state, sorted({rank for _, rank in missing})
+            for index, arrays in capture.slices.items():
+                arrays |= capture.ask.named(index)
+            self._driver.intake.debts.drop(capture.ask)
+            capture.ask = None
+        return capture.state, []
 
     def _arm(self, capture: Cut) -> None:
         """Has each slice copied now, or when it gets there; called under the driver's lock."""
@@ -230,6 +273,8 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             capture = self._captures.pop(name, None)
             if capture is None:
                 return
+            if capture.ask is not None:
+                self._driver.intake.debts.drop(capture.ask)
             for index, armed in capture.armed.items():
                 key = (id(capture.job), capture.table.index, index)
                 others = self._driver.intake.armed[key]

@@ -5,13 +5,14 @@
         model.safetensors               the weights, by the tensors' names
         momentum_buffer.safetensors     the optimizer's state, one file for each array, likewise
         weights_backup.0.safetensors    what the mode remembers (dcasgd), likewise
+        owed.0.residual.safetensors     what error feedback owes at worker 0, likewise
 
 A slice is copied right behind the update that makes the wanted version, in a mode that counts by
 steps; training goes on meanwhile. In an asynchronous mode slices have no step in common: they are
-copied at one moment, each with the steps of each worker that are in it. All files are written into
-a draft folder, synced, and then the folder is given its name: a full disk or a kill in the middle
-leaves the last checkpoint as it was. What error feedback owes is each worker's own, and travels in
-its `optimizer.state_dict()`.
+copied at one moment, each with the steps of each worker that are in it. What error feedback owes is
+each worker's own, and is asked of it as it was after its last push in that step (debts.py). All
+files are written into a draft folder, synced, and then the folder is given its name: a full disk or
+a kill in the middle leaves the last checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
 from pscore.rpc import error_of
 from pscore.types import FloatArray
 from psserver import remote, snapshot
+from psserver.debts import is_owed
 from psserver.exits import CommandError, Exit
 from psserver.table import TableSpec
 
@@ -50,6 +52,7 @@ DRAFT = ".draft-"
 CHUNK_NBYTES = 4 << 20
 CALL_TIMEOUT_S = 30.0
 WAIT_MS = 2000
+OWED_WAIT_S = 30.0  # Workers that have stopped are asked at each of their heartbeats.
 ATTEMPTS = 8
 
 Arrays = dict[str, dict[str, FloatArray]]  # By array and tensor.
@@ -162,7 +165,10 @@ def _capture_table(
     for _ in range(ATTEMPTS):
         name = secrets.token_hex(8)
         try:
-            replies = _capture_at(shards, job, table, name, version)
+            request = pb.CaptureRequest(
+                job=job, table=table, id=name, version=version, weights_only=weights_only
+            )
+            replies = _capture_at(shards, request)
             if all(reply.state == pb.CAPTURE_DONE for reply in replies):
                 return _read(shards, name, replies, weights_only)
         finally:
@@ -183,19 +189,31 @@ def _capture_table(
     )
 
 
-def _capture_at(
-    shards: Shards, job: str, table: str, name: str, version: int
-) -> list[pb.CaptureReply]:
-    """Has all shards copy at one version; returns when they have, or one cannot."""
-    request = pb.CaptureRequest(job=job, table=table, id=name, version=version)
+def _capture_at(shards: Shards, request: pb.CaptureRequest) -> list[pb.CaptureReply]:
+    """Has all shards copy at one version; returns when they have, or one cannot.
+
+    Raises:
+        CommandError: Workers do not send what they owe.
+    """
     everybody = range(len(shards.stubs))
+    deadline_s = time.monotonic() + OWED_WAIT_S
     replies = [shards.call(shard, "Capture", request) for shard in everybody]  # All are armed.
-    request.wait_ms = WAIT_MS
-    if not any(reply.state == pb.CAPTURE_PASSED for reply in replies):
-        replies = [shards.call(shard, "Capture", request) for shard in everybody]
-    if not all(reply.by_step for reply in replies) and version >= 0:
+    if not all(reply.by_step for reply in replies) and request.version >= 0:
         for reply in replies:
             reply.state = pb.CAPTURE_PASSED
+    request.wait_ms = WAIT_MS
+    while not any(reply.state == pb.CAPTURE_PASSED for reply in replies):
+        replies = [shards.call(shard, "Capture", request) for shard in everybody]
+        states = {reply.state for reply in replies}
+        if states != {pb.CAPTURE_OWED} and states != {pb.CAPTURE_OWED, pb.CAPTURE_DONE}:
+            break
+        if time.monotonic() > deadline_s:
+            ranks = sorted({rank for reply in replies for rank in reply.owing})
+            raise CommandError(
+                Exit.NO_ANSWER,
+                f"table {request.table!r} of job {request.job!r}: workers {ranks} have not sent "
+                f"what their error feedback owes within {OWED_WAIT_S:g} s",
+            )
     return replies
 
 
@@ -228,20 +246,26 @@ def _read(
         version=versions.pop() if len(versions) == 1 else -1,
         slices=slices,
         counts=counts,
-        arrays={_known_as(spec, array): _by_tensor(layout, flat) for array, flat in flats.items()},
+        arrays={
+            _known_as(spec, array): _by_tensor(layout, flat, only_compressed=is_owed(array))
+            for array, flat in flats.items()
+        },
     )
 
 
 def _known_as(spec: TableSpec, array: str) -> str:
     """Returns the name of an array in files: `state.0` is what torch calls it."""
+    if is_owed(array):
+        return array
     kind, _, name = array.partition(".")
     return OPTIMIZERS[spec.optimizer].state_names[int(name)] if kind == "state" else name or kind
 
 
-def _by_tensor(layout: Layout, flat: FloatArray) -> dict[str, FloatArray]:
+def _by_tensor(layout: Layout, flat: FloatArray, *, only_compressed: bool) -> dict[str, FloatArray]:
     return {
         tensor.name: flat[offset : offset + tensor.numel].reshape(tensor.shape)
         for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+        if tensor.compress or not only_compressed
     }
 
 
@@ -423,7 +447,7 @@ def _about(spec: TableSpec, table: TableState) -> dict[str, Any]:
 def _name_on_shards(spec: TableSpec, array: str) -> str:
     """Returns what shards call an array in a file; `_known_as` the other way."""
     states = OPTIMIZERS[spec.optimizer].state_names
-    if array == "weights":
+    if array == "weights" or is_owed(array):
         return array
     return f"state.{states.index(array)}" if array in states else f"memory.{array}"
 
@@ -435,8 +459,11 @@ def _messages(
     for array, tensors in table.arrays.items():
         flat = np.zeros(layout.numel, dtype=np.float32)
         for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
-            flat[offset : offset + tensor.numel] = tensors[tensor.name].ravel()
+            if tensor.compress or not is_owed(array):
+                flat[offset : offset + tensor.numel] = tensors[tensor.name].ravel()
         for part in layout.slices:
+            if is_owed(array) and not part.compress:
+                continue
             data = flat[part.start : part.stop].view(np.uint8)
             for offset in range(0, data.nbytes, CHUNK_NBYTES):
                 yield (

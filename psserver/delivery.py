@@ -18,6 +18,7 @@ from pscore.partition import make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.types import SliceSpec
 from psserver import snapshot
+from psserver.debts import is_owed
 from psserver.driver import Driver
 from psserver.table import TableSpec
 
@@ -37,7 +38,11 @@ class Declared:
     @property
     def nbytes(self) -> int:
         """Bytes of all that is to come."""
-        return 4 * len(self.arrays) * sum(part.numel for part in self.parts.values())
+        return sum(4 * len(self.of(part)) * part.numel for part in self.parts.values())
+
+    def of(self, part: SliceSpec) -> list[str]:
+        """Returns the arrays of a slice: what is owed is there where it is compressed."""
+        return [name for name in self.arrays if part.compress or not is_owed(name)]
 
 
 class Delivery:
@@ -69,7 +74,7 @@ class Delivery:
             raise LimitError(f"{what} has {self.nbytes} bytes, {available} are left on its host")
         self._written: dict[tuple[int, int, str], int] = {}  # Bytes: by table, slice, array.
         self._arrays: dict[tuple[int, int], dict[str, np.ndarray]] = {
-            (number, index): {name: np.zeros(part.numel, np.float32) for name in table.arrays}
+            (number, index): {name: np.zeros(part.numel, np.float32) for name in table.of(part)}
             for number, table in enumerate(self._tables)
             for index, part in table.parts.items()
         }
@@ -117,6 +122,8 @@ class Delivery:
             table, _ = driver.define(job, declared.spec)
             for index, clock in table.clocks.items():
                 arrays = self._arrays[number, index]
+                for name in [name for name in arrays if is_owed(name)]:
+                    driver.intake.debts.keep(job, table, index, name, arrays.pop(name))
                 segments = table.specs[index].segments
                 counts = [declared.counts[segment.tensor] for segment in segments]
                 arrays["counts"] = np.array(counts, dtype=np.int64)
@@ -161,7 +168,8 @@ def _declared(text: str, driver: Driver) -> Declared:
     for name in sorted(names ^ wanted):
         if name in wanted:
             raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint is without {name!r}")
-        if not name.startswith("memory.") or len(name) > NAME_LENGTH_MAX:
+        is_kept = name.startswith("memory.") or is_owed(name, spec.compressor)
+        if not is_kept or len(name) > NAME_LENGTH_MAX:
             raise RemoteProtocolError(
                 f"array {name[:NAME_LENGTH_MAX]!r} of table {spec.name!r} of the checkpoint is "
                 "none that a shard keeps"

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 HEALTH = "/grpc.health.v1.Health/"
 CONTROL = "/ps.v1.Control/"
 # What a worker calls; all but Describe name a job, which has to be the token's.
-JOINED = ("Describe", "Join", "Define", "Change", "Heartbeat", "Barrier", "Leave")
+JOINED = ("Describe", "Join", "Define", "Change", "Heartbeat", "Owe", "Claim", "Barrier", "Leave")
 WORKERS_METHODS = {
     *(CONTROL + name for name in JOINED),
     *(f"/{DATA_SERVICE}/{name}" for name in ("Push", "Pull")),

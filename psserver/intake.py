@@ -25,6 +25,7 @@ from pscore.timeline import Timeline
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
 from psserver.clock import Acknowledge, Action, Answer, SliceClock, Update
 from psserver.counted import Token
+from psserver.debts import Debts
 from psserver.lanes import Lane, Work
 from psserver.pool import Buffer
 from psserver.shard import Actions, Address, Job, Shard
@@ -71,6 +72,7 @@ class Request:
     reply: Reply
     payload: Payload | None = None
     release: Callable[[], None] | None = None  # Gives the payload's memory back.
+    step: int = -1  # Of a push of a gradient.
     is_shared: bool = False  # The payload lies in the worker's segment, or the answer in ours.
     held: int | None = None  # Of a compressed pull: the estimate that the worker has.
     deadline_s: float = 0.0  # Of a pull: then it is told what is missing.
@@ -99,6 +101,7 @@ class Intake:
     shared: dict[tuple[int, int, int], FloatArray] = field(default_factory=dict)  # ..., worker.
     # What is to be done right behind the update to a version: by job id, table, slice.
     armed: dict[tuple[int, int, int], list[Armed]] = field(default_factory=dict)
+    debts: Debts = field(default_factory=Debts)
     waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
     timeline: Timeline | None = None
 
@@ -151,7 +154,11 @@ class Intake:
                 store.check(request.payload, push.role)
             except DecodeError as problem:
                 raise DecodeError(f"{problem} ({_of(header)})") from None
+            if push.role not in LOADS:
+                request.step = push.step
             actions = self.shard.push(job, address, push, request)
+            if request.step >= 0:
+                self.debts.pushed(job, address, worker)
             if self.timeline is not None:
                 note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.counters.pushed_nbytes += data.nbytes
@@ -204,6 +211,7 @@ class Intake:
         """Frees what belongs to the job with this id."""
         self.lanes = {entry: lane for entry, lane in self.lanes.items() if entry[0] != key}
         self.shared = {entry: grads for entry, grads in self.shared.items() if entry[0] != key}
+        self.debts.forget_job(key)
 
     # ----- carrying out
 
@@ -273,8 +281,12 @@ class Intake:
         """Answers a push."""
         assert isinstance(action.token, Request)
         verdict = data_pb2.Verdict.Name(int(action.verdict))
-        action.token.reply.pushed(
-            data_pb2.PushReply(verdict=verdict, version=max(0, action.version))
+        request = action.token
+        is_asked = request.step >= 0 and self.debts.is_asked(
+            request.job, request.address, request.worker, request.step
+        )
+        request.reply.pushed(
+            data_pb2.PushReply(verdict=verdict, version=max(0, action.version), owe=is_asked)
         )
 
     def answer(self, action: Answer, store: SliceStore) -> None:

@@ -248,7 +248,51 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await refuse(context, error)
             raise
         self._driver.waits(job, request.worker, request.waiting_for[:WAITS_LENGTH_MAX])
-        return pb.HeartbeatReply(instance=self._instance, waiting_for=self._driver.stalled(job))
+        with self._driver.lock:
+            asked = list(self._driver.intake.debts.asked_of(job, request.worker))
+        return pb.HeartbeatReply(
+            instance=self._instance,
+            waiting_for=self._driver.stalled(job),
+            owing=[
+                pb.Owing(table=number, step=step, slices=slices) for number, step, slices in asked
+            ],
+        )
+
+    async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
+        """Takes what a worker's error feedback owes of a slice."""
+        try:
+            with self._driver.lock:
+                job = self._heard(request)
+                arrays = {array.name: array.data for array in request.arrays}
+                self._driver.intake.debts.take(
+                    job,
+                    job.table(request.table),
+                    request.slice,
+                    request.worker,
+                    request.step,
+                    arrays,
+                )
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.OweReply()
+
+    async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimReply:
+        """Gives a worker back what a checkpoint had of its rank."""
+        try:
+            with self._driver.lock:
+                job = self._heard(request)
+                table = job.table(request.table)
+                kept = self._driver.intake.debts.kept(job, table, request.worker)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        if not request.HasField("slice"):
+            return pb.ClaimReply(slices=sorted(kept))
+        arrays = kept.get(request.slice, {}).items()
+        return pb.ClaimReply(
+            arrays=[pb.Array(name=name, data=array.tobytes()) for name, array in arrays]
+        )
 
     async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
         """Waits until all workers of the job are here."""
@@ -291,7 +335,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     def _heard(
         self,
-        request: pb.DefineRequest | pb.ChangeRequest | pb.HeartbeatRequest | pb.BarrierRequest,
+        request: pb.DefineRequest
+        | pb.ChangeRequest
+        | pb.HeartbeatRequest
+        | pb.BarrierRequest
+        | pb.OweRequest
+        | pb.ClaimRequest,
     ) -> Job:
         return self._driver.heard(request.job, request.worker, request.incarnation)
 

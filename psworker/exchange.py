@@ -28,7 +28,8 @@ from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.segment import Segment
-from pscore.types import FloatArray, Push, Role, Verdict
+from pscore.types import FloatArray, Push, Role
+from psworker.debts import Debts
 from psworker.device import DeviceSide
 from psworker.estimate import Held
 from psworker.feedback import Feedback
@@ -123,6 +124,7 @@ class Exchange:
         self._pulls: dict[int, tuple[PullCall, Landing]] = {}
         self._pushed_steps: dict[int, int] = {}  # Of each slice's last push, for people.
         self._pulled_steps: dict[int, int] = {}  # That its last pull waits for.
+        self._debts = Debts(session, self.table, layout, self._feedback, self._pushes)
         if share:
             self._share()
 
@@ -138,6 +140,7 @@ class Exchange:
     ) -> None:
         """Sends one slice; `grad` must stay as it is until `acknowledged(index)`."""
         self.acknowledged(index)
+        self._debts.begin(index, push.step)
         # A segment without a gradient is left out by the shard, and so would be what is owed of it.
         whole = not wire.pack_bits(push.present, len(self.layout.slices[index].segments))
         feedback = self._feedback[index] if whole and (compress or flush) else None
@@ -223,11 +226,9 @@ class Exchange:
         future = self._pushes.pop(index, None)
         if future is not None:
             what = f"room for step {self._pushed_steps.get(index, 0)}"
-            verdict = Verdict(int(self._wait(future, index, what).verdict))
-            self.traffic.num_too_late += verdict is Verdict.TOO_LATE
-            feedback = self._feedback[index]
-            if feedback is not None:
-                feedback.settle(verdict)
+            reply = self._wait(future, index, what)
+            self.traffic.num_too_late += reply.verdict == data_pb2.VERDICT_TOO_LATE
+            self._debts.settle(index, reply)
 
     def flush(self) -> None:
         """Waits until every push is acknowledged."""
@@ -284,9 +285,7 @@ class Exchange:
         self._pushes.clear()
         self._pulls.clear()
         self._held = self._make_held()
-        for feedback in self._feedback:
-            if feedback is not None:
-                feedback.settle(Verdict.ACCEPTED)
+        self._debts.restart(self.table)
         self._attach()
 
     def change(self, rule: Rule) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -52,8 +52,11 @@ class Link:
         """
         return self.patience.insist(lambda: method(request, timeout=timeout_s))
 
-    def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> None:
+    def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> Sequence[pb.Owing]:
         """Renews this worker's lease once; a network that fails is left to the next time.
+
+        Returns:
+            What error feedback owes that the shard asks for.
 
         Raises:
             RemoteProtocolError: The shard no longer counts this worker in.
@@ -66,6 +69,9 @@ class Link:
             error = rpc.error_of(failure, self.address)
             if not isinstance(error, TransportError):
                 raise error from None
+            return ()
+        owing: Sequence[pb.Owing] = reply.owing
+        return owing
 
     @property
     def silent_s(self) -> float:

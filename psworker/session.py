@@ -10,6 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 from pscore import wire
 from pscore.access import ANYONE, Credentials
@@ -41,6 +43,13 @@ AT_START = ("begin", "load_state_dict")
 FIRST_TIMEOUT_S = 5.0  # Of one attempt of the first call: what listens there may be no shard.
 
 
+class Debtor(Protocol):
+    """What owes something of one table."""
+
+    def owe(self, step: int, slices: Sequence[int]) -> None:
+        """Sends what it owes of some slices after `step`, if it has not gone on."""
+
+
 class Session:
     """This process as a worker of one job.
 
@@ -51,6 +60,7 @@ class Session:
         min_workers: The least of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
         timeline: Where spans are recorded; None: nowhere.
+        debtors: By table; what owes something that a checkpoint needs.
         waits: For which shard that does not answer, in words; the others pass it on to people.
     """
 
@@ -99,6 +109,8 @@ class Session:
         self._patience_s = patience_s
         self._data_plane = data_plane
         self.waits = ""
+        self.debtors: WeakValueDictionary[int, Debtor] = WeakValueDictionary()
+        self._teller: threading.Thread | None = None
         self._rounds: dict[str, int] = {}
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
@@ -386,10 +398,24 @@ class Session:
             for link in self.links:
                 request.waiting_for = self.waits
                 try:
-                    link.beat(request, timeout_s=self._interval_s)
+                    self._tell_debts(link.beat(request, timeout_s=self._interval_s))
                 except PacelineError as error:
                     if request.incarnation == self.incarnation:
                         self._failure = error
+
+    def _tell_debts(self, asked: Sequence[pb.Owing]) -> None:
+        """Has what a shard asks for sent, in a thread of its own: leases are renewed meanwhile."""
+        debts = [(self.debtors.get(owing.table), owing) for owing in asked]
+        if not debts or (self._teller is not None and self._teller.is_alive()):
+            return
+
+        def tell() -> None:
+            for debtor, owing in debts:
+                if debtor is not None:
+                    debtor.owe(owing.step, owing.slices)
+
+        self._teller = threading.Thread(target=tell, name="debts", daemon=True)
+        self._teller.start()
 
     def _close_links(self) -> None:
         for link in self.links:

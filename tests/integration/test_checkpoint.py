@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
-from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.cluster import Shards, Station, Worker, new_job
 from tests.integration.command import Command
 from tests.integration.models import backward, batch, make_model, same, weights_of
 
 Weights = dict[str, np.ndarray]
 HALF, WHOLE = 5, 10
+THRESHOLD = "2bit(threshold=0.5)"  # A fixed one: blocks lie elsewhere on other shards.
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "2bit": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
 
 
@@ -30,7 +33,10 @@ def begin(kind: str, seed: int) -> tuple[Any, Any]:
     for weight in model.parameters():
         torch.nn.init.normal_(weight)
     made = OPTIMIZERS[kind](model.parameters())
-    return model, psworker.DistributedOptimizer(made, model.named_parameters())
+    compression = THRESHOLD if kind == "2bit" else "none"
+    return model, psworker.DistributedOptimizer(
+        made, model.named_parameters(), compression=compression, compress_min_nbytes=0
+    )
 
 
 def steps(me: Station, model: Any, optimizer: Any, span: range) -> None:
@@ -52,11 +58,11 @@ def train(me: Station, kind: str) -> tuple[Weights, Weights]:
     return half, weights_of(model)
 
 
-def resume(me: Station, kind: str) -> tuple[Weights, Weights]:
+def resume(me: Station, kind: str, span: range = range(HALF, WHOLE)) -> tuple[Weights, Weights]:
     """Goes on in a job that was restored, with a model that had begun elsewhere."""
     model, optimizer = begin(kind, 1)
     first = {name: array.copy() for name, array in weights_of(model).items()}
-    steps(me, model, optimizer, range(HALF, WHOLE))
+    steps(me, model, optimizer, span)
     psworker.shutdown()
     return first, weights_of(model)
 
@@ -98,16 +104,32 @@ def test_a_restored_job_goes_on_to_the_bit_on_another_number_of_shards(
                 assert same(final, whole)
 
 
-def keep_training(me: Station) -> dict[int, Weights]:
-    """Trains until told to end; returns the weights after each step."""
-    model, optimizer = begin("sgd", 0)
+def keep_training(me: Station, kind: str = "sgd") -> dict[int, Weights]:
+    """Trains until told after which step to end; returns the weights after each step."""
+    model, optimizer = begin(kind, 0)
     seen: dict[int, Weights] = {}
     me.tell()
-    while not me.is_told():
+    last = None
+    while last is None or len(seen) < last:
+        if last is None and me.is_told():
+            me.hear()
+            me.tell(len(seen))
+            last = me.hear()
         steps(me, model, optimizer, range(len(seen), len(seen) + 1))
         seen[len(seen) + 1] = {name: a.copy() for name, a in weights_of(model).items()}
     psworker.shutdown()
     return seen
+
+
+def end(workers: Sequence[Worker]) -> list[dict[int, Weights]]:
+    """Has all end after one step; none of them can be more than two ahead of the first."""
+    workers[0].tell()
+    last = workers[0].hear() + 5
+    for worker in workers[1:]:
+        worker.tell()
+        worker.tell(last)
+    workers[0].tell(last)
+    return [worker.result() for worker in workers]
 
 
 def test_a_checkpoint_under_load_is_of_one_step(
@@ -122,8 +144,7 @@ def test_a_checkpoint_under_load_is_of_one_step(
         ]
         exported = tmp_path / "model.safetensors"
         run(command, shards, "export", exported, "--job", job)
-        worker.tell()
-        seen = worker.result()
+        (seen,) = end([worker])
     assert sorted(os.listdir(folder)) == [path.name for path in paths[1:]]
     for path in paths[1:]:
         merged = load_file(path / "model.safetensors")
@@ -134,6 +155,28 @@ def test_a_checkpoint_under_load_is_of_one_step(
         all(np.array_equal(merged[name].numpy(), weights[name]) for name in weights)
         for weights in seen.values()
     )
+
+
+def test_what_workers_owe_is_in_a_checkpoint_under_load(
+    shards: Shards, command: Command, tmp_path: Path
+) -> None:
+    folder, job = tmp_path / "checkpoints", new_job()
+    with shards.workers(keep_training, "2bit", num_workers=2, job=job) as workers:
+        for worker in workers:
+            worker.hear()
+        path = Path(run(command, shards, "checkpoint", folder, "--job", job).strip())
+        seen, _ = end(workers)
+    step, last = int(path.name.removeprefix("step-")), max(seen)
+    for rank in (0, 1):
+        owed = load_file(path / f"owed.{rank}.residual.safetensors")
+        assert all(tensor.count_nonzero() > 0 for tensor in owed.values())
+    span = range(step, min(step + HALF, last))
+    with Shards(3) as three:
+        run(command, three, "restore", folder, "--job", "again")
+        with three.workers(resume, "2bit", span, num_workers=2, job="again") as workers:
+            for first, final in [worker.result() for worker in workers]:
+                assert same(first, seen[step])
+                assert same(final, seen[span.stop])
 
 
 def test_what_is_wrong_is_said(shards: Shards, command: Command, tmp_path: Path) -> None:

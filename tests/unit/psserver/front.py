@@ -79,7 +79,8 @@ class Front:
             "protocol": wire.PROTOCOL,
             "host": "a",
         }
-        request = pb.JoinRequest(job=JOB, rank=rank, num_workers=num_workers, **values | fields)
+        values |= {"job": JOB, **fields}
+        request = pb.JoinRequest(rank=rank, num_workers=num_workers, **values)
         reply: pb.JoinReply = await self.control.Join(request, Context())
         return reply
 

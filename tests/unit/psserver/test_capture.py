@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +44,17 @@ class Desk:
         reply = await self.service.Read(request, Context())
         return list(np.frombuffer(reply.data, np.float32))
 
-    async def prepare(self, about: dict[str, Any], *more: str, name: str = "r") -> None:
+    async def prepare(
+        self,
+        about: dict[str, Any],
+        *more: str,
+        name: str = "r",
+        counts: Sequence[int] = (1, 1),
+    ) -> None:
         """Declares the job again that `about` was said of, with more arrays."""
         arrays = [*about["slices"]["0"]["arrays"], *more]
-        table = {"spec": about["spec"], "counts": [1, 1], "arrays": arrays}
-        request = pb.PrepareRequest(job="again", id=name, num_workers=1, tables=[json.dumps(table)])
+        table = {"spec": about["spec"], "counts": [*counts], "arrays": arrays}
+        request = pb.PrepareRequest(job="again", id=name, num_workers=2, tables=[json.dumps(table)])
         await self.service.Prepare(request, Context())
 
     async def write(self, array: str, offset: int, data: bytes) -> None:
@@ -124,6 +131,8 @@ def test_only_what_was_declared_is_taken() -> None:
     async def scene(front: Front) -> None:
         desk = Desk(front)
         about = await taken(front, desk)
+        with pytest.raises(Refused, match=r"array 'owed.0.residual' of"):
+            await desk.prepare(about, "owed.0.residual")  # Nothing is compressed.
         with pytest.raises(Refused, match=r"array 'more' of table 'model' .* none that a shard"):
             await desk.prepare(about, "more")
         await desk.prepare(about, "memory.mean")

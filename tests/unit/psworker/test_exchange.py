@@ -14,7 +14,7 @@ from pscore.compressors import parse_compressor
 from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
 from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
-from pscore.pb.ps.v1 import data_pb2
+from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.rules.ssgd import SSGD
 from pscore.types import Push, Role, TensorSpec, Verdict
 from psworker.exchange import Exchange
@@ -51,13 +51,21 @@ class Session:
         self.job, self.rank, self.incarnation, self.num_workers = "job", 1, 77, 2
         self.planes = [Plane(), Plane()]
         self.links = [
-            SimpleNamespace(transport=plane, address=f"host:{number}", silent_s=0.0, waiting_for="")
+            SimpleNamespace(
+                transport=plane,
+                address=f"host:{number}",
+                silent_s=0.0,
+                waiting_for="",
+                control=SimpleNamespace(Claim=lambda request: control_pb2.ClaimReply()),
+                call=lambda method, request: method(request),
+            )
             for number, plane in enumerate(self.planes)
         ]
         self.defined: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
         self.timeline = None
         self.waits = ""
+        self.debtors: dict[int, Any] = {}
 
     def define(self, *declaration: Any, **options: Any) -> int:
         self.defined.append(declaration)

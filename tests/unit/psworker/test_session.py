@@ -70,10 +70,11 @@ class FakeLink:
             raise answer
         return answer
 
-    def beat(self, request: Any, timeout_s: float) -> None:
+    def beat(self, request: Any, timeout_s: float) -> list[pb.Owing]:
         self.beaten.set()
         if self.beats:
             self.beats[0]()
+        return []
 
     def open(self, data_plane: str) -> None:
         self.opened.append(data_plane)

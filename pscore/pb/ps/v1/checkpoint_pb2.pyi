@@ -12,37 +12,43 @@ class CaptureState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPTURE_WAITING: _ClassVar[CaptureState]
     CAPTURE_DONE: _ClassVar[CaptureState]
     CAPTURE_PASSED: _ClassVar[CaptureState]
+    CAPTURE_OWED: _ClassVar[CaptureState]
 CAPTURE_WAITING: CaptureState
 CAPTURE_DONE: CaptureState
 CAPTURE_PASSED: CaptureState
+CAPTURE_OWED: CaptureState
 
 class CaptureRequest(_message.Message):
-    __slots__ = ("job", "table", "id", "version", "wait_ms")
+    __slots__ = ("job", "table", "id", "version", "wait_ms", "weights_only")
     JOB_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     job: str
     table: str
     id: str
     version: int
     wait_ms: int
-    def __init__(self, job: _Optional[str] = ..., table: _Optional[str] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    weights_only: bool
+    def __init__(self, job: _Optional[str] = ..., table: _Optional[str] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., wait_ms: _Optional[int] = ..., weights_only: bool = ...) -> None: ...
 
 class CaptureReply(_message.Message):
-    __slots__ = ("state", "version_min", "version_max", "about", "by_step")
+    __slots__ = ("state", "version_min", "version_max", "about", "by_step", "owing")
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BY_STEP_FIELD_NUMBER: _ClassVar[int]
+    OWING_FIELD_NUMBER: _ClassVar[int]
     state: CaptureState
     version_min: int
     version_max: int
     about: str
     by_step: bool
-    def __init__(self, state: _Optional[_Union[CaptureState, str]] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., about: _Optional[str] = ..., by_step: bool = ...) -> None: ...
+    owing: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, state: _Optional[_Union[CaptureState, str]] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., about: _Optional[str] = ..., by_step: bool = ..., owing: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
     __slots__ = ("id", "slice", "array", "offset", "nbytes")

@@ -176,12 +176,76 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance")
+    __slots__ = ("waiting_for", "instance", "owing")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    OWING_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ...) -> None: ...
+    owing: _containers.RepeatedCompositeFieldContainer[Owing]
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., owing: _Optional[_Iterable[_Union[Owing, _Mapping]]] = ...) -> None: ...
+
+class Owing(_message.Message):
+    __slots__ = ("table", "step", "slices")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    table: int
+    step: int
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[int] = ..., step: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Array(_message.Message):
+    __slots__ = ("name", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class OweRequest(_message.Message):
+    __slots__ = ("job", "worker", "incarnation", "table", "slice", "step", "arrays")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    worker: int
+    incarnation: int
+    table: int
+    slice: int
+    step: int
+    arrays: _containers.RepeatedCompositeFieldContainer[Array]
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
+
+class OweReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClaimRequest(_message.Message):
+    __slots__ = ("job", "worker", "incarnation", "table", "slice")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    worker: int
+    incarnation: int
+    table: int
+    slice: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., slice: _Optional[int] = ...) -> None: ...
+
+class ClaimReply(_message.Message):
+    __slots__ = ("slices", "arrays")
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    ARRAYS_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    arrays: _containers.RepeatedCompositeFieldContainer[Array]
+    def __init__(self, slices: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms")

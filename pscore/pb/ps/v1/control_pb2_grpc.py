@@ -59,6 +59,16 @@ class ControlStub(object):
                 request_serializer=ps_dot_v1_dot_control__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_control__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
+        self.Owe = channel.unary_unary(
+                '/ps.v1.Control/Owe',
+                request_serializer=ps_dot_v1_dot_control__pb2.OweRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_control__pb2.OweReply.FromString,
+                _registered_method=True)
+        self.Claim = channel.unary_unary(
+                '/ps.v1.Control/Claim',
+                request_serializer=ps_dot_v1_dot_control__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_control__pb2.ClaimReply.FromString,
+                _registered_method=True)
         self.Barrier = channel.unary_unary(
                 '/ps.v1.Control/Barrier',
                 request_serializer=ps_dot_v1_dot_control__pb2.BarrierRequest.SerializeToString,
@@ -109,6 +119,18 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Owe(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Claim(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,6 +187,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=ps_dot_v1_dot_control__pb2.HeartbeatRequest.FromString,
                     response_serializer=ps_dot_v1_dot_control__pb2.HeartbeatReply.SerializeToString,
+            ),
+            'Owe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Owe,
+                    request_deserializer=ps_dot_v1_dot_control__pb2.OweRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_control__pb2.OweReply.SerializeToString,
+            ),
+            'Claim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=ps_dot_v1_dot_control__pb2.ClaimRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_control__pb2.ClaimReply.SerializeToString,
             ),
             'Barrier': grpc.unary_unary_rpc_method_handler(
                     servicer.Barrier,
@@ -322,6 +354,60 @@ class Control(object):
             '/ps.v1.Control/Heartbeat',
             ps_dot_v1_dot_control__pb2.HeartbeatRequest.SerializeToString,
             ps_dot_v1_dot_control__pb2.HeartbeatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Owe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Control/Owe',
+            ps_dot_v1_dot_control__pb2.OweRequest.SerializeToString,
+            ps_dot_v1_dot_control__pb2.OweReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Claim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Control/Claim',
+            ps_dot_v1_dot_control__pb2.ClaimRequest.SerializeToString,
+            ps_dot_v1_dot_control__pb2.ClaimReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,12 +68,14 @@ class PushHeader(_message.Message):
     def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("verdict", "version")
+    __slots__ = ("verdict", "version", "owe")
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    OWE_FIELD_NUMBER: _ClassVar[int]
     verdict: Verdict
     version: int
-    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., version: _Optional[int] = ...) -> None: ...
+    owe: bool
+    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., version: _Optional[int] = ..., owe: bool = ...) -> None: ...
 
 class PullHeader(_message.Message):
     __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms", "shared", "estimate", "held")

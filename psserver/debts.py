@@ -1,0 +1,167 @@
+"""What error feedback owes at the workers: asked for when a checkpoint is taken, and given back.
+
+Residuals live in the workers, and are not pushed. A checkpoint of version v needs them as they are
+after the push of step v - 1. A worker that pushes that step while the checkpoint is being taken is
+told so with the acknowledgement, and sends what it owes before it pushes that slice again; one that
+has stopped after that step is told with the answer to a heartbeat. Where there is no step in
+common, what is owed after any later push will do. After a restore it waits here for its worker,
+until that has pushed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pscore.compressors.base import Compressor
+from pscore.errors import RemoteProtocolError
+from pscore.types import FloatArray
+from psserver.counted import Counted
+from psserver.membership import Presence
+from psserver.shard import Address, Job
+from psserver.table import Table
+
+PREFIX = "owed"
+NAME = re.compile(PREFIX + r"\.(0|[1-9][0-9]{0,3})\.([a-z_]+)")  # With rank and array.
+ANY_STEP = -2
+Arrays = dict[str, FloatArray]  # What a compressor keeps of a slice, each `(numel,) float32`.
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ask:
+    """What one checkpoint asks the workers of a table for."""
+
+    job: Job
+    table: Table
+    step: int  # After whose push; `ANY_STEP`: no matter which.
+    arrays: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # By slice and rank.
+    kept: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # Of a former checkpoint.
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Returns slices and ranks of live workers that have not sent what they owe."""
+        live = [m.rank for m in self.job.membership.members.values() if m.presence is Presence.LIVE]
+        return [
+            (index, rank)
+            for index, clock in self.table.clocks.items()
+            for rank in live
+            if self._concerns(index, clock.counted.get(rank)) and (index, rank) not in self.arrays
+        ]
+
+    def has_passed(self, missing: list[tuple[int, int]]) -> bool:
+        """Whether somebody of `missing` has pushed a later step: what it owed then is gone."""
+        counted = [self.table.clocks[index].counted[rank] for index, rank in missing]
+        return self.step != ANY_STEP and any(_newest(steps) > self.step for steps in counted)
+
+    def named(self, index: int) -> Arrays:
+        """Returns what has come of a slice, by its names in a checkpoint: `owed.3.residual`."""
+        return {
+            f"{PREFIX}.{rank}.{name}": array
+            for (other, rank), arrays in {**self.kept, **self.arrays}.items()
+            for name, array in arrays.items()
+            if other == index
+        }
+
+    def _concerns(self, index: int, counted: Counted | None) -> bool:
+        if counted is None or not self.table.specs[index].compress:
+            return False
+        return _newest(counted) >= 0 if self.step == ANY_STEP else 0 <= self.step in counted
+
+
+class Debts:
+    """What the workers of one shard owe; but for `is_asked`, called under the driver's lock."""
+
+    def __init__(self) -> None:
+        """Asks for nothing."""
+        self._asks: tuple[Ask, ...] = ()  # Replaced, never changed: lanes read it.
+        self._kept: dict[tuple[int, int, int, int], Arrays] = {}  # Job id, table, slice, rank.
+
+    # ----- for a checkpoint
+
+    def ask(self, job: Job, table: Table, step: int) -> Ask:
+        """Begins to ask the workers of a table for what they owe after `step`."""
+        ask = Ask(job=job, table=table, step=step)
+        for (key, number, index, rank), arrays in self._kept.items():
+            if (key, number) == (id(job), table.index):
+                ask.kept[index, rank] = arrays
+        self._asks = (*self._asks, ask)
+        return ask
+
+    def drop(self, ask: Ask) -> None:
+        """Asks no more."""
+        self._asks = tuple(other for other in self._asks if other is not ask)
+
+    def is_asked(self, job: Job, address: Address, rank: int, step: int) -> bool:
+        """Whether a worker is to send what it owes of a slice after `step`; from any thread."""
+        return any(
+            ask.job is job
+            and ask.table.index == address.table
+            and ask.step in (ANY_STEP, step)
+            and ask.table.specs[address.slice].compress
+            and (address.slice, rank) not in ask.arrays
+            for ask in self._asks
+        )
+
+    def asked_of(self, job: Job, rank: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Returns what a worker has not sent yet: table, step, and the slices."""
+        for ask in self._asks:
+            slices = [index for index, other in ask.missing() if other == rank]
+            if ask.job is job and slices:
+                yield ask.table.index, ask.step, slices
+
+    def take(
+        self, job: Job, table: Table, index: int, rank: int, step: int, arrays: Mapping[str, bytes]
+    ) -> None:
+        """Takes what a worker owes of a slice after `step`; what nobody asks for is dropped.
+
+        Raises:
+            RemoteProtocolError: It is not what the table's compressor keeps.
+        """
+        table.clock(index)
+        numel, names = table.specs[index].numel, table.spec.compressor.state_names
+        for name, data in arrays.items():
+            if name not in names or len(data) != 4 * numel:
+                raise RemoteProtocolError(
+                    f"worker {rank} owes {len(data)} bytes of {name[:64]!r} of slice {index}, "
+                    f"{4 * numel} of {', '.join(names) or 'nothing'} wanted"
+                )
+        for ask in self._asks:
+            if ask.job is job and ask.table is table and ask.step in (ANY_STEP, step):
+                floats = {name: np.frombuffer(data, "<f4") for name, data in arrays.items()}
+                ask.arrays.setdefault((index, rank), floats)
+
+    # ----- after a restore
+
+    def keep(self, job: Job, table: Table, index: int, name: str, array: FloatArray) -> None:
+        """Keeps an array of a checkpoint, named as in `Ask.named`, for its worker."""
+        _, rank, kind = name.split(".", 2)
+        self._kept.setdefault((id(job), table.index, index, int(rank)), {})[kind] = array
+
+    def kept(self, job: Job, table: Table, rank: int) -> dict[int, Arrays]:
+        """Returns what is kept for a worker, by slice."""
+        return {
+            index: arrays
+            for (key, number, index, other), arrays in self._kept.items()
+            if (key, number, other) == (id(job), table.index, rank)
+        }
+
+    def pushed(self, job: Job, address: Address, rank: int) -> None:
+        """Forgets what was kept of a slice for a worker: it has it, and has used it."""
+        if self._kept:
+            self._kept.pop((id(job), address.table, address.slice, rank), None)
+
+    def forget_job(self, key: int) -> None:
+        """Forgets what belongs to the job with this id."""
+        self._kept = {entry: arrays for entry, arrays in self._kept.items() if entry[0] != key}
+
+
+def is_owed(name: str, compressor: Compressor | None = None) -> bool:
+    """Whether `name` is one of `Ask.named`: of any compressor, or one that this one keeps."""
+    found = NAME.fullmatch(name)
+    return found is not None and (compressor is None or found[2] in compressor.state_names)
+
+
+def _newest(counted: Counted) -> int:
+    return max(counted.ahead, default=counted.clock - 1)

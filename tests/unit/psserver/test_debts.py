@@ -1,0 +1,192 @@
+"""A checkpoint has what each live worker owed after one step, or says whose it lacks."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscore.pb.ps.v1 import checkpoint_pb2 as cp
+from pscore.pb.ps.v1 import control_pb2 as pb
+from tests.unit.psserver.front import (
+    JOB,
+    LEASE_S,
+    NUMEL,
+    Context,
+    Front,
+    Refused,
+    grad,
+    play,
+    push_header,
+)
+from tests.unit.psserver.test_capture import Desk
+
+DECLARED: dict[str, Any] = {
+    "tensors": [pb.Tensor(name="w", shape=[NUMEL], dtype="float32", compress=True)],
+    "compressor": pb.Plugin(name="2bit"),
+}
+
+
+async def push(front: Front, rank: int, step: int) -> bool:
+    """Pushes, in full as a push may be; returns whether what is owed is asked for."""
+    return (await front.push(push_header(rank, step), grad(1.0))).owe
+
+
+async def owe(front: Front, rank: int, step: int, value: float, name: str = "residual") -> None:
+    request = pb.OweRequest(
+        job=JOB,
+        worker=rank,
+        incarnation=100 + rank,
+        step=step,
+        arrays=[pb.Array(name=name, data=grad(value).tobytes())],
+    )
+    await front.control.Owe(request, Context())
+
+
+async def asked(front: Front, rank: int) -> list[tuple[int, list[int]]]:
+    """Returns what a heartbeat is answered with: steps and slices."""
+    request = pb.HeartbeatRequest(job=JOB, worker=rank, incarnation=100 + rank)
+    reply = await front.control.Heartbeat(request, Context())
+    return [(owing.step, list(owing.slices)) for owing in reply.owing]
+
+
+async def claim(front: Front, job: str, rank: int) -> dict[int, float]:
+    """Returns the first element of what is kept for a rank, by slice."""
+    request = pb.ClaimRequest(job=job, worker=rank, incarnation=100 + rank)
+    found = {}
+    for index in (await front.control.Claim(request, Context())).slices:
+        request.slice = index
+        (array,) = (await front.control.Claim(request, Context())).arrays
+        found[index] = float(np.frombuffer(array.data, "<f4")[0])
+    return found
+
+
+async def residuals(desk: Desk, name: str) -> dict[str, float]:
+    reply = await desk.capture(name, 0)
+    assert reply.state == cp.CAPTURE_DONE
+    arrays = json.loads(reply.about)["slices"]["0"]["arrays"]
+    found = {}
+    for array in [array for array in arrays if array.startswith("owed.")]:
+        request = cp.ReadRequest(id=name, slice=0, array=array, nbytes=4)
+        data = (await desk.service.Read(request, Context())).data
+        found[array] = float(np.frombuffer(data, "<f4")[0])
+    return found
+
+
+def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(**DECLARED)
+        desk = Desk(front)
+        assert (await desk.capture("a", 2)).state == cp.CAPTURE_WAITING
+        assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
+        assert [await push(front, rank, 1) for rank in (0, 1)] == [True, True]
+        assert await push(front, 0, 1)  # A repeated one too, as the answer may have been lost.
+        await owe(front, 0, 0, 9.0)  # Of another step: not wanted.
+        await owe(front, 0, 1, 0.5)
+        assert not await push(front, 0, 1)
+        reply = await desk.capture("a", 2)
+        assert (reply.state, list(reply.owing)) == (cp.CAPTURE_OWED, [1])
+        await owe(front, 1, 1, 0.25)
+        assert await residuals(desk, "a") == {"owed.0.residual": 0.5, "owed.1.residual": 0.25}
+        assert not front.driver.intake.debts._asks
+
+    play(scene)
+
+
+def test_who_has_stopped_is_asked_by_heartbeat_and_who_goes_on_has_passed() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(**DECLARED)
+        desk = Desk(front)
+        for rank in (0, 1):
+            assert not await push(front, rank, 0)
+        assert (await desk.capture("a", 1)).state == cp.CAPTURE_OWED
+        assert await asked(front, 0) == [(0, [0])]
+        await owe(front, 0, 0, 0.5)
+        assert await asked(front, 0) == []
+        assert await asked(front, 1) == [(0, [0])]
+        await push(front, 1, 1)
+        assert (await desk.capture("a", 1)).state == cp.CAPTURE_PASSED
+        await desk.release("a")
+        assert await asked(front, 1) == []
+
+    play(scene)
+
+
+def test_nobody_waits_for_who_is_lost_or_has_pushed_nothing() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(**DECLARED, rule=pb.Plugin(name="asgd"))
+        desk = Desk(front)
+        await push(front, 0, 0)
+        assert (await desk.capture("a", -1)).owing == [0]
+        assert await asked(front, 0) == [(-2, [0])]
+        front.now_s = LEASE_S + 1.0
+        front.driver.tick()
+        assert await residuals(desk, "a") == {}
+
+    play(scene)
+
+
+def test_weights_alone_ask_nobody() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(**DECLARED)
+        desk = Desk(front)
+        request = cp.CaptureRequest(job=JOB, table="model", id="a", version=1, weights_only=True)
+        await desk.service.Capture(request, Context())
+        assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
+        assert (await desk.capture("a", 1)).state == cp.CAPTURE_DONE
+
+    play(scene)
+
+
+def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(**DECLARED)
+        desk = Desk(front)
+        await desk.capture("a", 1)
+        for rank in (0, 1):
+            await push(front, rank, 0)
+            await owe(front, rank, 0, 1.0 + rank)
+        reply = await desk.capture("a", 1)
+        await desk.prepare(json.loads(reply.about), counts=[1])
+        for array in json.loads(reply.about)["slices"]["0"]["arrays"]:
+            read = cp.ReadRequest(id="a", slice=0, array=array, nbytes=4 * NUMEL)
+            await desk.write(array, 0, (await desk.service.Read(read, Context())).data)
+        await desk.service.Finish(cp.FinishRequest(id="r"), Context())
+        for rank in (0, 1):
+            await front.join(rank, job="again")
+            assert await claim(front, "again", rank) == {0: 1.0 + rank}
+            assert await claim(front, JOB, rank) == {}
+        at_first = cp.CaptureRequest(job="again", table="model", id="b")
+        assert (await desk.service.Capture(at_first, Context())).state == cp.CAPTURE_DONE
+        header = push_header(1, 0)
+        header.sender.job = "again"
+        await front.push(header, grad(1.0))
+        assert await claim(front, "again", 0) == {0: 1.0}
+        assert await claim(front, "again", 1) == {}
+        found = await desk.service.Capture(at_first, Context())
+        arrays = json.loads(found.about)["slices"]["0"]["arrays"]
+        assert {"owed.0.residual", "owed.1.residual"} < set(arrays)
+        front.driver.intake.forget_job(id(front.driver.shard.jobs["again"]))
+        assert await claim(front, "again", 0) == {}
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"slice": 1}, "slice 1 of 'model' is not here"),
+        ({"table": 9}, "no table 9"),
+        ({"incarnation": 5}, "rank 0 is now process 0"),
+        ({"arrays": [pb.Array(name="momentum", data=bytes(128))]}, "128 bytes of 'momentum'"),
+        ({"arrays": [pb.Array(name="residual", data=bytes(124))]}, "124 bytes of 'residual'"),
+    ],
+)
+def test_what_is_not_owed_is_refused(fields: dict[str, Any], said: str) -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(**DECLARED)
+        values: dict[str, Any] = {"job": JOB, "incarnation": 100}
+        with pytest.raises(Refused, match=said):
+            await front.control.Owe(pb.OweRequest(**values | fields), Context())
+
+    play(scene)

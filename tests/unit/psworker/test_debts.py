@@ -1,0 +1,154 @@
+"""What is owed is sent as it was after the push that a shard names, or not at all."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pscore.compressors.two_bit import TwoBit
+from pscore.errors import ServerUnavailableError
+from pscore.partition import make_layout
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import data_pb2
+from pscore.types import Push, TensorSpec
+from psworker.debts import ANY_STEP, Debts
+from psworker.feedback import Feedback
+
+NUMEL = 32
+LAYOUT = make_layout([TensorSpec(name="w", shape=(NUMEL,), dtype="float32", compress=True)], 1)
+TOO_LATE = data_pb2.VERDICT_TOO_LATE
+
+
+class Scene:
+    """A worker of one slice with a fixed threshold of 1, and the shard that it talks to."""
+
+    def __init__(self, kept: float | None = None) -> None:
+        self.kept = kept
+        self.sent: list[pb.OweRequest] = []
+        self.problem: Exception | None = None
+        control = SimpleNamespace(Claim=self.claim, Owe=self.owe)
+        link = SimpleNamespace(control=control, call=lambda method, request: method(request))
+        self.session: Any = SimpleNamespace(
+            job="job", rank=1, incarnation=7, links=[link], debtors={}
+        )
+        self.feedback = Feedback(TwoBit(threshold=1.0), NUMEL, "key")
+        self.pushes: dict[int, Future[data_pb2.PushReply]] = {}
+        session, feedback = self.session, [self.feedback]
+        self.debts = Debts(session, 3, LAYOUT, feedback, self.pushes)  # type: ignore[arg-type]
+
+    def claim(self, request: pb.ClaimRequest) -> pb.ClaimReply:
+        assert (request.job, request.worker, request.incarnation, request.table) == ("job", 1, 7, 3)
+        if self.kept is None:
+            return pb.ClaimReply()
+        if not request.HasField("slice"):
+            return pb.ClaimReply(slices=[0])
+        data = np.full(NUMEL, self.kept, np.float32).tobytes()
+        return pb.ClaimReply(arrays=[pb.Array(name="residual", data=data)])
+
+    def owe(self, request: pb.OweRequest) -> pb.OweReply:
+        if self.problem is not None:
+            raise self.problem
+        self.sent.append(request)
+        return pb.OweReply()
+
+    def push(self, step: int, value: float) -> None:
+        self.debts.begin(0, step)
+        push = Push(worker=1, step=step, base_version=step)
+        self.feedback.encode(push, np.full(NUMEL, value, np.float32))
+        self.pushes[0] = Future()
+
+    def answer(self, **fields: Any) -> None:
+        self.pushes[0].set_result(data_pb2.PushReply(**fields))
+
+    def settle(self) -> None:
+        self.debts.settle(0, self.pushes.pop(0).result())
+
+    def owed(self) -> list[tuple[int, float]]:
+        """Returns the steps that were sent, each with the first element of the residual."""
+        arrays = [{a.name: np.frombuffer(a.data, "<f4") for a in r.arrays} for r in self.sent]
+        steps = [request.step for request in self.sent]
+        return [(step, float(a["residual"][0])) for step, a in zip(steps, arrays, strict=True)]
+
+
+def test_what_is_asked_for_with_an_acknowledgement_is_sent_before_the_next_push() -> None:
+    scene = Scene()
+    scene.push(0, 1.25)
+    scene.answer()
+    scene.settle()
+    assert scene.owed() == []  # Nobody has asked.
+    scene.push(1, 1.25)
+    scene.answer(owe=True)
+    scene.settle()
+    assert scene.owed() == [(1, 0.5)]
+    request = scene.sent[0]
+    assert (request.job, request.worker, request.incarnation) == ("job", 1, 7)
+    assert (request.table, request.slice) == (3, 0)
+
+
+def test_what_came_too_late_is_owed_again_before_it_is_sent() -> None:
+    scene = Scene()
+    scene.push(0, 1.25)
+    scene.answer(owe=True, verdict=TOO_LATE)
+    scene.settle()
+    assert scene.owed() == [(0, 1.25)]
+
+
+def test_a_worker_that_has_stopped_sends_what_a_heartbeat_asks_for() -> None:
+    scene = Scene()
+    debtor = scene.session.debtors[3]
+    scene.push(4, 1.25)
+    debtor.owe(4, [0])
+    assert scene.owed() == []  # Not answered yet, so it may still come back.
+    scene.answer(verdict=TOO_LATE)
+    debtor.owe(4, [0])
+    debtor.owe(ANY_STEP, [0])
+    assert scene.owed() == [(4, 1.25)] * 2
+    scene.settle()  # When training goes on: what came back is not counted again.
+    debtor.owe(4, [0])
+    assert scene.owed()[2:] == [(4, 1.25)]
+
+
+def test_a_worker_that_has_gone_on_sends_nothing() -> None:
+    scene = Scene()
+    for step in range(2):
+        scene.push(step, 1.25)
+        scene.answer()
+        scene.settle()
+    scene.session.debtors[3].owe(0, [0])
+    assert scene.owed() == []
+
+
+def test_a_new_process_begins_with_what_its_rank_owed_and_owes_that() -> None:
+    scene = Scene(kept=0.5)
+    scene.session.debtors[3].owe(9, [0])
+    assert scene.owed() == [(9, 0.5)]
+    scene.push(0, 0.25)
+    scene.answer(owe=True)
+    scene.settle()
+    assert scene.owed()[1:] == [(0, 0.75)]
+
+
+def test_a_shard_that_does_not_take_it_does_not_stop_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scene = Scene()
+    scene.problem = ServerUnavailableError("nobody there")
+    scene.push(0, 1.25)
+    scene.answer(owe=True)
+    scene.settle()
+    assert "what is owed of slice 0 did not get into a checkpoint: nobody there" in caplog.text
+
+
+def test_what_is_owed_stays_owed_when_a_worker_comes_back() -> None:
+    scene = Scene()
+    scene.push(0, 1.25)
+    scene.pushes.clear()
+    scene.debts.restart(5)
+    assert scene.session.debtors[5] is scene.debts
+    scene.push(1, 0.25)
+    scene.answer(owe=True)
+    scene.settle()
+    assert scene.owed() == [(1, 0.5)]
+    assert scene.sent[0].table == 5
