@@ -147,6 +147,24 @@ class Debts:
             if (key, number, other) == (id(job), table.index, rank)
         }
 
+    def kept_of(self, key: int) -> dict[str, FloatArray]:
+        """Returns all that is kept for a job, by its id: `0/3/owed.1.residual` is of table 0."""
+        return {
+            f"{number}/{index}/{PREFIX}.{rank}.{name}": array
+            for (other, number, index, rank), arrays in self._kept.items()
+            for name, array in arrays.items()
+            if other == key
+        }
+
+    def take_up(self, job: Job, arrays: Mapping[str, FloatArray]) -> None:
+        """Goes on with what a former process has kept; who has pushed has had it."""
+        for path, array in arrays.items():
+            number, index, name = path.split("/")
+            table = job.table(int(number))
+            counted = table.clocks[int(index)].counted.get(int(name.split(".")[1]), Counted())
+            if _newest(counted) < 0:
+                self.keep(job, table, int(index), name, array)
+
     def pushed(self, job: Job, address: Address, rank: int) -> None:
         """Forgets what was kept of a slice for a worker: it has it, and has used it."""
         if self._kept:

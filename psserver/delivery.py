@@ -129,6 +129,7 @@ class Delivery:
                 arrays["counts"] = np.array(counts, dtype=np.int64)
                 driver.intake.lanes[id(job), table.index, index].store.restore(arrays, 0)
                 clock.restore(0, {})
+        driver.note_owed(job)
 
     def _require_free(self) -> None:
         shard = self._driver.shard

@@ -77,6 +77,7 @@ class Driver:
         self.recovery = Recovery(vault, shard)
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
+        self._owing: dict[int, Job] = {}  # By id: what their workers claim may be in the vault.
         self._ended: set[int] = set()  # Ids of jobs that were over at the last snapshot.
         self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
         self._stalls: dict[int, Stalls] = {}  # By the id of the job.
@@ -237,6 +238,8 @@ class Driver:
                         self.intake.carry_out(job, actions)
                         if is_behind:
                             self._change_lane(job, table, index)
+                self.intake.debts.take_up(job, self.recovery.owed(job))
+                self._owing[id(job)] = job
         return [job.name for job in jobs]
 
     # ----- checkpoints and snapshots
@@ -248,6 +251,11 @@ class Driver:
         self._owners[id(job)] = job
         self.recovery.note(job)
         return job
+
+    def note_owed(self, job: Job) -> None:
+        """Writes down what the workers of a restored job have still to claim."""
+        self.recovery.note_owed(job, self.intake.debts.kept_of(id(job)))
+        self._owing[id(job)] = job
 
     def snapshot(self, folder: Path) -> int:
         """Writes every job that has weights into `folder`; returns how many.
@@ -370,6 +378,10 @@ class Driver:
                 own = [item for item in actions if item[0].job == job.name]
                 self.intake.carry_out(job, own)
                 self._ring(job)
+            for key, job in list(self._owing.items()):
+                if not self.intake.debts.kept_of(key):
+                    self.recovery.note_owed(job, {})
+                    del self._owing[key]
             self._tell_stalls()
             self.intake.put_off()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -10,7 +10,7 @@ import structlog
 from pscore.compressors.base import Compressor
 from pscore.rules import make_rule
 from pscore.segment import Segment, WeightsMap
-from pscore.types import Push, SliceSpec
+from pscore.types import FloatArray, Push, SliceSpec
 from psserver import snapshot
 from psserver.barriers import Barrier
 from psserver.clock import SliceClock
@@ -103,6 +103,25 @@ class Recovery:
             else:
                 return room
         return Room(weights=Segment.create(layout.nbytes))
+
+    def note_owed(self, job: Job, arrays: Mapping[str, FloatArray]) -> None:
+        """Writes down what workers have still to claim, or that there is nothing more of it."""
+        kept = self._jobs.get(id(job))
+        if kept is None:
+            return
+        try:
+            kept.write_owed(arrays)
+        except OSError as problem:
+            log.error("what workers owe is not journalled", job=job.name, reason=str(problem))
+
+    def owed(self, job: Job) -> dict[str, FloatArray]:
+        """Returns what `note_owed` wrote; nothing if that cannot be read."""
+        kept = self._jobs.get(id(job))
+        try:
+            return {} if kept is None else kept.read_owed()
+        except ValueError as problem:
+            log.error("what workers owed is lost", job=job.name, reason=str(problem))
+            return {}
 
     def forget(self, key: int) -> None:
         """Deletes what is kept of the job with this id."""

@@ -6,6 +6,7 @@
     JOB/arena           the arrays of all tables, and the record of each slice (journal.py)
     JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
     JOB/0.weights       its weights, as workers of this host map them
+    JOB/owed            what workers have not claimed yet of a checkpoint's residuals
 
 What is in memory-mapped files is complete after the death of a process, whatever it was doing, but
 not after that of the machine: a folder of an earlier boot is emptied.
@@ -27,15 +28,18 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 from pscore.boot import boot_id
 from pscore.descriptor import Descriptor
 from pscore.segment import Segment
+from pscore.types import FloatArray
 from psserver.arena import Arena
 
 log = structlog.get_logger()
 FORMAT = 1
-STAMP, LOCK, JOB, ARENA = "stamp.json", "lock", "job.json", "arena"
+STAMP, LOCK, JOB, ARENA, OWED = "stamp.json", "lock", "job.json", "arena", "owed"
 SHM = Path("/dev/shm")
 
 Meta = dict[str, Any]
@@ -103,6 +107,35 @@ class JobVault:
         while (path := self.folder / f"{len(tables)}.json").exists():
             tables.append(_read(path))
         return tables
+
+    def write_owed(self, arrays: Mapping[str, FloatArray]) -> None:
+        """Notes what workers have still to claim; with nothing of it, none is kept.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        path = self.folder / OWED
+        if not arrays:
+            path.unlink(missing_ok=True)
+            return
+        draft = path.with_suffix(".draft")
+        try:
+            save_file(dict(arrays), draft)
+        except SafetensorError as problem:
+            raise OSError(str(problem)) from problem
+        draft.replace(path)
+
+    def read_owed(self) -> dict[str, FloatArray]:
+        """Returns what `write_owed` wrote.
+
+        Raises:
+            ValueError: It cannot be read.
+        """
+        path = self.folder / OWED
+        try:
+            return load_file(path) if path.exists() else {}
+        except SafetensorError as problem:
+            raise ValueError(f"{path}: {problem}") from problem
 
     def remove(self) -> None:
         """Deletes all of it."""

@@ -20,6 +20,7 @@ from pscore.types import FloatArray, Verdict
 from psserver.driver import Driver
 from psserver.servicer import ControlServicer, data_handler
 from psserver.shard import Job, Shard
+from psserver.vault import Vault
 
 T = TypeVar("T")
 LEASE_S = 10.0
@@ -46,13 +47,13 @@ class Context:
 class Front:
     """A shard, its services, and time."""
 
-    def __init__(self) -> None:
+    def __init__(self, vault: Vault | None = None) -> None:
         """Must be made inside an event loop."""
         self.now_s = 0.0
         self.problems: list[BaseException] = []
         shard = Shard(0, 1, LEASE_S)
         self.driver = Driver(
-            shard, num_threads=1, now=lambda: self.now_s, broke=self.problems.append
+            shard, num_threads=1, vault=vault, now=lambda: self.now_s, broke=self.problems.append
         )
         self.control: Any = ControlServicer(self.driver, "cluster", 7, lambda grace_s: None)
         handler: Any = data_handler(self.driver)

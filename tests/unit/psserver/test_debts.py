@@ -1,6 +1,7 @@
 """A checkpoint has what each live worker owed after one step, or says whose it lacks."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from pscore.pb.ps.v1 import checkpoint_pb2 as cp
 from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.vault import Vault
 from tests.unit.psserver.front import (
     JOB,
     LEASE_S,
@@ -71,6 +73,29 @@ async def residuals(desk: Desk, name: str) -> dict[str, float]:
         data = (await desk.service.Read(request, Context())).data
         found[array] = float(np.frombuffer(data, "<f4")[0])
     return found
+
+
+async def restored(front: Front) -> Desk:
+    """Makes a job `again` of a checkpoint in which rank 0 owes 1, and rank 1 owes 2."""
+    await front.ready(**DECLARED)
+    desk = Desk(front)
+    await desk.capture("a", 1)
+    for rank in (0, 1):
+        await push(front, rank, 0)
+        await owe(front, rank, 0, 1.0 + rank)
+    reply = await desk.capture("a", 1)
+    await desk.prepare(json.loads(reply.about), counts=[1])
+    for array in json.loads(reply.about)["slices"]["0"]["arrays"]:
+        read = cp.ReadRequest(id="a", slice=0, array=array, nbytes=4 * NUMEL)
+        await desk.write(array, 0, (await desk.service.Read(read, Context())).data)
+    await desk.service.Finish(cp.FinishRequest(id="r"), Context())
+    return desk
+
+
+async def push_again(front: Front, rank: int) -> None:
+    header = push_header(rank, 0)
+    header.sender.job = "again"
+    await front.push(header, grad(1.0))
 
 
 def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> None:
@@ -140,27 +165,14 @@ def test_weights_alone_ask_nobody() -> None:
 
 def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
     async def scene(front: Front) -> None:
-        await front.ready(**DECLARED)
-        desk = Desk(front)
-        await desk.capture("a", 1)
-        for rank in (0, 1):
-            await push(front, rank, 0)
-            await owe(front, rank, 0, 1.0 + rank)
-        reply = await desk.capture("a", 1)
-        await desk.prepare(json.loads(reply.about), counts=[1])
-        for array in json.loads(reply.about)["slices"]["0"]["arrays"]:
-            read = cp.ReadRequest(id="a", slice=0, array=array, nbytes=4 * NUMEL)
-            await desk.write(array, 0, (await desk.service.Read(read, Context())).data)
-        await desk.service.Finish(cp.FinishRequest(id="r"), Context())
+        desk = await restored(front)
         for rank in (0, 1):
             await front.join(rank, job="again")
             assert await claim(front, "again", rank) == {0: 1.0 + rank}
             assert await claim(front, JOB, rank) == {}
         at_first = cp.CaptureRequest(job="again", table="model", id="b")
         assert (await desk.service.Capture(at_first, Context())).state == cp.CAPTURE_DONE
-        header = push_header(1, 0)
-        header.sender.job = "again"
-        await front.push(header, grad(1.0))
+        await push_again(front, 1)
         assert await claim(front, "again", 0) == {0: 1.0}
         assert await claim(front, "again", 1) == {}
         found = await desk.service.Capture(at_first, Context())
@@ -168,6 +180,29 @@ def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
         assert {"owed.0.residual", "owed.1.residual"} < set(arrays)
         front.driver.intake.forget_job(id(front.driver.shard.jobs["again"]))
         assert await claim(front, "again", 0) == {}
+
+    play(scene)
+
+
+def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
+    async def scene(_: Front) -> None:
+        vault = Vault(tmp_path)
+        front = Front(vault)
+        await restored(front)
+        for rank in (0, 1):
+            await front.join(rank, job="again")
+        await push_again(front, 1)
+        front.driver.tick()
+        vault.close()
+        after = Front(Vault(tmp_path))
+        assert sorted(after.driver.take_up()) == ["again", JOB]
+        assert await claim(after, "again", 0) == {0: 1.0}
+        assert await claim(after, "again", 1) == {}  # It has pushed, so it has had its own.
+        after.driver.tick()
+        assert len(list(tmp_path.glob("*/owed"))) == 1
+        await push_again(after, 0)
+        after.driver.tick()
+        assert not list(tmp_path.glob("*/owed"))
 
     play(scene)
 
