@@ -50,11 +50,12 @@ fuzz: $(STAMP) ## a million mutated frames, guided by coverage
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python -m tests.attacks.fuzz_frames -runs=1000000
 
-test-gpu: $(STAMP) ## the tests that need a CUDA device; adds CuPy for torch's CUDA
+test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for torch's CUDA
 	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])') && \
 	{ test -z "$$cuda" || $(BIN)/python -c 'import cupy' 2>/dev/null || \
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda$$cuda]"; }
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.compressors --json
 
 clean: ## remove the environment and what tools left behind
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,7 +16,7 @@ the bytes that the method has to move, per second, over the bytes that the copy 
 So 1.0 is as fast as memory goes; more than 1 is possible, because reading is faster than writing.
 `x copy` is the plain ratio of times. Beside them is what one would write in torch, as it is and
 through torch.compile. On a GPU, if there is one, encode and update are measured
-alike with the kernels of `pscore/cuda`, against a copy on the device.
+alike with what encodes there (`pscore/cuda/choice.py`), against a copy on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 
 from benchmarks import kit
 from pscore.compressors import Compressor, parse_compressor
-from pscore.cuda.encoders import KernelEncoder, can_encode
+from pscore.cuda.choice import make_encoder
 from pscore.cuda.runtime import advice, launcher
 from pscore.local import LocalSlice, LocalUpdate
 from pscore.local.dc import DC
@@ -219,13 +219,12 @@ class Device:
         return measure(what, nbytes, self.numel, work, copy, self.rounds, now)
 
     def compressor(self, name: str) -> Measured | None:
-        """Measures encode; None where there is no kernel."""
-        compressor, launch = parse_compressor(name), launcher(self.device)
-        if launch is None or not can_encode(compressor):
+        """Measures encode; None where the host has to."""
+        encoder = make_encoder(parse_compressor(name), self.numel, self.device)
+        if encoder is None:
             return None
-        encoder = KernelEncoder(compressor, self.numel, self.device, launch)
         work = lambda: encoder.encode(self.grad, seed=1, step=1 << 30)  # noqa: E731
-        return self.run(f"encode {name}", self._moved(compressor), work)
+        return self.run(f"encode {name}", self._moved(encoder.compressor), work)
 
     def updates(self) -> list[Measured]:
         """Measures the local updates."""
@@ -336,13 +335,12 @@ def on_host(numel: int, rounds: int, names: list[str]) -> tuple[dict[str, Any], 
 
 
 def on_device(numel: int, rounds: int, names: list[str]) -> dict[str, Any] | None:
-    """Measures the GPU, if there is one with CuPy, and returns its compressors' shares."""
+    """Measures the GPU, if there is one, and returns its compressors' shares."""
     if not torch.cuda.is_available():
         return None
     device = Device(numel, rounds)
     if launcher(device.device) is None:
         print(advice(torch.version.cuda))
-        return None
     found = {name: device.compressor(name) for name in names}
     measured = {name: item for name, item in found.items() if item is not None}
     updates = device.updates()
