@@ -92,7 +92,7 @@ class Answer:
     worker: int
     version: int
     with_state: bool
-    clock: int = 0  # Of that worker: where one that has come back goes on counting.
+    clock: int = 0  # Where that worker goes on counting if it has come anew.
 
 
 Action = Load | Hold | Add | Update | Acknowledge | Answer
@@ -288,6 +288,18 @@ class SliceClock:
             counted.clock = max(counted.clock, min(others, default=0))
             counted.ahead.clear()
 
+    def _next_step(self, worker: int) -> int:
+        """Returns the step of the next push that is not in: its former life may have sent some.
+
+        In a mode by step that life, or this one, may have left out steps that have closed.
+        """
+        step = self.clock(worker)
+        if self.rule.by_step and worker in self.counted:
+            step = max(step, self.version)
+            while step in self.counted[worker]:
+                step += 1
+        return step
+
     def _load(self, push: Push, token: Token) -> list[Action]:
         """Takes initial weights once; restored ones, with their state, at any time."""
         if push.role is Role.WEIGHTS and self.version >= 0:
@@ -457,7 +469,7 @@ class SliceClock:
                 worker=pull.worker,
                 version=self.version,
                 with_state=pull.with_state,
-                clock=self.clock(pull.worker),
+                clock=self._next_step(pull.worker),
             )
             for token, pull in ready
         ]

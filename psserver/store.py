@@ -426,7 +426,8 @@ class SliceStore:
             self._write_memory(memory)
         if self._journal is not None:
             known = self._counted.get(worker)
-            begins = clock > (0 if known is None else known.clock)
+            is_behind = clock > (0 if known is None else known.clock)
+            begins = is_behind and not self._rule.by_step  # Else nothing is counted by it.
             if begins:
                 self._count(worker, clock)
             if begins or remembers:

@@ -1,6 +1,8 @@
 """Who is waited for in a slice: workers that leave, are lost, come back, or are the slowest."""
 
 from pscore.rules import ASGD, SSD, SSGD
+from pscore.types import Pull
+from psserver.clock import Answer
 from tests.unit.psserver.bench import Bench, Bounded
 
 SYNC = SSGD()
@@ -147,3 +149,19 @@ def test_clocks_count_without_a_gap() -> None:
     bench.push(0, 0)
     assert bench.clock.clock(0) == 2
     assert bench.clock.clock(9) == 0
+
+
+def test_a_worker_that_had_missed_steps_and_comes_back_does_not_push_what_is_in() -> None:
+    """It had come back before, at step 2; what it pushed there is still open."""
+    bench = Bench(SYNC, 2)
+    bench.leave(1)
+    for step in range(2):
+        bench.push(0, step, base=step)
+    bench.come_back(1)
+    bench.pull(1, 0, 0)
+    bench.push(1, 2, base=2)
+    bench.leave(1)
+    bench.come_back(1)
+    (answer,) = bench.clock.pull(Pull(worker=1, clock=0, min_version=0), "again")
+    assert isinstance(answer, Answer)
+    assert (answer.version, answer.clock) == (2, 3)
