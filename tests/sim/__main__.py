@@ -1,6 +1,7 @@
 """Runs one simulation and shows it, or records the transcripts.
 
 python -m tests.sim run ssd 1234       # one seed of test_seeds.py, with every message
+python -m tests.sim elastic ssd 1234   # one of test_elastic.py
 python -m tests.sim record             # writes transcripts/*.txt anew
 """
 
@@ -8,14 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.sim.case import draw
+from tests.sim.case import Case, draw, draw_elastic
 from tests.sim.cluster import Cluster, small_slices
 from tests.sim.scenarios import SCENARIOS, TRANSCRIPTS, transcript
 
 
-def run(name: str, seed: int) -> None:
-    """Shows one seed to its end, or to the invariant that it breaks."""
-    case = draw(name, seed)
+def run(case: Case) -> None:
+    """Shows one case to its end, or to the invariant that it breaks."""
     sys.stdout.write(f"{case!r}\n")
     with small_slices(), tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(case, Path(folder), trace=True)
@@ -35,7 +35,9 @@ def record() -> None:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["run", rule, number]:
-            run(rule, int(number))
+            run(draw(rule, int(number)))
+        case ["elastic", rule, number]:
+            run(draw_elastic(rule, int(number)))
         case ["record"]:
             record()
         case _:

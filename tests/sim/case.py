@@ -6,7 +6,7 @@ rule is covered as soon as it is registered.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pscore.compressors import COMPRESSORS
@@ -63,6 +63,8 @@ class Case:
     cuts: tuple[Cut, ...] = ()
     crashes: tuple[tuple[int, float], ...] = ()  # Which shard is killed, and when in seconds.
     shapes: tuple[tuple[int, ...], ...] = SHAPES
+    min_workers: int = 0  # Of an elastic job.
+    comes_s: tuple[float, ...] = ()  # When each worker starts; empty: all at once.
     quadratic: bool = False  # Gradients depend on the weights; else each has an element of its own.
 
     @property
@@ -110,6 +112,42 @@ def draw(name: str, seed: int) -> Case:
         crashes=tuple(
             (rng.randrange(num_shards), rng.uniform(0.0, 3.0))
             for _ in range(rng.choice((0, 0, 1, 4)))
+        ),
+    )
+
+
+def draw_elastic(name: str, seed: int) -> Case:
+    """Returns a case like `draw`'s whose workers come and go, and which needs some at a time.
+
+    Rank 0 stays until all have come: a job that nobody is left in is over. As many as the job
+    needs come back whenever they die, and so does who is lost.
+    """
+    rng, case = random.Random(f"elastic {name} {seed}"), draw(name, seed)
+    num_workers = rng.randint(2, WORKERS_MAX)
+    steps = tuple(rng.randint(2, 6) for _ in range(num_workers))
+    dies_s = tuple(
+        rng.uniform(0.0, 1.5) if rank and rng.random() < 0.3 else None
+        for rank in range(num_workers)
+    )
+    back_s = tuple(
+        rng.uniform(0.1, 6.0) if rng.random() < 0.7 else None for _ in range(num_workers)
+    )
+    ends = sum(die is None or back is not None for die, back in zip(dies_s, back_s, strict=True))
+    least = rng.randint(1, ends)
+    rule = draw_rule(name, least, rng)
+    return replace(
+        case,
+        rule=rule,
+        compressor=draw_compressor(rule, rng),
+        min_workers=least,
+        steps=steps,
+        compute_s=tuple(rng.uniform(0.02, 0.3) for _ in steps),
+        comes_s=(0.0, *(rng.choice((0.0, rng.uniform(0.0, 3.0))) for _ in steps[1:])),
+        dies_s=dies_s,
+        back_s=back_s,
+        samples=tuple(rng.choice(SAMPLES) for _ in steps),
+        cuts=tuple(
+            replace(cut, worker=rng.randrange(1, num_workers), shard=None) for cut in case.cuts
         ),
     )
 

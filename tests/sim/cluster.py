@@ -95,7 +95,7 @@ class Cluster:
         layout = make_layout(tensors, case.num_shards)
         optimizer = OPTIMIZERS[case.rule.outer_optimizer or "sgd"]()
         self.layout = layout
-        self.ledger = Ledger()
+        self.ledger = Ledger(min_workers=case.min_workers)
         start = start_weights(layout)
         for spec in layout.slices:
             self.ledger.books[spec.index] = SliceBook(
@@ -137,6 +137,8 @@ class Cluster:
             )
             for rank in range(case.num_workers)
         ]
+        for worker in self.workers:
+            worker.others = [other for other in self.workers if other is not worker]
 
     def run(self) -> Outcome:
         for worker in self.workers:

@@ -13,6 +13,7 @@ import numpy as np
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.clock import Acknowledge, Action, Add, Answer, SliceClock, Update
+from psserver.membership import Member, Presence
 from psserver.store import Payload
 from tests.sim.case import Case
 
@@ -223,6 +224,14 @@ class Ledger:
 
     books: dict[int, SliceBook] = field(default_factory=dict)
     came_back: set[int] = field(default_factory=set)  # Their clocks have jumped over steps.
+    min_workers: int = 0  # Of an elastic job.
+
+    def enough(self, members: Iterable[Member]) -> None:
+        """A step closes: enough workers are there, or have come to their end; or all have gone."""
+        states = [member.presence for member in members]
+        there = len(states) - states.count(Presence.LOST)
+        if Presence.LIVE in states:
+            assert there >= self.min_workers, f"a step closed with {there} workers"
 
     def decided(
         self,

@@ -124,6 +124,7 @@ class WatchedIntake(Intake):
                 identity, role = token.reply.identity, token.reply.role
             clock = job.table(address.table).clock(address.slice)
             if isinstance(action, Update):
+                self.ledger.enough(job.membership.members.values())
                 self.note(f"slice {address.slice} has version {action.version}")
             self.ledger.decided(address.slice, action, identity, role, clock, expected)
         super().carry_out(job, actions)
@@ -228,7 +229,7 @@ class Server:
             heard_s=self._now(),
             returns=returns,
         )
-        job = self.shard.join(JOB, self._case.num_workers, member)
+        job = self.shard.join(JOB, self._case.num_workers, member, self._case.min_workers)
         self.recovery.note(job)
         self.intake.carry_out(job, self.shard.recheck(job))
 

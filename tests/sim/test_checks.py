@@ -12,18 +12,19 @@ import pytest
 from pscore.rules.base import Rule
 from psserver.clock import Acknowledge, Action, Add, Answer, SliceClock
 from psserver.counted import Counted
+from psserver.membership import Membership
 from psserver.store import SliceStore
-from tests.sim.case import draw
+from tests.sim.case import Case, draw, draw_elastic
 from tests.sim.cluster import simulate
 
 SEEDS = 40
 
 
-def first_failure(name: str) -> str:
+def first_failure(name: str, drawn: Callable[[str, int], Case] = draw) -> str:
     """Returns what the first seed that fails says."""
     for seed in range(SEEDS):
         try:
-            simulate(draw(name, seed))
+            simulate(drawn(name, seed))
         except AssertionError as problem:
             return str(problem) or "an assertion"
     return ""
@@ -148,6 +149,11 @@ def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
 def test_never_closing_a_step_of_a_dead_worker_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SliceClock, "recheck", lambda self: [])
     assert "simulated seconds" in first_failure("ssgd")
+
+
+def test_steps_that_close_with_too_few_workers_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "wanted", lambda self: 0)
+    assert "a step closed with" in first_failure("ssgd", draw_elastic)
 
 
 def test_a_bit_of_a_weight_that_flips_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

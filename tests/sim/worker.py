@@ -72,6 +72,7 @@ class Worker:
         self._restart = 0
         self._step_now = 0
         self._has_begun = False
+        self.has_come = False  # For the first time.
         self._lost: ReplacedError | None = None  # To be told to the program.
         self._spec = spec
         self._servers = servers
@@ -82,6 +83,7 @@ class Worker:
         self._grads = [torch.zeros(part.numel) for part in layout.slices]
         self._elements: list[int] = []  # Those of the steps since the last push.
         self._ready: Condition = lambda: True
+        self.others: Sequence[Worker] = ()
         self._begin()
 
     def _begin(self) -> None:
@@ -106,7 +108,10 @@ class Worker:
     # ----- the program
 
     def start(self) -> None:
-        self._loop.after(0.0, self._advance)
+        comes_s = self.case.comes_s[self.rank] if self.case.comes_s else 0.0
+        if comes_s:  # Its clocks begin where the others are.
+            self._ledger.came_back.add(self.rank)
+        self._loop.after(comes_s, self._advance)
 
     def die(self) -> None:
         """The process is killed; perhaps it is started again later."""
@@ -145,7 +150,7 @@ class Worker:
             yield from self._upload()
         self._set_hyper()
         yield from self._drive(self.replica.fetch(0, self.exchange))
-        self._has_begun = True
+        self._has_begun = self.has_come = True
         dies_s = self.case.dies_s[self.rank]
         if dies_s is not None and not self._restart:
             self._loop.after(dies_s, self.die)
@@ -156,12 +161,20 @@ class Worker:
             except ReplacedError as problem:
                 yield from self._come_back(problem)
             self._step_now += 1
+        stays = self.case.min_workers and self.rank == 0
+        while stays and not all(other.has_come for other in self.others):
+            self.waits_for = "all to come"
+            yield 0.1
         try:
             yield from self._finish()
         except ReplacedError as problem:
-            self._network.note(f"{self.name} was lost at its end: {problem}")
-            self.is_dead = True
-            self._grow_older()
+            if self.case.min_workers:  # The others may wait for it.
+                yield from self._come_back(problem)
+                yield from self._finish()
+            else:
+                self._network.note(f"{self.name} was lost at its end: {problem}")
+                self.is_dead = True
+                self._grow_older()
         self.is_over = True
 
     def _finish(self) -> Program:
