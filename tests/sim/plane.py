@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar
 
 from pscore import wire
+from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Role, Verdict
 from psworker.transports.base import PullCall, PushCall, Transport
@@ -72,6 +74,12 @@ class SimLink:
     def __init__(self, transport: SimTransport, address: str) -> None:
         self.transport = transport
         self.address = address
+        self.control = SimpleNamespace(Claim="Claim")
+
+    def call(self, method: str, request: pb.ClaimRequest) -> pb.ClaimReply:
+        """Answers that no checkpoint has anything of this worker: none is restored here."""
+        assert method == "Claim"
+        return pb.ClaimReply()
 
 
 class SimSession:
@@ -84,6 +92,7 @@ class SimSession:
         self.rank = rank
         self.incarnation = incarnation
         self.links = links
+        self.debtors: dict[int, object] = {}
 
     def define(self, *table: object, **options: object) -> int:
         return 0
