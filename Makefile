@@ -26,7 +26,7 @@ run: $(STAMP) ## train a small model on two shards and two workers
 	$(BIN)/psworker demo --json
 
 test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/ruff check .

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
 PR_SET_PDEATHSIG = 1
 _forks = multiprocessing.get_context("forkserver")
+# Torch and psworker are imported once, whichever test is the first to fork: seconds for each.
+_forks.set_forkserver_preload(["tests.integration.preload"])
 _numbers = itertools.count()
 
 

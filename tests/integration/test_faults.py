@@ -34,13 +34,20 @@ def train(me: Station, mode: str) -> dict[str, object]:
     return weights_of(model)  # type: ignore[return-value]
 
 
+@pytest.fixture(scope="module")
+def expected(shards: Shards) -> dict[str, object]:
+    """What training ends with where nothing fails."""
+    return shards.run(train, "ssgd")[0]
+
+
 @pytest.mark.parametrize("plane", ["local", "tcp", "grpc"])
 @pytest.mark.parametrize("fault", list(AT_THE_WORKER))
-def test_faults_of_workers_change_no_bit(shards: Shards, fault: str, plane: str) -> None:
-    expected = shards.run(train, "ssgd")
+def test_faults_of_workers_change_no_bit(
+    shards: Shards, expected: dict[str, object], fault: str, plane: str
+) -> None:
     env = {"PACELINE_DATA_PLANE": plane, faults.VARIABLE: AT_THE_WORKER[fault]}
     for weights in shards.run(train, "ssgd", env=env):
-        assert same(weights, expected[0])
+        assert same(weights, expected)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +65,12 @@ def faulty_shards() -> object:
 
 
 @pytest.mark.parametrize("plane", ["local", "tcp", "grpc"])
-def test_faults_of_shards_change_no_bit(shards: Shards, faulty_shards: Shards, plane: str) -> None:
-    expected = shards.run(train, "ssgd")
+def test_faults_of_shards_change_no_bit(
+    faulty_shards: Shards, expected: dict[str, object], plane: str
+) -> None:
     env = {"PACELINE_DATA_PLANE": plane}
     for weights in faulty_shards.run(train, "ssgd", env=env):
-        assert same(weights, expected[0])
+        assert same(weights, expected)
 
 
 def test_a_fault_that_is_none_is_an_error_of_the_worker(shards: Shards) -> None:
