@@ -1,5 +1,6 @@
 """Training through lost, late, doubled, reordered and damaged frames ends where it does without."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +9,7 @@ from pscore import faults
 from tests.integration.cluster import Shards, Station, clean_environment
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
+Weights = dict[str, np.ndarray]
 STEPS = 12
 AT_THE_WORKER = {
     "drop": "drop=0.1,seed=1",
@@ -20,7 +22,7 @@ AT_THE_WORKER = {
 }
 
 
-def train(me: Station, mode: str) -> dict[str, object]:
+def train(me: Station, mode: str) -> Weights:
     torch.set_num_threads(1)
     model = make_model()
     optimizer = psworker.DistributedOptimizer(
@@ -31,19 +33,20 @@ def train(me: Station, mode: str) -> dict[str, object]:
         backward(model, *batch(me.rank, step))
         optimizer.step()
     psworker.shutdown()
-    return weights_of(model)  # type: ignore[return-value]
+    return weights_of(model)
 
 
 @pytest.fixture(scope="module")
-def expected(shards: Shards) -> dict[str, object]:
+def expected(shards: Shards) -> Weights:
     """What training ends with where nothing fails."""
-    return shards.run(train, "ssgd")[0]
+    weights: Weights = shards.run(train, "ssgd")[0]
+    return weights
 
 
 @pytest.mark.parametrize("plane", ["local", "tcp", "grpc"])
 @pytest.mark.parametrize("fault", list(AT_THE_WORKER))
 def test_faults_of_workers_change_no_bit(
-    shards: Shards, expected: dict[str, object], fault: str, plane: str
+    shards: Shards, expected: Weights, fault: str, plane: str
 ) -> None:
     env = {"PACELINE_DATA_PLANE": plane, faults.VARIABLE: AT_THE_WORKER[fault]}
     for weights in shards.run(train, "ssgd", env=env):
@@ -66,7 +69,7 @@ def faulty_shards() -> object:
 
 @pytest.mark.parametrize("plane", ["local", "tcp", "grpc"])
 def test_faults_of_shards_change_no_bit(
-    faulty_shards: Shards, expected: dict[str, object], plane: str
+    faulty_shards: Shards, expected: Weights, plane: str
 ) -> None:
     env = {"PACELINE_DATA_PLANE": plane}
     for weights in faulty_shards.run(train, "ssgd", env=env):
