@@ -16,6 +16,7 @@ from pscore import kernels
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
+from psworker.device import is_on_device
 from psworker.screen import not_finite
 
 
@@ -99,12 +100,12 @@ class Bucket:
         self.layout = layout
         self.parameters = list(parameters)
         self.device = next(iter(devices))
-        if grads is not None and self.device.type == "cpu":
+        if grads is not None and not is_on_device(parameters[0]):
             self.grads = torch.from_numpy(grads)
         else:
             self.grads = torch.zeros(layout.numel, device=self.device)
         self.weights = torch.zeros(layout.numel, device=self.device)
-        self._grads_host = self.grads.numpy() if self.device.type == "cpu" else None
+        self._grads_host = None if is_on_device(self.grads) else self.grads.numpy()
         self._cast: list[int] = []  # Parameters that are not views on the weights.
         self.gather_weights()
         for index, parameter in enumerate(self.parameters):
@@ -192,7 +193,7 @@ class Bucket:
             part = self.grads[start : start + numel]
             part.view(parameter.shape).copy_(grad.detach())
             # Nobody waits for a device here: `screen.py` looks when the gradient is pushed.
-            finite = part.device.type != "cpu" or bool(torch.isfinite(part).all())
+            finite = is_on_device(part) or bool(torch.isfinite(part).all())
         if not finite:
             raise not_finite(self.layout.tensors[index].name, grad, step)
 

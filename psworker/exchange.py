@@ -30,7 +30,7 @@ from pscore.rules.base import Rule
 from pscore.segment import Segment
 from pscore.types import FloatArray, Push, Role
 from psworker.debts import Debts
-from psworker.device import DeviceSide
+from psworker.device import DeviceSide, is_on_device
 from psworker.estimate import Held
 from psworker.feedback import Feedback
 from psworker.outbox import Landing
@@ -144,7 +144,7 @@ class Exchange:
         # A segment without a gradient is left out by the shard, and so would be what is owed of it.
         whole = not wire.pack_bits(push.present, len(self.layout.slices[index].segments))
         feedback = self._feedback[index] if whole and (compress or flush) else None
-        on_device = grad.device.type != "cpu"
+        on_device = is_on_device(grad)
         if feedback is not None and on_device:
             feedback = self._on_device(grad.device).place(index, feedback)
             self._feedback[index] = feedback
@@ -395,7 +395,7 @@ class Exchange:
         if spec.shard not in self._shared or self.grads is None:
             return False
         home = self.grads.ctypes.data + 4 * spec.start
-        return grad.device.type != "cpu" or grad.data_ptr() == home
+        return is_on_device(grad) or grad.data_ptr() == home
 
     # ----- inside
 
@@ -415,7 +415,7 @@ class Exchange:
         self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
     ) -> Callable[[], memoryview]:
         """Returns what returns the payload; what runs on a GPU, copies too, starts now."""
-        if grad.device.type != "cpu":
+        if is_on_device(grad):
             return self._on_device(grad.device).payload(index, push, grad, feedback, flush=flush)
         if feedback is None:
             return lambda: wire.as_bytes(grad.numpy())
