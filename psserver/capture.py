@@ -40,6 +40,7 @@ IDLE_S = 60.0
 CAPTURES_MAX = 8
 READ_NBYTES_MAX = 1 << 23
 POLL_S = 0.02
+OWED_POLL_S = 0.1  # Each looks at every slice and rank.
 PENDING = (pb.CAPTURE_WAITING, pb.CAPTURE_OWED)
 
 Arrays = dict[str, np.ndarray]
@@ -90,7 +91,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         deadline_s = self._driver.now() + min(request.wait_ms / 1000, WAIT_S_MAX)
         state, owing = self._state(capture)
         while state in PENDING and self._driver.now() < deadline_s:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S if state == pb.CAPTURE_WAITING else OWED_POLL_S)
             state, owing = self._state(capture)
         capture.touched_s = self._driver.now()
         with self._driver.lock:
