@@ -493,7 +493,7 @@ def _accumulate(
     """Sets `out` to `sum_` plus `weight` times a payload; `out` may be `sum_`."""
     if sum_ is None or sum_ is out:
         compressor.decode_add(data, out, weight, assign=sum_ is None)
-    elif isinstance(compressor, NoCompression):
+    elif compressor.is_raw:
         kernels.sum_scaled(sum_, data.view("<f4"), out, weight)
     else:
         np.copyto(out, sum_)

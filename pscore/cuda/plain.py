@@ -50,8 +50,6 @@ class TorchEncoder(Encoder):
         """
         super().__init__(compressor, numel, device)
         self._num_blocks = blocks.num_blocks(numel)
-        self._padded = torch.zeros(self._num_blocks * BLOCK, device=device)
-        self.positions = torch.arange(numel, dtype=torch.int64, device=device)
         starts = BLOCK * torch.arange(self._num_blocks, dtype=torch.float64, device=device)
         self.sizes = (numel - starts).clamp(max=BLOCK)  # (num_blocks,) float64
 
@@ -91,9 +89,9 @@ class TorchEncoder(Encoder):
         self.put(0, scales)
 
     def in_blocks(self, u: Tensor) -> Tensor:
-        """Returns `(num_blocks, 2048)`, zeros behind a short block; valid until the next call."""
-        self._padded[: self.numel].copy_(u)
-        return self._padded.view(self._num_blocks, BLOCK)
+        """Returns `(num_blocks, 2048)`, zeros behind a short block."""
+        behind = self._num_blocks * BLOCK - self.numel
+        return torch.nn.functional.pad(u, (0, behind)).view(self._num_blocks, BLOCK)
 
     def flat(self, values: Tensor) -> Tensor:
         """Returns `(numel,)` of what `in_blocks` gave."""
@@ -336,7 +334,8 @@ def _put_largest(encoder: TorchEncoder, u: Tensor, k: int, select: str) -> Tenso
     room = torch.zeros(last + 1, dtype=torch.int32, device=u.device)
     room[:1] = count
     place = torch.where(is_sent, is_sent.cumsum(0), last)
-    room.scatter_(0, place, encoder.positions.to(torch.int32))
+    positions = torch.arange(encoder.numel, dtype=torch.int32, device=u.device)
+    room.scatter_(0, place, positions)
     room.scatter_(0, torch.where(is_sent, place + count, last), _bits(u))
     encoder.put(0, room[:last])
     return is_sent
