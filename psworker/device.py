@@ -92,12 +92,14 @@ class DeviceFeedback(Feedback):
             if sent is None or residual is None:
                 return
             if verdict in (Verdict.TOO_LATE, Verdict.STALE):
-                back = np.zeros(self._numel, dtype=np.float32)
+                # From pinned memory, which torch keeps until it is copied: nobody waits.
+                is_cuda = residual.device.type == "cuda"
+                back = torch.zeros(self._numel, pin_memory=is_cuda)
                 if sent.is_compressed:
-                    self._compressor.decode_add(sent.payload, back, 1.0, assign=False)
+                    self._compressor.decode_add(sent.payload, back.numpy(), 1.0, assign=False)
                 else:
-                    back += sent.payload.view(np.float32)
-                residual.add_(torch.from_numpy(back).to(residual.device))
+                    back.numpy()[:] = sent.payload.view(np.float32)
+                residual.add_(back.to(residual.device, non_blocking=True))
 
     @property
     def state(self) -> Mapping[str, FloatArray]:

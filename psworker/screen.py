@@ -1,9 +1,9 @@
 """NaN and Inf in a gradient on a device, found without waiting for it.
 
-The largest magnitude of each tensor is taken on the device, right before the gradient is encoded or
-copied: NaN if one of its numbers is NaN. Kernels read there whether the gradient is refused, so
-that nothing of it enters a residual; the host reads a copy in pinned memory when what is sent has
-arrived, and sends nothing.
+The largest magnitude of a slice is taken on the device, right before the gradient is encoded or
+copied: NaN if one of its numbers is NaN. What encodes reads there whether the gradient is refused,
+so that nothing of it enters a residual; the host reads a copy in pinned memory when what is sent
+has arrived, and sends nothing. Only then each tensor is looked at, to name one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class Screen:
         spec = layout.slices[index]
         self._spans = [(part.start, part.stop) for part in spec.segments]
         self._names = [layout.tensors[part.tensor].name for part in spec.segments]
-        self._largest = torch.zeros(len(self._spans), device=device)
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros(len(self._spans), pin_memory=is_cuda)
+        self._largest = torch.zeros((), device=device)
+        self._host = torch.zeros((), pin_memory=device.type == "cuda")
         self._refused = torch.zeros(1, dtype=torch.int32, device=device)
 
     def start(self, grad: torch.Tensor) -> torch.Tensor:
@@ -41,10 +40,8 @@ class Screen:
         Returns:
             `(1,) int32` on the device, not 0 where the gradient holds NaN or Inf.
         """
-        for position, (start, stop) in enumerate(self._spans):
-            found = self._largest[position]
-            torch.linalg.vector_norm(grad[start:stop], math.inf, out=found)
-        self._refused.copy_(torch.isfinite(self._largest).all().logical_not().view(1))
+        torch.linalg.vector_norm(grad, math.inf, out=self._largest)
+        self._refused.copy_(torch.isfinite(self._largest).logical_not().view(1))
         self._host.copy_(self._largest, non_blocking=True)
         return self._refused
 
@@ -58,11 +55,13 @@ class Screen:
         Raises:
             GradientError: The gradient holds NaN or Inf; names the tensor.
         """
-        for position, largest in enumerate(self._host.tolist()):
-            if not math.isfinite(largest):
-                start, stop = self._spans[position]
-                part = grad[start:stop]
-                raise not_finite(self._names[position], part, step)
+        if math.isfinite(self._host.item()):
+            return
+        for name, (start, stop) in zip(self._names, self._spans, strict=True):
+            part = grad[start:stop]
+            if not bool(torch.isfinite(part).all()):
+                raise not_finite(name, part, step)
+        raise AssertionError("a number that is not finite, and in no tensor")
 
 
 def not_finite(name: str, grad: torch.Tensor, step: int) -> GradientError:
