@@ -2,7 +2,9 @@
 
 Hypothesis writes the story; the shard's own state machines decide, and the model only counts: which
 pushes are in the weights, and what their workers were told. A message that was once sent may be
-delivered at any time, again and again, whatever has become of its sender.
+delivered at any time, again and again, whatever has become of its sender. The shard is killed too,
+and goes on from what its journal holds. In elastic jobs workers join later, others take the places
+of the lost, and no step may close while there are too few.
 """
 
 from collections import Counter
@@ -25,14 +27,17 @@ from pscore.errors import ReplacedError
 from pscore.rules import parse_mode
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver.clock import Acknowledge, Add, Answer, Update
-from psserver.membership import Member
+from psserver.counted import Bin, Counted
+from psserver.membership import Member, Presence
 from psserver.shard import Actions, Address, Job, Shard
+from psserver.snapshot import members_of, members_to_json
 from psserver.table import TableSpec
 
 LEASE_S = 10.0
 WORKERS = 3
 HYPER = np.zeros((1, 6))
 AT = Address("job", 0, 0)
+NEEDS_TWO = ("ssgd(backup=1)", "staleness(splits=2)")
 MODES = ("asgd", "ssgd", "ssgd(backup=1)", "ssp(bound=1)", "staleness(splits=2)")
 
 
@@ -64,9 +69,11 @@ class Worker:
 class Story(RuleBasedStateMachine):
     """Everything that may happen to one slice."""
 
-    @initialize(mode=st.sampled_from(MODES))
-    def begin(self, mode: str) -> None:
+    @initialize(mode=st.sampled_from(MODES), least=st.integers(0, 2))
+    def begin(self, mode: str, least: int) -> None:
         self.rule = parse_mode(mode)
+        self.least = 2 if least and mode in NEEDS_TWO else least  # 0: not elastic.
+        self.lives = 100  # Processes so far.
         self.shard = Shard(0, 1, LEASE_S)
         self.now_s = 0.0
         self.workers = [Worker(rank) for rank in range(WORKERS)]
@@ -75,9 +82,9 @@ class Story(RuleBasedStateMachine):
         self.bins: dict[int, Counter[Message]] = {}
         self.versions = [0]
         self.first_job: Job | None = None  # Nobody's coming back may begin another.
-        for worker in self.workers:
+        for worker in self.workers[: self.least or WORKERS]:
             self._join(worker)
-        spec = TableSpec(
+        self.spec = TableSpec(
             name="w",
             tensors=(TensorSpec(name="w", shape=(16,), dtype="float32"),),
             num_shards=1,
@@ -86,7 +93,7 @@ class Story(RuleBasedStateMachine):
             optimizer="sgd",
             num_groups=1,
         )
-        self.shard.define(self.job, spec)
+        self.shard.define(self.job, self.spec)
         self.first_job = self.job
         load = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
         self.shard.push(self.job, AT, load, "weights")
@@ -106,6 +113,13 @@ class Story(RuleBasedStateMachine):
             worker.step += 1
             self.sent.append(worker.waits)
             self._deliver(worker.waits)
+
+    @rule(ranks=st.permutations(range(WORKERS)), num=st.integers(1, WORKERS))
+    def some_make_a_step(self, ranks: list[int], num: int) -> None:
+        """What training is between two events, in any order of arrival."""
+        for act in (self.asks_for_weights, self.sends_a_push, self.asks_for_weights):
+            for rank in ranks[:num]:
+                act(rank)
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -128,8 +142,16 @@ class Story(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, WORKERS - 1))
     def comes_back(self, rank: int) -> None:
-        if not self.workers[rank].is_live:
-            self._join(self.workers[rank])
+        worker = self.workers[rank]
+        if not worker.is_live and (worker.restart >= 0 or not self.job.membership.is_over):
+            self._join(worker)
+
+    @precondition(lambda self: self.least and not self.job.membership.is_over)
+    @rule()
+    def another_takes_a_free_place(self) -> None:
+        members = self.job.membership.members.values()
+        if sum(member.presence is Presence.LIVE for member in members) < WORKERS:
+            self._join(Worker(-1))
 
     @rule(rank=st.integers(0, WORKERS - 1))
     def leaves(self, rank: int) -> None:
@@ -138,6 +160,26 @@ class Story(RuleBasedStateMachine):
         if worker.is_live and worker.waits is None and others:
             worker.is_live = False
             self._do(self.shard.leave("job", rank, worker.incarnation, "done"))
+
+    @rule()
+    def the_shard_is_killed(self) -> None:
+        """What it had decided is in its journal; who waits for an answer asks again."""
+        former, (table,) = self.job, self.job.tables.values()
+        clock = table.clock(0)
+        members = members_of({"members": members_to_json(former)}, self.now_s)
+        self.shard = Shard(0, 1, LEASE_S)
+        self.first_job = self.shard.restore("job", WORKERS, members, self.least)
+        table, _ = self.shard.define(self.job, self.spec)
+        counted = {
+            rank: Counted(steps.clock, set(steps.ahead), set(steps.late))
+            for rank, steps in clock.counted.items()
+        }
+        bins = {
+            key: Bin(held=dict(bin_.held), added=list(bin_.added))
+            for key, bin_ in clock._bins.items()
+        }
+        actions = table.clock(0).resume(clock.version, counted, bins)
+        self._do([(AT, action) for action in actions])
 
     @rule(seconds=st.sampled_from((1.0, 4.0, LEASE_S + 1.0)))
     def time_passes(self, seconds: float) -> None:
@@ -179,7 +221,8 @@ class Story(RuleBasedStateMachine):
 
     def _join(self, worker: Worker) -> None:
         worker.restart += 1
-        worker.incarnation = 100 * (worker.rank + 1) + worker.restart
+        self.lives += 1
+        worker.incarnation = self.lives
         worker.is_live, worker.has_pulled, worker.waits = True, False, None
         worker.step = worker.version = 0
         member = Member(
@@ -191,7 +234,9 @@ class Story(RuleBasedStateMachine):
             heard_s=self.now_s,
             returns=worker.restart > 0,
         )
-        job = self.shard.join("job", WORKERS, member)
+        job = self.shard.join("job", WORKERS, member, self.least)
+        worker.rank = member.rank
+        self.workers[worker.rank] = worker
         assert self.first_job in (None, job)
         self._do(self.shard.recheck(job))
 
@@ -225,12 +270,19 @@ class Story(RuleBasedStateMachine):
                 assert action.is_first == (not into)
                 into[action.token] += 1
             elif isinstance(action, Update):
+                self._require_enough()
                 self.weights += self.bins.pop(action.bin, Counter())
                 self.versions.append(action.version)
             elif isinstance(action, Acknowledge) and isinstance(action.token, Message):
                 self._acknowledged(action.token, action.verdict)
             elif isinstance(action, Answer):
                 self._answered(action)
+
+    def _require_enough(self) -> None:
+        """A step closes: enough workers are there, or at their end; or all have gone."""
+        states = [member.presence for member in self.job.membership.members.values()]
+        if Presence.LIVE in states:
+            assert len(states) - states.count(Presence.LOST) >= self.least
 
     def _acknowledged(self, message: Message, verdict: Verdict) -> None:
         message.verdicts.append(verdict)
