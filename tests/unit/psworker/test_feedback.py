@@ -136,7 +136,9 @@ def test_no_slice_holds_both_kinds(num_shards: int) -> None:
 
 
 def exchange_of(num_shards: int) -> Exchange:
-    session: Any = SimpleNamespace(job="job", rank=0, links=[], define=lambda *_: 0, timeline=None)
+    session: Any = SimpleNamespace(
+        job="job", rank=0, links=[], define=lambda *_: 0, timeline=None, debtors={}
+    )
     layout, optimizer = make_layout(chosen(), num_shards), OPTIMIZERS["sgd"]()
     compressor, rule = parse_compressor("dgc"), parse_mode("ssgd")
     return Exchange(session, "model", layout, rule, compressor, optimizer, 1)
