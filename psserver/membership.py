@@ -172,12 +172,16 @@ class Membership:
         Nobody is yet to come to an elastic job: who has come is waited for.
         """
         if self.is_elastic:
-            return sorted(self._in(Presence.LIVE))
+            return self.live()
         return [
             rank
             for rank in range(self.num_workers)
             if rank not in self.members or self.members[rank].presence is Presence.LIVE
         ]
+
+    def live(self) -> list[int]:
+        """Returns the ranks of those who take part now, in order."""
+        return sorted(self._in(Presence.LIVE))
 
     @property
     def is_elastic(self) -> bool:

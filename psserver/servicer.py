@@ -256,6 +256,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             owing=[
                 pb.Owing(table=number, step=step, slices=slices) for number, step, slices in asked
             ],
+            live=job.membership.live() if request.wants_live else (),
         )
 
     async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:

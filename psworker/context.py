@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
+from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.environment import Environment, parse_servers
 from psworker.link import Link
-from psworker.session import Session, workers_of
+from psworker.session import Session
 
 log = logging.getLogger("paceline")
 
@@ -302,7 +303,8 @@ def _await_others(session: Session) -> None:
     link = Link(first.address, patience_s=0.0, credentials=first.credentials)
     try:
         while True:
-            workers = workers_of(link, session.job)
+            jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
+            workers = [worker for job in jobs if job.job == session.job for worker in job.workers]
             live = [str(worker.rank) for worker in workers if worker.state == "live"]
             waited_s = time.monotonic() - started_s
             may_come = len(workers) < session.num_workers and waited_s < EMBEDDED_TIMEOUT_S

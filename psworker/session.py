@@ -265,8 +265,15 @@ class Session:
         Raises:
             PacelineError: Nobody answers.
         """
-        workers = workers_of(self.links[0], self.job)
-        return [worker.rank for worker in workers if worker.state == "live"]
+        request = pb.HeartbeatRequest(
+            job=self.job,
+            worker=self.rank,
+            incarnation=self.incarnation,
+            waiting_for=self.waits,
+            wants_live=True,
+        )
+        first = self.links[0]
+        return list(first.call(first.control.Heartbeat, request).live)
 
     def leave(self, reason: str = "finished", *, failed: bool = False) -> None:
         """Leaves the job at every shard; nobody waits for this worker any more.
@@ -420,16 +427,6 @@ class Session:
     def _close_links(self) -> None:
         for link in self.links:
             link.close()
-
-
-def workers_of(link: Link, job: str) -> list[pb.WorkerStatus]:
-    """Returns who takes part, or did, in a job, in the order of their ranks.
-
-    Raises:
-        PacelineError: The shard does not answer.
-    """
-    jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
-    return [worker for found in jobs if found.job == job for worker in found.workers]
 
 
 def _plugin(plugin: Rule | Compressor) -> pb.Plugin:

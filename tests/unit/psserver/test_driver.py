@@ -196,6 +196,17 @@ def test_a_heartbeat_keeps_a_lease() -> None:
     play(scene)
 
 
+def test_a_worker_is_told_who_is_live_if_it_asks() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=3)
+        front.driver.leave(JOB, 1, 101, "done")
+        for wants, live in ((True, [0, 2]), (False, [])):
+            request = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100, wants_live=wants)
+            assert (await front.control.Heartbeat(request, Context())).live == live
+
+    play(scene)
+
+
 def test_a_barrier_opens_for_all_at_once() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=3)

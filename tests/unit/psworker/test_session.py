@@ -41,7 +41,12 @@ class FakeLink:
         self.address = address
         self.patience = SimpleNamespace(limit_s=patience_s)
         self.control = SimpleNamespace(
-            Describe="Describe", Join="Join", Define="Define", Barrier="Barrier", Leave="Leave"
+            Describe="Describe",
+            Join="Join",
+            Define="Define",
+            Barrier="Barrier",
+            Leave="Leave",
+            Heartbeat="Heartbeat",
         )
         self.instance = 0
         self.requests: list[tuple[str, Any]] = []
@@ -229,6 +234,16 @@ def test_a_worker_whose_rank_was_taken_comes_back_with_another(links: list[FakeL
     requests = links[0].sent("Join")
     assert [request.rank for request in requests] == [3, 3, -1]
     assert all(request.returns for request in requests[1:])
+    session.leave()
+
+
+def test_who_is_live_is_asked_with_what_every_worker_may_send(links: list[FakeLink]) -> None:
+    """A token of one job does not open the shards' status, which tells of all jobs."""
+    session = begin()
+    links[0].answers["Heartbeat"] = pb.HeartbeatReply(live=[0, 2, 3])
+    assert session.live() == [0, 2, 3]
+    (request,) = links[0].sent("Heartbeat")
+    assert (request.worker, request.wants_live) == (3, True)
     session.leave()
 
 

@@ -162,28 +162,32 @@ class ChangeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    WANTS_LIVE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     step: int
     waiting_for: str
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    wants_live: bool
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "owing")
+    __slots__ = ("waiting_for", "instance", "owing", "live")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     OWING_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     owing: _containers.RepeatedCompositeFieldContainer[Owing]
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., owing: _Optional[_Iterable[_Union[Owing, _Mapping]]] = ...) -> None: ...
+    live: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., owing: _Optional[_Iterable[_Union[Owing, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Owing(_message.Message):
     __slots__ = ("table", "step", "slices")
