@@ -122,8 +122,14 @@ class Session:
             else:
                 self._join_all(returns=False)
             undo.pop_all()
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._heart.start()
+        self._telling = threading.Lock()
+        # One for each shard: one that hangs costs no lease at another.
+        self._hearts = [
+            threading.Thread(target=self._beat, args=(link,), name="heartbeat", daemon=True)
+            for link in self.links
+        ]
+        for heart in self._hearts:
+            heart.start()
 
     @classmethod
     def from_environment(cls, servers: Sequence[str], environment: Environment) -> Session:
@@ -288,8 +294,9 @@ class Session:
         for link in self.links:
             self._take_leave(link, reason, failed=failed)
         self._close_links()
-        if threading.current_thread() is not self._heart:
-            self._heart.join(LEAVE_TIMEOUT_S)
+        for heart in self._hearts:
+            if threading.current_thread() is not heart:
+                heart.join(LEAVE_TIMEOUT_S)
         if self.timeline is not None and self._phases is not None:
             self._phases.close()
             self.timeline.write()
@@ -396,33 +403,34 @@ class Session:
         if link is self.links[0]:
             self._rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
 
-    def _beat(self) -> None:
-        """Renews the leases until the session ends; other messages renew them too."""
+    def _beat(self, link: Link) -> None:
+        """Renews the lease at one shard until the session ends; other messages renew it too."""
         while not self._stop.wait(self._interval_s):
             request = pb.HeartbeatRequest(
-                job=self.job, worker=self.rank, incarnation=self.incarnation
+                job=self.job,
+                worker=self.rank,
+                incarnation=self.incarnation,
+                waiting_for=self.waits,
             )
-            for link in self.links:
-                request.waiting_for = self.waits
-                try:
-                    self._tell_debts(link.beat(request, timeout_s=self._interval_s))
-                except PacelineError as error:
-                    if request.incarnation == self.incarnation:
-                        self._failure = error
+            try:
+                self._tell_debts(link.beat(request, timeout_s=self._interval_s))
+            except PacelineError as error:
+                if request.incarnation == self.incarnation:
+                    self._failure = error
 
     def _tell_debts(self, asked: Sequence[pb.Owing]) -> None:
         """Has what a shard asks for sent, in a thread of its own: leases are renewed meanwhile."""
         debts = [(self.debtors.get(owing.table), owing) for owing in asked]
-        if not debts or (self._teller is not None and self._teller.is_alive()):
-            return
 
         def tell() -> None:
             for debtor, owing in debts:
                 if debtor is not None:
                     debtor.owe(owing.step, owing.slices)
 
-        self._teller = threading.Thread(target=tell, name="debts", daemon=True)
-        self._teller.start()
+        with self._telling:
+            if debts and (self._teller is None or not self._teller.is_alive()):
+                self._teller = threading.Thread(target=tell, name="debts", daemon=True)
+                self._teller.start()
 
     def _close_links(self) -> None:
         for link in self.links:

@@ -52,7 +52,7 @@ class FakeLink:
         self.requests: list[tuple[str, Any]] = []
         self.opened: list[str] = []
         self.is_closed = False
-        self.beats: list[Callable[[], None]] = []
+        self.beats: list[Callable[[], object]] = []
         self.beaten = threading.Event()
         number = len(FakeLink.made)
         self.describe = pb.DescribeReply(
@@ -374,6 +374,24 @@ def test_a_heartbeat_that_is_refused_is_raised_by_the_next_check(
     session.leave()
     with pytest.raises(ReplacedError, match="declared lost"):
         session.check()
+
+
+@pytest.mark.usefixtures("links")
+def test_a_shard_that_hangs_costs_no_lease_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, often = threading.Event(), threading.Semaphore(0)
+
+    def change(links: list[FakeLink]) -> None:
+        for link in links:
+            link.answers["Join"] = pb.JoinReply(rank=3, lease_s=0.05, instance=1)
+        links[0].beats.append(released.wait)
+        links[1].beats.append(often.release)
+
+    prepare(change, monkeypatch)
+    session = begin()
+    for _ in range(5):
+        assert often.acquire(timeout=10.0)
+    released.set()
+    session.leave()
 
 
 def test_a_worker_that_comes_back_is_another_incarnation(links: list[FakeLink]) -> None:
