@@ -52,7 +52,7 @@ DRAFT = ".draft-"
 CHUNK_NBYTES = 4 << 20
 CALL_TIMEOUT_S = 30.0
 WAIT_MS = 2000
-OWED_WAIT_S = 30.0  # Workers that have stopped are asked at each of their heartbeats.
+OWED_WAIT_S = 60.0  # Workers that have stopped are asked at each of their heartbeats.
 ATTEMPTS = 8
 
 Arrays = dict[str, dict[str, FloatArray]]  # By array and tensor.
@@ -162,13 +162,14 @@ def _capture_table(
 ) -> TableState:
     """Copies a table at the newest version, or at one soon to come if that is gone already."""
     version, margin = newest, 1
+    gone = -1  # The newest version that cannot be had any more.
     for _ in range(ATTEMPTS):
         name = secrets.token_hex(8)
         try:
             request = pb.CaptureRequest(
                 job=job, table=table, id=name, version=version, weights_only=weights_only
             )
-            replies = _capture_at(shards, request)
+            replies = _capture_at(shards, request, gone)
             if all(reply.state == pb.CAPTURE_DONE for reply in replies):
                 return _read(shards, name, replies, weights_only)
         finally:
@@ -177,6 +178,7 @@ def _capture_table(
         if not all(reply.by_step for reply in replies):
             version = -1
         elif any(reply.state == pb.CAPTURE_PASSED for reply in replies):
+            gone = max(gone, version)
             version = max(reply.version_max for reply in replies) + margin
             margin *= 2
         else:  # Nobody pushes: the version that all have is the newest.
@@ -189,11 +191,14 @@ def _capture_table(
     )
 
 
-def _capture_at(shards: Shards, request: pb.CaptureRequest) -> list[pb.CaptureReply]:
+def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
     """Has all shards copy at one version; returns when they have, or one cannot.
 
+    Where nobody pushes it returns too, unless the version that all have is `gone`: somebody stands
+    still, and others have pushed the step that it has not; what they owed before is theirs alone.
+
     Raises:
-        CommandError: Workers do not send what they owe.
+        CommandError: Workers do not send what they owe, or do not go on.
     """
     everybody = range(len(shards.stubs))
     deadline_s = time.monotonic() + OWED_WAIT_S
@@ -205,14 +210,16 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest) -> list[pb.CaptureRe
     while not any(reply.state == pb.CAPTURE_PASSED for reply in replies):
         replies = [shards.call(shard, "Capture", request) for shard in everybody]
         states = {reply.state for reply in replies}
-        if states != {pb.CAPTURE_OWED} and states != {pb.CAPTURE_OWED, pb.CAPTURE_DONE}:
+        is_idle = pb.CAPTURE_WAITING in states and max(r.version_max for r in replies) > gone
+        if is_idle or states == {pb.CAPTURE_DONE}:
             break
         if time.monotonic() > deadline_s:
             ranks = sorted({rank for reply in replies for rank in reply.owing})
             raise CommandError(
                 Exit.NO_ANSWER,
-                f"table {request.table!r} of job {request.job!r}: workers {ranks} have not sent "
-                f"what their error feedback owes within {OWED_WAIT_S:g} s",
+                f"table {request.table!r} of job {request.job!r} could not be copied within "
+                f"{OWED_WAIT_S:g} s: a worker has stopped in the middle of a step (psserver status "
+                f"says which), or has not sent what its error feedback owes: {ranks or 'nobody'}",
             )
     return replies
 
