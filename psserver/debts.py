@@ -3,9 +3,10 @@
 Residuals live in the workers, and are not pushed. A checkpoint of version v needs them as they are
 after the push of step v - 1. A worker that pushes that step while the checkpoint is being taken is
 told so with the acknowledgement, and sends what it owes before it pushes that slice again; one that
-has stopped after that step is told with the answer to a heartbeat. Where there is no step in
-common, what is owed after any later push will do. After a restore it waits here for its worker,
-until that has pushed.
+has stopped after that step is told with the answer to a heartbeat. One that may leave that step out
+(backup workers) is told with each acknowledgement up to it, and its last push counts. Where there
+is no step in common, what is owed after any later push will do. After a restore it waits here for
+its worker, until that has pushed.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Ask:
 
     job: Job
     table: Table
-    step: int  # After whose push; `ANY_STEP`: no matter which.
+    step: int  # After the last push up to this one; `ANY_STEP`: no matter which.
     arrays: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # By slice and rank.
+    steps: dict[tuple[int, int], int] = field(default_factory=dict)  # After which they are.
     kept: dict[tuple[int, int], Arrays] = field(default_factory=dict)  # Of a former checkpoint.
 
     def missing(self) -> list[tuple[int, int]]:
@@ -47,8 +49,41 @@ class Ask:
             (index, rank)
             for index, clock in self.table.clocks.items()
             for rank in live
-            if self._concerns(index, clock.counted.get(rank)) and (index, rank) not in self.arrays
+            if self._is_missing(index, rank, clock.counted.get(rank))
         ]
+
+    def to_ask(self, rank: int) -> list[int]:
+        """Returns the slices that a worker is to be asked for: not before it has come so far."""
+        missing = [index for index, other in self.missing() if other == rank]
+        clocks = self.table.clocks
+        return [
+            index
+            for index in missing
+            if self.step in clocks[index].counted[rank] or clocks[index].version > self.step
+        ]
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step closes without some workers, who may push another one next."""
+        num = self.job.membership.num_workers
+        return self.table.spec.rule.fan_in(num, num) < num
+
+    def is_for(self, address: Address, rank: int, step: int) -> bool:
+        """Whether the acknowledgement of a push asks for what is owed after it."""
+        if not self.table.specs[address.slice].compress:
+            return False
+        if (address.slice, rank) in self.arrays and self.steps[address.slice, rank] >= step:
+            return False
+        if self.step == ANY_STEP:
+            return (address.slice, rank) not in self.arrays
+        return step == self.step or (self.may_skip and step < self.step)
+
+    def take(self, index: int, rank: int, step: int, arrays: Arrays) -> None:
+        """Takes what is owed of a slice after `step`, if it is closer to what is asked for."""
+        key = (index, rank)
+        is_closer = self.steps.get(key, -1) < step <= self.step
+        if is_closer or (self.step == ANY_STEP and key not in self.arrays):
+            self.arrays[key], self.steps[key] = arrays, step
 
     def has_passed(self, missing: list[tuple[int, int]]) -> bool:
         """Whether somebody of `missing` has pushed a later step: what it owed then is gone."""
@@ -64,10 +99,12 @@ class Ask:
             if other == index
         }
 
-    def _concerns(self, index: int, counted: Counted | None) -> bool:
-        if counted is None or not self.table.specs[index].compress:
+    def _is_missing(self, index: int, rank: int, counted: Counted | None) -> bool:
+        if counted is None or not self.table.specs[index].compress or _newest(counted) < 0:
             return False
-        return _newest(counted) >= 0 if self.step == ANY_STEP else 0 <= self.step in counted
+        if self.step == ANY_STEP:
+            return (index, rank) not in self.arrays
+        return self.steps.get((index, rank), -1) < _last(counted, self.step)
 
 
 class Debts:
@@ -96,19 +133,14 @@ class Debts:
     def is_asked(self, job: Job, address: Address, rank: int, step: int) -> bool:
         """Whether a worker is to send what it owes of a slice after `step`; from any thread."""
         return any(
-            ask.job is job
-            and ask.table.index == address.table
-            and ask.step in (ANY_STEP, step)
-            and ask.table.specs[address.slice].compress
-            and (address.slice, rank) not in ask.arrays
+            ask.job is job and ask.table.index == address.table and ask.is_for(address, rank, step)
             for ask in self._asks
         )
 
     def asked_of(self, job: Job, rank: int) -> Iterator[tuple[int, int, list[int]]]:
         """Returns what a worker has not sent yet: table, step, and the slices."""
         for ask in self._asks:
-            slices = [index for index, other in ask.missing() if other == rank]
-            if ask.job is job and slices:
+            if ask.job is job and (slices := ask.to_ask(rank)):
                 yield ask.table.index, ask.step, slices
 
     def take(
@@ -128,9 +160,9 @@ class Debts:
                     f"{4 * numel} of {', '.join(names) or 'nothing'} wanted"
                 )
         for ask in self._asks:
-            if ask.job is job and ask.table is table and ask.step in (ANY_STEP, step):
+            if ask.job is job and ask.table is table:
                 floats = {name: np.frombuffer(data, "<f4") for name, data in arrays.items()}
-                ask.arrays.setdefault((index, rank), floats)
+                ask.take(index, rank, step, floats)
 
     # ----- after a restore
 
@@ -183,3 +215,9 @@ def is_owed(name: str, compressor: Compressor | None = None) -> bool:
 
 def _newest(counted: Counted) -> int:
     return max(counted.ahead, default=counted.clock - 1)
+
+
+def _last(counted: Counted, step: int) -> int:
+    """Returns the last push that is in up to `step`; -1: none."""
+    known = [other for other in counted.ahead if other <= step]
+    return max([*known, min(counted.clock - 1, step)])

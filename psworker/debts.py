@@ -89,8 +89,10 @@ class Debts:
         """Sends what is owed after `step`, if this worker has not gone on; from any thread."""
         for index in slices:
             begun = self._settle_early(index)
-            if begun is not None:
-                self._send(index, begun if step == ANY_STEP else step)
+            if begun == NEVER:
+                self._send(index, max(step, 0))
+            elif begun is not None and (step == ANY_STEP or begun <= step):
+                self._send(index, begun)
 
     # ----- inside
 
@@ -127,12 +129,8 @@ class Debts:
         link = self._session.links[self._layout.slices[index].shard]
         try:
             link.call(link.control.Owe, request)
-        except (
-            PacelineError
-        ) as problem:  # Training does without; the checkpoint says whom it lacks.
-            log.warning(
-                "what is owed of slice %d did not get into a checkpoint: %s", index, problem
-            )
+        except PacelineError as problem:  # Training goes on; whoever takes the checkpoint is told.
+            log.warning("what slice %d owes did not get into a checkpoint: %s", index, problem)
 
     def _claim(self) -> None:
         """Takes back what the shards have for this rank."""

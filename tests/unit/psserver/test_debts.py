@@ -137,6 +137,27 @@ def test_who_has_stopped_is_asked_by_heartbeat_and_who_goes_on_has_passed() -> N
     play(scene)
 
 
+def test_who_may_leave_a_step_out_sends_what_it_owes_after_its_last() -> None:
+    async def scene(front: Front) -> None:
+        backup = pb.Plugin(name="ssgd", arguments='{"backup": 1}')
+        await front.ready(**DECLARED, rule=backup)
+        desk = Desk(front)
+        await desk.capture("a", 3)
+        assert await push(front, 1, 0)  # Each could be its last one up to step 2.
+        await owe(front, 1, 0, 9.0)
+        for step in range(3):
+            assert await push(front, 0, step)
+            await owe(front, 0, step, step)
+        assert await push(front, 1, 1)  # Too late, and now its last one.
+        assert list((await desk.capture("a", 3)).owing) == [1]
+        assert await asked(front, 1) == [(2, [0])]
+        await owe(front, 1, 1, 0.5)
+        assert not await push(front, 1, 3)
+        assert await residuals(desk, "a") == {"owed.0.residual": 2.0, "owed.1.residual": 0.5}
+
+    play(scene)
+
+
 def test_nobody_waits_for_who_is_lost_or_has_pushed_nothing() -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED, rule=pb.Plugin(name="asgd"))

@@ -138,7 +138,7 @@ def test_a_shard_that_does_not_take_it_does_not_stop_training(
     scene.push(0, 1.25)
     scene.answer(owe=True)
     scene.settle()
-    assert "what is owed of slice 0 did not get into a checkpoint: nobody there" in caplog.text
+    assert "what slice 0 owes did not get into a checkpoint: nobody there" in caplog.text
 
 
 def test_what_is_owed_stays_owed_when_a_worker_comes_back() -> None:
