@@ -108,6 +108,7 @@ class Push:
     samples: float = 1.0  # Weight of this gradient in the mean of its step.
     present: int = -1  # Bit i: segment i has a gradient; -1 is all of them.
     hyper: HyperArray | None = None  # (num_groups, num_hyper) float64: lr and the rest.
+    may_wait: bool = False  # Its memory is not needed again before the step's weights are here.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

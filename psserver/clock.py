@@ -156,7 +156,7 @@ class SliceClock:
         if push.step in counted:
             late = push.step in counted.late
             return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
-        if self.is_short or push.step >= self.version + self.rule.steps_open():
+        if self.is_short or not self._has_room(push):
             return self._park(push, token)
         if len(counted.ahead) >= AHEAD_MAX:
             raise RemoteProtocolError(
@@ -261,6 +261,7 @@ class SliceClock:
             return slowest, [rank for rank in self._expected() if self.clock(rank) <= slowest]
         step = max(self.version, 0)
         ranks = self._bins[step].ranks() if step in self._bins else set()
+        ranks |= {rank for rank, parked in self._parked if parked == step}
         return step, [rank for rank in self._expected() if rank not in ranks]
 
     @property
@@ -422,14 +423,27 @@ class SliceClock:
                 break
         return actions + self._answers()
 
+    def _has_room(self, push: Push) -> bool:
+        """Whether a push can be counted: it is not too far ahead, and would not have to be held.
+
+        Who may wait for its turn does so where its gradient lies, and not in memory of the shard.
+        """
+        if push.step >= self.version + self.rule.steps_open():
+            return False
+        if not (push.may_wait and self.rule.by_step) or push.step < self.version:
+            return True
+        ranks = self._bins[push.step].ranks() if push.step in self._bins else set()
+        expected = ranks.union(self._expected(), [push.worker])
+        in_order = self._fan_in(len(expected)) >= len(expected)
+        return not in_order or all(rank in ranks for rank in expected if rank < push.worker)
+
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that are no longer too far ahead; returns whether any was."""
-        ready = sorted(
-            key for key in self._parked if key[1] < self.version + self.rule.steps_open()
-        )
-        for key in ready:
-            actions += self._count(*self._parked.pop(key))
-        return bool(ready)
+        was = len(self._parked)
+        for key in sorted(self._parked):  # A lower rank can make room for the next.
+            if self._has_room(self._parked[key][0]):
+                actions += self._count(*self._parked.pop(key))
+        return len(self._parked) < was
 
     def _close(self, key: int) -> Action:
         """Turns a bin into one update of the weighted mean."""

@@ -399,6 +399,7 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
         samples=header.samples,
         present=wire.unpack_bits(header.present, num_segments),
         hyper=hyper,
+        may_wait=header.may_wait and header.shared,
     )
 
 

@@ -451,6 +451,7 @@ class Exchange:
             present=wire.pack_bits(push.present, len(spec.segments)),
             hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
             shared=shared,
+            may_wait=shared and push.may_wait,
             compressor=compressor,
         )
         begin_ns = 0 if self._timeline is None else self._timeline.now_ns()

@@ -358,6 +358,7 @@ class Replica:
             samples=samples,
             present=present,
             hyper=part.hyper,
+            may_wait=plan.block and plan.pull,
         )
         outbox.push(index, push, values, compress=plan.compress, flush=plan.flush)
 

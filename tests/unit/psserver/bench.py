@@ -75,6 +75,7 @@ class Bench:
         present: int = -1,
         lr: float = 0.5,
         mark: str = "",
+        may_wait: bool = False,
     ) -> list[str]:
         push = Push(
             worker=worker,
@@ -83,6 +84,7 @@ class Bench:
             samples=samples,
             present=present,
             hyper=np.array([[lr]]),
+            may_wait=may_wait,
         )
         return words(self.clock.push(push, f"{worker}@{step}{mark}"))
 

@@ -75,6 +75,39 @@ def test_gradients_enter_in_the_order_of_the_ranks() -> None:
     ]
 
 
+def test_who_may_wait_for_its_turn_is_not_held_but_answered_when_it_is_added() -> None:
+    bench = Bench(SYNC, 3)
+    assert bench.push(2, 0, may_wait=True) == []
+    assert bench.push(1, 0, may_wait=True) == []
+    assert bench.clock.missing() == (0, [0])
+    assert bench.clock.is_awaited
+    assert bench.push(0, 0, may_wait=True) == [
+        "set 0@0 x1 in 0",
+        "ack 0@0 ACCEPTED v0",
+        "add 1@0 x1 in 0",
+        "ack 1@0 ACCEPTED v0",
+        "add 2@0 x1 in 0",
+        "ack 2@0 ACCEPTED v0",
+        "update 0 x0.333333 -> v1",
+    ]
+
+
+def test_who_waits_for_its_turn_has_it_when_the_lower_rank_is_lost() -> None:
+    bench = Bench(SYNC, 2)
+    assert bench.push(1, 0, may_wait=True) == []
+    bench.push(1, 0, may_wait=True, mark="again")  # Sent once more: the second is answered.
+    assert bench.leave(0) == [
+        "set 1@0again x1 in 0",
+        "ack 1@0again ACCEPTED v0",
+        "update 0 x1 -> v1",
+    ]
+
+
+def test_nobody_waits_for_a_turn_where_the_order_is_that_of_arrival() -> None:
+    bench = Bench(SSGD(backup=1), 3)
+    assert bench.push(2, 0, may_wait=True) == ["set 2@0 x1 in 0", "ack 2@0 ACCEPTED v0"]
+
+
 def test_the_prefix_of_ranks_that_is_in_is_added_at_once() -> None:
     bench = Bench(SYNC, 4)
     bench.push(2, 0)

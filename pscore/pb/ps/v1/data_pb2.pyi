@@ -42,7 +42,7 @@ class Sender(_message.Message):
     def __init__(self, job: _Optional[str] = ..., table: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts", "shared")
+    __slots__ = ("sender", "slice", "step", "base_version", "role", "compressor", "samples", "present", "hyper", "counts", "shared", "may_wait")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class PushHeader(_message.Message):
     HYPER_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    MAY_WAIT_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     slice: int
     step: int
@@ -65,7 +66,8 @@ class PushHeader(_message.Message):
     hyper: _containers.RepeatedScalarFieldContainer[float]
     counts: _containers.RepeatedScalarFieldContainer[int]
     shared: bool
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ...) -> None: ...
+    may_wait: bool
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ..., may_wait: bool = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("verdict", "version", "owe")
