@@ -281,6 +281,7 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
     assert table["version_min"] == -1
     assert set(job) == {
         "name",
+        "min_workers",
         "num_workers",
         "num_pushes",
         "num_updates",
