@@ -1,6 +1,7 @@
 """What all tests share: one thread for each process, reproducible examples, the data sets."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,11 @@ from hypothesis import settings
 # Before anything imports torch or numba: the suite runs one process on each core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+
+# A shell without job control has what it starts in the background ignore SIGINT, and all that this
+# starts; there are tests that end a script by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 

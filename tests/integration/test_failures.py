@@ -258,7 +258,7 @@ def test_ctrl_c_ends_a_waiting_worker_at_once_and_the_others_go_on(
         interrupted_s = time.monotonic()
         second.process.send_signal(signal.SIGINT)
         assert second.wait() == -signal.SIGINT
-        assert time.monotonic() - interrupted_s < 5.0
+        assert time.monotonic() - interrupted_s < 10.0  # No lease had to be over.
         assert "KeyboardInterrupt" in second.stderr()
         first.tell()
         assert first.result()
