@@ -7,13 +7,14 @@ both and is compared after the last byte has come.
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Sequence
 
 import xxhash
 
 from pscore.errors import DamagedError, DecodeError, TransportError
-from pscore.tls import Stream
+from pscore.tls import Stream, TLSSocket
 from pscore.wire import (
     CHECKED,
     HEADER_NBYTES_MAX,
@@ -37,6 +38,20 @@ def tune(connection: socket.socket) -> None:
         return
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_NBYTES)
+
+
+def limit_silence(connection: Stream, limit_s: float) -> None:
+    """Has one read wait for at most `limit_s` seconds, however long a write may wait.
+
+    Between two frames `read_header` goes on waiting; in the middle of one it is an error.
+    """
+    if isinstance(connection, TLSSocket):
+        connection.limit_silence(limit_s)
+        return
+    # Of the kernel: with Python's own a read would return what there is, again and again.
+    seconds, rest = divmod(limit_s, 1.0)
+    timeval = struct.pack("@ll", int(seconds), int(1e6 * rest))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
 def frame_parts(header: bytes, payload: Sequence[memoryview]) -> list[memoryview]:
@@ -181,7 +196,14 @@ def receive_into(
         while filled < target.nbytes:
             if deadline_s is not None:
                 connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
-            count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+            try:
+                count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:  # `limit_silence`.
+                if may_end and filled == 0:
+                    continue  # Nothing has begun that could be late.
+                raise TransportError(
+                    f"nothing came for long after {filled} of {target.nbytes} bytes"
+                ) from None
             if count == 0:
                 if may_end and filled == 0:
                     return False

@@ -39,6 +39,7 @@ class TLSSocket:
         self._tls = connection
         self._lock = threading.Lock()
         self._timeout_s: float | None = None
+        self._silence_s: float | None = None
 
     @property
     def family(self) -> socket.AddressFamily:
@@ -48,6 +49,10 @@ class TLSSocket:
     def settimeout(self, timeout_s: float | None) -> None:
         """Limits how long one call waits, in seconds."""
         self._timeout_s = timeout_s
+
+    def limit_silence(self, limit_s: float) -> None:
+        """Has a read raise BlockingIOError after so many seconds, however long a write may wait."""
+        self._silence_s = limit_s
 
     def recv_into(self, target: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         """Reads up to one record; returns 0 when the peer has closed. `flags` change nothing."""
@@ -59,7 +64,13 @@ class TLSSocket:
                     event = select.POLLIN
                 except ssl.SSLWantWriteError:
                     event = select.POLLOUT
-            wait(self._tls, event, self._timeout_s)
+            try:
+                limit_s = self._silence_s if self._timeout_s is None else self._timeout_s
+                wait(self._tls, event, limit_s)
+            except TimeoutError:
+                if self._timeout_s is not None:
+                    raise
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
 
     def sendmsg(
         self, parts: Iterable[memoryview], ancillary: Sequence[Any] = (), flags: int = 0

@@ -47,6 +47,7 @@ log = structlog.get_logger()
 KEPT_BUFFERS = 4  # Receive buffers that a connection keeps for the next payloads.
 HELLO_TIMEOUT_S = 10.0  # From being accepted to a whole first message; then it is closed.
 HELLO_NBYTES_MAX = 4 << 10
+SILENCE_S = 30.0  # In the middle of a frame, without a byte; then the connection is closed.
 
 
 class Connection:
@@ -130,6 +131,7 @@ class Connection:
                 incoming.read_into()
                 self._admit(_parse(incoming))
         self._socket.settimeout(None)
+        sockets.limit_silence(self._socket, SILENCE_S)
         self._greeted()
         return incoming
 

@@ -7,15 +7,19 @@ before, and its end is closed, so that nothing waits.
 import random
 import socket
 import struct
+import threading
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pscore import sockets, wire
+from pscore import sockets, tls, wire
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Verdict
+from psserver import bulk
 from psserver.bulk import Connection
+from tests.attacks.test_certificates import tls_pair
 from tests.unit.psserver.front import (
     HYPER,
     NUMEL,
@@ -236,5 +240,51 @@ def test_random_envelopes_never_break_the_shard() -> None:
             serve(front, framed(data_pb2.Envelope(id=rng.randrange(U64), push=header), payload))
         assert np.isfinite(front.weights()).all()
         assert not front.driver.intake.waiting
+
+    play(scene)
+
+
+def silent(
+    monkeypatch: pytest.MonkeyPatch, front: Front, near: tls.Stream, far: tls.Stream
+) -> None:
+    """Has a peer pause between two frames, and stop in the middle of the third."""
+    monkeypatch.setattr(bulk, "SILENCE_S", 0.1)
+    serving = threading.Thread(target=Connection(front.driver, far).serve)
+    serving.start()
+    for number in (9, 10):
+        frame = framed(data_pb2.Envelope(id=number, pull=pull_header(0, 0, 0)))
+        near.sendmsg([memoryview(frame)])
+        answer = sockets.read_header(near)
+        assert answer is not None
+        assert data_pb2.Envelope.FromString(answer.header).id == number
+        answer.read_into(memoryview(bytearray(answer.payload_nbytes)))
+        threading.Event().wait(0.3)  # The kernel counts this, too.
+        assert serving.is_alive()
+    near.sendmsg([memoryview(push_frame()[:-1])])
+    serving.join(20.0)
+    assert not serving.is_alive()
+    nothing_has_changed(front)
+
+
+def test_a_peer_that_stops_in_the_middle_of_a_frame_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between two frames it may be silent for as long as it likes."""
+
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        near, far = socket.socketpair()
+        with near, far:
+            silent(monkeypatch, front, near, far)
+
+    play(scene)
+
+
+def test_nor_is_one_with_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        near, far = tls_pair(tmp_path)
+        silent(monkeypatch, front, near, far)
+        near.close()
 
     play(scene)

@@ -229,9 +229,9 @@ def test_a_hello_that_trickles_in_is_closed_too(
     play(scene)
 
 
-def test_a_tls_connection_is_written_and_read_at_once(tmp_path: Path) -> None:
-    """As the bulk plane does all the time: two threads, megabytes in both directions."""
-    files = certificates(tmp_path)
+def tls_pair(folder: Path) -> tuple[tls.TLSSocket, tls.TLSSocket]:
+    """Returns both ends of a connection, the client's first."""
+    files = certificates(folder)
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     server = tls.server_context(files / "server.pem", files / "server.key", None)
     ends: list[tls.TLSSocket] = []
@@ -242,6 +242,12 @@ def test_a_tls_connection_is_written_and_read_at_once(tmp_path: Path) -> None:
     near = tls.secure(ours, context, host="localhost")
     accept.join()
     (far,) = ends
+    return near, far
+
+
+def test_a_tls_connection_is_written_and_read_at_once(tmp_path: Path) -> None:
+    """As the bulk plane does all the time: two threads, megabytes in both directions."""
+    near, far = tls_pair(tmp_path)
     payload = bytes(range(256)) * (1 << 15)  # 8 MiB, in either direction.
     threads = [
         threading.Thread(target=end.sendmsg, args=([memoryview(payload)],)) for end in (near, far)
