@@ -7,9 +7,11 @@ process of a case; that process prints its result as the last line of its standa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from psworker import plan
 ROOT = Path(__file__).resolve().parents[1]
 ROLE_TIMEOUT_S = 300.0
 FLAT_NUMEL = 25_600_000
+PR_SET_PDEATHSIG = 1
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -54,6 +57,11 @@ def numel_of(shapes: Sequence[tuple[int, ...]]) -> int:
 # ----- processes
 
 
+def end_with_parent() -> None:
+    """Has the kernel kill this process when its parent dies, however that does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Role:
     """A process of a case, running one function of a benchmark module."""
 
@@ -76,6 +84,7 @@ class Role:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            preexec_fn=end_with_parent,
         )
 
     def line(self) -> dict[str, Any]:

@@ -296,7 +296,7 @@ class Stage:
         with (self.folder / "shards.log").open("wb") as errors:
             popen = subprocess.Popen(
                 command, cwd=kit.ROOT, env=_clean(os.environ), stdout=subprocess.PIPE,
-                stderr=errors, text=True,
+                stderr=errors, text=True, preexec_fn=kit.end_with_parent,
             )  # fmt: skip
         assert popen.stdout is not None
         try:
