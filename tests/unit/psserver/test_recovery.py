@@ -10,7 +10,7 @@ from psserver.vault import JobVault, Vault
 
 def begin(shard: Shard) -> Job:
     member = Member(rank=0, incarnation=7, restart=0, host="a", pid=1, heard_s=0.0)
-    return shard.join("run", 1, member)
+    return shard.join("run", 3, member, 1)
 
 
 def test_an_older_folder_of_the_same_name_takes_nothing_from_the_newer(tmp_path: Path) -> None:
@@ -24,6 +24,7 @@ def test_an_older_folder_of_the_same_name_takes_nothing_from_the_newer(tmp_path:
     (job,) = Recovery(again, shard).take_up(0.0, lambda *_: None)
     assert shard.jobs == {"run": job}
     assert job.membership.members[0].incarnation == 7
+    assert job.membership.size == "1 to 3"
     assert not older.folder.exists()
     assert again.instance == vault.instance
 

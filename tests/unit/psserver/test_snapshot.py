@@ -29,7 +29,7 @@ class Token:
 def make(rule: Rule) -> tuple[Driver, Job]:
     driver = Driver(Shard(0, 1, 10.0), num_threads=1, now=lambda: 5.0)
     member = Member(rank=0, incarnation=7, restart=0, host="a", pid=1, heard_s=5.0)
-    job = driver.join("run/1", 2, member)
+    job = driver.join("run/1", 2, member, 1)
     spec = TableSpec(
         name="model",
         tensors=(TensorSpec(name="w", shape=(3, 2), dtype="float32"),),
@@ -71,7 +71,9 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
         np.testing.assert_array_equal(theirs[name], array)
     clock = again.shard.jobs["run/1"].tables["model"].clocks[0]
     assert (clock.version, clock.clock(0), clock.clock(1)) == (4, 4, 3)
-    member = again.shard.jobs["run/1"].membership.members[0]
+    membership = again.shard.jobs["run/1"].membership
+    assert membership.size == "1 to 2"
+    member = membership.members[0]
     assert (member.presence, member.incarnation) == (Presence.LIVE, 7)
     assert member.lease_ends_s == 110.0
 
