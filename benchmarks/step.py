@@ -63,9 +63,10 @@ def train(mode: str, compression: str, compute_s: float, rounds: int) -> None:
     for _ in range(WARMUP_STEPS + ROUND_STEPS):
         gpu.step(optimizer)
     traffic = optimizer.exchange.traffic
-    optimizer.exchange.flush()
-    before = (traffic.pushed_nbytes, traffic.pulled_nbytes)
     measured.await_go()
+    for _ in range(ROUND_STEPS):  # While this waited, what was under way has landed.
+        gpu.step(optimizer)
+    before = (traffic.pushed_nbytes, traffic.pulled_nbytes)
     times_s, cpu_s = [], measured.own_cpu_s()
     for _ in range(rounds):
         start_s = time.perf_counter()
@@ -220,7 +221,7 @@ def measure_mode(lab: Lab, name: str, compute_s: float, rounds: int) -> dict[str
             cpu_s = _ask(shard, "cpu")
             worker.tell("go")
             result = worker.line()
-            result["shard_cpu_s"] = (_ask(shard, "cpu") - cpu_s) / (rounds * ROUND_STEPS)
+            result["shard_cpu_s"] = (_ask(shard, "cpu") - cpu_s) / ((rounds + 1) * ROUND_STEPS)
             assert worker.popen.stdin is not None
             worker.popen.stdin.close()
             worker.popen.wait(kit.ROLE_TIMEOUT_S)

@@ -33,7 +33,6 @@ from psworker.crew import Crew
 from psworker.retry import Patience
 from psworker.transports.base import PullCall, PushCall, Transport
 
-DIRECT_NBYTES_MAX = 1 << 16  # Payloads up to this are sent on the caller's thread.
 CONNECT_TIMEOUT_S = 5.0
 CREDENTIALS = struct.Struct("3i")
 ATTACH_SUFFIX = ".attach"
