@@ -3,9 +3,10 @@
     python -m benchmarks.soak --seconds 1800 --json
 
 Eight workers push without end; every few seconds one of them leaves in order, or is killed, and
-comes back. Memory, files, threads and mapped segments of each shard are looked at all the time;
-growth is the median of the last quarter of the run less that of the second. In the end the weights
-tell whether any push was lost or counted twice (`proof.py`).
+comes back. Now and then nobody goes until all are there and push: then memory, files, threads and
+mapped segments of each shard are counted, as each worker that is there has some. Growth is that of
+the last count over that after a quarter of the time. In the end the weights tell whether any push
+was lost or counted twice (`proof.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,8 @@ from benchmarks import kit, proof
 from benchmarks.stage import Setup, Stage
 
 COLUMNS = ("memory MB", "files", "threads", "segments")
-SAMPLE_S = 1.0
+NUM_COUNTS = 8  # In a run, the first of them after an eighth of it.
+SETTLE_S = 5.0  # Longer than a lease: what belongs to the dead is gone.
 TOLERANCE = {"memory MB": 8.0, "files": 4.0, "threads": 4.0, "segments": 2.0}
 
 
@@ -57,37 +58,54 @@ def churn(stage: Stage, rng: random.Random, absent: dict[int, Path]) -> bool:
     return True
 
 
+def count(stage: Stage, absent: dict[int, Path]) -> list[dict[str, float]]:
+    """Waits until all workers are there and push; returns what each shard holds then."""
+    for rank in list(absent):
+        stage.roles[rank].popen.wait(60.0)
+        absent.pop(rank).unlink()
+        stage.revive(rank)
+    stage.watch(SETTLE_S)
+    stage.progress.mark(time.monotonic())
+    slices = [spec.index for spec in stage.layout.slices]
+    wanted = {(rank, index) for rank in range(stage.setup.workers) for index in slices}
+    if stage.await_all(wanted) == float("inf"):
+        raise RuntimeError(f"not all workers push\n{stage.shard_log()[-2000:]}")
+    found = []
+    for index in range(stage.setup.shards):
+        samples = []
+        for _ in range(5):
+            samples.append(sample(stage.shard_pid(index)))
+            stage.watch(0.2)
+        found.append({what: statistics.median(one[what] for one in samples) for what in COLUMNS})
+    return found
+
+
 def soak(
     stage: Stage, seconds: float, gap_s: float, seed: int
 ) -> tuple[list[list[dict[str, float]]], int]:
-    """Runs it; returns the samples of each shard, and how often somebody went."""
+    """Runs it; returns what was counted, of each shard, and how often somebody went."""
     rng, absent = random.Random(seed), dict[int, Path]()
-    samples: list[list[dict[str, float]]] = [[] for _ in range(stage.setup.shards)]
-    everybody = {
-        (rank, spec.index) for rank in range(stage.setup.workers) for spec in stage.layout.slices
-    }
-    stage.await_all(everybody)
-    end_s, due_s, num_gone = time.monotonic() + seconds, 0.0, 0
-    while (now_s := time.monotonic()) < end_s:
-        if now_s >= due_s:
-            due_s = now_s + gap_s * rng.uniform(0.5, 1.5)
+    counts = [count(stage, absent)]
+    start_s, num_gone = time.monotonic(), 0
+    for number in range(1, NUM_COUNTS + 1):
+        while time.monotonic() < start_s + seconds * number / NUM_COUNTS:
             num_gone += churn(stage, rng, absent)
-        stage.watch(SAMPLE_S)
-        for index, found in enumerate(samples):
-            found.append(sample(stage.shard_pid(index)))
-    for rank, path in absent.items():
-        stage.roles[rank].popen.wait(60.0)
-        path.unlink()
-        stage.revive(rank)
-    return samples, num_gone
+            stage.watch(gap_s * rng.uniform(0.5, 1.5))
+        counts.append(count(stage, absent))
+        told = "; ".join(
+            ", ".join(f"{what} {one[what]:.1f}" for what in COLUMNS) for one in counts[-1]
+        )
+        print(f"{time.monotonic() - start_s:.0f} s, {num_gone} went: {told}", flush=True)
+    return counts, num_gone
 
 
-def growth(found: Sequence[dict[str, float]], what: str) -> tuple[float, float]:
-    """Returns the median of the last quarter, and how much that is beyond the second quarter's."""
-    quarter = max(1, len(found) // 4)
-    before = statistics.median(one[what] for one in found[quarter : 2 * quarter])
-    after = statistics.median(one[what] for one in found[-quarter:])
-    return after, after - before
+def growth(counts: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """Returns how much more each shard holds in the last count than after a quarter of the time."""
+    early, last = counts[NUM_COUNTS // 4], counts[-1]
+    return [
+        {what: after[what] - before[what] for what in COLUMNS}
+        for before, after in zip(early, last, strict=True)
+    ]
 
 
 def main() -> None:
@@ -97,24 +115,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--numel", type=int, default=1 << 20, help="parameters")
+    parser.add_argument("--think-ms", type=float, default=20.0, help="between two pushes")
     parser.add_argument("--gap-s", type=float, default=4.0, help="until the next one goes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     setup = Setup(
-        workers=args.workers, shards=args.shards, numel=args.numel, think_s=0.02, net=False,
-        disk=False,
+        workers=args.workers, shards=args.shards, numel=args.numel, think_s=args.think_ms / 1e3,
+        net=False, disk=False,
     )  # fmt: skip
     with Stage(setup) as stage:
-        samples, num_gone = soak(stage, args.seconds, args.gap_s, args.seed)
+        counts, num_gone = soak(stage, args.seconds, args.gap_s, args.seed)
         found = proof.check(stage.books, stage.finish(), by_step=False)
         failures = stage.failures
     rows, grown = [], {}
-    for index, taken in enumerate(samples):
-        figures = {what: growth(taken, what) for what in COLUMNS}
-        grown[f"shard {index}"] = {what: round(more, 1) for what, (_, more) in figures.items()}
+    for index, (after, more) in enumerate(zip(counts[-1], growth(counts), strict=True)):
+        grown[f"shard {index}"] = {what: round(value, 1) for what, value in more.items()}
         rows.append(
-            [f"shard {index}", *(f"{now:.1f} ({more:+.1f})" for now, more in figures.values())]
+            [f"shard {index}", *(f"{after[what]:.1f} ({more[what]:+.1f})" for what in COLUMNS)]
         )
     kit.show(f"{args.workers} workers, {num_gone} went and came back, {args.seconds:g} s: at the "
              "end (growth)", ["", *COLUMNS], rows)  # fmt: skip
@@ -122,7 +140,7 @@ def main() -> None:
     for text in (*found.told, *sorted(set(failures))):
         print(text)
     is_flat = all(
-        more <= TOLERANCE[what] for shard in grown.values() for what, more in shard.items()
+        value <= TOLERANCE[what] for shard in grown.values() for what, value in shard.items()
     )
     if args.json:
         values = {"pushes": found.pushes, "lost": found.lost, "double": found.double}

@@ -80,7 +80,10 @@ def test_recoveries_are_summed_up_by_kind() -> None:
     assert recovery.summary(found, "worker") == {"median": None, "p99": None, "count": 0}
 
 
-def test_growth_is_the_last_quarter_less_the_second() -> None:
-    flat = [{"files": value} for value in (1.0, 9.0, 5.0, 5.0, 7.0, 3.0, 5.0, 5.0)]
-    assert soak.growth(flat, "files") == (5.0, 0.0)
-    assert soak.growth([{"files": float(step)} for step in range(40)], "files") == (34.5, 20.0)
+def test_growth_is_the_last_count_less_the_one_after_a_quarter_of_the_time() -> None:
+    def counts(values: list[float]) -> list[list[dict[str, float]]]:
+        return [[dict.fromkeys(soak.COLUMNS, value)] for value in values]
+
+    assert soak.NUM_COUNTS == 8
+    assert soak.growth(counts([1, 2, 5, 9, 9, 9, 9, 9, 5])) == [dict.fromkeys(soak.COLUMNS, 0)]
+    assert soak.growth(counts(list(range(9)))) == [dict.fromkeys(soak.COLUMNS, 6)]
