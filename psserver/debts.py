@@ -72,10 +72,9 @@ class Ask:
         """Whether the acknowledgement of a push asks for what is owed after it."""
         if not self.table.specs[address.slice].compress:
             return False
-        if (address.slice, rank) in self.arrays and self.steps[address.slice, rank] >= step:
-            return False
-        if self.step == ANY_STEP:
-            return (address.slice, rank) not in self.arrays
+        held = self.steps.get((address.slice, rank))  # One look: `take` runs beside the lanes.
+        if self.step == ANY_STEP or (held is not None and held >= step):
+            return held is None
         return step == self.step or (self.may_skip and step < self.step)
 
     def take(self, index: int, rank: int, step: int, arrays: Arrays) -> None:

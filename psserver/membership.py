@@ -96,7 +96,7 @@ class Membership:
             # Lost on another shard, but not yet on this one: the same process begins anew on all.
             is_itself = member.returns and (held.host, held.pid) == (member.host, member.pid)
             is_live = held.presence is Presence.LIVE and not is_itself
-            if is_live and held.restart == member.restart:
+            if is_live and held.restart >= member.restart:
                 raise RankTakenError(
                     f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
                     f"{member.heard_s - held.heard_s:.1f} s ago"

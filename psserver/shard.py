@@ -8,7 +8,7 @@ tensor of the low-level interface. Jobs share nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ from pscore.errors import (
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules.base import Rule, require_sizes
-from pscore.types import Pull, Push, Role
+from pscore.types import Pull, Push
 from psserver.barriers import Barrier, Barriers
-from psserver.clock import Action, SliceClock, Update
+from psserver.clock import Acknowledge, Action, Add, Hold, SliceClock, Update
 from psserver.counted import Token
 from psserver.limits import Limits
 from psserver.membership import Member, Membership
@@ -326,21 +326,16 @@ class Shard:
             for index, clock in table.clocks.items()
             for action in decide(clock)
         ]
-        job.counters.num_updates += sum(isinstance(action, Update) for _, action in actions)
+        _count(job, [action for _, action in actions])
         return actions
 
     # ----- pushes and pulls
 
     def push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
         """Takes one push (`SliceClock.push`)."""
-        table = job.table(address.table)
-        clock = table.clock(address.slice)
-        before = clock.version
-        actions = clock.push(push, token)
+        actions = job.table(address.table).clock(address.slice).push(push, token)
         job.counters.num_pushes += 1
-        job.counters.num_updates += max(0, clock.version - max(before, 0))
-        if actions and push.role not in (Role.WEIGHTS, Role.STATE):  # Not one that waits for room.
-            job.steps[push.worker] = max(job.steps.get(push.worker, 0), push.step + 1)
+        _count(job, actions)
         return [(address, action) for action in actions]
 
     def pull(self, job: Job, address: Address, pull: Pull, token: Token) -> Actions:
@@ -422,3 +417,13 @@ class Shard:
         if over is None:
             raise LimitError(f"{JOBS_MAX} jobs have live workers on shard {self.index} already")
         del self.jobs[over]
+
+
+def _count(job: Job, actions: Sequence[Action]) -> None:
+    """Counts the updates that follow, and the steps of workers: perhaps of pushes that waited."""
+    for action in actions:
+        if isinstance(action, Update):
+            job.counters.num_updates += 1
+        elif isinstance(action, Add | Hold | Acknowledge) and action.push is not None:
+            push = action.push
+            job.steps[push.worker] = max(job.steps.get(push.worker, 0), push.step + 1)

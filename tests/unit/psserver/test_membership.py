@@ -278,6 +278,15 @@ def test_another_worker_takes_the_rank_of_one_that_had_been_restarted() -> None:
         membership.join(member(0, 5, restart=2, heard_s=13.0))
 
 
+def test_who_wakes_does_not_take_its_rank_from_another_that_had_been_restarted() -> None:
+    membership = elastic(1, 2)
+    membership.join(member(0, 5))
+    membership.expire(11.0)
+    assert membership.join(member(-1, 6, restart=1, heard_s=12.0)) == 0
+    with pytest.raises(RankTakenError, match="rank 0 is held by process"):
+        membership.join(member(0, 7, heard_s=13.0))
+
+
 def test_an_elastic_job_has_begun_when_the_least_number_have_come() -> None:
     membership = elastic(2, 4, 3)
     assert not membership.has_begun

@@ -335,6 +335,15 @@ def test_a_push_is_counted_for_status() -> None:
     assert job.steps == {0: 1, 1: 1}
 
 
+def test_a_push_that_waited_for_its_turn_is_a_step_when_it_is_added() -> None:
+    shard, job, address = ready(2)
+    waits = Push(worker=1, step=0, base_version=0, hyper=HYPER, may_wait=True)
+    assert shard.push(job, address, waits, "1@0") == []
+    assert job.steps == {}
+    push(shard, job, address, 0, 0)
+    assert (job.steps, job.counters.num_updates) == ({0: 1, 1: 1}, 1)
+
+
 def test_a_push_that_waits_for_room_is_not_a_step_that_was_made() -> None:
     """Its number is whatever the peer wrote; status has 64 bits for it, and no more."""
     shard, job, address = ready(2)
