@@ -446,6 +446,7 @@ def restore(
 def _about(spec: TableSpec, table: TableState) -> dict[str, Any]:
     return {
         "spec": snapshot.spec_to_json(spec),
+        "version": max(table.version, 0),  # An asynchronous mode has none for all slices.
         "counts": table.counts,
         "arrays": [_name_on_shards(spec, array) for array in table.arrays],
     }

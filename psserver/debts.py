@@ -49,7 +49,8 @@ class Ask:
             (index, rank)
             for index, clock in self.table.clocks.items()
             for rank in live
-            if self._is_missing(index, rank, clock.counted.get(rank))
+            if (index, rank) not in self.kept  # It has not pushed since: that is what it owes.
+            and self._is_missing(index, rank, clock.counted.get(rank))
         ]
 
     def to_ask(self, rank: int) -> list[int]:
@@ -113,6 +114,7 @@ class Debts:
         """Asks for nothing."""
         self._asks: tuple[Ask, ...] = ()  # Replaced, never changed: lanes read it.
         self._kept: dict[tuple[int, int, int, int], Arrays] = {}  # Job id, table, slice, rank.
+        self._first: dict[tuple[int, int], int] = {}  # Step of each table's first push since.
 
     # ----- for a checkpoint
 
@@ -165,9 +167,12 @@ class Debts:
 
     # ----- after a restore
 
-    def keep(self, job: Job, table: Table, index: int, name: str, array: FloatArray) -> None:
-        """Keeps an array of a checkpoint, named as in `Ask.named`, for its worker."""
+    def keep(
+        self, job: Job, table: Table, index: int, name: str, array: FloatArray, first: int
+    ) -> None:
+        """Keeps an array of a checkpoint, named as in `Ask.named`, until step `first` is pushed."""
         _, rank, kind = name.split(".", 2)
+        self._first[id(job), table.index] = first
         self._kept.setdefault((id(job), table.index, index, int(rank)), {})[kind] = array
 
     def kept(self, job: Job, table: Table, rank: int) -> dict[int, Arrays]:
@@ -179,9 +184,12 @@ class Debts:
         }
 
     def kept_of(self, key: int) -> dict[str, FloatArray]:
-        """Returns all that is kept for a job, by its id: `0/3/owed.1.residual` is of table 0."""
+        """Returns all that is kept for a job, by its id: `0/3/5/owed.1.residual` is of table 0.
+
+        It is of slice 3 there, and for a worker 1 that has not pushed step 5.
+        """
         return {
-            f"{number}/{index}/{PREFIX}.{rank}.{name}": array
+            f"{number}/{index}/{self._first[key, number]}/{PREFIX}.{rank}.{name}": array
             for (other, number, index, rank), arrays in self._kept.items()
             for name, array in arrays.items()
             if other == key
@@ -190,11 +198,11 @@ class Debts:
     def take_up(self, job: Job, arrays: Mapping[str, FloatArray]) -> None:
         """Goes on with what a former process has kept; who has pushed has had it."""
         for path, array in arrays.items():
-            number, index, name = path.split("/")
+            number, index, first, name = path.split("/")
             table = job.table(int(number))
             counted = table.clocks[int(index)].counted.get(int(name.split(".")[1]), Counted())
-            if _newest(counted) < 0:
-                self.keep(job, table, int(index), name, array)
+            if _newest(counted) < int(first):
+                self.keep(job, table, int(index), name, array, int(first))
 
     def pushed(self, job: Job, address: Address, rank: int) -> None:
         """Forgets what was kept of a slice for a worker: it has it, and has used it."""
@@ -204,6 +212,7 @@ class Debts:
     def forget_job(self, key: int) -> None:
         """Forgets what belongs to the job with this id."""
         self._kept = {entry: arrays for entry, arrays in self._kept.items() if entry[0] != key}
+        self._first = {entry: first for entry, first in self._first.items() if entry[0] != key}
 
 
 def is_owed(name: str, compressor: Compressor | None = None) -> bool:

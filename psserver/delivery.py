@@ -24,6 +24,7 @@ from psserver.table import TableSpec
 
 DELIVERIES_MAX = 8
 NAME_LENGTH_MAX = 256
+VERSION_MAX = 1 << 48  # Of a slice; nobody makes so many updates.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Declared:
     """One table, as it was declared."""
 
     spec: TableSpec
+    version: int  # Which the job goes on from.
     counts: list[int]  # Optimizer steps of each tensor.
     arrays: frozenset[str]  # By their names in `SliceStore.restore`.
     parts: dict[int, SliceSpec]  # This shard's slices.
@@ -120,15 +122,18 @@ class Delivery:
         job = driver.begin_restored(self.job, self.num_workers, self.min_workers)
         for number, declared in enumerate(self._tables):
             table, _ = driver.define(job, declared.spec)
+            version = declared.version
+            # Who joins goes on where everybody was: drawn numbers are of a step, and so the same.
+            clocks = dict.fromkeys(range(self.num_workers), version)
             for index, clock in table.clocks.items():
                 arrays = self._arrays[number, index]
                 for name in [name for name in arrays if is_owed(name)]:
-                    driver.intake.debts.keep(job, table, index, name, arrays.pop(name))
+                    driver.intake.debts.keep(job, table, index, name, arrays.pop(name), version)
                 segments = table.specs[index].segments
                 counts = [declared.counts[segment.tensor] for segment in segments]
                 arrays["counts"] = np.array(counts, dtype=np.int64)
-                driver.intake.lanes[id(job), table.index, index].store.restore(arrays, 0)
-                clock.restore(0, {})
+                driver.intake.lanes[id(job), table.index, index].store.restore(arrays, version)
+                clock.restore(version, clocks)
         driver.note_owed(job)
 
     def _require_free(self) -> None:
@@ -150,6 +155,7 @@ def _declared(text: str, driver: Driver) -> Declared:
     try:
         about = json.loads(text)
         spec = snapshot.spec_of(about)
+        version = int(about["version"])
         counts = [int(count) for count in about["counts"]]
         names = frozenset(str(name) for name in about["arrays"])
     except (ValueError, KeyError, TypeError) as problem:
@@ -162,6 +168,8 @@ def _declared(text: str, driver: Driver) -> Declared:
             f"table {spec.name!r} of the checkpoint: optimizer {spec.optimizer!r}, {len(counts)} "
             f"counts for {len(spec.tensors)} tensors"
         )
+    if not 0 <= version <= VERSION_MAX:
+        raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint has version {version}")
     wanted = {
         "weights",
         *(f"state.{i}" for i in range(len(OPTIMIZERS[spec.optimizer].state_names))),
@@ -177,5 +185,9 @@ def _declared(text: str, driver: Driver) -> Declared:
             )
     parts = make_layout(spec.tensors, spec.num_shards).of_shard(shard.index)
     return Declared(
-        spec=spec, counts=counts, arrays=names, parts={part.index: part for part in parts}
+        spec=spec,
+        version=version,
+        counts=counts,
+        arrays=names,
+        parts={part.index: part for part in parts},
     )

@@ -47,6 +47,7 @@ def train(me: Station) -> tuple[list[int], Weights]:
         assert np.isfinite(backward(model, *batch(psworker.rank(), optimizer.clock)))
         optimizer.step()
     live = psworker.live_ranks()
+    psworker.barrier()  # Nobody goes before all have asked.
     psworker.shutdown()
     return live, weights_of(model)
 

@@ -53,7 +53,7 @@ class Desk:
     ) -> None:
         """Declares the job again that `about` was said of, with more arrays."""
         arrays = [*about["slices"]["0"]["arrays"], *more]
-        table = {"spec": about["spec"], "counts": [*counts], "arrays": arrays}
+        table = {"spec": about["spec"], "version": 3, "counts": [*counts], "arrays": arrays}
         request = pb.PrepareRequest(job="again", id=name, num_workers=2, tables=[json.dumps(table)])
         await self.service.Prepare(request, Context())
 
@@ -120,6 +120,8 @@ def test_what_was_written_is_a_job_once_it_is_whole() -> None:
         await desk.service.Finish(pb.FinishRequest(id="r"), Context())
         (store,) = front.driver.stores(front.driver.shard.jobs["again"])
         assert store.weights.tolist() == grad(7.0).tolist()
+        clock = front.driver.shard.jobs["again"].table(0).clock(0)
+        assert (clock.version, clock.clock(0), clock.clock(1)) == (3, 3, 3)
         await desk.prepare({**json.loads((await desk.capture("b", 1)).about)})
         with pytest.raises(Refused, match="of slice 0 of the checkpoint is not whole"):
             await desk.service.Finish(pb.FinishRequest(id="r"), Context())

@@ -93,7 +93,7 @@ async def restored(front: Front) -> Desk:
 
 
 async def push_again(front: Front, rank: int) -> None:
-    header = push_header(rank, 0)
+    header = push_header(rank, 3)  # The version that the checkpoint is said to be of.
     header.sender.job = "again"
     await front.push(header, grad(1.0))
 
@@ -191,7 +191,7 @@ def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
             await front.join(rank, job="again")
             assert await claim(front, "again", rank) == {0: 1.0 + rank}
             assert await claim(front, JOB, rank) == {}
-        at_first = cp.CaptureRequest(job="again", table="model", id="b")
+        at_first = cp.CaptureRequest(job="again", table="model", id="b", version=3)
         assert (await desk.service.Capture(at_first, Context())).state == cp.CAPTURE_DONE
         await push_again(front, 1)
         assert await claim(front, "again", 0) == {0: 1.0}
