@@ -35,6 +35,7 @@ MODES = {
     "ssgd": ("ssgd", "none"),
     "od": ("od(warmup=5)", "none"),
     "ssd": ("ssd(steps=5, warmup=5)", "none"),
+    "ssd-kept": ("ssd(steps=5, warmup=5, mirror=kept)", "none"),
     "cd": ("cd(steps=5, warmup=5)", "2bit"),
 }
 
@@ -291,11 +292,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rates", default="100mbit,1gbit,10gbit")
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--modes", default=",".join(MODES), help="of these")
     parser.add_argument("--compute-s", type=float, help="of a step; default: as the link takes")
     parser.add_argument("--rounds", type=int, default=2, help="of five steps each")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the plot")
     options = parser.parse_args()
+    if unknown := set(options.modes.split(",")) - set(MODES):
+        parser.error(f"no mode {', '.join(sorted(unknown))}; choose from {', '.join(MODES)}")
     if (reason := available()) is not None:
         sys.exit(f"no network namespaces here: {reason}")
     rows: list[list[Any]] = []
