@@ -42,6 +42,7 @@ class Link:
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self._transport: Transport | None = None
         self.instance = 0  # Of the process that this worker has joined; 0 before.
+        self.joined_as = (-1, 0)  # With which rank and incarnation.
         self.waiting_for = ""  # What the job waits for, as the shard said with the last heartbeat.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import socket
 import threading
 import time
@@ -367,7 +368,7 @@ class Session:
             except RankTakenError:
                 if time.monotonic() >= until_s:
                     raise
-                time.sleep(RANK_RETRY_S)
+                time.sleep(RANK_RETRY_S * random.uniform(0.5, 1.0))
             else:
                 return
 
@@ -398,24 +399,26 @@ class Session:
             ),
         )
         self.rank = reply.rank
-        link.instance = reply.instance
+        link.instance, link.joined_as = reply.instance, (self.rank, self.incarnation)
         self._interval_s = reply.lease_s / 5
         if link is self.links[0]:
             self._rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
 
     def _beat(self, link: Link) -> None:
-        """Renews the lease at one shard until the session ends; other messages renew it too."""
+        """Renews the lease at one shard until the session ends; other messages renew it too.
+
+        Meanwhile this worker may be on its way back, at some shards and not yet at this one.
+        """
         while not self._stop.wait(self._interval_s):
+            joined_as = link.joined_as
+            rank, incarnation = joined_as
             request = pb.HeartbeatRequest(
-                job=self.job,
-                worker=self.rank,
-                incarnation=self.incarnation,
-                waiting_for=self.waits,
+                job=self.job, worker=rank, incarnation=incarnation, waiting_for=self.waits
             )
             try:
                 self._tell_debts(link.beat(request, timeout_s=self._interval_s))
             except PacelineError as error:
-                if request.incarnation == self.incarnation:
+                if link.joined_as == joined_as and incarnation == self.incarnation:
                     self._failure = error
 
     def _tell_debts(self, asked: Sequence[pb.Owing]) -> None:

@@ -54,6 +54,7 @@ class FakeLink:
         self.is_closed = False
         self.beats: list[Callable[[], object]] = []
         self.beaten = threading.Event()
+        self.beaten_as: list[tuple[int, int]] = []
         number = len(FakeLink.made)
         self.describe = pb.DescribeReply(
             protocol=wire.PROTOCOL, version="0.1.0", cluster="c", shard=number, num_shards=2
@@ -77,6 +78,7 @@ class FakeLink:
 
     def beat(self, request: Any, timeout_s: float) -> list[pb.Owing]:
         self.beaten.set()
+        self.beaten_as.append((request.worker, request.incarnation))
         if self.beats:
             self.beats[0]()
         return []
@@ -234,6 +236,43 @@ def test_a_worker_whose_rank_was_taken_comes_back_with_another(links: list[FakeL
     requests = links[0].sent("Join")
     assert [request.rank for request in requests] == [3, 3, -1]
     assert all(request.returns for request in requests[1:])
+    session.leave()
+
+
+@pytest.mark.usefixtures("links")
+def test_a_worker_without_a_rank_is_heard_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on its way back: what a shard says of its former self is no news to it."""
+    asked, told = threading.Event(), threading.Event()
+
+    def refuse() -> None:
+        if not asked.is_set():
+            asked.set()
+            told.wait(10.0)
+            raise ReplacedError("rank 3 was declared lost")
+
+    def change(links: list[FakeLink]) -> None:
+        for link in links:
+            link.answers["Join"] = pb.JoinReply(rank=3, lease_s=0.05, instance=1)
+
+    prepare(change, monkeypatch)
+    session = begin(min_workers=2)
+    first, links = session.incarnation, FakeLink.made
+    links[1].beats.append(refuse)
+    assert asked.wait(10.0)  # At one shard a heartbeat is under way, ...
+    taken, other = RankTakenError("rank 3 is held"), pb.JoinReply(rank=1, lease_s=0.05)
+    links[0].answers["Join"] = [taken, taken, taken, other]
+    links[1].answers["Join"] = other
+    monkeypatch.setattr(module, "RANK_RETRY_S", 0.1)  # ... at the other ten begin with each try.
+    session.rejoin()
+    told.set()
+    for link in links:
+        count = len(link.beaten_as)
+        while len(link.beaten_as) < count + 2:
+            assert link.beaten.wait(10.0)
+            link.beaten.clear()
+        assert set(link.beaten_as) <= {(3, first), (1, session.incarnation)}
+        assert link.beaten_as[-1] == (1, session.incarnation)
+    session.check()
     session.leave()
 
 
