@@ -130,7 +130,7 @@ class SliceClock:
         self._absent: set[int] = set()  # Came back, and have not pulled yet.
         self._num_workers = num_workers
         self._bins: dict[int, Bin] = {}  # By step, or under 0 in an asynchronous mode.
-        self._parked: dict[tuple[int, int], tuple[Push, Token]] = {}  # By (worker, step).
+        self._parked: dict[tuple[int, int], tuple[Push, Token]] = {}  # By (step, worker).
         self._waiting: dict[Token, Pull] = {}
 
     # ----- messages
@@ -201,7 +201,7 @@ class SliceClock:
         """
         if self.version >= 0:
             self._absent.add(worker)
-            for key in [key for key in self._parked if key[0] == worker]:
+            for key in [key for key in self._parked if key[1] == worker]:
                 del self._parked[key]
 
     def forget(self, token: Token) -> bool:
@@ -211,7 +211,8 @@ class SliceClock:
     def change(self, rule: Rule) -> list[Action]:
         """Goes on under another rule, while nobody is expected; what is in enters an update.
 
-        Versions go on, and every worker's next push is that of the newest version.
+        Versions go on, and every worker's next push is that of the newest version. What is parked
+        is of somebody who was lost: whoever steps aside has waited for its acknowledgements.
 
         Raises:
             ConfigError: The rule's arguments do not fit the number of workers.
@@ -222,6 +223,7 @@ class SliceClock:
             self.version = max(self.version, key)
             actions.append(self._close(key))
         self.rule = rule
+        self._parked.clear()
         for rank in {*self._members(), *self.counted}:
             self.counted[rank] = Counted(clock=max(self.version, 0))
         return actions + self._answers()
@@ -261,7 +263,7 @@ class SliceClock:
             return slowest, [rank for rank in self._expected() if self.clock(rank) <= slowest]
         step = max(self.version, 0)
         ranks = self._bins[step].ranks() if step in self._bins else set()
-        ranks |= {rank for rank, parked in self._parked if parked == step}
+        ranks |= {rank for parked, rank in self._parked if parked == step}
         return step, [rank for rank in self._expected() if rank not in ranks]
 
     @property
@@ -318,9 +320,9 @@ class SliceClock:
         The first is not answered: whoever sent it again waits for the second, and an answer now
         would say that the push is counted.
         """
-        key = (push.worker, push.step)
+        key = (push.step, push.worker)
         self._parked.pop(key, None)
-        if sum(worker == push.worker for worker, _ in self._parked) >= PARKED_MAX:
+        if sum(worker == push.worker for _, worker in self._parked) >= PARKED_MAX:
             raise RemoteProtocolError(
                 f"worker {push.worker} pushed step {push.step}, {PARKED_MAX} of its pushes wait "
                 f"already for version {self.version}"
@@ -440,9 +442,15 @@ class SliceClock:
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that are no longer too far ahead; returns whether any was."""
         was = len(self._parked)
+        waiting: set[int] = set()  # Steps in which a lower rank has not its turn yet.
         for key in sorted(self._parked):  # A lower rank can make room for the next.
-            if self._has_room(self._parked[key][0]):
+            push = self._parked[key][0]
+            if push.may_wait and push.step in waiting:
+                continue
+            if self._has_room(push):
                 actions += self._count(*self._parked.pop(key))
+            elif push.may_wait:
+                waiting.add(push.step)
         return len(self._parked) < was
 
     def _close(self, key: int) -> Action:

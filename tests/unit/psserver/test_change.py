@@ -6,6 +6,7 @@ from pscore.errors import ConfigError, JobMismatchError, LimitError, RemoteProto
 from pscore.rules import ASGD, SSD, SSGD, LocalSGD
 from psserver.clock import Update
 from psserver.limits import Limits
+from psserver.membership import Presence
 from psserver.shard import Job, Shard
 from tests.unit.psserver.test_shard import push, ready
 
@@ -43,6 +44,17 @@ def test_after_the_change_everybody_is_waited_for_again() -> None:
     assert job.table(0).clock(0).version == 0
     push(shard, job, address, 1, 0)
     assert job.table(0).clock(0).version == 1
+
+
+def test_what_a_lost_worker_had_parked_is_not_counted_under_the_new_mode() -> None:
+    shard, job, address = ready(2)
+    push(shard, job, address, 1, 1)  # A step too far, and not acknowledged.
+    job.membership.members[1].presence = Presence.LOST
+    aside(shard, job, 0)
+    shard.change(job, 0, 0, NEW)
+    push(shard, job, address, 0, 0)
+    clock = job.table(0).clock(0)
+    assert (clock.version, 1 in clock.counted[1]) == (1, False)
 
 
 def test_nothing_changes_before_all_have_stepped_aside() -> None:
