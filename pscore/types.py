@@ -13,6 +13,8 @@ HyperArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
+ANY_STEP = -2  # A checkpoint wants what is owed after whichever push.
+
 
 class Role(enum.IntEnum):
     """What a payload is. It travels with every message; nothing in it says who sent it."""

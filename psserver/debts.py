@@ -19,7 +19,7 @@ import numpy as np
 
 from pscore.compressors.base import Compressor
 from pscore.errors import RemoteProtocolError
-from pscore.types import FloatArray
+from pscore.types import ANY_STEP, FloatArray
 from psserver.counted import Counted
 from psserver.membership import Presence
 from psserver.shard import Address, Job
@@ -27,7 +27,6 @@ from psserver.table import Table
 
 PREFIX = "owed"
 NAME = re.compile(PREFIX + r"\.(0|[1-9][0-9]{0,3})\.([a-z_]+)")  # With rank and array.
-ANY_STEP = -2
 Arrays = dict[str, FloatArray]  # What a compressor keeps of a slice, each `(numel,) float32`.
 
 
@@ -94,10 +93,12 @@ class Ask:
         """Returns what has come of a slice, by its names in a checkpoint: `owed.3.residual`."""
         return {
             f"{PREFIX}.{rank}.{name}": array
-            for (other, rank), arrays in {**self.kept, **self.arrays}.items()
-            for name, array in arrays.items()
-            if other == index
+            for rank in range(self.job.membership.num_workers)
+            for name, array in self._newer(index, rank).items()
         }
+
+    def _newer(self, index: int, rank: int) -> Arrays:
+        return self.arrays.get((index, rank)) or self.kept.get((index, rank), {})
 
     def _is_missing(self, index: int, rank: int, counted: Counted | None) -> bool:
         if counted is None or not self.table.specs[index].compress or _newest(counted) < 0:

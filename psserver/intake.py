@@ -157,8 +157,6 @@ class Intake:
             if push.role not in LOADS:
                 request.step = push.step
             actions = self.shard.push(job, address, push, request)
-            if request.step >= 0:
-                self.debts.pushed(job, address, worker)
             if self.timeline is not None:
                 note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.counters.pushed_nbytes += data.nbytes
@@ -247,6 +245,8 @@ class Intake:
             self.tally.pushes[action.verdict] += 1
             request = action.token
             assert isinstance(request, Request)
+            if request.step >= 0:
+                self.debts.pushed(request.job, request.address, request.worker)
             if action.verdict is Verdict.ACCEPTED:
                 staleness = request.clock.staleness.get(request.worker)
                 if staleness is not None:

@@ -18,12 +18,11 @@ from pscore.errors import PacelineError
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from pscore.types import FloatArray, Verdict
+from pscore.types import ANY_STEP, FloatArray, Verdict
 from psworker.feedback import Feedback
 from psworker.session import Session
 
 log = logging.getLogger("paceline")
-ANY_STEP = -2  # As a shard says it.
 NEVER = -1  # A process that has just been started owes what it has claimed, after any step.
 
 

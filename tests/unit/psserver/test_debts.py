@@ -1,5 +1,6 @@
 """A checkpoint has what each live worker owed after one step, or says whose it lacks."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,20 @@ def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
         assert {"owed.0.residual", "owed.1.residual"} < set(arrays)
         front.driver.intake.forget_job(id(front.driver.shard.jobs["again"]))
         assert await claim(front, "again", 0) == {}
+
+    play(scene)
+
+
+def test_a_push_that_is_parked_has_not_used_what_was_kept() -> None:
+    async def scene(front: Front) -> None:
+        await restored(front)
+        await front.join(0, job="again")
+        header = push_header(0, 4)  # One step too far.
+        header.sender.job = "again"
+        parked = asyncio.ensure_future(front.push(header, grad(1.0)))
+        await asyncio.sleep(0)
+        assert await claim(front, "again", 0) == {0: 1.0}
+        parked.cancel()
 
     play(scene)
 

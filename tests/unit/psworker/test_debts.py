@@ -12,8 +12,8 @@ from pscore.errors import ServerUnavailableError
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from pscore.types import Push, TensorSpec
-from psworker.debts import ANY_STEP, Debts
+from pscore.types import ANY_STEP, Push, TensorSpec
+from psworker.debts import Debts
 from psworker.feedback import Feedback
 
 NUMEL = 32
