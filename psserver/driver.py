@@ -402,16 +402,24 @@ class Driver:
             self._ring(job)
         while awaited and (left_s := deadline_s - self.now()) > 0:
             bell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self._barriers.setdefault((id(job), name), []).append(bell)
-            await asyncio.wait([bell], timeout=left_s)
+            bells = self._barriers.setdefault((id(job), name), [])
+            bells.append(bell)
+            try:
+                await asyncio.wait([bell], timeout=left_s)
+            finally:
+                bells.remove(bell)
+                if not bells:
+                    del self._barriers[id(job), name]
             with self.lock:
                 awaited = self.shard.barrier(job, name, number, rank)
+                if not awaited:
+                    self.recovery.note(job)
         return not awaited, awaited
 
     def _ring(self, job: Job) -> None:
         """Wakes everybody who waits at a barrier of `job`."""
         for key in [key for key in self._barriers if key[0] == id(job)]:
-            for bell in self._barriers.pop(key):
+            for bell in self._barriers[key]:
                 if not bell.done():
                     bell.set_result(True)
 

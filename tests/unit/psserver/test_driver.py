@@ -220,6 +220,18 @@ def test_a_barrier_opens_for_all_at_once() -> None:
     play(scene)
 
 
+def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        gone = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 0, 10.0))
+        await settle()
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert not front.driver._barriers
+
+    play(scene)
+
+
 def test_a_departure_opens_a_barrier() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
