@@ -22,8 +22,9 @@ import structlog
 from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
+from pscore.types import ANY_STEP
 from psserver import snapshot
-from psserver.debts import ANY_STEP, Ask
+from psserver.debts import Ask
 from psserver.delivery import DELIVERIES_MAX, Delivery
 from psserver.driver import WAIT_S_MAX, Driver
 from psserver.intake import Armed
@@ -96,6 +97,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         capture.touched_s = self._driver.now()
         with self._driver.lock:
             versions = [clock.version for clock in capture.table.clocks.values()] or [-1]
+            waiting_for = self._driver.waiting_for(capture.job, capture.table)
         is_done = state == pb.CAPTURE_DONE
         return pb.CaptureReply(
             state=state,
@@ -104,6 +106,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             version_max=max(versions),
             about=json.dumps(self._describe(capture)) if is_done else "",
             by_step=capture.table.spec.rule.by_step,
+            waiting_for=waiting_for,
         )
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadReply:

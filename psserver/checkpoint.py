@@ -24,6 +24,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -208,18 +209,22 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
             reply.state = pb.CAPTURE_PASSED
     request.wait_ms = WAIT_MS
     while not any(reply.state == pb.CAPTURE_PASSED for reply in replies):
-        replies = [shards.call(shard, "Capture", request) for shard in everybody]
+        with ThreadPoolExecutor(len(everybody)) as pool:  # All wait at once.
+            replies = list(
+                pool.map(lambda shard: shards.call(shard, "Capture", request), everybody)
+            )
         states = {reply.state for reply in replies}
         is_idle = pb.CAPTURE_WAITING in states and max(r.version_max for r in replies) > gone
         if is_idle or states == {pb.CAPTURE_DONE}:
             break
         if time.monotonic() > deadline_s:
             ranks = sorted({rank for reply in replies for rank in reply.owing})
+            awaited = next((r.waiting_for for r in replies if r.waiting_for), "nothing")
             raise CommandError(
                 Exit.NO_ANSWER,
                 f"table {request.table!r} of job {request.job!r} could not be copied within "
-                f"{OWED_WAIT_S:g} s: a worker has stopped in the middle of a step (psserver status "
-                f"says which), or has not sent what its error feedback owes: {ranks or 'nobody'}",
+                f"{OWED_WAIT_S:g} s: a worker has stopped in the middle of a step, or has not sent "
+                f"what its error feedback owes: {ranks or 'nobody'}; the job waits for {awaited}",
             )
     return replies
 

@@ -35,20 +35,22 @@ class CaptureRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., table: _Optional[str] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., wait_ms: _Optional[int] = ..., weights_only: bool = ...) -> None: ...
 
 class CaptureReply(_message.Message):
-    __slots__ = ("state", "version_min", "version_max", "about", "by_step", "owing")
+    __slots__ = ("state", "version_min", "version_max", "about", "by_step", "owing", "waiting_for")
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BY_STEP_FIELD_NUMBER: _ClassVar[int]
     OWING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     state: CaptureState
     version_min: int
     version_max: int
     about: str
     by_step: bool
     owing: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, state: _Optional[_Union[CaptureState, str]] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., about: _Optional[str] = ..., by_step: bool = ..., owing: _Optional[_Iterable[int]] = ...) -> None: ...
+    waiting_for: str
+    def __init__(self, state: _Optional[_Union[CaptureState, str]] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., about: _Optional[str] = ..., by_step: bool = ..., owing: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
     __slots__ = ("id", "slice", "array", "offset", "nbytes")
