@@ -224,7 +224,7 @@ class SliceStore:
         kept = replace(payload, data=data, cell=cell, is_borrowed=False)
         if self._journal is not None:
             self._count_step(action.push)
-            is_compressed = not isinstance(payload.compressor, NoCompression)
+            is_compressed = not payload.compressor.is_raw
             self._journal.hold(action.push, cell, data.nbytes, is_compressed=is_compressed)
             self._journal.commit()
         return kept
@@ -250,7 +250,7 @@ class SliceStore:
         if self._journal is not None:
             self._count_step(add.push)
             self._journal.drop(add.push)
-        alone = add.is_first and add.weight == 1.0 and isinstance(payload.compressor, NoCompression)
+        alone = add.is_first and add.weight == 1.0 and payload.compressor.is_raw
         if alone and payload.data.nbytes and not self._rule.compensates:
             self._step(payload.data.view("<f4"), update)
             self._give(payload.cell)

@@ -160,7 +160,7 @@ def measure_cost(compressor: Compressor, numel: int, num_slices: int) -> Cost:
     grads = np.split(drawn * np.float32(0.01), count)
     targets = np.split(np.zeros(count * numel, dtype=np.float32), count)
     num_all = count * numel
-    if isinstance(compressor, NoCompression):
+    if compressor.is_raw:
 
         def add_raw() -> None:
             for grad, target in zip(grads, targets, strict=True):

@@ -44,6 +44,11 @@ class Compressor(ABC):
     is_raw: ClassVar[bool] = False
 
     @property
+    def needs_norm(self) -> bool:
+        """Whether encoding begins with a sum over the whole slice, which no kernel makes."""
+        return False
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """Arrays that the worker keeps of each slice; `residual` is what is still owed."""
         return (RESIDUAL,)
@@ -56,6 +61,10 @@ class Compressor(ABC):
     @abstractmethod
     def payload_nbytes_max(self, numel: int) -> int:
         """Returns the largest payload of `numel` elements, in bytes."""
+
+    def payload_nbytes(self, buffer: ByteArray, numel: int) -> int:
+        """Returns the length of the payload of `numel` elements that `buffer` begins with."""
+        return self.payload_nbytes_max(numel)
 
     @abstractmethod
     def check(self, payload: ByteArray, numel: int) -> None:

@@ -76,9 +76,18 @@ class DGC(Compressor):
         """The velocity, which is what is owed, and the momentum."""
         return (RESIDUAL, MOMENTUM)
 
+    @property
+    def needs_norm(self) -> bool:
+        """Clipping is by the norm of the slice."""
+        return self.clip > 0
+
     def payload_nbytes_max(self, numel: int) -> int:
         """Eight bytes per element that is sent in the first stage of the warm-up."""
         return sparse.payload_nbytes(self._limit(numel))
+
+    def payload_nbytes(self, buffer: ByteArray, numel: int) -> int:
+        """What the count at its begin says."""
+        return sparse.payload_nbytes(sparse.count_in(buffer))
 
     def check(self, payload: ByteArray, numel: int) -> None:
         """The exact length, indices in range and increasing, values that are numbers."""

@@ -62,6 +62,11 @@ def payload_nbytes(count: int) -> int:
     return HEAD_NBYTES + PAIR_NBYTES * count
 
 
+def count_in(payload: ByteArray) -> int:
+    """Returns how many elements a payload declares."""
+    return int(payload[:HEAD_NBYTES].view("<u4")[0])
+
+
 def check(name: str, payload: ByteArray, numel: int, count_max: int) -> None:
     """Refuses a payload that is not exactly what it declares.
 
@@ -70,7 +75,7 @@ def check(name: str, payload: ByteArray, numel: int, count_max: int) -> None:
     """
     if payload.nbytes < HEAD_NBYTES:
         raise DecodeError(f"{name} payload of {payload.nbytes} bytes has no count")
-    count = int(payload[:HEAD_NBYTES].view("<u4")[0])
+    count = count_in(payload)
     if count > count_max:
         raise DecodeError(f"{name} payload declares {count} elements, at most {count_max}")
     blocks.check_nbytes(name, payload, payload_nbytes(count), numel)

@@ -49,6 +49,10 @@ class TopK(Compressor):
         """Eight bytes per element that is sent."""
         return sparse.payload_nbytes(sparse.limit(self.ratio, numel, self.select))
 
+    def payload_nbytes(self, buffer: ByteArray, numel: int) -> int:
+        """What the count at its begin says."""
+        return sparse.payload_nbytes(sparse.count_in(buffer))
+
     def check(self, payload: ByteArray, numel: int) -> None:
         """The exact length, indices in range and increasing, values that are numbers."""
         sparse.check(self.name, payload, numel, sparse.limit(self.ratio, numel, self.select))

@@ -11,10 +11,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from pscore.compressors import sparse
 from pscore.compressors.base import Compressor, require_finite
-from pscore.compressors.dgc import DGC
-from pscore.compressors.topk import TopK
 from pscore.types import ByteArray
 
 TAIL_NBYTES = 16  # Behind the payload, int32: whether a number was beyond float32, the refusal.
@@ -80,6 +77,4 @@ class Encoder(ABC):
         bad, refused = host[self._tail : self._tail + 8].view(np.int32).tolist()
         assert not refused, "a gradient that is no number was to be reported before"
         require_finite(bad == 0, self.compressor.name)
-        if isinstance(self.compressor, TopK | DGC):
-            return host[: sparse.payload_nbytes(int(host[:4].view("<u4")[0]))]
-        return host[: self.compressor.payload_nbytes_max(self.numel)]
+        return host[: self.compressor.payload_nbytes(host, self.numel)]

@@ -236,5 +236,5 @@ ENCODERS: Mapping[type[Compressor], Callable[[KernelEncoder, torch.Tensor, int, 
 
 
 def can_encode(compressor: Compressor) -> bool:
-    """Returns whether there are kernels; clipping by a norm needs the host."""
-    return type(compressor) in ENCODERS and not (isinstance(compressor, DGC) and compressor.clip)
+    """Returns whether there are kernels."""
+    return type(compressor) in ENCODERS and not compressor.needs_norm
