@@ -25,6 +25,7 @@ from benchmarks import convergence_plots, tasks
 from benchmarks.inprocess import Cluster, Compute, Job, Network
 from benchmarks.runs import Run, as_json, collect, keep, load, show
 from benchmarks.sweeps import NUM_WORKERS, SWEEPS, Setting
+from pscore import partition
 from pscore.compressors import parse_compressor
 from pscore.estimate import parse_pull_compressor
 from pscore.rules import parse_mode
@@ -206,9 +207,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--compute-ms", type=float, default=8.0, help="of a step, simulated")
     parser.add_argument("--gbit", type=float, default=1.0, help="of each link, per second")
+    parser.add_argument("--slice-numel", type=int, help="most elements of a slice, 4096 or more")
     parser.add_argument("--out", type=Path, help="folder of the plots")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
+    if args.slice_numel:
+        partition.SLICE_NUMEL_MAX = args.slice_numel
     if args.quick:
         args.sweep, args.seeds, args.steps = "quick", args.seeds[:1], args.steps or QUICK_STEPS
     return args

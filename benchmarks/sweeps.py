@@ -165,6 +165,18 @@ def gap() -> list[Setting]:
     ]
 
 
+def turns() -> list[Setting]:
+    """Returns the slices pulled in one step, and in turns; a model of one slice has no turns."""
+    return [
+        ssgd(),
+        *(
+            ssd(local, k, WARMUP_FULL, more, name=f"{local} k={k}{about}")
+            for local, k in (("mirror", 5), ("mirror", 16), ("glu", 5))
+            for about, more in (("", ""), (", in turns", ", stagger=True"))
+        ),
+    ]
+
+
 def resnet() -> list[Setting]:
     """Returns what ResNet-20 is run with: few, because each takes long on a CPU."""
     pairs = (("mirror", 5), ("glu", 5), ("mirror", 16))
@@ -179,5 +191,6 @@ SWEEPS = {
     "glu": tuned_glu,
     "adam": with_adam,
     "gap": gap,
+    "turns": turns,
     "resnet": resnet,
 }

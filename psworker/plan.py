@@ -116,17 +116,17 @@ def _traffic(
     arguments = {item.name: getattr(rule, item.name) for item in fields(rule)}
     start, period = int(arguments.get("warmup", 0)), int(arguments.get("steps", 1))
     local = rule.local_update()
-    pushed = pulled = 0
+    pushed = pulled = 0.0
     for step in range(start, start + period):
         plan = rule.plan(step)
         if plan.push is Role.GRADIENT and plan.compress and not plan.flush:
             pushed += packed
         elif plan.push is not None:
             pushed += raw
-        if plan.pull:
-            with_state = local is not None and not plan.block
-            with_state = with_state and local.wants_state(last_of_warmup=False)
-            pulled += raw * (1 + num_state) if with_state else pulled_packed
+        with_state = local is not None and not plan.block
+        with_state = with_state and local.wants_state(last_of_warmup=False)
+        whole = raw * (1 + num_state) if with_state else pulled_packed
+        pulled += whole / plan.turns if plan.pull else 0
     return period, pushed / period, pulled / period
 
 

@@ -8,6 +8,7 @@ shards; the simulator drives many of them in one thread.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 
 import numpy as np
@@ -79,6 +80,8 @@ class Replica:
             for spec in layout.slices
         ]
         self._starts = [spec.start for spec in layout.slices]
+        places = [itertools.count() for _ in range(layout.num_shards)]
+        self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
         self._num_state = len(optimizer.state_names)
         self._reference = torch.empty_like(weights) if rule.outer_optimizer else None
         self._samples = 0.0  # Of the round so far.
@@ -130,7 +133,8 @@ class Replica:
             return
         assert index in self._asked or self._has_landed(index)
         self._send(index, Role.GRADIENT, grad, present, samples, outbox)
-        if plan.pull and index not in self._pending and (self.rule.by_step or not in_backward):
+        is_time = self.rule.by_step or not in_backward
+        if plan.pulls(self._places[index]) and index not in self._pending and is_time:
             clock = self._next_push(index) + 1
             self._ask(index, clock, outbox, in_use=in_backward, with_state=self._wants_state(plan))
             self._asked.add(index)
@@ -172,7 +176,7 @@ class Replica:
             self._rebase(index)
             if plan.local:
                 self._update(index, grads[index])
-            if plan.pull and plan.push is not Role.DELTA:
+            if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
                 self._ask(index, self.clock(index), outbox, with_state=with_state)
         if plan.push is Role.DELTA:
             self._push_moves(grads, outbox)

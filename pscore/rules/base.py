@@ -38,6 +38,12 @@ class Plan:
     inner: bool = False  # In the place of `local`: the user's own torch optimizer makes a step.
     pull: bool = True
     block: bool = True
+    turn: int = 0  # With `pull`: of the slices of a shard, the i-th where i is `turn` modulo
+    turns: int = 1  # `turns`: all of them.
+
+    def pulls(self, place: int) -> bool:
+        """Returns whether a slice is pulled, by its place among those of its shard."""
+        return self.pull and place % self.turns == self.turn
 
 
 class SliceClocks(Protocol):

@@ -11,6 +11,14 @@ arXiv:2012.05396; schedule as in the authors' code (repository main-520/SSD-SGD,
 The weights pulled after step t become the base of the local update of step t+1, so a pull has a
 whole forward and backward pass to hide behind. k=1 is OD-SGD (arXiv:2005.06728).
 
+With `stagger` slices are pulled in turns: a k-th of the weights comes in each step, and not all of
+them in one. For the s-th slice of its shard, after the warm-up,
+
+    b_i = W^{t+1} after the steps t with (t - warmup) mod k = (k - 1 - s) mod k
+
+That is Paceline's own. To one slice it is the same but for which of its steps is the k-th; a worker
+computes with slices whose last pulls are of different steps.
+
 Differs from the paper: the warm-up is counted in steps that the caller sets (the authors' code has
 500 fixed), the step number travels with every message instead of being counted from calls, a push
 is acknowledged on receipt, so that a fast worker may run k steps ahead, and the local update is a
@@ -42,6 +50,7 @@ class SSD(Synchronous):
         beta: `glu`: factor of the global update read off two pulls.
         local_warmup: `glu`: local steps over which its rate rises to its full size.
         mirror: `exact` (the shard's optimizer state travels with each pull) or `kept`.
+        stagger: Whether the slices are pulled in turns, and not all in the same step.
     """
 
     steps: int = 5
@@ -52,6 +61,7 @@ class SSD(Synchronous):
     beta: float = 0.5
     local_warmup: int = 0
     mirror: str = "exact"
+    stagger: bool = False
 
     name: ClassVar[str] = "ssd"
     source: ClassVar[str] = "Xu et al., arXiv:2012.05396"
@@ -74,12 +84,13 @@ class SSD(Synchronous):
         return self.steps
 
     def plan(self, step: int) -> Plan:
-        """Blocks in the warm-up; later pulls at each k-th step and lets it land one step later."""
+        """Blocks in the warm-up; later pulls each k-th step, and lets that land one step later."""
         if step < self.warmup:
             return Plan()
-        return Plan(
-            local=True, pull=(step - self.warmup) % self.steps == self.steps - 1, block=False
-        )
+        turn = self.steps - 1 - (step - self.warmup) % self.steps
+        if self.stagger:
+            return Plan(local=True, block=False, turn=turn, turns=self.steps)
+        return Plan(local=True, pull=turn == 0, block=False)
 
     def local_update(self) -> Any:
         """Returns the local update with this rule's arguments."""

@@ -10,7 +10,7 @@ from pscore.rules import CD, OD, SSD
 from pscore.rules.base import Rule
 from pscore.types import Push, Verdict
 from psserver.clock import Acknowledge, SliceClock
-from tests.harness import NUMEL, Cluster, Vector, assert_follows, quadratic
+from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
 
 LR, MOMENTUM, DECAY, WORKERS = 0.04, 0.8, 0.01, 4
 GROUP = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
@@ -40,6 +40,14 @@ def test_pulls_are_at_each_kth_step_after_the_warm_up() -> None:
     assert [plan.local for plan in plans] == [False] * 4 + [True] * 7
 
 
+def test_in_turns_each_slice_is_pulled_at_each_kth_step_of_its_own() -> None:
+    rule = SSD(steps=3, warmup=2, stagger=True)
+    plans = [rule.plan(step) for step in range(8)]
+    pulled = [[place for place in range(6) if plan.pulls(place)] for plan in plans]
+    assert pulled == [[*range(6)]] * 2 + [[2, 5], [1, 4], [0, 3]] * 2
+    assert [plan.block for plan in plans] == [True] * 2 + [False] * 6
+
+
 def plain(state: dict[str, Vector], weights: Vector, grad: Vector) -> Vector:
     return weights - LR * (grad + DECAY * weights)
 
@@ -56,14 +64,19 @@ def mirror(state: dict[str, Vector], weights: Vector, grad: Vector) -> Vector:
 def model(
     rule: SSD, update: Callable[[dict[str, Vector], Vector, Vector], Vector]
 ) -> tuple[Vector, Vector]:
-    """Section 1.3's schedule: b_i is advanced before the push, and re-based on W after a pull."""
+    """Section 1.3's schedule: b_i is advanced before the push, and re-based on W after a pull.
+
+    In turns, the elements of slice s are pulled s steps before those of slice 0.
+    """
     weights, velocity = np.zeros(NUMEL), np.zeros(NUMEL)
-    old = weights
+    old, sync = weights, weights
     base = np.zeros((WORKERS, NUMEL))
     view = base.copy()
     states = [{"sync": weights, "velocity": velocity} for _ in range(WORKERS)]
     seen = np.zeros((WORKERS, 200, NUMEL))
-    since = 0
+    since, turn = np.zeros(NUMEL), np.zeros(NUMEL)
+    for number, part in enumerate(SLICES):
+        turn[part] = number * rule.stagger
     for step in range(200):
         seen[:, step] = view
         grads = [quadratic(i, step, view[i]) for i in range(WORKERS)]
@@ -74,21 +87,21 @@ def model(
         if is_warm:
             base = np.array([update(states[i], base[i], grads[i]) for i in range(WORKERS)])
             view = base.copy()
-        if not is_warm or (step - rule.warmup) % rule.steps == rule.steps - 1:
-            sync = ((1 - LR * DECAY) ** since * old - weights) / (since * LR)
-            for state in states:
-                state["sync"] = sync
-                # kept: from the shard at the end of the warm-up only.
-                if rule.mirror == "exact" or step == rule.warmup - 1:
-                    state["velocity"] = velocity
-            old, since = weights, 0
-            base = np.tile(weights, (WORKERS, 1))
+        is_pulled = ((step - rule.warmup + 1 + turn) % rule.steps == 0) | (not is_warm)
+        sync = np.where(is_pulled, ((1 - LR * DECAY) ** since * old - weights) / (since * LR), sync)
+        for state in states:
+            state["sync"] = sync
+            # kept: from the shard at the end of the warm-up only.
+            if rule.mirror == "exact" or step == rule.warmup - 1:
+                state["velocity"] = np.where(is_pulled, velocity, state["velocity"])
+        old, since = np.where(is_pulled, weights, old), np.where(is_pulled, 0, since)
+        base = np.where(is_pulled, weights, base)
         if not is_warm:
             view = base.copy()
     return seen, weights
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("steps", "stagger"), [(1, False), (4, False), (4, True), (2, True)])
 @pytest.mark.parametrize(
     ("name", "form", "update"),
     [
@@ -103,8 +116,10 @@ def test_it_follows_the_equation_for_200_steps(
     form: str,
     update: Callable[[dict[str, Vector], Vector, Vector], Vector],
     steps: int,
+    *,
+    stagger: bool,
 ) -> None:
-    rule = SSD(steps=steps, warmup=10, local=name, mirror=form)
+    rule = SSD(steps=steps, warmup=10, local=name, mirror=form, stagger=stagger)
     cluster = Cluster(
         rule, quadratic, num_workers=WORKERS, group=GROUP, seed=steps, speeds=(1.0, 1.0, 0.6, 0.2)
     ).run()
