@@ -10,8 +10,10 @@ weights (pscore/segment.py); then pushes and answers carry notices only.
 The first message is `Hello` with a token, where a token is asked for: small, and in time; before it
 nothing else is read, and nothing allocated. Who is accepted is the affair of psserver/listener.py.
 
-One thread reads each connection. Answers are sent by whoever has them, as far as the peer takes
-them at once; the rest is left to a thread of the connection, so that a slow reader stalls nobody.
+One thread reads each connection. Short answers are sent by whoever has them, as far as the peer
+takes them at once; the rest, and long ones, are left to a thread of the connection, so that a slow
+reader stalls nobody, and one core can receive and step while the other sends. Where the shard has
+few cores the reading thread makes the step too, of what it has just received.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import structlog
@@ -48,6 +51,26 @@ KEPT_BUFFERS = 4  # Receive buffers that a connection keeps for the next payload
 HELLO_TIMEOUT_S = 10.0  # From being accepted to a whole first message; then it is closed.
 HELLO_NBYTES_MAX = 4 << 10
 SILENCE_S = 30.0  # In the middle of a frame, without a byte; then the connection is closed.
+LONG_NBYTES = 256 << 10  # Of an answer: about 50 us of checksum and copy, as a switch of threads.
+
+
+@dataclass(slots=True, kw_only=True)
+class Unsent:
+    """A frame, or what is left of one, that waits for the writing thread."""
+
+    parts: list[memoryview]
+    release: Callable[[], None] | None
+    header: bytes | None = None  # Of a frame of which `parts` are the payload; its sum is not made.
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(part.nbytes for part in self.parts)
+
+    def frame(self) -> list[memoryview]:
+        """Returns what is to be sent."""
+        if self.header is None:
+            return self.parts
+        return sockets.frame_parts(self.header, self.parts)
 
 
 class Connection:
@@ -74,7 +97,7 @@ class Connection:
         self._greeted = greeted
         self._pass = Pass(EVERY)
         self._lock = threading.Lock()
-        self._unsent: deque[tuple[list[memoryview], Callable[[], None] | None]] = deque()
+        self._unsent: deque[Unsent] = deque()
         self._unsent_nbytes = 0
         self._has_unsent = threading.Event()
         self._writer: threading.Thread | None = None
@@ -117,6 +140,7 @@ class Connection:
 
         Raises:
             AccessError: The token is missing or wrong; the peer was told.
+            TransportError: The connection broke.
         """
         if self._gate.is_open:
             incoming = sockets.read_header(self._socket, deadline_s=deadline_s)
@@ -130,8 +154,11 @@ class Connection:
             if incoming is not None:
                 incoming.read_into()
                 self._admit(_parse(incoming))
-        self._socket.settimeout(None)
-        sockets.limit_silence(self._socket, SILENCE_S)
+        try:
+            self._socket.settimeout(None)
+            sockets.limit_silence(self._socket, SILENCE_S)
+        except OSError as problem:  # The shard ends, and has closed it.
+            raise TransportError(f"connection closed: {problem}") from problem
         self._greeted()
         return incoming
 
@@ -183,7 +210,7 @@ class Connection:
             raise
         incoming.read_into(memoryview(data))
         release = (lambda: self._buffers.append(data)) if nbytes else None
-        self._driver.intake.push(header, data, reply, release)
+        self._driver.intake.push(header, data, reply, release, here=nbytes > 0)
 
     def _buffer(self, nbytes: int) -> ByteArray:
         """Returns memory for a payload: one of the last ones, whose pages are there already.
@@ -210,30 +237,60 @@ class Connection:
         arrays: Sequence[FloatArray | ByteArray] = (),
         release: Callable[[], None] | None = None,
     ) -> None:
-        """Sends a frame, now as far as the peer takes it, the rest later.
+        """Sends a frame, now as far as the peer takes it, the rest later; a long one later.
 
         Without `release`, arrays are only valid during the call: what is left of them is copied.
         """
+        header = envelope.SerializeToString()
         payload = [wire.as_bytes(array) for array in arrays]
-        self._queue(sockets.frame_parts(envelope.SerializeToString(), payload), release)
+        if release is None or sum(part.nbytes for part in payload) < LONG_NBYTES:
+            self._queue(sockets.frame_parts(header, payload), release)
+            return
+        with self._lock, contextlib.suppress(LimitError):  # The peer may take it at once.
+            if not self._is_closed:
+                self._leave(Unsent(parts=payload, release=release, header=header))
+                return
+        self._queue(sockets.frame_parts(header, payload), release)
 
     def _queue(self, parts: list[memoryview], release: Callable[[], None] | None = None) -> None:
         """Sends parts of a frame now as far as the peer takes them, the rest later."""
         with self._lock:
-            if not self._is_closed:
-                if not self._unsent:
-                    parts = self._send_now(parts)
-                if parts and self._is_overdrawn(parts):
+            if not self._is_closed and not self._unsent:
+                parts = self._send_now(parts)
+            if not self._is_closed and parts:
+                try:
+                    self._leave(Unsent(parts=parts, release=release))
+                    return
+                except LimitError as problem:
+                    log.warning("connection closed, its peer does not read", reason=str(problem))
                     self._is_closed = True
                     self._cut()
-                elif parts:
-                    if release is None:
-                        parts = [memoryview(bytes(part)) for part in parts]
-                    self._unsent.append((parts, release))
-                    self._wake()
-                    return
         if release is not None:
             release()
+
+    def _leave(self, unsent: Unsent) -> None:
+        """Leaves a frame to the writing thread; called under the lock.
+
+        It counts as under way. One peer may have half of that, so that something is left for all
+        others.
+
+        Raises:
+            LimitError: Too many bytes wait already.
+        """
+        budget = self._driver.budget
+        if self._unsent_nbytes + unsent.nbytes > budget.nbytes // 2:
+            raise LimitError(
+                f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
+            )
+        budget.take(unsent.nbytes, "an answer")
+        self._unsent_nbytes += unsent.nbytes
+        if unsent.release is None:
+            unsent.parts = [memoryview(bytes(part)) for part in unsent.parts]
+        self._unsent.append(unsent)
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
+            self._writer.start()
+        self._has_unsent.set()
 
     def _send_faulty(
         self,
@@ -256,27 +313,9 @@ class Connection:
         with contextlib.suppress(OSError):  # The peer may have closed it already.
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _is_overdrawn(self, parts: list[memoryview]) -> bool:
-        """Takes the bytes that wait for a slow peer from the budget; whether there are too few.
-
-        One peer may have half of it, so that something is left for all others.
-        """
-        budget, nbytes = self._driver.budget, _nbytes(parts)
-        try:
-            if self._unsent_nbytes + nbytes > budget.nbytes // 2:
-                raise LimitError(
-                    f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
-                )
-            budget.take(nbytes, "an answer")
-        except LimitError as problem:
-            log.warning("connection closed, its peer does not read", reason=str(problem))
-            return True
-        self._unsent_nbytes += nbytes
-        return False
-
-    def _give_back(self, parts: list[memoryview]) -> None:
-        self._unsent_nbytes -= _nbytes(parts)
-        self._driver.budget.give(_nbytes(parts))
+    def _give_back(self, unsent: Unsent) -> None:
+        self._unsent_nbytes -= unsent.nbytes
+        self._driver.budget.give(unsent.nbytes)
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
         """Sends what the kernel takes without waiting; returns the rest."""
@@ -291,22 +330,16 @@ class Connection:
             return []
         return parts
 
-    def _wake(self) -> None:
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
-            self._writer.start()
-        self._has_unsent.set()
-
     def _write(self) -> None:
-        """Sends what is left, frame by frame, as fast as the peer reads."""
+        """Sends what was left here, frame by frame, as fast as the peer reads."""
         while True:
             self._has_unsent.wait()
             with self._lock:
                 if self._is_closed:
                     return
-                parts, release = self._unsent[0]
+                unsent = self._unsent[0]
             try:
-                sockets.send_all(self._socket, parts)
+                sockets.send_all(self._socket, unsent.frame())
             except TransportError:
                 self.close()
                 return
@@ -314,25 +347,25 @@ class Connection:
                 if self._is_closed:
                     return  # `close` has given back what was being sent from.
                 self._unsent.popleft()
-                self._give_back(parts)
+                self._give_back(unsent)
                 if not self._unsent:
                     self._has_unsent.clear()
-            if release is not None:
-                release()
+            if unsent.release is not None:
+                unsent.release()
 
     def close(self) -> None:
         """Ends the connection and gives back what it was sending from."""
         with self._lock:
             self._is_closed = True
-            unsent = list(self._unsent)
+            dropped = list(self._unsent)
             self._unsent.clear()
-            for parts, _ in unsent:
-                self._give_back(parts)
+            for unsent in dropped:
+                self._give_back(unsent)
             self._buffers = deque(maxlen=0)  # What is let go from now on is not kept.
             self._has_unsent.set()
-        for _, release in unsent:
-            if release is not None:
-                release()
+        for unsent in dropped:
+            if unsent.release is not None:
+                unsent.release()
         with contextlib.suppress(OSError):  # The peer may have closed it already.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -374,7 +407,3 @@ def _parse(incoming: sockets.Incoming) -> pb.Envelope:
     except ProtobufDecodeError as problem:
         raise DecodeError(f"header of {len(incoming.header)} bytes is no message") from problem
     return envelope
-
-
-def _nbytes(parts: Sequence[memoryview]) -> int:
-    return sum(part.nbytes for part in parts)

@@ -39,6 +39,7 @@ from psserver.vault import Vault
 
 log = structlog.get_logger()
 WAIT_S_MAX = 10.0
+FEW_THREADS = 2
 
 
 class Driver:
@@ -73,6 +74,7 @@ class Driver:
         self._broke = broke
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lane")
         self.intake = Intake(shard, self._pool, now, self.broke, self.lock, self.tally)
+        self.intake.has_few_threads = num_threads <= FEW_THREADS
         self._timeline = self.intake.timeline = timeline
         self.recovery = Recovery(vault, shard)
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.

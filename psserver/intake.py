@@ -104,6 +104,7 @@ class Intake:
     debts: Debts = field(default_factory=Debts)
     waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
     timeline: Timeline | None = None
+    has_few_threads: bool = False  # In the pool: no more than a worker's connections have already.
 
     # ----- requests
 
@@ -127,6 +128,8 @@ class Intake:
         data: ByteArray,
         reply: Reply,
         release: Callable[[], None] | None = None,
+        *,
+        here: bool = False,
     ) -> None:
         """Takes one push; its answer may come before this returns.
 
@@ -135,10 +138,12 @@ class Intake:
             data: `(nbytes,) uint8`, its payload; empty if it lies in shared memory.
             reply: Where the answer goes.
             release: Called when the payload is no longer needed.
+            here: This thread may carry out what it leads to.
 
         Raises:
             PacelineError: The push is refused; nothing was counted.
         """
+        idle: list[Lane] = []
         with self.lock:
             begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
             job, table, address = self._address(header.sender, header.slice)
@@ -161,7 +166,12 @@ class Intake:
                 note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.counters.pushed_nbytes += data.nbytes
             self.tally.received_nbytes += data.nbytes
-            self.carry_out(job, actions)
+            # What was just received is in this core's cache; what is compressed takes longer to
+            # add than to receive.
+            steps_here = here and self.has_few_threads and not header.compressor
+            self.carry_out(job, actions, idle if steps_here else None)
+        for lane in idle:
+            lane.run()
 
     def pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
         """Takes one pull; answered when it can be, or told what is missing after `wait_s`.
@@ -213,14 +223,24 @@ class Intake:
 
     # ----- carrying out
 
-    def carry_out(self, job: Job, actions: Actions) -> None:
-        """Gives each slice's actions to its lane, in order; called under the lock."""
+    def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
+        """Gives each slice's actions to its lane, in order; called under the lock.
+
+        Args:
+            job: Whose they are.
+            actions: In the order in which they were decided.
+            idle: Takes the lanes that the caller has to run, without the lock; None: none.
+        """
         for address, group in itertools.groupby(actions, key=lambda item: item[0]):
             lane = self.lanes[id(job), address.table, address.slice]
             batch = [action for _, action in group]
             for action in batch:
                 self._count(action)
-            lane.submit(self._with_armed((id(job), address.table, address.slice), batch))
+            work = self._with_armed((id(job), address.table, address.slice), batch)
+            if idle is None:
+                lane.submit(work)
+            elif lane.queue(work):
+                idle.append(lane)
 
     def _with_armed(self, key: tuple[int, int, int], batch: list[Action]) -> Sequence[Work]:
         """Puts what is armed for a slice behind the update that it waits for."""

@@ -1,8 +1,9 @@
 """Lanes: each slice's actions one after the other, many slices at once, off the event loop.
 
 A lane owns one `SliceStore`. Actions of large slices run on a pool of threads, whose loops let the
-GIL go; those of small ones run at once on the caller's thread, where a switch of threads would cost
-more than the work. Results go back through the callbacks that the driver gives.
+GIL go, or on the thread that has just received the gradient (intake.py); those of small ones run at
+once on the caller's thread, where a switch of threads would cost more than the work. Results go
+back through the callbacks that the driver gives.
 """
 
 from __future__ import annotations
@@ -93,17 +94,24 @@ class Lane:
 
     def submit(self, actions: Sequence[Work]) -> None:
         """Queues actions behind those already there."""
+        if not self.queue(actions):
+            return
+        if self._is_inline:
+            self.run()
+        else:
+            self._pool.submit(self.run)
+
+    def queue(self, actions: Sequence[Work]) -> bool:
+        """Queues actions; returns whether the lane was idle, and the caller has to `run` it."""
         with self._lock:
             self._queue.extend(actions)
             if self._is_busy or not self._queue:
-                return
+                return False
             self._is_busy = True
-        if self._is_inline:
-            self._run()
-        else:
-            self._pool.submit(self._run)
+            return True
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Carries out what is queued, on this thread."""
         finished = False
         try:
             while batch := self._take():

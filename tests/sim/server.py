@@ -113,7 +113,7 @@ class WatchedIntake(Intake):
     ledger: Ledger
     note: Callable[[str], None]
 
-    def carry_out(self, job: Job, actions: Actions) -> None:
+    def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
         expected = job.membership.expected()
         for address, action in actions:
             token = getattr(action, "token", None)
@@ -127,7 +127,7 @@ class WatchedIntake(Intake):
                 self.ledger.enough(job.membership.members.values())
                 self.note(f"slice {address.slice} has version {action.version}")
             self.ledger.decided(address.slice, action, identity, role, clock, expected)
-        super().carry_out(job, actions)
+        super().carry_out(job, actions, idle)
 
 
 class Server:

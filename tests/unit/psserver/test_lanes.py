@@ -206,6 +206,19 @@ def test_what_is_submitted_meanwhile_comes_behind() -> None:
     assert not lane.is_busy
 
 
+def test_who_queues_on_an_idle_lane_runs_it_and_nobody_else() -> None:
+    words: Any = Words(INLINE_NUMEL_MAX + 1)
+    with ThreadPoolExecutor(1) as pool:
+        lane = Lane(words, words, pool)
+        assert lane.queue([ack("first")])
+        assert not lane.queue([ack("second")])
+        lane.submit([ack("third")])
+        assert words.said == []
+        lane.run()
+    assert words.said == ["ack first", "ack second", "ack third"]
+    assert not lane.is_busy
+
+
 def test_nothing_submitted_is_nothing_done() -> None:
     words: Any = Words()
     with ThreadPoolExecutor(1) as pool:
