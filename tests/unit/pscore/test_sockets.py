@@ -111,3 +111,15 @@ def test_sending_to_a_peer_that_has_gone_is_an_error(
 def test_advance_leaves_what_has_not_gone(gone: int, left: list[bytes]) -> None:
     rest = sockets.advance([memoryview(b"abc"), memoryview(b"de")], gone)
     assert [bytes(part) for part in rest] == left
+
+
+def test_buffers_within_one_host_are_small_and_those_of_others_are_left_to_the_kernel() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        for source, is_small in (("127.0.0.1", True), ("127.0.0.2", False)):
+            with socket.create_connection(("127.0.0.1", port), 20.0, (source, 0)) as one:
+                before = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+                sockets.tune(one)
+                after = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+                # The kernel counts its own bookkeeping too, as much again.
+                assert after <= 2 * sockets.SAME_HOST_NBYTES if is_small else after == before
