@@ -7,6 +7,7 @@ that a change of these is a change of the model; parameters of another type are 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -17,7 +18,10 @@ from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
 from psworker.device import is_on_device
+from psworker.lent import LentGrads
 from psworker.screen import not_finite
+
+log = logging.getLogger("paceline")
 
 
 def trained(
@@ -106,6 +110,7 @@ class Bucket:
             self.grads = torch.zeros(layout.numel, device=self.device)
         self.weights = torch.zeros(layout.numel, device=self.device)
         self._grads_host = None if is_on_device(self.grads) else self.grads.numpy()
+        self.lent = LentGrads(self.parameters, layout, self._grads_host)
         self._cast: list[int] = []  # Parameters that are not views on the weights.
         self.gather_weights()
         for index, parameter in enumerate(self.parameters):
@@ -113,6 +118,7 @@ class Bucket:
                 parameter.data = self.weight(index).view(parameter.shape)
             else:
                 self._cast.append(index)
+        self._has_warned = False
         self.note_weights()
 
     @property
@@ -151,6 +157,18 @@ class Bucket:
                 return self.layout.tensors[index].name
         return None
 
+    def warn_of_changes(self) -> None:
+        """Says once that weights were changed here, which changes nothing on the shards."""
+        name = None if self._has_warned else self.changed_weights()
+        if name is not None:
+            self._has_warned = True
+            log.warning(
+                "the weights of %r were changed in place, not by this optimizer; training goes on "
+                "from the shards' weights: load weights before DistributedOptimizer is made, or "
+                "call its load_state_dict after it",
+                name,
+            )
+
     def check_weights(self) -> None:
         """Refuses parameters that have been given other memory since the start.
 
@@ -188,8 +206,13 @@ class Bucket:
         start, numel = self.layout.offsets[index], parameter.numel()
         if self._grads_host is not None and grad.dtype == torch.float32 and grad.is_contiguous():
             flat = self._grads_host[start : start + numel]
-            finite = kernels.copy_checked(grad.detach().reshape(-1).numpy(), flat)
+            if self.lent.has(index):
+                finite = kernels.all_finite(flat)
+            else:
+                self.lent.take_back(index)
+                finite = kernels.copy_checked(grad.detach().reshape(-1).numpy(), flat)
         else:
+            self.lent.take_back(index)
             part = self.grads[start : start + numel]
             part.view(parameter.shape).copy_(grad.detach())
             # Nobody waits for a device here: `screen.py` looks when the gradient is pushed.
@@ -199,6 +222,7 @@ class Bucket:
 
     def clear_grad(self, index: int) -> None:
         """Sets the flat gradient of parameter `index` to zero: it has none in this step."""
+        self.lent.take_back(index)
         start = self.layout.offsets[index]
         self.grads[start : start + self.parameters[index].numel()].zero_()
 

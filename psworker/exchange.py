@@ -191,6 +191,10 @@ class Exchange:
         """Whether a slice's weights are in shared memory, and pulled as they are."""
         return self.layout.slices[index].shard in self._shared and self._held[index] is None
 
+    def maps_grads(self, indices: Iterable[int]) -> bool:
+        """Whether the shards of slices have mapped `grads`: pushes are acknowledged soon then."""
+        return all(self.layout.slices[index].shard in self._shared for index in indices)
+
     # ----- waiting
 
     def run(self, waits: Iterable[int]) -> None:

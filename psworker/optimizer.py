@@ -151,7 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for segment in spec.segments:
                 self._slices_of[segment.tensor].append(spec.index)
         self._reset_missing()
-        self._is_closed = self._has_warned = False
+        self._is_closed = False
         self._frozen = [
             parameter
             for group in self.param_groups
@@ -239,6 +239,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.exchange.run(self.replica.finish(self._grads(), self.exchange, self.samples))
         self.show_weights()
         self._buffers.post(self.samples)
+        for index in self.bucket.lent.end_step():
+            self._await_room(index)  # From here on the script may write to `.grad`.
 
     def _check_parameters(self) -> None:
         """Refuses what torch would train and the shards do not.
@@ -247,25 +249,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: A parameter has moved, or was frozen when the wrapper was made.
         """
         self.bucket.check_weights()
-        self._warn_of_changes()
+        self.bucket.warn_of_changes()
         for parameter in self._frozen:
             if parameter.grad is not None and parameter.numel():
                 raise ConfigError(
                     f"a parameter of shape {list(parameter.shape)} has a gradient, but it was "
                     "frozen when DistributedOptimizer was made; freeze it after that"
                 )
-
-    def _warn_of_changes(self) -> None:
-        """Says once that weights were changed here, which changes nothing on the shards."""
-        name = None if self._has_warned else self.bucket.changed_weights()
-        if name is not None:
-            self._has_warned = True
-            log.warning(
-                "the weights of %r were changed in place, not by this optimizer; training goes on "
-                "from the shards' weights: load weights before DistributedOptimizer is made, or "
-                "call its load_state_dict after it",
-                name,
-            )
 
     def _come_back(self, problem: PacelineError, number: int) -> None:
         """Joins anew after having been declared lost; the gradient of step `number` is lost."""
@@ -292,7 +282,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._is_closed:
             yield
             return
-        self._warn_of_changes()
+        self.bucket.warn_of_changes()
         self.exchange.flush()
         kept = None
         differs = self.replica.drifts or self.exchange.compresses_pulls
@@ -410,11 +400,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _leave_early(self, index: int) -> None:
         """Gathers one gradient during backward, and pushes the slices that it completes."""
-        self._gather(index, self.bucket.parameters[index])
-        for part in self._slices_of[index]:
+        parameter, parts = self.bucket.parameters[index], self._slices_of[index]
+        self._gather(index, parameter)
+        if self.bucket.lent.takes(index) and self.exchange.maps_grads(parts):
+            self.bucket.lent.lend(index)
+            self._overlap.moved(index, parameter)
+        for part in parts:
             self._missing[part] -= 1
             if self._missing[part] == 0 and self.exchange.has_landed(part):
                 self._push(part, in_backward=True)  # Else `step` does, which may wait.
+
+    def _await_room(self, index: int) -> None:
+        """Waits until the former gradient of a parameter has left the flat vector."""
+        for part in self._slices_of[index]:
+            self.exchange.acknowledged(part)
 
     def _push_rest(self) -> None:
         """Sends the gradients that have not left during backward."""
@@ -430,8 +429,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _gather(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Brings one gradient into the flat vector, after the former one has left it."""
-        for part in self._slices_of[index]:
-            self.exchange.acknowledged(part)
+        self._await_room(index)
         if parameter.grad is None:
             self.bucket.clear_grad(index)
         else:

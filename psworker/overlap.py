@@ -70,6 +70,10 @@ class Overlap:
             self._watches = False
         self._seen[index] = self._mark(parameter)
 
+    def moved(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Notes that the wrapper itself has given a gradient other memory."""
+        self._seen[index] = self._mark(parameter)
+
     def finish(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Checks, at the end of a step, that what was noted is still the same.
 

@@ -21,6 +21,7 @@ from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
 from pscore.timeline import Timeline
 from pscore.types import Push, Role, SegmentTable
+from psworker.landings import Landings
 from psworker.outbox import Landing, Outbox
 
 Waits = Generator[int, None, None]
@@ -85,8 +86,7 @@ class Replica:
         self._num_state = len(optimizer.state_names)
         self._reference = torch.empty_like(weights) if rule.outer_optimizer else None
         self._samples = 0.0  # Of the round so far.
-        self._landings: dict[int, Landing] = {}
-        self._beside: dict[int, torch.Tensor] = {}  # Where pulls land that may not in the weights.
+        self._landings = Landings(self.parts, self._num_state)
         self._pending: set[int] = set()  # Asked for, and not yet the base.
         self._asked: set[int] = set()  # Those of them that were asked for in the step under way.
         # In a mode by step, for all slices; None once a slice has moved on.
@@ -135,8 +135,11 @@ class Replica:
         self._send(index, Role.GRADIENT, grad, present, samples, outbox)
         is_time = self.rule.by_step or not in_backward
         if plan.pulls(self._places[index]) and index not in self._pending and is_time:
+            with_state = self._wants_state(plan)
+            if with_state and self._awaits_update(index, outbox):
+                return
             clock = self._next_push(index) + 1
-            self._ask(index, clock, outbox, in_use=in_backward, with_state=self._wants_state(plan))
+            self._ask(index, clock, outbox, early=True, in_use=in_backward, with_state=with_state)
             self._asked.add(index)
 
     def land(self, index: int) -> Waits:
@@ -219,6 +222,7 @@ class Replica:
                 index, self.clock(index), outbox, min_version, with_state=with_state, exact=True
             )
         yield from self.settle()
+        self._landings.clear()  # The next step may do without the memory that this took.
 
     def abandon(self) -> None:
         """Gives up the pulls of a step that is not finished: others may wait for its other pushes.
@@ -227,8 +231,7 @@ class Replica:
         """
         for index in self._asked:
             self._pending.discard(index)
-            del self._landings[index]
-            self._beside.pop(index, None)
+            self._landings.forget(index)
         self._asked.clear()
 
     def restart(self) -> None:
@@ -272,7 +275,7 @@ class Replica:
             else:
                 weights = target[self._span(index)]
                 if target.device.type != "cpu":
-                    weights = self._landing(index, with_state=False).weights
+                    weights = self._landings.beside(index)
                 landings[index] = Landing(weights=weights, state=[], exact=True)
                 clock, version = self.clock(index), self.newest(index)
                 outbox.pull(index, clock, version, landings[index], with_state=False)
@@ -391,17 +394,40 @@ class Replica:
         *,
         with_state: bool,
         exact: bool = False,
+        early: bool = False,
         in_use: bool = False,
     ) -> None:
-        """Asks for a slice; without `min_version`, for one with the first `clock` pushes in it."""
+        """Asks for a slice; without `min_version`, for one with the first `clock` pushes in it.
+
+        What an answer that needs no memory of its own would overwrite is left alone while weights
+        are `in_use`, or the step's local update is still to come (`early`): weights land there when
+        they are waited for, or beside it.
+        """
         if index in self._asked:
             return
-        is_late = in_use and self._lands_directly(index) and outbox.maps_weights(index)
-        landing = self._landing(index, with_state=with_state, beside=in_use and not is_late)
-        landing.version, landing.exact, landing.is_late = -1, exact, is_late
-        self._pending.add(index)
         oldest = self._newest(clock) if min_version is None else min_version
+        room = self._landings.room(index, self.local, oldest)
+        state_room = [] if early else self._landings.state_room(index, self.local)
+        in_use = in_use or (early and self.local is not None)
+        is_late = in_use and room is not None and outbox.maps_weights(index)
+        landing = self._landings.prepare(
+            index,
+            None if in_use and not is_late else room,
+            state_room,
+            with_state=with_state,
+            exact=exact,
+            is_late=is_late,
+        )
+        self._pending.add(index)
         outbox.pull(index, clock, oldest, landing, with_state=with_state)
+
+    def _awaits_update(self, index: int, outbox: Outbox) -> bool:
+        """Whether a pull with state is for `finish` to ask for, behind the step's local update.
+
+        State can land in the place of what it replaces then, and in shared memory the way is short.
+        """
+        has_room = self._landings.state_room(index, self.local)
+        return bool(has_room) and outbox.maps_weights(index)
 
     def _update(self, index: int, grad: torch.Tensor) -> None:
         begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
@@ -425,24 +451,6 @@ class Replica:
             return False
         return bool(self.local.wants_state(last_of_warmup=ends_warmup))
 
-    def _lands_directly(self, index: int) -> bool:
-        """Whether nothing but forward and backward reads the weights while a pull is on its way."""
-        return self.local is None and self.parts[index].weights.device.type == "cpu"
-
-    def _landing(self, index: int, *, with_state: bool, beside: bool = False) -> Landing:
-        """Returns where the next pull of a slice lands: right in the weights, if that can be."""
-        part = self.parts[index]
-        weights = part.weights
-        if beside or not self._lands_directly(index):
-            if index not in self._beside:
-                self._beside[index] = _host_buffer(part.weights)
-            weights = self._beside[index]
-        landing = self._landings.setdefault(index, Landing(weights=weights, state=[]))
-        landing.weights = weights
-        if with_state and not landing.state:
-            landing.state = [_host_buffer(part.weights) for _ in range(self._num_state)]
-        return landing
-
     def _rebase(self, index: int) -> None:
         """Takes a pull that has landed, if there is one."""
         if index not in self._pending or index in self._asked:
@@ -464,8 +472,4 @@ class Replica:
         if part.version < 0 or landing.version > self.clocks[index]:
             self._next = None  # Else the clock, which is what counts, is as it was.
         part.version, part.num_local = landing.version, 0
-
-
-def _host_buffer(like: torch.Tensor) -> torch.Tensor:
-    """Returns a zeroed float32 tensor on the host; pinned if `like` is on a GPU."""
-    return torch.zeros(like.shape, dtype=torch.float32, pin_memory=like.device.type == "cuda")
+        self._landings.release(index)

@@ -7,6 +7,7 @@ Tensors are on the model's device: Numba kernels on the CPU, torch (or CuPy) on 
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import numpy as np
 
 from pscore.optimizers.base import Optimizer
 from pscore.types import HyperArray, IntArray, SegmentTable
+
+MAPPED_NBYTES_MIN = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +38,20 @@ class LocalSlice:
 
     def __post_init__(self) -> None:
         assert self.counts.dtype == np.int64
+
+
+def zeros_like(weights: Any) -> Any:
+    """Returns zeros of the shape, type and device of a `(numel,) float32` tensor, to be kept.
+
+    On the CPU large ones are mapped: in the heap they would lie between gradients, whose memory
+    the allocator could then neither join nor give back.
+    """
+    if weights.device.type != "cpu" or weights.nbytes < MAPPED_NBYTES_MIN:
+        return weights.new_zeros(weights.shape)
+    import torch  # Shards do without.
+
+    mapped = mmap.mmap(-1, weights.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.from_numpy(np.frombuffer(mapped, dtype=np.float32))
 
 
 class LocalUpdate(ABC):
@@ -65,13 +82,30 @@ class LocalUpdate(ABC):
         """
         return self.pulls_state
 
+    def room(self, part: LocalSlice) -> Any:
+        """Returns an array of its state on which a newer pull may land, or None.
+
+        Nothing may read it from the step's `update` to the `rebase` to that pull, which is then
+        given it as `weights`: a landing of its own would be one more copy of the model.
+        """
+        return None
+
+    def state_room(self, part: LocalSlice) -> Sequence[Any]:
+        """Returns what `rebase` copies pulled state to, in its order: it may land there as well.
+
+        Empty: there is no such thing. Nothing may read it from `update` to `rebase`.
+        """
+        return ()
+
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
         """Takes a pull that has landed; `part.version` is still the previous pull's.
 
         Args:
             part: The slice.
-            weights: `(numel,) float32` tensor, the global weights; only valid during the call.
-            state: The optimizer's state arrays in the order of `state_names`, or empty.
+            weights: `(numel,) float32` tensor, the global weights; only valid during the call. It
+                may be what `room` has returned.
+            state: The optimizer's state arrays in the order of `state_names`, or empty. They may be
+                what `state_room` has returned.
             version: Their version, in updates.
         """
         part.weights.copy_(weights)

@@ -27,7 +27,7 @@ import numpy as np
 from numba import njit
 
 from pscore.errors import ConfigError
-from pscore.local.base import LocalSlice, LocalUpdate
+from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
 from pscore.local.sgd import hyper_columns
 from pscore.types import FloatArray, HyperArray, IntArray
 
@@ -143,7 +143,7 @@ def _require(name: str, value: float, high: float) -> None:
 
 def _array(part: LocalSlice, name: str, like: Any = None) -> Any:
     if name not in part.state:
-        fresh = part.weights.new_zeros(part.weights.shape)
+        fresh = zeros_like(part.weights)
         part.state[name] = fresh if like is None else fresh.copy_(like)
     return part.state[name]
 

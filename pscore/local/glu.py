@@ -33,7 +33,7 @@ import numpy as np
 from numba import njit
 
 from pscore.errors import ConfigError
-from pscore.local.base import LocalSlice, LocalUpdate
+from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
 from pscore.local.sgd import hyper_columns
 from pscore.types import FloatArray, HyperArray, IntArray
 
@@ -104,16 +104,20 @@ class GLU(LocalUpdate):
             weights.add_(grad[start:stop], alpha=-lr * self.alpha * sign)
             weights.add_(sync[start:stop], alpha=-lr * self.beta)
 
+    def room(self, part: LocalSlice) -> Any:
+        """Returns G_sync: a newer pull makes it anew, from that pull and the one before."""
+        return _array(part, "grad_sync")
+
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
         """Takes the pull and reads the global update off it and the pull before."""
         old, sync = _array(part, "weights_old"), _array(part, "grad_sync")
         num_updates = version - part.version
         if part.version < 0 or num_updates <= 0:
             # There is no global update between the two; the same version again leaves the last one.
-            if part.version != version:
-                sync.zero_()
             part.weights.copy_(weights)
             old.copy_(weights)
+            if part.version != version:
+                sync.zero_()
             return
         decay_column, _ = hyper_columns(part)
         if part.weights.device.type == "cpu":
@@ -122,6 +126,7 @@ class GLU(LocalUpdate):
                 weights.numpy(),
                 old.numpy(),
                 sync.numpy(),
+                weights.data_ptr() == sync.data_ptr(),
                 num_updates,
                 part.segments.bounds,
                 part.segments.groups,
@@ -153,7 +158,7 @@ class GLU(LocalUpdate):
 
 def _array(part: LocalSlice, name: str) -> Any:
     if name not in part.state:
-        part.state[name] = part.weights.new_zeros(part.weights.shape)
+        part.state[name] = zeros_like(part.weights)
     return part.state[name]
 
 
@@ -204,6 +209,7 @@ def _rebase(
     pulled: FloatArray,
     old: FloatArray,
     sync: FloatArray,
+    landed: bool,
     num_updates: int,
     bounds: IntArray,
     groups: IntArray,
@@ -219,9 +225,11 @@ def _rebase(
         shrink = np.float32((1.0 - row[0] * decay) ** num_updates)
         rate = np.float32(1.0 / (num_updates * row[0]) if row[0] != 0.0 else 0.0)
         _take(weights[written:start], pulled[written:start])
-        _read_off(
-            weights[start:stop], pulled[start:stop], old[start:stop], sync[start:stop], shrink, rate
-        )
+        w, o, s = weights[start:stop], old[start:stop], sync[start:stop]
+        if landed:
+            _read_off_landed(w, o, s, shrink, rate)
+        else:
+            _read_off(w, pulled[start:stop], o, s, shrink, rate)
         written = stop
     _take(weights[written:], pulled[written:])
 
@@ -237,6 +245,18 @@ def _read_off(
 ) -> None:
     for i in range(w.size):
         new = pulled[i]
+        sync[i] = (shrink * old[i] - new) * rate
+        old[i] = new
+        w[i] = new
+
+
+@njit(nogil=True, cache=True, fastmath=False)
+def _read_off_landed(
+    w: FloatArray, old: FloatArray, sync: FloatArray, shrink: np.float32, rate: np.float32
+) -> None:
+    """Does the same where the pull lies in `sync`: of two names for it no vector code is made."""
+    for i in range(w.size):
+        new = sync[i]
         sync[i] = (shrink * old[i] - new) * rate
         old[i] = new
         w[i] = new

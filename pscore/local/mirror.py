@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pscore.errors import ConfigError
-from pscore.local.base import LocalSlice, LocalUpdate
+from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
 
 FORMS = ("exact", "kept")
 
@@ -72,6 +72,10 @@ class Mirror(LocalUpdate):
             part.hyper,
         )
 
+    def state_room(self, part: LocalSlice) -> Sequence[Any]:
+        """Returns S_i, which a pull replaces."""
+        return self._state(part)
+
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
         """Takes the pull, and the state where it came along."""
         part.weights.copy_(weights)
@@ -82,5 +86,5 @@ class Mirror(LocalUpdate):
     def _state(self, part: LocalSlice) -> list[Any]:
         for name in part.optimizer.state_names:
             if name not in part.state:
-                part.state[name] = part.weights.new_zeros(part.weights.shape)
+                part.state[name] = zeros_like(part.weights)
         return [part.state[name] for name in part.optimizer.state_names]

@@ -197,6 +197,42 @@ def closures(wrap: Wrap) -> Weights:
     return {**weights_of(model), "losses": np.array(losses)}
 
 
+class Large(torch.nn.Module):
+    """Its first layer's gradient is large enough to lie in the vector that is pushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(20, 4096)
+        self.last = torch.nn.Linear(4096, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.first(inputs).tanh())
+        return scores
+
+
+def gradients_after_steps(wrap: Wrap) -> Weights:
+    """They are kept, added to over steps, and set to zero by hand."""
+    model = Large()
+    optimizer = wrap(sgd(model.parameters()), model.named_parameters())
+    kept: list[torch.Tensor | None] = []
+    for step in range(12):
+        if step % 4 < 2:
+            optimizer.zero_grad(set_to_none=step % 4 == 0)
+        elif step % 4 == 2:
+            model.zero_grad(set_to_none=False)
+        backward(model, *batch(0, step))
+        optimizer.step()
+        kept.append(model.first.weight.grad)
+    sums = {f"grad {step}": _host(grad) for step, grad in enumerate(kept)}
+    return {**weights_of(model), **sums}
+
+
+def _host(tensor: torch.Tensor | None) -> np.ndarray:
+    assert tensor is not None
+    return tensor.detach().numpy().copy()
+
+
 # ----- what stands around them
 
 
@@ -257,6 +293,7 @@ SCENARIOS: list[Scenario] = [
     clipped,
     scaled,
     closures,
+    gradients_after_steps,
     one_cycle,
     by_hand,
     two_optimizers,
@@ -276,3 +313,26 @@ def test_what_torch_does_the_wrapper_does_too(shards: Shards, scenario: Scenario
         for name, weight in plain.items():
             if weight.size:
                 assert relative_error(ours[name], weight) <= 2e-6, name
+
+
+def zeroed(me: Station, by_hand: bool) -> Weights:
+    model = Large()
+    optimizer = psworker.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), mode="ssd(steps=2, warmup=1)"
+    )
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+        for parameter in model.parameters() if by_hand else ():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+    return weights_of(model)
+
+
+def test_after_a_step_gradients_may_be_written_where_no_pull_was_waited_for(
+    shards: Shards,
+) -> None:
+    left, written = (shards.run(zeroed, by_hand) for by_hand in (False, True))
+    for ours, others in zip(left, written, strict=True):
+        assert all(np.array_equal(ours[name], others[name]) for name in ours)

@@ -245,6 +245,39 @@ def test_ssd_pulls_at_each_kth_step_and_takes_it_one_step_later() -> None:
     assert replica.weights[0].item() == 7.5
 
 
+@pytest.mark.parametrize("maps", [False, True], ids=["beside", "late"])
+def test_glu_takes_a_pull_where_its_own_direction_lay_with_the_same_bits(maps: bool) -> None:
+    """k = 2: in shared memory the pull of step 1 lands on G_sync once that step's update is made.
+
+    W = 1, 8: G_sync = (1 - 8) / (2 * 0.5) = -7; w = 8 - 0.5 * (2 * 1 + 0.5 * -7).
+    """
+    replica, notes = make("ssd(steps=2, warmup=0, local=glu)")
+    notes.maps = maps
+    sync = [part.state["grad_sync"] for part in replica.parts]
+    step(replica, notes, 1.0, 0.0, 0)
+    push_all(replica, notes, grads(replica, 1.0), in_backward=True)
+    for index, landing in notes.landings.items():
+        is_sync = landing.weights.data_ptr() == sync[index].data_ptr()
+        assert (landing.is_late, is_sync) == (maps, maps)
+    notes.run(replica.finish(grads(replica, 1.0), notes), 0.0, 0)
+    assert (notes.waited, replica.weights[0].item()) == ([], -1.0)
+    step(replica, notes, 1.0, weights=8.0, version=2)
+    assert sync[0][0].item() == -7.0
+    assert replica.weights[0].item() == 8.75
+
+
+def test_a_pull_that_may_bring_the_same_version_leaves_the_direction_of_the_last_one() -> None:
+    replica, notes = make("ssd(steps=1, warmup=0, local=glu)")
+    step(replica, notes, 1.0, 0.0, 0)
+    step(replica, notes, 1.0, 0.5, 1)
+    notes.run(replica.settle(), 0.25, 2)
+    sync = replica.parts[0].state["grad_sync"]
+    kept = sync.clone()
+    notes.run(replica.fetch(0, notes), 0.25, 2)
+    assert torch.equal(sync, kept)
+    assert kept[0].item() == 0.5
+
+
 def test_a_slice_is_not_pushed_while_its_pull_is_under_way() -> None:
     replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
     step(replica, notes, 1.0, 0.0, 0)
@@ -278,6 +311,24 @@ def test_mirror_goes_on_with_the_momentum_that_was_pulled() -> None:
     push_all(replica, notes, grads(replica, 1.0))
     notes.run(replica.finish(grads(replica, 1.0), notes), 0.0, 0, state=0.0)
     assert replica.weights[:NUMEL].tolist() == [6.5] * NUMEL
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["beside", "in place"])
+def test_in_shared_memory_pulled_momentum_takes_the_place_of_the_own_one(maps: bool) -> None:
+    """It is asked for after the local update, which still needs the own one; bits are the same."""
+    replica, notes = make("ssd(steps=1, warmup=0)")
+    notes.maps = maps
+    own = grads(replica, 1.0)
+    push_all(replica, notes, own, in_backward=True)
+    assert len(notes.pulls) == (0 if maps else 2)
+    notes.run(replica.finish(own, notes), 0.0, 0)
+    assert sorted(pull[:3] for pull in notes.pulls) == [(0, 1, 1), (1, 1, 1)]
+    kept = [part.state["momentum_buffer"] for part in replica.parts]
+    for index, landing in notes.landings.items():
+        assert (landing.state[0].data_ptr() == kept[index].data_ptr()) == maps
+    step(replica, notes, 1.0, weights=5.0, version=1)
+    assert kept[0][0].item() == (0.5 * 0.0 + 1.0)  # The pulled one was 0.
+    assert replica.weights[0].item() == 4.5
 
 
 def test_a_peek_copies_the_newest_and_leaves_all_else() -> None:

@@ -1,0 +1,91 @@
+"""Gradients that lie once in memory: `.grad` of a parameter is the part of the vector that is sent.
+
+When a gradient has been gathered into the flat vector during backward, `.grad` becomes a view of it
+and torch's own memory is free. Whoever writes to such a `.grad` writes to what a shard may still
+read, so that the wrapper waits for its acknowledgement before `step()` returns; a change between
+backward and `step()` is an error anyway (overlap.py). Small gradients stay where torch has made
+them, for they are not worth that wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from pscore.partition import Layout
+from pscore.types import FloatArray
+
+NBYTES_MIN = 1 << 18
+OWN_REFERENCES = 3  # To a lent gradient that nobody else keeps: the dictionary's, two of a call.
+
+
+class LentGrads:
+    """Parts of the flat gradient that parameters have as `.grad`."""
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], layout: Layout, grads: FloatArray | None
+    ) -> None:
+        """Lends nothing yet.
+
+        Args:
+            parameters: In the order of `layout.tensors`.
+            layout: Where each of them lies.
+            grads: `(layout.numel,) float32` on the host; None if the model is on a device.
+        """
+        self._parameters = parameters
+        self._layout = layout
+        self._grads = grads
+        self._lent: dict[int, torch.Tensor] = {}
+        self._has_trimmed = False
+
+    def takes(self, index: int) -> bool:
+        """Whether `.grad` of a parameter can become a part of the vector, and is none yet.
+
+        A gradient of another type or order than the vector's cannot, nor one with a graph or of a
+        class of its own.
+        """
+        parameter = self._parameters[index]
+        grad = parameter.grad
+        if self._grads is None or grad is None or parameter.nbytes < NBYTES_MIN or self.has(index):
+            return False
+        is_plain = type(grad) is torch.Tensor and grad.layout is torch.strided
+        is_alike = is_plain and grad.dtype == parameter.dtype == torch.float32
+        return is_alike and grad.is_contiguous() and not grad.requires_grad
+
+    def lend(self, index: int) -> None:
+        """Makes the part of the vector, where the gradient has been gathered, `.grad`."""
+        parameter = self._parameters[index]
+        if index not in self._lent:
+            assert self._grads is not None
+            start = self._layout.offsets[index]
+            flat = self._grads[start : start + parameter.numel()].reshape(parameter.shape)
+            self._lent[index] = torch.from_numpy(flat)
+        parameter.grad = self._lent[index]
+
+    def has(self, index: int) -> bool:
+        """Whether `.grad` of a parameter lies in the vector."""
+        return index in self._lent and self._parameters[index].grad is self._lent[index]
+
+    def take_back(self, index: int) -> None:
+        """Is called before a part is overwritten: who keeps a former `.grad` gets a copy of it."""
+        grad = self._lent.get(index)
+        if grad is not None and sys.getrefcount(grad) > OWN_REFERENCES:
+            del self._lent[index]
+            grad.data = grad.clone()
+
+    def end_step(self) -> list[int]:
+        """Returns the parameters whose `.grad` lies in the vector.
+
+        The first time that there are some, what torch's own gradients have left in the heap goes
+        back to the system: the allocator would keep what lies below something else.
+        """
+        lent = [index for index in self._lent if self.has(index)]
+        if lent and not self._has_trimmed:
+            self._has_trimmed = True
+            with contextlib.suppress(AttributeError):  # Another C library than glibc.
+                ctypes.CDLL(None).malloc_trim(0)
+        return lent

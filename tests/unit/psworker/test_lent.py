@@ -1,0 +1,97 @@
+"""Gradients that lie in the flat vector: what `.grad` is then, and who keeps what it held."""
+
+import numpy as np
+import pytest
+import torch
+
+from pscore.errors import GradientError
+from pscore.partition import make_layout
+from pscore.types import TensorSpec
+from psworker.bucket import Bucket
+from psworker.lent import NBYTES_MIN
+from psworker.overlap import Overlap
+
+LARGE = (NBYTES_MIN // 4 // 64, 64)
+
+
+def make(shape: tuple[int, ...] = LARGE) -> tuple[Bucket, torch.nn.Parameter, np.ndarray]:
+    """Returns a bucket of one parameter with a gathered gradient of ones, and the flat vector."""
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    layout = make_layout([TensorSpec(name="w", shape=shape, dtype="float32")], 1)
+    grads = np.zeros(layout.numel, np.float32)
+    bucket = Bucket([parameter], layout, grads)
+    parameter.grad = torch.ones(shape)
+    bucket.gather_grad(0, 0)
+    return bucket, parameter, grads
+
+
+def test_a_lent_gradient_is_the_vector_and_is_not_copied_again() -> None:
+    bucket, parameter, grads = make()
+    assert bucket.lent.takes(0)
+    bucket.lent.lend(0)
+    assert parameter.grad is not None
+    assert bucket.lent.end_step() == [0]
+    assert not bucket.lent.takes(0)
+    assert not parameter.grad._is_view()
+    torch.autograd.backward(parameter.sum())  # Accumulates in place.
+    bucket.gather_grad(0, 1)
+    assert grads[: parameter.numel()].tolist() == [2.0] * parameter.numel()
+    parameter.grad = None
+    assert bucket.lent.end_step() == []
+
+
+def test_who_keeps_a_former_gradient_keeps_what_it_held() -> None:
+    bucket, parameter, grads = make()
+    bucket.lent.lend(0)
+    kept = parameter.grad
+    parameter.grad = torch.full(LARGE, 2.0)
+    bucket.gather_grad(0, 1)
+    assert kept is not None
+    assert torch.equal(kept, torch.ones(LARGE))
+    bucket.lent.lend(0)
+    assert parameter.grad is not kept
+    parameter.grad = None
+    bucket.clear_grad(0)
+    assert not grads.any()
+
+
+def test_a_gradient_that_nobody_keeps_is_lent_as_the_same_tensor() -> None:
+    bucket, parameter, _ = make()
+    bucket.lent.lend(0)
+    identity = id(parameter.grad)
+    parameter.grad = torch.full(LARGE, 2.0)
+    bucket.gather_grad(0, 1)
+    bucket.lent.lend(0)
+    assert id(parameter.grad) == identity
+    assert torch.equal(parameter.grad, torch.full(LARGE, 2.0))
+
+
+def test_a_change_of_a_lent_gradient_that_has_left_is_an_error() -> None:
+    bucket, parameter, _ = make()
+    overlap = Overlap(True, ["w"])
+    overlap.made(0, parameter)
+    bucket.lent.lend(0)
+    overlap.moved(0, parameter)
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+    with pytest.raises(GradientError, match="'w' was changed after it had been pushed"):
+        overlap.finish([parameter])
+
+
+def test_a_small_gradient_stays_where_it_is() -> None:
+    bucket, _, _ = make((16, 16))
+    assert not bucket.lent.takes(0)
+
+
+@pytest.mark.parametrize("kind", ["none", "sparse", "turned", "graph", "subclass"])
+def test_a_gradient_that_is_not_like_the_vector_stays_where_it_is(kind: str) -> None:
+    bucket, parameter, _ = make()
+    grad = torch.ones(LARGE)
+    parameter.grad = {
+        "none": None,
+        "sparse": grad.to_sparse(),
+        "turned": torch.ones(LARGE[::-1]).t(),
+        "graph": grad.requires_grad_(),
+        "subclass": torch.nn.Parameter(grad, requires_grad=False),
+    }[kind]
+    assert not bucket.lent.takes(0)
