@@ -289,6 +289,9 @@ class Exchange:
         self._pushes.clear()
         self._pulls.clear()
         self._held = self._make_held()
+        for index, feedback in enumerate(self._feedback):
+            if feedback is not None:  # Of an elastic job this may be another rank by now.
+                feedback.key = self._key(index)
         self._debts.restart(self.table)
         self._attach()
 

@@ -356,6 +356,18 @@ def test_weights_that_changed_before_they_were_fetched_are_asked_for_again() -> 
     assert target.weights.tolist() == [2.0] * LAYOUT.slices[0].numel
 
 
+def test_who_has_come_back_as_another_rank_draws_as_that_rank() -> None:
+    drawn = []
+    for rank in (1, 0):
+        exchange, session = make("randomk(ratio=0.25)")
+        session.rank = rank
+        exchange.restart()
+        exchange.push(1, a_push(step=3), gradient(1), compress=True)
+        _, payload = session.planes[1].pushes[-1].make()
+        drawn.append(b"".join(bytes(part) for part in payload))
+    assert drawn[0] != drawn[1]
+
+
 def test_a_restart_forgets_what_was_under_way_and_declares_again() -> None:
     exchange, session = make()
     exchange.push(0, a_push(), gradient(0), compress=True)
