@@ -16,6 +16,7 @@ for each element of the slice; with the optimizer's state, each state array foll
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 
@@ -127,7 +128,6 @@ def unpack_hyper(values: Sequence[float], num_groups: int, num_hyper: int) -> np
         raise DecodeError(
             f"{len(values)} hyper-parameters, {num_groups} groups of {num_hyper} wanted"
         )
-    hyper = np.array(values, dtype=np.float64).reshape(num_groups, num_hyper)
-    if not np.isfinite(hyper).all():
-        raise DecodeError(f"hyper-parameters are not finite: {hyper.tolist()}")
-    return hyper
+    if not all(map(math.isfinite, values)):  # They are few: numpy would take longer.
+        raise DecodeError(f"hyper-parameters are not finite: {list(values)}")
+    return np.array(values, dtype=np.float64).reshape(num_groups, num_hyper)
