@@ -50,8 +50,8 @@ class SSD(Synchronous):
         beta: `glu`: factor of the global update read off two pulls.
         local_warmup: `glu`: local steps over which its rate rises to its full size.
         mirror: `exact` (the shard's optimizer state travels with each pull) or `kept`.
-        stagger: Whether the slices are pulled in turns, and not all in the same step; then nobody
-            runs far ahead of the slowest, as some slice is waited for at every step.
+        stagger: Whether the slices are pulled in turns, and not all in the same step. With k or
+            more in a shard some slice is waited for at every step, and nobody runs ahead.
     """
 
     steps: int = 5

@@ -116,4 +116,5 @@ def test_safe_loading_is_not_refused() -> None:
 
 def test_a_path_of_one_machine_is_seen() -> None:
     assert MACHINE_PATHS.search("cd " + "/".join(["", "work", "main"]))
-    assert not MACHINE_PATHS.search("src/work/plan.py, http://example.org/work/a")
+    for parts in (["src", "work", "plan.py"], ["http:", "", "example.org", "work", "a"]):
+        assert not MACHINE_PATHS.search("/".join(parts))

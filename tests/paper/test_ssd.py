@@ -156,6 +156,13 @@ def test_a_fast_worker_runs_ahead_of_a_slow_one_and_then_waits(rule: Rule, ahead
     assert cluster.shard.most_open <= ahead
 
 
+def test_in_turns_nobody_finishes_more_than_one_step_before_the_slowest() -> None:
+    rule = SSD(steps=2, warmup=0, local="glu", stagger=True)  # One of the two slices at each step.
+    cluster = Cluster(rule, quadratic, num_workers=2, steps=40, speeds=(1.0, 0.0))
+    cluster.run(events=2_000)
+    assert [worker.replica.step for worker in cluster.workers] == [1, 0]
+
+
 def test_beyond_that_a_push_is_parked_without_acknowledgement() -> None:
     """Back-pressure, not memory: it is let in when the slow worker's gradient has come."""
     clock = SliceClock(SSD(steps=2, warmup=0), lambda: [0, 1], 2)

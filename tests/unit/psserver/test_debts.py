@@ -21,6 +21,7 @@ from tests.unit.psserver.front import (
     grad,
     play,
     push_header,
+    settle,
 )
 from tests.unit.psserver.test_capture import Desk
 
@@ -213,7 +214,7 @@ def test_a_push_that_is_parked_has_not_used_what_was_kept() -> None:
         header = push_header(0, 4)  # One step too far.
         header.sender.job = "again"
         parked = asyncio.ensure_future(front.push(header, grad(1.0)))
-        await asyncio.sleep(0)
+        await settle()
         assert await claim(front, "again", 0) == {0: 1.0}
         parked.cancel()
 
