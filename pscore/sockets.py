@@ -6,6 +6,7 @@ both and is compared after the last byte has come.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import time
@@ -24,6 +25,7 @@ from pscore.wire import (
 )
 
 SCRATCH_NBYTES = 1 << 16
+AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a local bulk connection, as far as granted.
 SAME_HOST_NBYTES = 256 << 10  # Of TCP within one host: what is under way stays in the cache.
 
@@ -67,6 +69,49 @@ def limit_silence(connection: Stream, limit_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
+class Ahead:
+    """Reads a connection; of frames without a payload, all that have come at once.
+
+    Behind such a frame comes such a frame: requests to pull, answers to pushes. Each call of the
+    kernel lets the GIL go and has to get it back, which costs more than the frame.
+    """
+
+    def __init__(self, connection: Stream) -> None:
+        """Reads `connection`, which nobody else may."""
+        self._connection = connection
+        self._buffer = memoryview(bytearray(AHEAD_NBYTES))
+        self._left = self._buffer[:0]
+        self.is_short = False  # The last frame had no payload.
+        self._poll = select.poll()
+        if not isinstance(connection, TLSSocket):  # That one polls by itself.
+            self._poll.register(connection, select.POLLIN)
+
+    def wait(self) -> None:
+        """Waits for a frame behind a short one, or for the end.
+
+        The kernel wakes who waits in `recv` at each part that a send on the same connection gets
+        rid of, as long as another thread sends gradients or weights; a poll it does not.
+        """
+        if self.is_short and not self._left and not isinstance(self._connection, TLSSocket):
+            self._poll.poll()
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        """Limits how long one call waits, in seconds."""
+        self._connection.settimeout(timeout_s)
+
+    def recv_into(self, target: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        """Reads some bytes; returns 0 when the peer has closed."""
+        if not self._left:
+            if not self.is_short or target.nbytes >= AHEAD_NBYTES:
+                return self._connection.recv_into(target, nbytes, flags)
+            count = self._connection.recv_into(self._buffer)
+            self._left = self._buffer[:count]
+        count = min(target.nbytes, self._left.nbytes)
+        target[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+
 def frame_parts(header: bytes, payload: Sequence[memoryview]) -> list[memoryview]:
     """Returns a frame as parts for `sendmsg`; the payload is not copied."""
     start = CHECKED.pack(MAGIC, len(header), sum(part.nbytes for part in payload))
@@ -107,7 +152,9 @@ def advance(parts: list[memoryview], nbytes: int) -> list[memoryview]:
 class Incoming:
     """One frame that is being read: the header is here, the payload still on its way."""
 
-    def __init__(self, connection: Stream, header: bytes, nbytes: int, start: bytes) -> None:
+    def __init__(
+        self, connection: Stream | Ahead, header: bytes, nbytes: int, start: bytes
+    ) -> None:
         """Is made by `read_header`."""
         self.header = header
         self.payload_nbytes = nbytes
@@ -158,7 +205,7 @@ class Incoming:
 
 
 def read_header(
-    connection: Stream,
+    connection: Stream | Ahead,
     *,
     header_nbytes_max: int = HEADER_NBYTES_MAX,
     payload_nbytes_max: int = PAYLOAD_NBYTES_MAX,
@@ -176,6 +223,8 @@ def read_header(
         DecodeError: What comes is not a frame; nothing has been allocated for it.
         TransportError: The connection broke.
     """
+    if isinstance(connection, Ahead) and deadline_s is None:
+        connection.wait()
     start = bytearray(PREFIX.size)
     if not receive_into(connection, memoryview(start), may_end=True, deadline_s=deadline_s):
         return None
@@ -189,11 +238,13 @@ def read_header(
         )
     header = bytearray(header_nbytes)
     receive_into(connection, memoryview(header), deadline_s=deadline_s)
+    if isinstance(connection, Ahead):
+        connection.is_short = payload_nbytes == 0
     return Incoming(connection, bytes(header), payload_nbytes, bytes(start))
 
 
 def receive_into(
-    connection: Stream,
+    connection: Stream | Ahead,
     target: memoryview,
     *,
     may_end: bool = False,

@@ -93,6 +93,7 @@ class Connection:
         """
         self._driver = driver
         self._socket = connection
+        self._reader = sockets.Ahead(connection)
         self._gate = Gate() if gate is None else gate
         self._greeted = greeted
         self._pass = Pass(EVERY)
@@ -122,7 +123,7 @@ class Connection:
             incoming = self._first(deadline_s)
             while incoming is not None:
                 self._take(incoming)
-                incoming = sockets.read_header(self._socket)
+                incoming = sockets.read_header(self._reader)
         except AccessError as problem:
             self._gate.refused(problem, "bulk")
         except TransportError as problem:
@@ -143,10 +144,10 @@ class Connection:
             TransportError: The connection broke.
         """
         if self._gate.is_open:
-            incoming = sockets.read_header(self._socket, deadline_s=deadline_s)
+            incoming = sockets.read_header(self._reader, deadline_s=deadline_s)
         else:
             incoming = sockets.read_header(
-                self._socket,
+                self._reader,
                 header_nbytes_max=HELLO_NBYTES_MAX,
                 payload_nbytes_max=0,
                 deadline_s=deadline_s,

@@ -157,8 +157,9 @@ class Channel:
                 self._send(header, payload)
 
     def _read(self, connection: tls.Stream) -> None:
+        reader = sockets.Ahead(connection)
         try:
-            while (incoming := sockets.read_header(connection)) is not None:
+            while (incoming := sockets.read_header(reader)) is not None:
                 self._dispatch(incoming)
         except (TransportError, DecodeError):
             return  # Connect again; what was under way is asked again.

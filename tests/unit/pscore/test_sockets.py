@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -95,6 +96,37 @@ def test_a_peer_that_closes_between_frames_has_ended_and_inside_one_has_failed(
     with other:
         one.close()
         assert sockets.read_header(other) is None
+
+
+def test_frames_that_have_come_at_once_are_read_one_by_one(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    bodies = [b"", b"", PAYLOAD, b"", PAYLOAD[:10], b"", b""]
+    for number, body in enumerate(bodies):
+        header = f"frame {number}".encode()
+        sockets.send_all(pair[0], sockets.frame_parts(header, [memoryview(body)]))
+    pair[0].sendall(b"PL")
+    pair[0].close()
+    reader = sockets.Ahead(pair[1])
+    for number, body in enumerate(bodies):
+        incoming = sockets.read_header(reader)
+        assert incoming is not None
+        assert incoming.header == f"frame {number}".encode()
+        target = bytearray(len(body))
+        incoming.read_into(memoryview(target))
+        assert target == body
+    with pytest.raises(TransportError, match="after 2 of 24 bytes"):
+        sockets.read_header(reader)
+
+
+def test_who_waits_behind_a_short_frame_learns_of_the_end(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    sockets.send_all(pair[0], parts(b""))
+    reader = sockets.Ahead(pair[1])
+    assert sockets.read_header(reader) is not None
+    threading.Timer(0.05, pair[1].shutdown, [socket.SHUT_RDWR]).start()
+    assert sockets.read_header(reader) is None
 
 
 def test_sending_to_a_peer_that_has_gone_is_an_error(
