@@ -19,12 +19,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import xxhash
 
 from pscore.errors import DamagedError, DecodeError
-from pscore.types import ByteArray, FloatArray
+from pscore.types import ByteArray, FloatArray, HyperArray
 
 PROTOCOL = 2  # Raised when a peer of the former version would misunderstand a message.
 MAGIC = b"PL" + bytes([PROTOCOL, 0])
@@ -118,8 +119,10 @@ def unpack_bits(bits: bytes, num_segments: int) -> int:
     return present
 
 
-def unpack_hyper(values: Sequence[float], num_groups: int, num_hyper: int) -> np.ndarray:
+def unpack_hyper(values: Sequence[float], num_groups: int, num_hyper: int) -> HyperArray:
     """Returns hyper-parameters `(num_groups, num_hyper) float64` from a flat sequence.
+
+    They are not to be written: all slices of a step have the same ones, and so the same array.
 
     Raises:
         DecodeError: There are too few or too many, or one of them is not finite.
@@ -128,6 +131,11 @@ def unpack_hyper(values: Sequence[float], num_groups: int, num_hyper: int) -> np
         raise DecodeError(
             f"{len(values)} hyper-parameters, {num_groups} groups of {num_hyper} wanted"
         )
+    return _hyper(tuple(values), (num_groups, num_hyper))
+
+
+@lru_cache(maxsize=64)
+def _hyper(values: tuple[float, ...], shape: tuple[int, int]) -> HyperArray:
     if not all(map(math.isfinite, values)):  # They are few: numpy would take longer.
         raise DecodeError(f"hyper-parameters are not finite: {list(values)}")
-    return np.array(values, dtype=np.float64).reshape(num_groups, num_hyper)
+    return np.array(values, dtype=np.float64).reshape(shape)

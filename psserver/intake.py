@@ -36,6 +36,7 @@ from psserver.tally import Tally
 
 RAW = NoCompression()
 SAMPLES_MAX = 1e12
+VERDICTS = {verdict: data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict}
 LOADS = (Role.WEIGHTS, Role.STATE)
 
 
@@ -300,13 +301,14 @@ class Intake:
     def acknowledge(self, action: Acknowledge) -> None:
         """Answers a push."""
         assert isinstance(action.token, Request)
-        verdict = data_pb2.Verdict.Name(int(action.verdict))
         request = action.token
         is_asked = request.step >= 0 and self.debts.is_asked(
             request.job, request.address, request.worker, request.step
         )
         request.reply.pushed(
-            data_pb2.PushReply(verdict=verdict, version=max(0, action.version), owe=is_asked)
+            data_pb2.PushReply(
+                verdict=VERDICTS[action.verdict], version=max(0, action.version), owe=is_asked
+            )
         )
 
     def answer(self, action: Answer, store: SliceStore) -> None:
@@ -323,13 +325,12 @@ class Intake:
             reply.counts.extend(store.counts.tolist())
             request.reply.pulled(reply, arrays, None)
             return
-        buffer = store.lease()
-        if request.is_shared and buffer.number:
-            store.release(buffer)
-            reply.buffer = buffer.number
+        if request.is_shared and (number := store.mapped()):
+            reply.buffer = number
             request.reply.pulled(reply, (), None)
-        else:
-            request.reply.pulled(reply, [buffer.array], _releaser(store, buffer))
+            return
+        buffer = store.lease()
+        request.reply.pulled(reply, [buffer.array], _releaser(store, buffer))
 
     # ----- inside
 

@@ -1,9 +1,7 @@
 """The numbers of one slice, and how a clock's actions change them. No decisions, no I/O.
 
-The weights are kept twice: an update reads one copy and writes the other, so that the newest
-weights can be read while the next are made; a reader that is still sending from a copy has a lease
-on it, and then the update takes another. Actions of one slice are carried out one after the
-other; different slices in parallel, without the GIL.
+Where the next weights are written is the affair of weights.py. Actions of one slice are carried out
+one after the other; different slices in parallel, without the GIL.
 
 With a journal nothing that counts is ever written in place: optimizer state and sums go from one
 array to another too, and each action ends with the record that names the new ones (journal.py).
@@ -11,7 +9,6 @@ array to another too, and each action ends with the record that names the new on
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -30,6 +27,7 @@ from psserver.counted import LATE_KEPT, Counted
 from psserver.estimate import Estimate
 from psserver.journal import SliceJournal
 from psserver.pool import Buffer, Cell, Pool
+from psserver.weights import Weights
 
 RAW = NoCompression()
 NOBODY: Mapping[int, int] = {}
@@ -75,19 +73,13 @@ class SliceStore:
         self._optimizer = optimizer
         self._journal = journal
         self._pool = Pool(spec.numel, 0) if journal is None else journal
-        self._versions = versions
-        self._leasing = threading.Lock()
         self._bins: dict[int, Cell] = {}
         self._counted: dict[int, Counted] = {}  # As it is in the journal.
         self._memory: Memory | None = None
         self._estimate: Estimate | None = None
         self._scratch: Cell | None = None
-        if buffers is None:
-            cells = [self._zeros(), self._zeros()]
-            self._buffers = [Buffer(cell.array, 0, cell) for cell in cells]
-        else:
-            self._buffers = [Buffer(array, i + 1) for i, array in enumerate(buffers)]
-        self._newest = self._buffers[0]
+        self._weights = Weights(self._pool, buffers, versions)
+        self._active: tuple[int, IntArray] = (0, np.zeros(len(self.segments), dtype=np.int64))
         self._state: list[Cell] = []
         if journal is None or journal.is_new:
             self._state = [self._zeros() for _ in optimizer.state_names]
@@ -107,7 +99,7 @@ class SliceStore:
     @property
     def weights(self) -> FloatArray:
         """The newest weights."""
-        return self._newest.array
+        return self._weights.newest
 
     @property
     def state(self) -> list[FloatArray]:
@@ -117,11 +109,10 @@ class SliceStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        shared = sum(buffer.array.nbytes for buffer in self._buffers if buffer.number)
         kept = 0 if self._memory is None else sum(a.nbytes for a in self._memory.state.values())
         estimate_nbytes = 0 if self._estimate is None else self._estimate.nbytes
         kept = kept if self._journal is None else 0
-        return shared + self._pool.nbytes + kept + estimate_nbytes
+        return self._weights.shared_nbytes + self._pool.nbytes + kept + estimate_nbytes
 
     # ----- outliving the process
 
@@ -165,14 +156,15 @@ class SliceStore:
 
     def lease(self) -> Buffer:
         """Returns the newest weights' buffer; it stays as it is until `release`."""
-        with self._leasing:
-            self._newest.leases += 1
-            return self._newest
+        return self._weights.lease()
 
     def release(self, buffer: Buffer) -> None:
         """Ends a lease; may be called from any thread."""
-        with self._leasing:
-            buffer.leases -= 1
+        self._weights.release(buffer)
+
+    def mapped(self) -> int:
+        """Returns the number of the newest weights' buffer in shared memory, 0 if not there."""
+        return self._weights.mapped()
 
     def read(self, worker: int, *, with_state: bool, clock: int = 0) -> list[FloatArray]:
         """Returns the newest weights and, if asked, the state: views until the next action.
@@ -329,12 +321,9 @@ class SliceStore:
         return self._estimate
 
     def _step(self, grad: FloatArray, update: Update) -> None:
-        active = np.array(
-            [update.present >> i & 1 for i in range(len(self.segments))], dtype=np.int64
-        )
         spare = self._spare()
         state = self._state
-        if not self._optimizer.keeps_state(update.hyper):
+        if self._journal is not None and not self._optimizer.keeps_state(update.hyper):
             state = self._next_state()
         self._optimizer.step(
             self.weights,
@@ -344,7 +333,7 @@ class SliceStore:
             self.state,
             self.segments,
             self.counts,
-            active,
+            self._active_in(update.present),
             update.hyper,
             state_out=None if state is self._state else [cell.array for cell in state],
         )
@@ -359,18 +348,16 @@ class SliceStore:
         return [self._journal.take() for _ in self._state]
 
     def _spare(self) -> Buffer:
-        """Returns a buffer that nobody reads; a slow reader costs one more, and stalls nobody."""
-        with self._leasing:
-            for buffer in self._buffers:
-                if buffer is not self._newest and buffer.leases == 0:
-                    break
-            else:
-                cell = self._pool.take()
-                buffer = Buffer(cell.array, 0, cell)
-                self._buffers.append(buffer)
-        if self._versions is not None and buffer.number:
-            self._versions[buffer.number - 1] = -1
-        return buffer
+        """Returns where the next weights are written."""
+        # Whoever pushes in a mode by step has taken what it pulled before (`Replica.push`).
+        return self._weights.spare(in_place=self._journal is None, readers_wait=self._rule.by_step)
+
+    def _active_in(self, present: int) -> IntArray:
+        """Returns which segments have a gradient, `(num_segments,)` of 0 and 1."""
+        if self._active[0] != present:
+            bits = [present >> i & 1 for i in range(len(self.segments))]
+            self._active = present, np.array(bits, dtype=np.int64)
+        return self._active[1]
 
     def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
         """Makes new weights and state the ones that count, in the journal first."""
@@ -383,9 +370,7 @@ class SliceStore:
         if state is not self._state:
             self._give(*self._state)
             self._state = state
-        if self._versions is not None and buffer.number:
-            self._versions[buffer.number - 1] = version
-        self._newest = buffer
+        self._weights.publish(buffer, version)
 
     def _give(self, *cells: Cell | None) -> None:
         for cell in cells:
@@ -470,17 +455,7 @@ class SliceStore:
             memory = self._remember()
             for name, place in record.memory.items():
                 memory.state[name] = journal.array(place)
-        numbers = [buffer.number for buffer in self._buffers]
-        if record.weights in numbers:
-            self._newest = self._buffers[numbers.index(record.weights)]
-        elif record.version >= 0:
-            cell = journal.pool.at(record.weights)
-            self._newest = Buffer(cell.array, 0, cell)
-            self._buffers.append(self._newest)
-        if self._versions is not None:
-            self._versions[:] = -1
-            if self._newest.number and record.version >= 0:
-                self._versions[self._newest.number - 1] = record.version
+        self._weights.take_up(record.weights, record.version, journal.pool.at)
 
 
 def _accumulate(

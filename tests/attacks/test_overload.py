@@ -121,7 +121,7 @@ def test_who_asks_and_does_not_read_is_cut_off() -> None:
                 peer.socket.close()
             (store,) = front.driver.stores(front.job)
             deadline_s = time.monotonic() + WAIT_S
-            while any(buffer.leases for buffer in store._buffers):
+            while any(buffer.leases for buffer in store._weights._buffers):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
         eventually(front, nbytes)

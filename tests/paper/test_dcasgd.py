@@ -70,7 +70,7 @@ def test_a_pull_for_a_checkpoint_is_not_one_to_train_on() -> None:
     store = cluster.shard.stores[0]
     store.read(0, with_state=False)
     taken = store._remember().state["weights_backup.0"].copy()
-    store._newest.array += 1.0
+    store.weights[:] += 1.0
     store.read(0, with_state=True)
     np.testing.assert_array_equal(store._remember().state["weights_backup.0"], taken)
 

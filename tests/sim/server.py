@@ -89,8 +89,8 @@ def spoil(store: SliceStore) -> None:
     assert store.journal is not None
     for cell in store.journal.pool._free:
         cell.array.fill(np.nan)
-    for buffer in store._buffers:
-        if buffer is not store._newest:
+    for buffer in store._weights._buffers:
+        if buffer is not store._weights._newest:
             buffer.array.fill(np.nan)
 
 
@@ -321,7 +321,7 @@ class Server:
                     arrays = 2 + self.num_leased_max + len(store.state) + 1
                     assert store._pool.nbytes <= 4 * store.numel * (sums + arrays)
                     assert len(clock._parked) <= workers, f"{len(clock._parked)} pushes parked"
-                    assert len(store._buffers) <= 2 + self.num_leased_max
+                    assert len(store._weights._buffers) <= 2 + self.num_leased_max
                     if rule.by_step:
                         newest = max(clock._bins, default=0)
                         assert newest < max(clock.version, 0) + open_max
@@ -335,7 +335,7 @@ class Server:
                     store = self.intake.lanes[id(job), table.index, index].store
                     assert not store._bins, f"sums {list(store._bins)} never became an update"
                     assert clock.num_waiting == 0
-                    assert all(buffer.leases == 0 for buffer in store._buffers)
+                    assert all(buffer.leases == 0 for buffer in store._weights._buffers)
                     self.intake.ledger.books[index].settled(store.weights)
 
     def _num_parked(self) -> int:

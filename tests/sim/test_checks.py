@@ -14,6 +14,7 @@ from psserver.clock import Acknowledge, Action, Add, Answer, SliceClock
 from psserver.counted import Counted
 from psserver.membership import Membership
 from psserver.store import SliceStore
+from psserver.weights import Weights
 from tests.sim.case import Case, draw, draw_elastic
 from tests.sim.cluster import simulate
 
@@ -119,7 +120,7 @@ def test_answering_before_the_update_is_done_is_caught(monkeypatch: pytest.Monke
 def test_overwriting_weights_that_are_on_their_way_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(SliceStore, "_spare", lambda self: self._newest)
+    monkeypatch.setattr(Weights, "spare", lambda self, **_: self._newest)
     assert "got other weights" in first_failure("asgd")
 
 

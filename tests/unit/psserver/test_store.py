@@ -11,7 +11,7 @@ from pscore.errors import DecodeError
 from pscore.optimizers.adam import Adam
 from pscore.optimizers.base import Optimizer
 from pscore.optimizers.sgd import SGD
-from pscore.rules import ASGD, DCASGD
+from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, HyperArray, Push, Role, Segment, SliceSpec
 from psserver.clock import Add, Load, Update
@@ -251,7 +251,7 @@ def test_slow_readers_cost_one_buffer_for_each_version_that_they_hold() -> None:
         leases.append(made.lease())
         made.add(add(first=True), payload(values(version)))
         made.update(update(version))
-    assert made.nbytes == empty + (3 + 1) * 4 * NUMEL  # Three buffers more, and the bin.
+    assert made.nbytes == empty + (4 + 1) * 4 * NUMEL  # Four buffers more, and the bin.
     for buffer in leases:
         made.release(buffer)
     before = made.nbytes
@@ -287,9 +287,33 @@ def test_versions_of_shared_buffers_are_published_and_withdrawn_before_they_are_
         seen.append(versions.tolist())
         newest = buffers[int(np.argmax(versions))]
         assert np.array_equal(newest, made.weights)
-        assert made.lease().number == int(np.argmax(versions)) + 1
-        made.release(made._newest)
+        assert made.mapped() == int(np.argmax(versions)) + 1
     assert [max(pair) for pair in seen] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_mapped", "in_place"),
+    [
+        (ASGD(), False, True),
+        (ASGD(), True, False),  # A worker may be copying while another's gradient is added.
+        (SSGD(), False, True),
+        (SSGD(), True, True),  # Each has copied before it pushed.
+    ],
+)
+def test_weights_are_overwritten_only_where_nobody_reads_them(
+    rule: Rule, is_mapped: bool, in_place: bool
+) -> None:
+    buffers = [np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)]
+    made = SliceStore(SPEC, rule, SGD(), buffers, np.full(2, -1, np.int64))
+    load(made, values(0))
+    leased = made.lease()
+    before = leased.number
+    made.release(leased)
+    if is_mapped:
+        assert made.mapped() == before
+    made.add(add(first=True), payload(values(1)))
+    made.update(update(1))
+    assert (made.lease().number == before) == in_place
 
 
 # ----- refusing
