@@ -40,14 +40,14 @@ def tune(connection: socket.socket) -> None:
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if not _is_within_host(connection):
+        if not is_within_host(connection):
             return
         nbytes = SAME_HOST_NBYTES
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, nbytes)
 
 
-def _is_within_host(connection: socket.socket) -> bool:
+def is_within_host(connection: Stream) -> bool:
     """Whether a TCP connection's two ends have the same address."""
     try:
         return bool(connection.getsockname()[0] == connection.getpeername()[0])

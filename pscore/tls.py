@@ -46,6 +46,14 @@ class TLSSocket:
         """As of the socket beneath."""
         return socket.AddressFamily(self._tls.family)
 
+    def getsockname(self) -> Any:
+        """As of the socket beneath."""
+        return self._tls.getsockname()
+
+    def getpeername(self) -> Any:
+        """As of the socket beneath."""
+        return self._tls.getpeername()
+
     def settimeout(self, timeout_s: float | None) -> None:
         """Limits how long one call waits, in seconds."""
         self._timeout_s = timeout_s

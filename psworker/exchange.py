@@ -9,6 +9,7 @@ sent again after a failure, and with shared memory the shard reads it where it l
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -100,6 +101,7 @@ class Exchange:
         self.compressor = compressor
         self.pull_compressor = pull_compressor
         self.traffic = Traffic()
+        self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
         self._name = name
         self._num_changes = 0  # Of the mode.
@@ -155,7 +157,7 @@ class Exchange:
         def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
             return self._make(index, push, payload, compressor, shared=shared)
 
-        call = PushCall(make=make, is_shared=shared, waits=on_device)
+        call = PushCall(make=make, slice=index, is_shared=shared, waits=on_device)
         if self._timeline is not None:
             note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
@@ -317,7 +319,7 @@ class Exchange:
         )
         parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
         self.acknowledged(index)
-        call = PushCall(make=lambda: (header, parts))
+        call = PushCall(make=lambda: (header, parts), slice=index)
         self._pushes[index] = call.done
         self._transport(index).push(call)
 
@@ -465,11 +467,11 @@ class Exchange:
         data = payload()
         if self._timeline is not None and compressor:
             note_payload(self._timeline, begin_ns, index, push, data.nbytes, compressor)
-        self.traffic.num_pushes += 1
-        if push.present == 0:
-            return header, ()
-        self.traffic.pushed_nbytes += data.nbytes
-        return header, () if shared else (data,)
+        nbytes = data.nbytes if push.present else 0
+        with self._counting:
+            self.traffic.num_pushes += 1
+            self.traffic.pushed_nbytes += nbytes
+        return header, () if shared or push.present == 0 else (data,)
 
 
 def _pulled_nbytes(reply: data_pb2.PullReply, landing: Landing) -> int:

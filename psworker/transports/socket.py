@@ -1,9 +1,11 @@
 """The bulk data plane: frames on plain sockets, and shared memory on the same host.
 
 The other side is psserver/bulk.py. Two connections per shard, one for pushes and one for pulls, so
-that a small request never stands behind four megabytes going the other way. What has not been
-answered is remembered, and sent again when a connection has broken and somebody answers anew: every
-request may come twice, the second time changes nothing.
+that a small request never stands behind four megabytes going the other way. Over TCP within one
+host, where cores are the limit and not the link, there are two for pushes: one brings a slice while
+the shard makes the step of another's. What has not been answered is remembered, and sent again when
+a connection has broken and somebody answers anew: every request may come twice, the second time
+changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError as ProtobufDecodeError
@@ -37,6 +39,7 @@ CONNECT_TIMEOUT_S = 5.0
 CREDENTIALS = struct.Struct("3i")
 ATTACH_SUFFIX = ".attach"
 ATTACHED_NBYTES_MAX = 1 << 16
+NEAR_UPS = 2  # Connections for pushes over TCP within one host.
 
 Call = PushCall | PullCall
 
@@ -200,6 +203,13 @@ class Channel:
                 call.done.set_exception(error)
 
 
+class Up(NamedTuple):
+    """A connection for pushes, and the thread that makes and sends them."""
+
+    channel: Channel
+    sender: Crew
+
+
 class SocketTransport(Transport):
     """TCP, or a Unix socket and shared memory."""
 
@@ -218,12 +228,13 @@ class SocketTransport(Transport):
         self._endpoint = endpoint
         self.shares_memory = is_local
         self._attachments: dict[int, Attachment] = {}  # By table.
-        self._up = Channel(self._connect, patience, "push")
+        self._patience = patience
+        self._widening = threading.Lock()
+        self._is_closed = False
+        self._ups: list[Up] = []  # A slice's push takes the one that its index falls on.
+        self._widen(1)
         self._down = Channel(self._connect, patience, "pull")
-        self._up.take = self._pushed
         self._down.take = self._pulled
-        self._sender = Crew(1, "bulk-send")
-        self._up.start()
         self._down.start()
 
     # ----- Transport
@@ -233,7 +244,7 @@ class SocketTransport(Transport):
         if call.is_shared and not call.waits:
             self._push_now(call)
         else:
-            self._sender.submit(lambda: self._push_now(call), Future())
+            self._up(call).sender.submit(lambda: self._push_now(call), Future())
 
     def pull(self, call: PullCall) -> None:
         """Asks for one slice."""
@@ -251,20 +262,44 @@ class SocketTransport(Transport):
         self._attachments[sender.table] = attachment
 
     def close(self) -> None:
-        """Ends both connections."""
-        self._sender.close()
-        self._up.close()
+        """Ends all connections."""
+        with self._widening:
+            self._is_closed = True
+        for up in self._ups:
+            up.sender.close()
+        for up in self._ups:
+            up.channel.close()
         self._down.close()
-        self._sender.join()
+        for up in self._ups:
+            up.sender.join()
 
     # ----- inside
 
     def _connect(self) -> tls.Stream:
         endpoint = self._endpoint()
         connection = connect(endpoint, is_local=self.shares_memory)
+        if not self.shares_memory and sockets.is_within_host(connection):
+            self._widen(NEAR_UPS)
         for attachment in list(self._attachments.values()):
             _attach(endpoint, attachment)
         return connection
+
+    def _widen(self, num_ups: int) -> None:
+        """Opens connections for pushes until there are so many."""
+        with self._widening:
+            while len(self._ups) < num_ups and not self._is_closed:
+                channel = Channel(self._connect, self._patience, "push")
+                channel.take = self._pushed
+                channel.start()
+                self._ups.append(Up(channel, Crew(1, "bulk-send")))
+
+    def _up(self, call: PushCall) -> Up:
+        """Returns what a push is sent by.
+
+        One slice's pushes come one by one, each when the former is acknowledged: they stay in
+        order, though there may be more connections by then.
+        """
+        return self._ups[call.slice % len(self._ups)]
 
     def _push_now(self, call: PushCall) -> None:
         try:
@@ -272,7 +307,7 @@ class SocketTransport(Transport):
         except PacelineError as problem:
             call.done.set_exception(problem)
             return
-        self._up.request(call, pb.Envelope(push=header), payload)
+        self._up(call).channel.request(call, pb.Envelope(push=header), payload)
 
     def _pushed(self, envelope: pb.Envelope, call: Call, incoming: sockets.Incoming) -> bool:
         incoming.read_into()
