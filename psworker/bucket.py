@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from pscore import kernels
+from pscore import kernels, streaming
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
@@ -110,6 +110,7 @@ class Bucket:
             self.grads = torch.zeros(layout.numel, device=self.device)
         self.weights = torch.zeros(layout.numel, device=self.device)
         self._grads_host = None if is_on_device(self.grads) else self.grads.numpy()
+        self._copy = streaming.copier(4 * layout.numel)
         self.lent = LentGrads(self.parameters, layout, self._grads_host)
         self._cast: list[int] = []  # Parameters that are not views on the weights.
         self.gather_weights()
@@ -210,7 +211,7 @@ class Bucket:
                 finite = kernels.all_finite(flat)
             else:
                 self.lent.take_back(index)
-                finite = kernels.copy_checked(grad.detach().reshape(-1).numpy(), flat)
+                finite = self._copy(grad.detach().reshape(-1).numpy(), flat)
         else:
             self.lent.take_back(index)
             part = self.grads[start : start + numel]

@@ -23,10 +23,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore import errors, faults, sockets, tls, wire
+from pscore import errors, faults, sockets, streaming, tls, wire
 from pscore.errors import DecodeError, PacelineError, RemoteProtocolError, TransportError
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.segment import Segment, WeightsMap
@@ -63,6 +62,7 @@ class Attachment:
     grads: Segment
     layout: WeightsMap
     specs: Sequence[SliceSpec]
+    copy: Callable[[FloatArray, FloatArray], bool]  # Of weights; whether they are finite is moot.
     weights: Segment | None = None
     # Of each slice, its two buffers and their versions: of one segment, whoever reads meanwhile.
     maps: dict[int, tuple[list[FloatArray], IntArray]] = field(default_factory=dict)
@@ -257,7 +257,13 @@ class SocketTransport(Transport):
         Raises:
             PacelineError: The shard cannot map them.
         """
-        attachment = Attachment(sender=sender, grads=grads, layout=WeightsMap(specs), specs=specs)
+        attachment = Attachment(
+            sender=sender,
+            grads=grads,
+            layout=WeightsMap(specs),
+            specs=specs,
+            copy=streaming.copier(4 * sum(spec.numel for spec in specs)),
+        )
         _attach(self._endpoint(), attachment)
         self._attachments[sender.table] = attachment
 
@@ -342,9 +348,10 @@ class SocketTransport(Transport):
 
     def _copy(self, call: PullCall, reply: pb.PullReply) -> bool:
         """Copies weights from shared memory; returns False if they changed meanwhile."""
-        buffers, versions = self._attachments[call.header.sender.table].maps[call.header.slice]
+        attachment = self._attachments[call.header.sender.table]
+        buffers, versions = attachment.maps[call.header.slice]
         number = reply.buffer - 1
-        np.copyto(call.weights, buffers[number])
+        attachment.copy(buffers[number], call.weights)
         return bool(versions[number] == reply.version)
 
 

@@ -1,0 +1,43 @@
+"""Copies past the caches: the same bytes, whatever the addresses, and nothing beside them."""
+
+import numpy as np
+import pytest
+
+from pscore import kernels, streaming
+
+LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_what_arrives_is_what_was_copied_and_nothing_else_changes(numel: int) -> None:
+    source = np.random.default_rng(numel).standard_normal(numel + 40, dtype=np.float32)
+    for start in range(0, 20, 3):
+        for place in (0, 1, 7, 15, 16):
+            out = np.full(numel + 40, 7.0, np.float32)
+            part = out[place : place + numel]
+            assert streaming.copy_checked(source[start : start + numel], part)
+            assert np.array_equal(part, source[start : start + numel])
+            assert (out[:place] == 7.0).all()
+            assert (out[place + numel :] == 7.0).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("numel", [1, 40, 100])
+def test_what_is_not_finite_is_found_wherever_it_stands(numel: int, value: float) -> None:
+    for position in range(numel):
+        source = np.zeros(numel, np.float32)
+        source[position] = value
+        assert not streaming.copy_checked(source, np.empty(numel, np.float32))
+
+
+def test_huge_and_tiny_numbers_are_finite() -> None:
+    extremes = np.finfo(np.float32)
+    values = np.array([extremes.max, -extremes.max, extremes.tiny, 1e-45, -0.0] * 20, np.float32)
+    out = np.empty_like(values)
+    assert streaming.copy_checked(values, out)
+    assert np.array_equal(values.view(np.uint32), out.view(np.uint32))
+
+
+def test_what_fits_into_a_cache_is_copied_into_it() -> None:
+    assert streaming.copier(streaming.NBYTES_MIN - 1) is kernels.copy_checked
+    assert streaming.copier(streaming.NBYTES_MIN) is streaming.copy_checked
