@@ -26,6 +26,7 @@ from pscore.wire import (
 
 SCRATCH_NBYTES = 1 << 16
 AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
+CLOSED_S = 5.0  # Until one who polls looks whether the connection has been closed.
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a local bulk connection, as far as granted.
 SAME_HOST_NBYTES = 256 << 10  # Of TCP within one host: what is under way stays in the cache.
 
@@ -92,8 +93,11 @@ class Ahead:
         The kernel wakes who waits in `recv` at each part that a send on the same connection gets
         rid of, as long as another thread sends gradients or weights; a poll it does not.
         """
-        if self.is_short and not self._left and not isinstance(self._connection, TLSSocket):
-            self._poll.poll()
+        if not self.is_short or self._left or isinstance(self._connection, TLSSocket):
+            return
+        # Closed by another thread, its number may be another connection's by now.
+        while self._connection.fileno() >= 0 and not self._poll.poll(1e3 * CLOSED_S):
+            pass
 
     def settimeout(self, timeout_s: float | None) -> None:
         """Limits how long one call waits, in seconds."""
