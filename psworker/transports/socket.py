@@ -62,10 +62,14 @@ class Attachment:
     grads: Segment
     layout: WeightsMap
     specs: Sequence[SliceSpec]
-    copy: Callable[[FloatArray, FloatArray], bool]  # Of weights; whether they are finite is moot.
     weights: Segment | None = None
     # Of each slice, its two buffers and their versions: of one segment, whoever reads meanwhile.
     maps: dict[int, tuple[list[FloatArray], IntArray]] = field(default_factory=dict)
+    # Of weights; whether they are finite is moot.
+    copy: Callable[[FloatArray, FloatArray], bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copy = streaming.copier(4 * sum(spec.numel for spec in self.specs))
 
 
 class Channel:
@@ -257,13 +261,7 @@ class SocketTransport(Transport):
         Raises:
             PacelineError: The shard cannot map them.
         """
-        attachment = Attachment(
-            sender=sender,
-            grads=grads,
-            layout=WeightsMap(specs),
-            specs=specs,
-            copy=streaming.copier(4 * sum(spec.numel for spec in specs)),
-        )
+        attachment = Attachment(sender=sender, grads=grads, layout=WeightsMap(specs), specs=specs)
         _attach(self._endpoint(), attachment)
         self._attachments[sender.table] = attachment
 
