@@ -73,8 +73,8 @@ def limit_silence(connection: Stream, limit_s: float) -> None:
 class Ahead:
     """Reads a connection; of frames without a payload, all that have come at once.
 
-    Behind such a frame comes such a frame: requests to pull, answers to pushes. Each call of the
-    kernel lets the GIL go and has to get it back, which costs more than the frame.
+    Behind such a frame comes such a frame: requests to pull, answers to pushes. So one of them
+    takes two calls of the kernel, `wait` and one read, as many as to read its two parts.
     """
 
     def __init__(self, connection: Stream) -> None:

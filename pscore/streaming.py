@@ -27,6 +27,7 @@ LANES = LINE_NBYTES // 4  # Elements in one line.
 
 
 def _make_copy_line(typing_context: Any, source: Any, out: Any) -> Any:
+    """Copies 16 floats between two addresses, the second of a line; returns 0 if all are finite."""
 
     def generate(context: BaseContext, builder: Any, signature: Any, args: Any) -> Any:
         vector = ir.VectorType(ir.FloatType(), LANES)
@@ -45,6 +46,7 @@ def _make_copy_line(typing_context: Any, source: Any, out: Any) -> Any:
 
 
 def _make_fence(typing_context: Any) -> Any:
+    """Makes all that was stored past the caches visible before what is stored next."""
 
     def generate(context: BaseContext, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -53,9 +55,7 @@ def _make_fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-# Copies 16 floats between two addresses, the second of a line; returns 0 if all are finite.
 _copy_line = cast(Callable[[int, int], int], intrinsic(_make_copy_line))
-# Makes all that was stored past the caches visible before what is stored next.
 _fence = cast(Callable[[], None], intrinsic(_make_fence))
 
 

@@ -31,7 +31,7 @@ class PushCall:
     """One push: made on the transport's own thread, because compressing takes time."""
 
     make: Callable[[], tuple[data_pb2.PushHeader, Sequence[memoryview]]]
-    slice: int = 0
+    slice: int
     is_shared: bool = False  # The gradient lies in the attached segment and may stay there.
     waits: bool = False  # `make` waits for a copy from a device.
     done: Future[data_pb2.PushReply] = field(default_factory=Future)

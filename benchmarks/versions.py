@@ -1,0 +1,87 @@
+"""Two checkouts by turns: `python -m benchmarks.versions FOLDER [--plane tcp] [--case flat]`.
+
+What another version of Paceline, checked out in FOLDER, takes for the round of
+`benchmarks.transport`, beside this one and plain sockets. This hardware is noisy, so the versions
+take turns, and their medians are compared within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import kit, transport
+
+HERE = Path(__file__).resolve().parents[1]
+ROUND = """
+import json, sys
+from benchmarks import transport
+plane, case, num, rounds = json.loads(sys.argv[1])
+print(json.dumps(transport.measure_ours(plane, case, num, rounds)))
+"""
+
+
+def measure(folder: Path, what: list[Any]) -> tuple[list[float], float]:
+    """Returns the seconds of each round of the version in a folder, and its CPU seconds a round.
+
+    Raises:
+        SystemExit: It cannot be measured; says what it printed.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", ROUND, json.dumps(what)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"the version in {folder} cannot be measured: {done.stderr[-2000:]}")
+    times_s, cpu_s = json.loads(done.stdout.splitlines()[-1])
+    return times_s, cpu_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the other version is checked out")
+    parser.add_argument("--plane", default="tcp", help="local, tcp or grpc")
+    parser.add_argument("--case", default="flat", choices=list(transport.SUFFIXES))
+    parser.add_argument("--num", type=int, default=1, help="workers, and as many shards")
+    parser.add_argument("--rounds", type=int, default=12, help="of each, per turn")
+    parser.add_argument("--turns", type=int, default=4)
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    if not (folder / "benchmarks" / "transport.py").is_file():
+        raise SystemExit(f"{folder} is no checkout of Paceline: it has no benchmarks/transport.py")
+    what = [options.plane, options.case, options.num, options.rounds]
+    measures = {
+        "the other": lambda: measure(folder, what),
+        "this one": lambda: measure(HERE, what),
+        "plain TCP sockets, 1x1": lambda: transport.measure_socket(options.case, options.rounds),
+    }
+    times_s: dict[str, list[float]] = {name: [] for name in measures}
+    cpu_s: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(options.turns):
+        for name, one in measures.items():
+            times, cpu = one()
+            times_s[name] += times
+            cpu_s[name].append(cpu)
+    kit.show(
+        f"{options.plane} {options.case} {options.num}x{options.num}, "
+        f"{options.rounds * options.turns} rounds each by turns",
+        ["version", "median ms", "best ms", "CPU ms"],
+        [
+            [name, 1e3 * kit.median(times), 1e3 * min(times), 1e3 * kit.median(cpu_s[name])]
+            for name, times in times_s.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
