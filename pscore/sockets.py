@@ -6,6 +6,7 @@ both and is compared after the last byte has come.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -28,24 +29,86 @@ SCRATCH_NBYTES = 1 << 16
 AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
 CLOSED_S = 5.0  # Until one who polls looks whether the connection has been closed.
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a local bulk connection, as far as granted.
-SAME_HOST_NBYTES = 256 << 10  # Of TCP within one host: what is under way stays in the cache.
+SAME_HOST_NBYTES = 512 << 10  # Of TCP within one host: what is under way stays in the cache.
+UNPACED = b"reno"  # Every kernel has it, and lets everybody choose it.
+CONGESTION_NBYTES = 16
 
 
-def tune(connection: socket.socket) -> None:
+def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
+    """Listens on TCP; what is accepted has to be `tune`d.
+
+    Returns:
+        The listener, and what `tune` needs.
+
+    Raises:
+        OSError: The port cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=256)
+    return listener, _defer_pacing(listener)
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Returns a TCP connection that is ready for bulk; it waits for ever, as sockets do at first.
+
+    Raises:
+        OSError: There is no such host, or nobody listens there.
+    """
+    problem = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            congestion = _defer_pacing(connection)
+            connection.settimeout(timeout_s)
+            connection.connect(address)
+            connection.settimeout(None)
+            tune(connection, congestion)
+            return connection
+        except OSError as error:
+            connection.close()
+            problem = error
+    raise problem
+
+
+def tune(connection: socket.socket, congestion: bytes = b"") -> None:
     """Sets what a bulk connection needs: no delay for small frames, and large buffers.
 
     TCP sizes its buffers itself, by what is under way; a size set here is an upper limit. Between
     two processes of one host there is no distance to fill, and small ones are faster.
+
+    Args:
+        connection: TCP, or a Unix socket.
+        congestion: The system's congestion control, which a connection to another host gets.
     """
     nbytes = SOCKET_NBYTES
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if not is_within_host(connection):
+            with contextlib.suppress(OSError):  # One of a route, which only root may choose.
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
             return
         nbytes = SAME_HOST_NBYTES
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, nbytes)
+
+
+def _defer_pacing(endpoint: socket.socket) -> bytes:
+    """Chooses a congestion control that does not pace, until `tune` knows where the peer is.
+
+    One that does (BBR) has the kernel set a timer for each packet, which between two processes of
+    one host is work for nothing. It cannot be undone: a connection that was made with it is paced
+    to its end.
+
+    Returns:
+        What the system would have used.
+    """
+    option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
+    usual = endpoint.getsockopt(*option, CONGESTION_NBYTES).rstrip(b"\0")
+    endpoint.setsockopt(*option, UNPACED)
+    return usual
 
 
 def is_within_host(connection: Stream) -> bool:

@@ -71,8 +71,7 @@ class BulkServer:
         self._pending: dict[socket.socket, None] = {}  # In the order of their coming.
         self._pending_lock = threading.Lock()
         self._connections: set[Connection] = set()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._tcp = socket.create_server((host, port), family=family, backlog=256)
+        self._tcp, self._congestion = sockets.listen(host, port)
         self.port = int(self._tcp.getsockname()[1])
         self.local = local
         self._unix = _listen_locally(local)
@@ -127,7 +126,7 @@ class BulkServer:
     def _serve(self, accepted: socket.socket) -> None:
         """Serves one connection to its end."""
         deadline_s = time.monotonic() + bulk.HELLO_TIMEOUT_S
-        sockets.tune(accepted)
+        sockets.tune(accepted, self._congestion)
         with accepted:
             try:
                 stream = self._secured(accepted, deadline_s)

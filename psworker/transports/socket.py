@@ -404,9 +404,7 @@ def _greet(connection: tls.Stream, token: str) -> None:
 
 
 def _connect_tcp(endpoint: Endpoint) -> tls.Stream:
-    connection = socket.create_connection((endpoint.host, endpoint.port), CONNECT_TIMEOUT_S)
-    connection.settimeout(None)
-    sockets.tune(connection)
+    connection = sockets.connect(endpoint.host, endpoint.port, CONNECT_TIMEOUT_S)
     if endpoint.tls is None:
         return connection
     return tls.secure(connection, endpoint.tls, host=endpoint.host)
