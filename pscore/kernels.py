@@ -19,8 +19,8 @@ def kernel(function: F) -> F:
 
 
 @kernel
-def _copy_checked(source: FloatArray, out: FloatArray) -> bool:
-    """Copies, and returns whether every element is finite (x - x is 0 for finite x only)."""
+def copy_checked_loop(source: FloatArray, out: FloatArray) -> bool:
+    """Copies, and returns whether all is finite (x - x is 0 for finite x only); for kernels."""
     bad = 0
     for i in range(len(source)):
         value = source[i]
@@ -30,7 +30,8 @@ def _copy_checked(source: FloatArray, out: FloatArray) -> bool:
 
 
 @kernel
-def _all_finite(source: FloatArray) -> bool:
+def all_finite_loop(source: FloatArray) -> bool:
+    """Returns whether `(numel,) float32` holds neither NaN nor Inf; for other kernels."""
     bad = 0
     for i in range(len(source)):
         bad |= source[i] - source[i] != np.float32(0.0)
@@ -64,12 +65,12 @@ def read_only(array: FloatArray) -> FloatArray:
 
 def copy_checked(source: FloatArray, out: FloatArray) -> bool:
     """Copies `(numel,) float32` and returns whether all of it is finite."""
-    return bool(_copy_checked(read_only(source), out))
+    return bool(copy_checked_loop(read_only(source), out))
 
 
 def all_finite(source: FloatArray) -> bool:
     """Returns whether `(numel,) float32` holds neither NaN nor Inf."""
-    return bool(_all_finite(read_only(source)))
+    return bool(all_finite_loop(read_only(source)))
 
 
 def assign_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:

@@ -16,10 +16,11 @@ from llvmlite import ir
 from numba import types
 from numba.core.base import BaseContext
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 from pscore import kernels
 from pscore.kernels import kernel, read_only
-from pscore.types import FloatArray
+from pscore.types import FloatArray, IntArray
 
 NBYTES_MIN = 32 << 20  # As a large cache of the third level.
 LINE_NBYTES = 64
@@ -55,6 +56,16 @@ def _make_fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
+def _make_floats_at(typing_context: Any, address: Any) -> Any:
+    """Returns an address as a pointer to float32."""
+
+    def generate(context: BaseContext, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(types.intp), generate
+
+
+_floats_at = cast(Callable[[int], Any], intrinsic(_make_floats_at))
 _copy_line = cast(Callable[[int, int], int], intrinsic(_make_copy_line))
 _fence = cast(Callable[[], None], intrinsic(_make_fence))
 
@@ -77,6 +88,38 @@ def _copy_checked(source: FloatArray, out: FloatArray) -> bool:
         bad |= source[i] - source[i] != np.float32(0.0)
     _fence()
     return bad == 0
+
+
+@kernel
+def _gather(addresses: IntArray, spans: IntArray, flat: FloatArray, streams: bool) -> int:
+    home = flat.ctypes.data
+    for i in range(len(addresses)):
+        start, stop = spans[i, 0], spans[i, 1]
+        source = carray(_floats_at(addresses[i]), stop - start)
+        if addresses[i] == home + 4 * start:
+            is_finite = kernels.all_finite_loop(source)
+        elif streams:
+            is_finite = _copy_checked(source, flat[start:stop])
+        else:
+            is_finite = kernels.copy_checked_loop(source, flat[start:stop])
+        if not is_finite:
+            return i
+    return -1
+
+
+def gather(addresses: IntArray, spans: IntArray, flat: FloatArray) -> int:
+    """Copies several arrays into one, each that does not lie there already.
+
+    Args:
+        addresses: `(num,) int64`, of contiguous float32 that stays where it is meanwhile.
+        spans: `(num, 2) int64`, from where to where each of them lies in `flat`.
+        flat: `(numel,) float32`, contiguous.
+
+    Returns:
+        The first of them in which an element is not finite, else -1. What stands behind it has
+        not been copied.
+    """
+    return int(_gather(addresses, spans, flat, flat.nbytes >= NBYTES_MIN))
 
 
 def copy_checked(source: FloatArray, out: FloatArray) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from pscore import kernels, streaming
+from pscore import streaming
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
@@ -63,6 +63,20 @@ def _can_train(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.numel() > 0
 
 
+def refuse_thawed(frozen: Iterable[torch.nn.Parameter]) -> None:
+    """Refuses gradients of parameters that were frozen when the wrapper was made.
+
+    Raises:
+        ConfigError: There is one: torch would train it, and the shards do not.
+    """
+    for parameter in frozen:
+        if parameter.grad is not None and parameter.numel():
+            raise ConfigError(
+                f"a parameter of shape {list(parameter.shape)} has a gradient, but it was "
+                "frozen when DistributedOptimizer was made; freeze it after that"
+            )
+
+
 def describe(
     named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[int]
 ) -> list[TensorSpec]:
@@ -110,13 +124,17 @@ class Bucket:
             self.grads = torch.zeros(layout.numel, device=self.device)
         self.weights = torch.zeros(layout.numel, device=self.device)
         self._grads_host = None if is_on_device(self.grads) else self.grads.numpy()
-        self._copy = streaming.copier(4 * layout.numel)
+        starts = np.array(layout.offsets, dtype=np.int64)
+        numels = [spec.numel for spec in layout.tensors]
+        self._spans = np.stack((starts, starts + numels), axis=1)
         self.lent = LentGrads(self.parameters, layout, self._grads_host)
         self._cast: list[int] = []  # Parameters that are not views on the weights.
+        self._homes: dict[int, int] = {}  # Of the others: where their weights lie in memory.
         self.gather_weights()
         for index, parameter in enumerate(self.parameters):
             if parameter.dtype == torch.float32 and parameter.is_contiguous():
                 parameter.data = self.weight(index).view(parameter.shape)
+                self._homes[index] = parameter.data_ptr()
             else:
                 self._cast.append(index)
         self._has_warned = False
@@ -176,9 +194,8 @@ class Bucket:
         Raises:
             ConfigError: Names the first one.
         """
-        cast = set(self._cast)
-        for index, parameter in enumerate(self.parameters):
-            if index not in cast and parameter.data_ptr() != self.weight(index).data_ptr():
+        for index, home in self._homes.items():
+            if self.parameters[index].data_ptr() != home:
                 raise ConfigError(
                     f"parameter {self.layout.tensors[index].name!r} was given other memory "
                     "(model.to(), or an assignment to .data) after DistributedOptimizer was "
@@ -190,35 +207,60 @@ class Bucket:
         spec = self.layout.slices[index]
         return self.grads[spec.start : spec.stop]
 
-    def gather_grad(self, index: int, step: int) -> None:
-        """Copies the gradient of parameter `index` into the flat vector.
+    def gather_grads(self, indices: Iterable[int], step: int) -> None:
+        """Copies the gradients of parameters into the flat vector.
+
+        Raises:
+            GradientError: One is on the CPU and holds NaN or Inf, or is sparse.
+        """
+        plain, addresses = [], []
+        for index in indices:
+            grad = self.parameters[index].grad
+            assert grad is not None
+            if not self.lent.has(index):
+                self.lent.take_back(index)
+            if self._is_plain(index, grad):
+                plain.append(index)
+                addresses.append(grad.data_ptr())
+            else:
+                self._cast_grad(index, grad, step)
+        if plain:
+            assert self._grads_host is not None
+            places = np.array(addresses, dtype=np.int64)
+            bad = streaming.gather(places, self._spans[plain], self._grads_host)
+            if bad >= 0:
+                grad = self.parameters[plain[bad]].grad
+                assert grad is not None
+                raise not_finite(self.layout.tensors[plain[bad]].name, grad, step)
+
+    def _is_plain(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies in memory as it will in the flat vector of the host."""
+        return (
+            self._grads_host is not None
+            and type(grad) is torch.Tensor
+            and grad.dtype == torch.float32
+            and not grad.is_sparse
+            and grad.is_contiguous()
+            and not grad.is_neg()
+            and grad.numel() == self.parameters[index].numel()
+        )
+
+    def _cast_grad(self, index: int, grad: torch.Tensor, step: int) -> None:
+        """Copies a gradient of another kind into the flat vector.
 
         Raises:
             GradientError: It is on the CPU and holds NaN or Inf, or it is sparse.
         """
-        parameter = self.parameters[index]
-        grad = parameter.grad
-        assert grad is not None
         if grad.is_sparse:
             raise GradientError(
                 f"gradient of {self.layout.tensors[index].name!r} is sparse; make the layer with "
                 "sparse=False"
             )
-        start, numel = self.layout.offsets[index], parameter.numel()
-        if self._grads_host is not None and grad.dtype == torch.float32 and grad.is_contiguous():
-            flat = self._grads_host[start : start + numel]
-            if self.lent.has(index):
-                finite = kernels.all_finite(flat)
-            else:
-                self.lent.take_back(index)
-                finite = self._copy(grad.detach().reshape(-1).numpy(), flat)
-        else:
-            self.lent.take_back(index)
-            part = self.grads[start : start + numel]
-            part.view(parameter.shape).copy_(grad.detach())
-            # Nobody waits for a device here: `screen.py` looks when the gradient is pushed.
-            finite = is_on_device(part) or bool(torch.isfinite(part).all())
-        if not finite:
+        parameter, start = self.parameters[index], self.layout.offsets[index]
+        part = self.grads[start : start + parameter.numel()]
+        part.view(parameter.shape).copy_(grad.detach())
+        # Nobody waits for a device here: `screen.py` looks when the gradient is pushed.
+        if not (is_on_device(part) or bool(torch.isfinite(part).all())):
             raise not_finite(self.layout.tensors[index].name, grad, step)
 
     def clear_grad(self, index: int) -> None:

@@ -1,10 +1,11 @@
 """Gradients that lie once in memory: `.grad` of a parameter is the part of the vector that is sent.
 
-When a gradient has been gathered into the flat vector during backward, `.grad` becomes a view of it
-and torch's own memory is free. Whoever writes to such a `.grad` writes to what a shard may still
-read, so that the wrapper waits for its acknowledgement before `step()` returns; a change between
-backward and `step()` is an error anyway (overlap.py). Small gradients stay where torch has made
-them, for they are not worth that wait.
+When a gradient has been gathered into the flat vector, `.grad` becomes a view of it and torch's own
+memory is free; what is accumulated there in the next step need not be copied again. Whoever writes
+to such a `.grad` writes to what a shard may still read, or what has yet to be sent, so that the
+wrapper waits for its acknowledgement before `step()` returns; a change after it has left is an
+error anyway (overlap.py). Small gradients stay where torch has made them, for they are not worth
+that wait.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class LentGrads:
         self._parameters = parameters
         self._layout = layout
         self._grads = grads
+        self._home = 0 if grads is None else int(grads.ctypes.data)
         self._lent: dict[int, torch.Tensor] = {}
         self._has_trimmed = False
 
@@ -59,7 +61,7 @@ class LentGrads:
     def lend(self, index: int) -> None:
         """Makes the part of the vector, where the gradient has been gathered, `.grad`."""
         parameter = self._parameters[index]
-        if index not in self._lent:
+        if index not in self._lent or not self._is_home(index):
             assert self._grads is not None
             start = self._layout.offsets[index]
             flat = self._grads[start : start + parameter.numel()].reshape(parameter.shape)
@@ -67,8 +69,17 @@ class LentGrads:
         parameter.grad = self._lent[index]
 
     def has(self, index: int) -> bool:
-        """Whether `.grad` of a parameter lies in the vector."""
-        return index in self._lent and self._parameters[index].grad is self._lent[index]
+        """Whether `.grad` of a parameter lies in the vector.
+
+        A script may have given it other memory (`grad.data = ...`); then it is the script's.
+        """
+        lent = self._lent.get(index)
+        return lent is not None and self._parameters[index].grad is lent and self._is_home(index)
+
+    def part(self, index: int) -> None:
+        """Gives a `.grad` that lies in the vector memory of its own."""
+        grad = self._lent.pop(index)
+        self._parameters[index].grad = grad.clone()
 
     def take_back(self, index: int) -> None:
         """Is called before a part is overwritten: who keeps a former `.grad` gets a copy of it."""
@@ -89,3 +100,8 @@ class LentGrads:
             with contextlib.suppress(AttributeError):  # Another C library than glibc.
                 ctypes.CDLL(None).malloc_trim(0)
         return lent
+
+    def _is_home(self, index: int) -> bool:
+        """Whether a tensor that was lent still lies in the vector."""
+        place = self._home + 4 * self._layout.offsets[index]
+        return self._lent[index].data_ptr() == place

@@ -31,7 +31,7 @@ from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.types import Role, TensorSpec
 from psworker import context
-from psworker.bucket import Bucket, describe, trained
+from psworker.bucket import Bucket, describe, refuse_thawed, trained
 from psworker.buffers import Buffers
 from psworker.change import change_mode
 from psworker.exchange import Exchange
@@ -211,7 +211,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not np.array_equal(before, self.replica.parts[0].hyper):
             self._overlap.changed("a learning rate or other hyper-parameter")
         self._overlap.finish(self.bucket.parameters)
-        self._check_parameters()
+        self.bucket.check_weights()
+        self.bucket.warn_of_changes()
+        refuse_thawed(self._frozen)
         number = self.replica.step
         try:
             if self._lost is not None:
@@ -241,21 +243,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._buffers.post(self.samples)
         for index in self.bucket.lent.end_step():
             self._await_room(index)  # From here on the script may write to `.grad`.
-
-    def _check_parameters(self) -> None:
-        """Refuses what torch would train and the shards do not.
-
-        Raises:
-            ConfigError: A parameter has moved, or was frozen when the wrapper was made.
-        """
-        self.bucket.check_weights()
-        self.bucket.warn_of_changes()
-        for parameter in self._frozen:
-            if parameter.grad is not None and parameter.numel():
-                raise ConfigError(
-                    f"a parameter of shape {list(parameter.shape)} has a gradient, but it was "
-                    "frozen when DistributedOptimizer was made; freeze it after that"
-                )
 
     def _come_back(self, problem: PacelineError, number: int) -> None:
         """Joins anew after having been declared lost; the gradient of step `number` is lost."""
@@ -400,12 +387,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _leave_early(self, index: int) -> None:
         """Gathers one gradient during backward, and pushes the slices that it completes."""
-        parameter, parts = self.bucket.parameters[index], self._slices_of[index]
-        self._gather(index, parameter)
-        if self.bucket.lent.takes(index) and self.exchange.maps_grads(parts):
-            self.bucket.lent.lend(index)
-            self._overlap.moved(index, parameter)
-        for part in parts:
+        self._gather([index])
+        self._overlap.moved(index, self.bucket.parameters[index])
+        for part in self._slices_of[index]:
             self._missing[part] -= 1
             if self._missing[part] == 0 and self.exchange.has_landed(part):
                 self._push(part, in_backward=True)  # Else `step` does, which may wait.
@@ -417,9 +401,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _push_rest(self) -> None:
         """Sends the gradients that have not left during backward."""
-        for index, parameter in enumerate(self.bucket.parameters):
-            if index not in self._gathered:
-                self._gather(index, parameter)
+        parameters = range(len(self.bucket.parameters))
+        self._gather([index for index in parameters if index not in self._gathered])
         for index in self.replica.front_first():
             if index not in self._pushed:
                 self._push(index)
@@ -427,21 +410,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _grads(self) -> list[torch.Tensor]:
         return [self.bucket.grads_of(index) for index in range(len(self.replica.parts))]
 
-    def _gather(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Brings one gradient into the flat vector, after the former one has left it."""
-        self._await_room(index)
-        if parameter.grad is None:
-            self.bucket.clear_grad(index)
-        else:
-            try:
-                self.bucket.gather_grad(index, self.replica.step)
-            except GradientError:
-                if not self._pushed:  # So the step can be left out.
-                    self._gathered.clear()
-                    self._reset_missing()
-                    self._overlap.forget()
-                raise
-        self._gathered.add(index)
+    def _gather(self, indices: Sequence[int]) -> None:
+        """Brings gradients into the flat vector, after the former ones have left it."""
+        lent, made = self.bucket.lent, []
+        for index in indices:
+            self._await_room(index)
+            if self.bucket.parameters[index].grad is None:
+                self.bucket.clear_grad(index)
+                continue
+            made.append(index)
+            if lent.has(index) and not self._lends(index):
+                lent.part(index)
+        try:
+            self.bucket.gather_grads(made, self.replica.step)
+        except GradientError:
+            if not self._pushed:  # So the step can be left out.
+                self._gathered.clear()
+                self._reset_missing()
+                self._overlap.forget()
+            raise
+        for index in made:
+            if lent.takes(index) and self._lends(index):
+                lent.lend(index)
+        self._gathered.update(indices)
+
+    def _lends(self, index: int) -> bool:
+        """Whether a gradient is acknowledged by the end of the step, or soon after it has left."""
+        plan = self.replica.plan()
+        waits = plan.block and plan.pull
+        return waits or self.exchange.maps_grads(self._slices_of[index])
 
     def _push(self, index: int, *, in_backward: bool = False) -> None:
         """Sends one slice, after a pull of it that is still under way."""

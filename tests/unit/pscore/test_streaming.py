@@ -38,6 +38,27 @@ def test_huge_and_tiny_numbers_are_finite() -> None:
     assert np.array_equal(values.view(np.uint32), out.view(np.uint32))
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_several_arrays_are_gathered_and_the_first_bad_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    if is_large:
+        monkeypatch.setattr(streaming, "NBYTES_MIN", 0)
+    flat = np.full(200, 7.0, np.float32)
+    flat[100:140] = np.arange(40)  # It lies there already.
+    sources = [np.arange(30, dtype=np.float32), flat[100:140], np.arange(17, dtype=np.float32) + 5]
+    spans = np.array([[3, 33], [100, 140], [160, 177]])
+    addresses = np.array([source.ctypes.data for source in sources])
+    expected = flat.copy()
+    expected[3:33], expected[160:177] = sources[0], sources[2]
+    assert streaming.gather(addresses, spans, flat) == -1
+    assert np.array_equal(flat, expected)
+    for bad, position in ((2, 16), (1, 0), (0, 29)):
+        sources[bad][position] = np.nan
+        assert streaming.gather(addresses, spans, flat) == bad
+    assert streaming.gather(addresses[:0], spans[:0], flat) == -1
+
+
 def test_what_fits_into_a_cache_is_copied_into_it() -> None:
     assert streaming.copier(streaming.NBYTES_MIN - 1) is kernels.copy_checked
     assert streaming.copier(streaming.NBYTES_MIN) is streaming.copy_checked

@@ -79,8 +79,7 @@ def test_gradients_of_any_layout_and_type_are_gathered() -> None:
         parameter.grad = torch.full_like(parameter, 1.0 + number)
     parameters["transposed"].grad = torch.arange(8.0).view(4, 2).t()
     parameters["matrix"].grad = torch.arange(6.0).view(3, 2).t()
-    for index in range(4):
-        bucket.gather_grad(index, step=0)
+    bucket.gather_grads(range(4), step=0)
 
     def part(index: int) -> list[float]:
         values: list[float] = bucket.state_view(bucket.grads, index).flatten().tolist()
@@ -101,7 +100,7 @@ def test_gradients_lie_in_the_memory_that_is_given() -> None:
     given = np.zeros(layout.numel, np.float32)
     bucket = Bucket(list(parameters.values()), layout, given)
     parameters["scalar"].grad = torch.tensor(9.0)
-    bucket.gather_grad(1, step=0)
+    bucket.gather_grads([1], step=0)
     assert given[layout.offsets[1]] == 9.0
     assert np.count_nonzero(given) == 1
 
@@ -127,14 +126,32 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(name: str, value: floa
     parameters[name].grad = grad
     message = f"gradient of '{name}' holds 1 NaN or Inf of {grad.numel()} elements at step 4"
     with pytest.raises(GradientError, match=message):
-        bucket.gather_grad(list(parameters).index(name), step=4)
+        bucket.gather_grads([list(parameters).index(name)], step=4)
+
+
+def test_of_several_gradients_the_one_that_is_not_finite_is_named() -> None:
+    parameters, bucket = make_bucket()
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    grad = parameters["transposed"].grad
+    assert grad is not None
+    grad[0, 0] = float("nan")
+    with pytest.raises(GradientError, match="gradient of 'transposed' holds 1 NaN or Inf of 8"):
+        bucket.gather_grads(range(4), step=0)
+
+
+def test_a_negated_view_is_gathered_as_what_it_stands_for() -> None:
+    parameters, bucket = make_bucket()
+    parameters["scalar"].grad = torch._neg_view(torch.tensor(4.0))
+    bucket.gather_grads([1], step=0)
+    assert bucket.state_view(bucket.grads, 1).item() == -4.0
 
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     parameters, bucket = make_bucket()
     parameters["matrix"].grad = torch.zeros(2, 3).to_sparse()
     with pytest.raises(GradientError, match="gradient of 'matrix' is sparse"):
-        bucket.gather_grad(0, step=0)
+        bucket.gather_grads([0], step=0)
 
 
 @pytest.mark.parametrize(("devices", "listed"), [(["meta"] * 4, "meta"), (["cpu", "meta"], "cpu")])

@@ -21,7 +21,7 @@ def make(shape: tuple[int, ...] = LARGE) -> tuple[Bucket, torch.nn.Parameter, np
     grads = np.zeros(layout.numel, np.float32)
     bucket = Bucket([parameter], layout, grads)
     parameter.grad = torch.ones(shape)
-    bucket.gather_grad(0, 0)
+    bucket.gather_grads([0], 0)
     return bucket, parameter, grads
 
 
@@ -34,7 +34,7 @@ def test_a_lent_gradient_is_the_vector_and_is_not_copied_again() -> None:
     assert not bucket.lent.takes(0)
     assert not parameter.grad._is_view()
     torch.autograd.backward(parameter.sum())  # Accumulates in place.
-    bucket.gather_grad(0, 1)
+    bucket.gather_grads([0], 1)
     assert grads[: parameter.numel()].tolist() == [2.0] * parameter.numel()
     parameter.grad = None
     assert bucket.lent.end_step() == []
@@ -45,7 +45,7 @@ def test_who_keeps_a_former_gradient_keeps_what_it_held() -> None:
     bucket.lent.lend(0)
     kept = parameter.grad
     parameter.grad = torch.full(LARGE, 2.0)
-    bucket.gather_grad(0, 1)
+    bucket.gather_grads([0], 1)
     assert kept is not None
     assert torch.equal(kept, torch.ones(LARGE))
     bucket.lent.lend(0)
@@ -60,7 +60,7 @@ def test_a_gradient_that_nobody_keeps_is_lent_as_the_same_tensor() -> None:
     bucket.lent.lend(0)
     identity = id(parameter.grad)
     parameter.grad = torch.full(LARGE, 2.0)
-    bucket.gather_grad(0, 1)
+    bucket.gather_grads([0], 1)
     bucket.lent.lend(0)
     assert id(parameter.grad) == identity
     assert torch.equal(parameter.grad, torch.full(LARGE, 2.0))
@@ -95,3 +95,29 @@ def test_a_gradient_that_is_not_like_the_vector_stays_where_it_is(kind: str) -> 
         "subclass": torch.nn.Parameter(grad, requires_grad=False),
     }[kind]
     assert not bucket.lent.takes(0)
+
+
+def test_a_lent_gradient_that_was_given_other_memory_is_gathered_from_there() -> None:
+    bucket, parameter, grads = make()
+    bucket.lent.lend(0)
+    assert parameter.grad is not None
+    parameter.grad.data = torch.full(LARGE, 3.0)
+    assert not bucket.lent.has(0)
+    assert bucket.lent.takes(0)
+    bucket.gather_grads([0], 1)
+    assert (grads[: parameter.numel()] == 3.0).all()
+    bucket.lent.lend(0)
+    assert bucket.lent.has(0)
+    assert parameter.grad.data_ptr() == grads.ctypes.data
+
+
+def test_a_gradient_that_is_parted_from_the_vector_is_as_it_was() -> None:
+    bucket, parameter, grads = make()
+    bucket.lent.lend(0)
+    bucket.lent.part(0)
+    assert not bucket.lent.has(0)
+    grads[:] = 5.0
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, torch.ones(LARGE))
+    bucket.gather_grads([0], 1)
+    assert (grads[: parameter.numel()] == 1.0).all()
