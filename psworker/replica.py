@@ -87,7 +87,8 @@ class Replica:
         self._reference = torch.empty_like(weights) if rule.outer_optimizer else None
         self._samples = 0.0  # Of the round so far.
         self._landings = Landings(self.parts, self._num_state)
-        self._pending: set[int] = set()  # Asked for, and not yet the base.
+        # Asked for, and not yet the base; in the order of asking, in which they will come.
+        self._pending: dict[int, None] = {}
         self._asked: set[int] = set()  # Those of them that were asked for in the step under way.
         # In a mode by step, for all slices; None once a slice has moved on.
         self._clock: int | None = None
@@ -230,7 +231,7 @@ class Replica:
         An answer that comes all the same finds memory that nobody reads.
         """
         for index in self._asked:
-            self._pending.discard(index)
+            self._pending.pop(index, None)
             self._landings.forget(index)
         self._asked.clear()
 
@@ -253,8 +254,11 @@ class Replica:
         self.restart()
 
     def settle(self) -> Waits:
-        """Lets pulls that are still on their way land and takes them as the base."""
-        for index in self.front_first():
+        """Lets pulls that are still on their way land and takes them as the base.
+
+        What comes first is taken first, so that it is copied while the rest is under way.
+        """
+        for index in list(self._pending):
             yield from self.land(index)
             self._rebase(index)
 
@@ -418,7 +422,7 @@ class Replica:
             exact=exact,
             is_late=is_late,
         )
-        self._pending.add(index)
+        self._pending[index] = None
         outbox.pull(index, clock, oldest, landing, with_state=with_state)
 
     def _awaits_update(self, index: int, outbox: Outbox) -> bool:
@@ -455,7 +459,7 @@ class Replica:
         """Takes a pull that has landed, if there is one."""
         if index not in self._pending or index in self._asked:
             return
-        self._pending.discard(index)
+        self._pending.pop(index, None)
         part, landing = self.parts[index], self._landings[index]
         state: list[torch.Tensor] = []
         if landing.counts is not None:
