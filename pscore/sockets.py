@@ -30,7 +30,7 @@ AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
 CLOSED_S = 5.0  # Until one who polls looks whether the connection has been closed.
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a local bulk connection, as far as granted.
 SAME_HOST_NBYTES = 512 << 10  # Of TCP within one host: what is under way stays in the cache.
-UNPACED = b"reno"  # Every kernel has it, and lets everybody choose it.
+UNPACED = b"reno"  # Every Linux has it and, as it comes, lets everybody choose it.
 CONGESTION_NBYTES = 16
 
 
@@ -87,8 +87,9 @@ def tune(connection: socket.socket, congestion: bytes = b"") -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if not is_within_host(connection):
-            with contextlib.suppress(OSError):  # One of a route, which only root may choose.
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
+            if congestion and _congestion(connection) == UNPACED:  # Else its route has its own.
+                with contextlib.suppress(OSError):  # Only root may choose it.
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
             return
         nbytes = SAME_HOST_NBYTES
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -103,12 +104,19 @@ def _defer_pacing(endpoint: socket.socket) -> bytes:
     to its end.
 
     Returns:
-        What the system would have used.
+        What the system would have used; nothing if it lets us choose no other.
     """
-    option = socket.IPPROTO_TCP, socket.TCP_CONGESTION
-    usual = endpoint.getsockopt(*option, CONGESTION_NBYTES).rstrip(b"\0")
-    endpoint.setsockopt(*option, UNPACED)
+    try:
+        usual = _congestion(endpoint)
+        endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
+    except OSError:
+        return b""
     return usual
+
+
+def _congestion(endpoint: socket.socket) -> bytes:
+    name = endpoint.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NBYTES)
+    return name.rstrip(b"\0")
 
 
 def is_within_host(connection: Stream) -> bool:

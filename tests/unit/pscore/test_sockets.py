@@ -179,6 +179,18 @@ def test_what_comes_from_another_host_is_left_to_the_kernel() -> None:
                 assert congestion_of(accepted) == expected
 
 
+def test_where_no_other_congestion_control_may_be_chosen_all_is_as_the_system_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sockets, "UNPACED", b"nonsense")
+    with socket.socket() as plain:
+        expected = congestion_of(plain)
+    listener, usual = sockets.listen("127.0.0.1", 0)
+    assert usual == b""
+    with listener, sockets.connect("127.0.0.1", listener.getsockname()[1], 20.0) as one:
+        assert congestion_of(one) == expected
+
+
 def test_connecting_where_nobody_listens_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
