@@ -3,9 +3,9 @@
 One round = every worker pushes its gradient (25.6 million float32), the shards make one SGD step
 with momentum, every worker pulls the weights: ssgd, uncompressed. GB/s is the payload pushed and
 pulled by all workers over the median round. `flat` is one tensor whose gradient lies in the flat
-vector already; `keys` are ResNet-50's 161 tensors, each with a gradient of its own, through
-`DistributedOptimizer.step`. Beside it, in the same run and by turns: a memory copy, a plain-socket
-round that only adds (two connections), and Gloo's all-reduce in two processes.
+vector already; `keys` are ResNet-50's 161 tensors, whose gradients lie where a backward pass has
+left them, through `DistributedOptimizer.step`. Beside it, in the same run and by turns: a memory
+copy, a plain-socket round that only adds (two connections), and Gloo's all-reduce in two processes.
 """
 
 from __future__ import annotations
@@ -87,10 +87,9 @@ def _keys_rounds(rounds: int) -> None:
     optimizer = psworker.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), **HYPER),
         named_parameters=model.named_parameters(),
-        overlap=False,
+        overlap=True,
     )
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+    torch.autograd.backward([parameter.sum() for parameter in model.parameters()])
     measured.report(measured.timed(optimizer.step, rounds))
     psworker.shutdown()
 

@@ -1,11 +1,12 @@
 """Gradients that lie once in memory: `.grad` of a parameter is the part of the vector that is sent.
 
-When a gradient has been gathered into the flat vector, `.grad` becomes a view of it and torch's own
-memory is free; what is accumulated there in the next step need not be copied again. Whoever writes
-to such a `.grad` writes to what a shard may still read, or what has yet to be sent, so that the
-wrapper waits for its acknowledgement before `step()` returns; a change after it has left is an
-error anyway (overlap.py). Small gradients stay where torch has made them, for they are not worth
-that wait.
+When a gradient has been gathered into the flat vector during backward, `.grad` becomes a view of it
+and torch's own memory is free; what is accumulated there in the next step need not be copied again.
+Whoever writes to such a `.grad` writes to what a shard may still read, or what has yet to be sent,
+so that the wrapper waits for its acknowledgement before `step()` returns; a change between backward
+and `step()` is an error anyway (overlap.py). Small gradients stay where torch has made them, for
+they are not worth that wait; so does what is gathered at `step()`, for a script may have it in hand
+by then, and may go on writing to it.
 """
 
 from __future__ import annotations

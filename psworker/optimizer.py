@@ -388,6 +388,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _leave_early(self, index: int) -> None:
         """Gathers one gradient during backward, and pushes the slices that it completes."""
         self._gather([index])
+        if self.bucket.lent.takes(index) and self._lends(index):
+            self.bucket.lent.lend(index)
         self._overlap.moved(index, self.bucket.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1
@@ -429,9 +431,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._reset_missing()
                 self._overlap.forget()
             raise
-        for index in made:
-            if lent.takes(index) and self._lends(index):
-                lent.lend(index)
         self._gathered.update(indices)
 
     def _lends(self, index: int) -> bool:
