@@ -18,7 +18,7 @@ from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
 from psworker.device import is_on_device
-from psworker.lent import LentGrads
+from psworker.lent import LentGrads, is_plain
 from psworker.screen import not_finite
 
 log = logging.getLogger("paceline")
@@ -219,31 +219,18 @@ class Bucket:
             assert grad is not None
             if not self.lent.has(index):
                 self.lent.take_back(index)
-            if self._is_plain(index, grad):
+            if self._grads_host is not None and is_plain(grad, self.parameters[index].numel()):
                 plain.append(index)
                 addresses.append(grad.data_ptr())
             else:
                 self._cast_grad(index, grad, step)
-        if plain:
-            assert self._grads_host is not None
+        if self._grads_host is not None and plain:
             places = np.array(addresses, dtype=np.int64)
             bad = streaming.gather(places, self._spans[plain], self._grads_host)
             if bad >= 0:
                 grad = self.parameters[plain[bad]].grad
                 assert grad is not None
                 raise not_finite(self.layout.tensors[plain[bad]].name, grad, step)
-
-    def _is_plain(self, index: int, grad: torch.Tensor) -> bool:
-        """Whether a gradient lies in memory as it will in the flat vector of the host."""
-        return (
-            self._grads_host is not None
-            and type(grad) is torch.Tensor
-            and grad.dtype == torch.float32
-            and not grad.is_sparse
-            and grad.is_contiguous()
-            and not grad.is_neg()
-            and grad.numel() == self.parameters[index].numel()
-        )
 
     def _cast_grad(self, index: int, grad: torch.Tensor, step: int) -> None:
         """Copies a gradient of another kind into the flat vector.

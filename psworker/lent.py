@@ -25,6 +25,18 @@ NBYTES_MIN = 1 << 18
 OWN_REFERENCES = 3  # To a lent gradient that nobody else keeps: the dictionary's, two of a call.
 
 
+def is_plain(grad: torch.Tensor, numel: int) -> bool:
+    """Whether a gradient of `numel` elements lies in memory as it will in the vector."""
+    return (
+        type(grad) is torch.Tensor
+        and grad.layout is torch.strided
+        and grad.dtype == torch.float32
+        and grad.is_contiguous()
+        and not grad.is_neg()
+        and grad.numel() == numel
+    )
+
+
 class LentGrads:
     """Parts of the flat gradient that parameters have as `.grad`."""
 
@@ -55,9 +67,8 @@ class LentGrads:
         grad = parameter.grad
         if self._grads is None or grad is None or parameter.nbytes < NBYTES_MIN or self.has(index):
             return False
-        is_plain = type(grad) is torch.Tensor and grad.layout is torch.strided
-        is_alike = is_plain and grad.dtype == parameter.dtype == torch.float32
-        return is_alike and grad.is_contiguous() and not grad.requires_grad
+        is_alike = is_plain(grad, parameter.numel()) and parameter.dtype == torch.float32
+        return is_alike and not grad.requires_grad
 
     def lend(self, index: int) -> None:
         """Makes the part of the vector, where the gradient has been gathered, `.grad`."""
