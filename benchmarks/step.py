@@ -36,7 +36,8 @@ MODES = {
     "od": ("od(warmup=5)", "none"),
     "ssd": ("ssd(steps=5, warmup=5)", "none"),
     "ssd-kept": ("ssd(steps=5, warmup=5, mirror=kept)", "none"),
-    "ssd-turns": ("ssd(steps=5, warmup=5, stagger=true)", "none"),
+    "ssd-spread1": ("ssd(steps=5, warmup=5, spread=1)", "none"),
+    "ssd-spread5": ("ssd(steps=5, warmup=5, spread=5)", "none"),
     "ssd-glu": ("ssd(steps=5, warmup=5, local=glu)", "none"),
     "cd": ("cd(steps=5, warmup=5)", "2bit"),
 }

@@ -165,14 +165,14 @@ def gap() -> list[Setting]:
     ]
 
 
-def turns() -> list[Setting]:
-    """Returns the slices pulled in one step, and in turns; a model of one slice has no turns."""
+def spread() -> list[Setting]:
+    """Returns pulls spread over 1, 2 and k steps; a model of one slice has nothing to spread."""
     return [
         ssgd(),
         *(
-            ssd(local, k, WARMUP_FULL, more, name=f"{local} k={k}{about}")
+            ssd(local, k, WARMUP_FULL, f", spread={p}", name=f"{local} k={k}, spread={p}")
             for local, k in (("mirror", 5), ("mirror", 16), ("glu", 5))
-            for about, more in (("", ""), (", in turns", ", stagger=True"))
+            for p in (1, 2, k)
         ),
     ]
 
@@ -191,6 +191,6 @@ SWEEPS = {
     "glu": tuned_glu,
     "adam": with_adam,
     "gap": gap,
-    "turns": turns,
+    "spread": spread,
     "resnet": resnet,
 }

@@ -11,13 +11,14 @@ arXiv:2012.05396; schedule as in the authors' code (repository main-520/SSD-SGD,
 The weights pulled after step t become the base of the local update of step t+1, so a pull has a
 whole forward and backward pass to hide behind. k=1 is OD-SGD (arXiv:2005.06728).
 
-With `stagger` slices are pulled in turns: a k-th of the weights comes in each step, and not all of
-them in one. For the s-th slice of its shard, after the warm-up,
+That step has to hide the bytes of k, and twice or three times those where the optimizer's state
+comes along. `spread=p` pulls over the last p steps of the k, a p-th of the slices in each. For the
+s-th slice of its shard, after the warm-up,
 
-    b_i = W^{t+1} after the steps t with (t - warmup) mod k = (k - 1 - s) mod k
+    b_i = W^{t+1} after the steps t with (t - warmup) mod k = k - 1 - (s mod p)
 
-That is Paceline's own. To one slice it is the same but for which of its steps is the k-th; a worker
-computes with slices whose last pulls are of different steps.
+p=1 is the paper's; p > 1 is Paceline's own. To one slice it is the same but for which of its steps
+is the k-th; a worker computes with slices whose last pulls are up to p - 1 steps apart.
 
 Differs from the paper: the warm-up is counted in steps that the caller sets (the authors' code has
 500 fixed), the step number travels with every message instead of being counted from calls, a push
@@ -28,6 +29,7 @@ choice (`glu` is the authors').
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from pscore.local import LOCAL_UPDATES, make_local_update
@@ -50,8 +52,9 @@ class SSD(Synchronous):
         beta: `glu`: factor of the global update read off two pulls.
         local_warmup: `glu`: local steps over which its rate rises to its full size.
         mirror: `exact` (the shard's optimizer state travels with each pull) or `kept`.
-        stagger: Whether the slices are pulled in turns, and not all in the same step. With k or
-            more in a shard some slice is waited for at every step, and nobody runs ahead.
+        spread: p, over how many of the k steps the pulls are spread, 1..k. A worker may run
+            k - p + 1 steps ahead. 0 is as many as keep the bytes of a step below those of its
+            push, with SGD on the shards: 2 with an exact mirror, else 1.
     """
 
     steps: int = 5
@@ -62,7 +65,7 @@ class SSD(Synchronous):
     beta: float = 0.5
     local_warmup: int = 0
     mirror: str = "exact"
-    stagger: bool = False
+    spread: int = 0
 
     name: ClassVar[str] = "ssd"
     source: ClassVar[str] = "Xu et al., arXiv:2012.05396"
@@ -77,6 +80,7 @@ class SSD(Synchronous):
         require_range("ssd.warmup", self.warmup, 0, 1 << 40)
         require_range("ssd.local_warmup", self.local_warmup, 0, 1 << 40)
         require_range("ssd.lr_scale", self.lr_scale, 0.0, 1e6)
+        require_range("ssd.spread", self.spread, 0, self.steps)
         require_one_of("ssd.local", self.local, LOCAL_UPDATES)
         self.local_update()
 
@@ -89,9 +93,14 @@ class SSD(Synchronous):
         if step < self.warmup:
             return Plan()
         turn = self.steps - 1 - (step - self.warmup) % self.steps
-        if self.stagger:
-            return Plan(local=True, block=False, turn=turn, turns=self.steps)
-        return Plan(local=True, pull=turn == 0, block=False)
+        turns = self.turns
+        return Plan(local=True, pull=turn < turns, block=False, turn=turn, turns=turns)
+
+    @cached_property
+    def turns(self) -> int:
+        """Over how many steps the pulls are spread, with `spread` of 0 resolved."""
+        brings_state = self.local_update().wants_state(last_of_warmup=False)
+        return self.spread or min(self.steps, 2 if brings_state else 1)
 
     def local_update(self) -> Any:
         """Returns the local update with this rule's arguments."""

@@ -33,19 +33,39 @@ def test_the_schedule_by_hand() -> None:
 
 
 def test_pulls_are_at_each_kth_step_after_the_warm_up() -> None:
-    rule = SSD(steps=3, warmup=4)
+    rule = SSD(steps=3, warmup=4, spread=1)
     plans = [rule.plan(step) for step in range(11)]
     assert [plan.pull for plan in plans] == [True] * 4 + [False, False, True] * 2 + [False]
     assert [plan.block for plan in plans] == [True] * 4 + [False] * 7
     assert [plan.local for plan in plans] == [False] * 4 + [True] * 7
 
 
-def test_in_turns_each_slice_is_pulled_at_each_kth_step_of_its_own() -> None:
-    rule = SSD(steps=3, warmup=2, stagger=True)
-    plans = [rule.plan(step) for step in range(8)]
-    pulled = [[place for place in range(6) if plan.pulls(place)] for plan in plans]
-    assert pulled == [[*range(6)]] * 2 + [[2, 5], [1, 4], [0, 3]] * 2
-    assert [plan.block for plan in plans] == [True] * 2 + [False] * 6
+@pytest.mark.parametrize(
+    ("spread", "pulled"),
+    [
+        (1, [[], [], [], [0, 1, 2, 3, 4, 5]]),
+        (2, [[], [], [1, 3, 5], [0, 2, 4]]),
+        (3, [[], [2, 5], [1, 4], [0, 3]]),
+        (4, [[3], [2], [1, 5], [0, 4]]),
+    ],
+)
+def test_spread_each_slice_is_pulled_once_in_the_last_of_the_k_steps(
+    spread: int, pulled: list[list[int]]
+) -> None:
+    rule = SSD(steps=4, warmup=2, spread=spread)
+    plans = [rule.plan(step) for step in range(10)]
+    places = [[place for place in range(6) if plan.pulls(place)] for plan in plans]
+    assert places == [[*range(6)]] * 2 + pulled * 2
+    assert [plan.block for plan in plans] == [True] * 2 + [False] * 8
+
+
+def test_by_itself_it_spreads_only_what_brings_the_optimizers_state() -> None:
+    assert SSD().turns == SSD(steps=2).turns == 2
+    assert SSD(steps=1).turns == SSD(mirror="kept").turns == SSD(local="glu").turns == 1
+    assert SSD(spread=1).turns == 1
+    assert SSD(spread=5).turns == 5
+    with pytest.raises(ConfigError, match=r"ssd.spread is 4, must be in 0..3"):
+        SSD(steps=3, spread=4)
 
 
 def plain(state: dict[str, Vector], weights: Vector, grad: Vector) -> Vector:
@@ -66,7 +86,7 @@ def model(
 ) -> tuple[Vector, Vector]:
     """Section 1.3's schedule: b_i is advanced before the push, and re-based on W after a pull.
 
-    In turns, the elements of slice s are pulled s steps before those of slice 0.
+    Spread over p steps, the elements of slice s are pulled s mod p steps before those of slice 0.
     """
     weights, velocity = np.zeros(NUMEL), np.zeros(NUMEL)
     old, sync = weights, weights
@@ -76,7 +96,7 @@ def model(
     seen = np.zeros((WORKERS, 200, NUMEL))
     since, turn = np.zeros(NUMEL), np.zeros(NUMEL)
     for number, part in enumerate(SLICES):
-        turn[part] = number * rule.stagger
+        turn[part] = number % rule.turns
     for step in range(200):
         seen[:, step] = view
         grads = [quadratic(i, step, view[i]) for i in range(WORKERS)]
@@ -101,7 +121,7 @@ def model(
     return seen, weights
 
 
-@pytest.mark.parametrize(("steps", "stagger"), [(1, False), (4, False), (4, True), (2, True)])
+@pytest.mark.parametrize(("steps", "spread"), [(1, 0), (4, 1), (4, 0), (4, 4), (2, 2)])
 @pytest.mark.parametrize(
     ("name", "form", "update"),
     [
@@ -116,10 +136,9 @@ def test_it_follows_the_equation_for_200_steps(
     form: str,
     update: Callable[[dict[str, Vector], Vector, Vector], Vector],
     steps: int,
-    *,
-    stagger: bool,
+    spread: int,
 ) -> None:
-    rule = SSD(steps=steps, warmup=10, local=name, mirror=form, stagger=stagger)
+    rule = SSD(steps=steps, warmup=10, local=name, mirror=form, spread=spread)
     cluster = Cluster(
         rule, quadratic, num_workers=WORKERS, group=GROUP, seed=steps, speeds=(1.0, 1.0, 0.6, 0.2)
     ).run()
@@ -134,7 +153,9 @@ def test_it_follows_the_equation_for_200_steps(
     [
         (SSD(steps=5, warmup=0, local="sgd"), 5),
         (SSD(steps=2, warmup=0, local="glu"), 2),
-        (SSD(steps=32, warmup=0), 32),
+        (SSD(steps=32, warmup=0, spread=1), 32),
+        (SSD(steps=32, warmup=0), 31),
+        (SSD(steps=3, warmup=0, spread=2), 2),
         (OD(warmup=0), 1),
         (CD(warmup=0), 1),
     ],
@@ -156,8 +177,8 @@ def test_a_fast_worker_runs_ahead_of_a_slow_one_and_then_waits(rule: Rule, ahead
     assert cluster.shard.most_open <= ahead
 
 
-def test_in_turns_nobody_finishes_more_than_one_step_before_the_slowest() -> None:
-    rule = SSD(steps=2, warmup=0, local="glu", stagger=True)  # One of the two slices at each step.
+def test_spread_over_all_steps_nobody_finishes_more_than_one_step_before_the_slowest() -> None:
+    rule = SSD(steps=2, warmup=0, local="glu", spread=2)  # One of the two slices at each step.
     cluster = Cluster(rule, quadratic, num_workers=2, steps=40, speeds=(1.0, 0.0))
     cluster.run(events=2_000)
     assert [worker.replica.step for worker in cluster.workers] == [1, 0]

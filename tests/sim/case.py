@@ -40,7 +40,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "outer_momentum": (0.0, 0.9),
     "slow_momentum": (0.0, 0.5),
     "splits": (1, 2, 3),
-    "stagger": (False, True),
+    "spread": (0, 1, 2, 5),
     "steps": (1, 2, 3, 5),
     "warmup": (0, 1, 3),
 }

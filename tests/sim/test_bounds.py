@@ -35,7 +35,8 @@ def with_slow_worker(rule: Rule, steps: int = 8) -> Outcome:
         (SSD(steps=1, warmup=0, local="sgd"), 0),
         (SSD(steps=2, warmup=0, local="sgd"), 1),
         (SSD(steps=3, warmup=0, local="sgd"), 2),
-        (SSD(steps=5, warmup=0, local="mirror"), 4),
+        (SSD(steps=5, warmup=0, local="mirror", spread=1), 4),
+        (SSD(steps=5, warmup=0, local="mirror"), 3),
     ],
     ids=str,
 )

@@ -53,7 +53,7 @@ def test_slices_and_shards_hold_every_element_once() -> None:
         ("ssgd", 1.0),
         ("ssd(steps=4, warmup=3, local=sgd)", 1 / 4),
         ("ssd(steps=4, warmup=3, local=mirror)", 2 / 4),  # The momentum comes along.
-        ("ssd(steps=4, warmup=3, local=mirror, stagger=true)", 2 / 4),
+        ("ssd(steps=4, warmup=3, local=mirror, spread=4)", 2 / 4),
     ],
 )
 def test_bytes_pulled_are_those_of_the_mode(mode: str, pulled: float) -> None:
