@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 from pscore import kernels
-from pscore.kernels import kernel, read_only
+from pscore.kernels import floats_at, kernel, read_only
 from pscore.types import FloatArray, IntArray
 
 NBYTES_MIN = 32 << 20  # As a large cache of the third level.
@@ -56,16 +56,6 @@ def _make_fence(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-def _make_floats_at(typing_context: Any, address: Any) -> Any:
-    """Returns an address as a pointer to float32."""
-
-    def generate(context: BaseContext, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
-
-    return types.CPointer(types.float32)(types.intp), generate
-
-
-_floats_at = cast(Callable[[int], Any], intrinsic(_make_floats_at))
 _copy_line = cast(Callable[[int, int], int], intrinsic(_make_copy_line))
 _fence = cast(Callable[[], None], intrinsic(_make_fence))
 
@@ -95,7 +85,7 @@ def _gather(addresses: IntArray, spans: IntArray, flat: FloatArray, streams: boo
     home = flat.ctypes.data
     for i in range(len(addresses)):
         start, stop = spans[i, 0], spans[i, 1]
-        source = carray(_floats_at(addresses[i]), stop - start)
+        source = carray(floats_at(addresses[i]), stop - start)
         if addresses[i] == home + 4 * start:
             is_finite = kernels.all_finite_loop(source)
         elif streams:

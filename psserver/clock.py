@@ -157,7 +157,8 @@ class SliceClock:
             late = push.step in counted.late
             return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
         if self.is_short or not self._has_room(push):
-            return self._park(push, token)
+            self._park(push, token)
+            return self._proceed() if push.may_wait and self._is_whole(push) else []
         if len(counted.ahead) >= AHEAD_MAX:
             raise RemoteProtocolError(
                 f"worker {push.worker} pushed step {push.step}, {AHEAD_MAX} steps since "
@@ -314,7 +315,7 @@ class SliceClock:
             *self._proceed(),
         ]
 
-    def _park(self, push: Push, token: Token) -> list[Action]:
+    def _park(self, push: Push, token: Token) -> None:
         """Keeps a push that is too far ahead; a repeated one takes the place of the first.
 
         The first is not answered: whoever sent it again waits for the second, and an answer now
@@ -328,7 +329,6 @@ class SliceClock:
                 f"already for version {self.version}"
             )
         self._parked[key] = (push, token)
-        return []
 
     def _count(self, push: Push, token: Token) -> list[Action]:
         """Counts a push that has not been counted; its gradient enters a bin, or is too late."""
@@ -426,28 +426,45 @@ class SliceClock:
         return actions + self._answers()
 
     def _has_room(self, push: Push) -> bool:
-        """Whether a push can be counted: it is not too far ahead, and would not have to be held.
+        """Whether a push can be counted: it is not too far ahead, and would not have to be kept.
 
-        Who may wait for its turn does so where its gradient lies, and not in memory of the shard.
+        Who may wait does so where its gradient lies, and not in memory of the shard: until all that
+        its step expects are there, so that they are added up in one pass, or one that may not wait
+        is held until its turn comes.
         """
         if push.step >= self.version + self.rule.steps_open():
             return False
         if not (push.may_wait and self.rule.by_step) or push.step < self.version:
             return True
-        ranks = self._bins[push.step].ranks() if push.step in self._bins else set()
+        bin_ = self._bins.get(push.step, Bin())
+        ranks = bin_.ranks()
         expected = ranks.union(self._expected(), [push.worker])
-        in_order = self._fan_in(len(expected)) >= len(expected)
-        return not in_order or all(rank in ranks for rank in expected if rank < push.worker)
+        if self._fan_in(len(expected)) < len(expected):
+            return True  # The order is that of arrival.
+        if any(rank not in ranks for rank in expected if rank < push.worker):
+            return False
+        return bool(bin_.held) or self._is_whole(push)
+
+    def _is_whole(self, push: Push) -> bool:
+        """Whether all others that a push's step expects are in, or parked."""
+        here = {rank for step, rank in self._parked if step == push.step}
+        here.add(push.worker)
+        if push.step in self._bins:
+            here |= self._bins[push.step].ranks()
+        return here.issuperset(self._expected())
 
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that are no longer too far ahead; returns whether any was."""
         was = len(self._parked)
         waiting: set[int] = set()  # Steps in which a lower rank has not its turn yet.
+        whole: set[int] = set()  # Steps in which everybody has.
         for key in sorted(self._parked):  # A lower rank can make room for the next.
             push = self._parked[key][0]
             if push.may_wait and push.step in waiting:
                 continue
-            if self._has_room(push):
+            if push.step in whole or self._has_room(push):
+                if push.may_wait and push.step not in whole and self._is_whole(push):
+                    whole.add(push.step)
                 actions += self._count(*self._parked.pop(key))
             elif push.may_wait:
                 waiting.add(push.step)

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -131,42 +130,52 @@ class Lane:
 
 
 def carry_out(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
-    """Carries out actions of one slice in order; an addition and its update in one pass."""
-    actions = _with_updates_first(actions)
-    fused = {
-        id(update)
-        for add, update in pairwise(actions)
-        if isinstance(add, Add) and isinstance(update, Update) and add.bin == update.bin
-    }
-    for position, action in enumerate(actions):
-        if isinstance(action, Add):
-            following = actions[position + 1] if position + 1 < len(actions) else None
-            if isinstance(following, Update) and id(following) in fused:
-                store.add_and_update(action, desk.payload(action.token), following)
-            else:
-                store.add(action, desk.payload(action.token))
-            desk.done(action.token)
-        elif id(action) not in fused:
-            CARRIERS[type(action)](action, store, desk)
+    """Carries out actions of one slice in order; an update and the additions before it in one.
 
-
-def _with_updates_first(actions: Sequence[Work]) -> Sequence[Work]:
-    """Puts an acknowledgement behind the update that its gradient completes.
-
-    Nobody waits for the acknowledgement but to use the gradient's memory again, and with the two
-    side by side that memory is read once, for addition and step.
+    Acknowledgements between them come behind it: nobody waits for one but to use the gradient's
+    memory again, and so that memory is read once, for addition and step.
     """
-    ordered = list(actions)
-    for position in range(len(ordered) - 2):
-        add, reply, update = ordered[position : position + 3]
-        if (
-            isinstance(add, Add)
-            and isinstance(reply, Acknowledge)
-            and isinstance(update, Update)
-            and add.bin == update.bin
-        ):
-            ordered[position + 1], ordered[position + 2] = update, reply
-    return ordered
+    run: list[Add | Acknowledge] = []
+    for action in actions:
+        if isinstance(action, Add) or (run and isinstance(action, Acknowledge)):
+            run.append(action)
+            continue
+        if isinstance(action, Update) and run:
+            _update_with(run, action, store, desk)
+        else:
+            _one_by_one(run, store, desk)
+            CARRIERS[type(action)](action, store, desk)
+        run = []
+    _one_by_one(run, store, desk)
+
+
+def _update_with(
+    run: Sequence[Add | Acknowledge], update: Update, store: SliceStore, desk: Desk
+) -> None:
+    """Makes an update together with the additions to its bin that end `run`."""
+    begin = 0
+    for position, action in enumerate(run):
+        if isinstance(action, Add) and action.bin != update.bin:
+            begin = position + 1
+    adds = [action for action in run[begin:] if isinstance(action, Add)]
+    if not adds:
+        _one_by_one([*run, update], store, desk)
+        return
+    _one_by_one(run[:begin], store, desk)
+    store.add_and_update([(add, desk.payload(add.token)) for add in adds], update)
+    for add in adds:
+        desk.done(add.token)
+    _one_by_one([action for action in run[begin:] if not isinstance(action, Add)], store, desk)
+
+
+def _one_by_one(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
+    for action in actions:
+        CARRIERS[type(action)](action, store, desk)
+
+
+def _add(action: Add, store: SliceStore, desk: Desk) -> None:
+    store.add(action, desk.payload(action.token))
+    desk.done(action.token)
 
 
 def _load(action: Load, store: SliceStore, desk: Desk) -> None:
@@ -202,6 +211,7 @@ def _change(action: Change, store: SliceStore, desk: Desk) -> None:
 CARRIERS: dict[type[Work], Callable[..., None]] = {
     Copy: _copy,
     Change: _change,
+    Add: _add,
     Load: _load,
     Hold: _hold,
     Update: _update,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from pscore.types import ByteArray, FloatArray
@@ -81,6 +84,28 @@ class Pool:
 
     def _make(self) -> Cell:
         return Cell(np.zeros(self._nbytes, dtype=np.uint8), self._numel)
+
+
+class Scratch:
+    """Arrays that are used up at once: the one that came back last is in the cache, if any is."""
+
+    def __init__(self) -> None:
+        """Starts without any."""
+        self._free: list[FloatArray] = []
+
+    @contextmanager
+    def borrow(self, numel: int) -> Iterator[FloatArray]:
+        """Lends `(numel,) float32` of anything; from any thread."""
+        try:
+            array = self._free.pop()
+        except IndexError:
+            array = np.empty(numel, np.float32)
+        if len(array) < numel:
+            array = np.empty(numel, np.float32)
+        try:
+            yield array[:numel]
+        finally:
+            self._free.append(array)
 
 
 class ArenaPool(Pool):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pscore.timeline import Timeline
 from pscore.types import FloatArray, Push
-from psserver.clock import Add, Update
+from psserver.clock import Update
 from psserver.pool import Buffer, Cell
 from psserver.shard import Address
-from psserver.store import Payload, SliceStore
+from psserver.store import SliceStore, Term
 
 
 class TimedStore(SliceStore):
@@ -31,18 +32,18 @@ class TimedStore(SliceStore):
         }
         super().__init__(*what)
 
-    def _add(self, action: Add, payload: Payload) -> Cell | None:
-        begin_ns, nbytes = self._timeline.now_ns(), payload.data.nbytes
-        cell = super()._add(action, payload)
+    def _sum(self, bin_: Cell | None, terms: Sequence[Term], out: FloatArray) -> None:
+        begin_ns = self._timeline.now_ns()
+        super()._sum(bin_, terms, out)
+        add, payload = terms[0]
         about: dict[str, Any] = {
-            "worker": action.worker,
-            "step": action.push.step,
-            "nbytes": nbytes,
+            "workers": [add.worker for add, _ in terms],
+            "step": add.push.step,
+            "nbytes": sum(payload.data.nbytes for _, payload in terms),
         }
         self._timeline.span(
             "aggregate", begin_ns, **self._about, **about, compressor=payload.compressor.name
         )
-        return cell
 
     def _step(self, grad: FloatArray, update: Update) -> None:
         begin_ns = self._timeline.now_ns()

@@ -26,7 +26,7 @@ from psserver.clock import Acknowledge, Add, Hold, Load, Update
 from psserver.counted import LATE_KEPT, Counted
 from psserver.estimate import Estimate
 from psserver.journal import SliceJournal
-from psserver.pool import Buffer, Cell, Pool
+from psserver.pool import Buffer, Cell, Pool, Scratch
 from psserver.weights import Weights
 
 RAW = NoCompression()
@@ -42,6 +42,10 @@ class Payload:
     counts: tuple[int, ...] = ()  # Role STATE: optimizer steps of each segment.
     is_borrowed: bool = False  # It lies in the worker's memory, until it is acknowledged.
     cell: Cell | None = None  # What `SliceStore.hold` has copied it to.
+
+
+Term = tuple[Add, Payload]  # Of a sum.
+SCRATCH = Scratch()  # Of this process's sums, whatever their slice.
 
 
 class SliceStore:
@@ -223,13 +227,17 @@ class SliceStore:
 
     def add(self, action: Add, payload: Payload) -> None:
         """Adds a gradient to a bin; an empty payload is a gradient of zeros."""
-        before = self._add(action, payload)
+        bin_ = self._bins.get(action.bin)
+        assert (bin_ is None) == action.is_first
+        target = self._pool.take() if bin_ is None or self._journal is not None else bin_
+        self._sum(bin_, [(action, payload)], target.array)
+        self._bins[action.bin] = target
         if self._journal is not None:
             self._count_step(action.push)
             self._journal.drop(action.push)
-            self._journal.add(action.bin, action.push, action.weight, self._bins[action.bin])
+            self._journal.add(action.bin, action.push, action.weight, target)
             self._journal.commit()
-        self._give(before, payload.cell)
+        self._give(bin_ if bin_ is not target else None, payload.cell)
 
     def update(self, action: Update) -> None:
         """Makes one optimizer step with a bin's mean, and frees the bin."""
@@ -237,19 +245,24 @@ class SliceStore:
         self._step(bin_.array, action)
         self._give(bin_)
 
-    def add_and_update(self, add: Add, payload: Payload, update: Update) -> None:
-        """Both in one: a raw gradient that is the only one of its update needs no bin."""
+    def add_and_update(self, terms: Sequence[Term], update: Update) -> None:
+        """Makes the last additions of an update and its step: their sum needs no bin.
+
+        A raw gradient that is alone in its update is no sum, and is read where it lies.
+        """
         if self._journal is not None:
-            self._count_step(add.push)
-            self._journal.drop(add.push)
-        alone = add.is_first and add.weight == 1.0 and payload.compressor.is_raw
-        if alone and payload.data.nbytes and not self._rule.compensates:
-            self._step(payload.data.view("<f4"), update)
-            self._give(payload.cell)
-            return
-        before = self._add(add, payload)
-        self.update(update)
-        self._give(before, payload.cell)
+            for add, _ in terms:
+                self._count_step(add.push)
+                self._journal.drop(add.push)
+        bin_ = self._bins.pop(update.bin, None)
+        assert (bin_ is None) == terms[0][0].is_first
+        if bin_ is None and len(terms) == 1 and terms[0][0].weight == 1.0 and self._is_raw(terms):
+            self._step(terms[0][1].data.view("<f4"), update)
+        else:
+            with SCRATCH.borrow(self.numel) as sum_:
+                self._sum(bin_, terms, sum_)
+                self._step(sum_, update)
+        self._give(bin_, *(payload.cell for _, payload in terms))
 
     def refuse(self, action: Acknowledge) -> None:
         """Notes a push that is counted without being added."""
@@ -278,29 +291,34 @@ class SliceStore:
 
     # ----- inside
 
-    def _add(self, action: Add, payload: Payload) -> Cell | None:
-        """Adds to a bin; with a journal, to a new one. Returns the one that is not needed more."""
-        bin_ = self._bins.get(action.bin)
-        assert (bin_ is None) == action.is_first
-        target = bin_
-        if target is None or self._journal is not None:
-            target = self._bins[action.bin] = self._pool.take()
-        sum_ = None if bin_ is None else bin_.array
-        if not payload.data.nbytes:
-            if sum_ is None:
-                target.array.fill(0.0)
-            elif bin_ is not target:
-                np.copyto(target.array, sum_)
-        elif self._rule.compensates:
-            memory = self._remember()
-            payload.compressor.decode_add(payload.data, memory.scratch, 1.0, assign=True)
-            self._rule.compensate(memory.scratch, action.push.worker, memory)
-            self._write_memory(memory)
-            _accumulate(sum_, RAW, memory.scratch.view(np.uint8), action.weight, target.array)
-        else:
+    def _is_raw(self, terms: Sequence[Term]) -> bool:
+        """Whether each of several gradients is added as it lies there."""
+        is_raw = all(payload.compressor.is_raw and payload.data.nbytes for _, payload in terms)
+        return is_raw and not self._rule.compensates
+
+    def _sum(self, bin_: Cell | None, terms: Sequence[Term], out: FloatArray) -> None:
+        """Sets `out` to a bin's sum, if there is one, plus gradients; `out` may be the bin's."""
+        before = [] if bin_ is None else [bin_.array]
+        if self._is_raw(terms):
+            grads = [payload.data.view("<f4") for _, payload in terms]
+            scales = [add.weight for add, _ in terms]
+            kernels.sum_all([*before, *grads], [1.0] * len(before) + scales, out)
+            return
+        if bin_ is not None and bin_.array is not out:
+            np.copyto(out, bin_.array)
+        for index, (add, payload) in enumerate(terms):
+            assign = bin_ is None and index == 0
             data, compressor = payload.data, payload.compressor
-            _accumulate(sum_, compressor, data, action.weight, target.array)
-        return bin_ if bin_ is not target else None
+            if data.nbytes and self._rule.compensates:
+                memory = self._remember()
+                compressor.decode_add(data, memory.scratch, 1.0, assign=True)
+                self._rule.compensate(memory.scratch, add.push.worker, memory)
+                self._write_memory(memory)
+                data, compressor = memory.scratch.view(np.uint8), RAW
+            if data.nbytes:
+                compressor.decode_add(data, out, add.weight, assign=assign)
+            elif assign:
+                out.fill(0.0)
 
     def estimate(
         self, worker: int, version: int, compressor: Compressor, clock: int = 0
@@ -456,20 +474,3 @@ class SliceStore:
             for name, place in record.memory.items():
                 memory.state[name] = journal.array(place)
         self._weights.take_up(record.weights, record.version, journal.pool.at)
-
-
-def _accumulate(
-    sum_: FloatArray | None,
-    compressor: Compressor,
-    data: ByteArray,
-    weight: float,
-    out: FloatArray,
-) -> None:
-    """Sets `out` to `sum_` plus `weight` times a payload; `out` may be `sum_`."""
-    if sum_ is None or sum_ is out:
-        compressor.decode_add(data, out, weight, assign=sum_ is None)
-    elif compressor.is_raw:
-        kernels.sum_scaled(sum_, data.view("<f4"), out, weight)
-    else:
-        np.copyto(out, sum_)
-        compressor.decode_add(data, out, weight, assign=False)

@@ -108,9 +108,10 @@ def test_a_shard_shows_what_becomes_of_a_push(joined: list[Event], index: int) -
     assert {event["name"] for event in mine} == SHARD_NAMES
     for name in ("decode", "aggregate"):
         counted = {
-            (event["args"]["slice"], event["args"]["worker"], event["args"]["step"])
+            (event["args"]["slice"], worker, event["args"]["step"])
             for event in mine
             if event["name"] == name and event["args"].get("role", "gradient") == "gradient"
+            for worker in event["args"].get("workers") or [event["args"]["worker"]]
         }
         assert len({entry[1:] for entry in counted}) == 2 * STEPS
     versions = [event["args"]["version"] for event in mine if event["name"] == "step"]

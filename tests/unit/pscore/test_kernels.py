@@ -35,6 +35,23 @@ def test_adding_is_a_product_and_a_sum_each_rounded(source: FloatArray, scale: f
     assert np.array_equal(out, expected)
 
 
+@given(st.integers(0, 5000), st.integers(1, 5), st.booleans())
+@settings(max_examples=50)
+def test_a_sum_in_one_pass_has_the_bits_of_one_after_the_other(
+    numel: int, num_sources: int, in_place: bool
+) -> None:
+    """Also where a source is not aligned, as in a slice behind another of any length."""
+    sources = [random(numel + 1, seed)[1:] for seed in range(num_sources)]
+    scales = [1.0, 0.1, 3.0, -2.0, 1.0][:num_sources]
+    expected = np.empty(numel, np.float32)
+    kernels.assign_scaled(sources[0], expected, scales[0])
+    for source, scale in zip(sources[1:], scales[1:], strict=True):
+        kernels.add_scaled(source, expected, scale)
+    out = sources[0] if in_place else np.full(numel, np.nan, np.float32)
+    kernels.sum_all(sources, scales, out)
+    assert out.tobytes() == expected.tobytes()
+
+
 def test_scale_one_is_exact() -> None:
     source, out = random(100), np.zeros(100, np.float32)
     kernels.assign_scaled(source, out, 1.0)

@@ -107,8 +107,8 @@ class Words:
     def update(self, action: Update) -> None:
         self.said.append(f"update {action.bin}")
 
-    def add_and_update(self, add: Add, payload: object, update: Update) -> None:
-        self.said.append(f"add {payload} and update {update.bin}")
+    def add_and_update(self, terms: list[tuple[Add, object]], update: Update) -> None:
+        self.said.append(f"add {[payload for _, payload in terms]} and update {update.bin}")
 
 
 def add(token: str, bin_: int = 0) -> Add:
@@ -155,18 +155,42 @@ def test_actions_are_carried_out_in_their_order() -> None:
     ]
 
 
-def test_an_addition_and_its_update_are_one() -> None:
+def test_additions_and_their_update_are_one() -> None:
     assert words_of([add("a"), add("b"), update(), ack("b")]) == [
-        "add a to 0",
+        "add ['a', 'b'] and update 0",
         "done a",
-        "add b and update 0",
         "done b",
         "ack b",
     ]
 
 
-def test_an_acknowledgement_lets_its_update_go_first_and_an_answer_does_not() -> None:
-    assert words_of([add("a"), ack("a"), update()]) == ["add a and update 0", "done a", "ack a"]
+def test_only_additions_to_the_same_bin_are_one_with_an_update() -> None:
+    assert words_of([add("a"), add("x", 1), ack("x"), add("b"), ack("b"), update()]) == [
+        "add a to 0",
+        "done a",
+        "add x to 1",
+        "done x",
+        "add ['b'] and update 0",
+        "done b",
+        "ack x",
+        "ack b",
+    ]
+
+
+def test_acknowledgements_let_the_update_go_first_and_an_answer_does_not() -> None:
+    assert words_of([add("a"), ack("a"), update()]) == [
+        "add ['a'] and update 0",
+        "done a",
+        "ack a",
+    ]
+    assert words_of([add("a"), ack("a"), add("b"), ack("b"), update(), answer("p")]) == [
+        "add ['a', 'b'] and update 0",
+        "done a",
+        "done b",
+        "ack a",
+        "ack b",
+        "answer p",
+    ]
     assert words_of([add("a"), answer("p"), update()]) == [
         "add a to 0",
         "done a",
@@ -187,9 +211,9 @@ def test_the_update_of_another_bin_is_not_taken_for_it() -> None:
 
 def test_several_updates_follow_each_other() -> None:
     assert words_of([add("a", 0), update(0), add("b", 1), ack("b"), update(1), answer("p")]) == [
-        "add a and update 0",
+        "add ['a'] and update 0",
         "done a",
-        "add b and update 1",
+        "add ['b'] and update 1",
         "done b",
         "ack b",
         "answer p",

@@ -1,6 +1,6 @@
 """The numbers of one slice: what each action does to them, and what a reader is sure of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -170,7 +170,7 @@ def test_one_pass_gives_the_bits_of_two(
     for version in range(1, 4):
         sent = make(values(version))  # type: ignore[operator]
         last = update(version, 1 / weight, hyper=hyper)
-        together.add_and_update(add(weight, first=True), sent, last)
+        together.add_and_update([(add(weight, first=True), sent)], last)
         apart.add(add(weight, first=True), sent)
         apart.update(last)
     assert np.array_equal(together.weights, apart.weights)
@@ -178,20 +178,42 @@ def test_one_pass_gives_the_bits_of_two(
         assert np.array_equal(mine, yours)
 
 
-def test_one_pass_may_end_a_sum_of_several() -> None:
-    together, apart = store(), store()
-    for made in (together, apart):
-        made.add(add(first=True), payload(values(1)))
-    together.add_and_update(add(), payload(values(2)), update(1, 0.5))
-    apart.add(add(), payload(values(2)))
-    apart.update(update(1, 0.5))
+@pytest.mark.parametrize("kinds", ["rrr", "rhr", "hhh", "erh", "ree", "eee"])
+@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("rule", [SSGD(), DCASGD()], ids=str)
+def test_one_pass_may_be_all_of_a_sum_or_its_end(kinds: str, before: int, rule: Rule) -> None:
+    """Raw, half and empty payloads in the order of the ranks; some may be in the bin already."""
+    make: dict[str, Callable[[FloatArray], Payload]] = {
+        "r": payload,
+        "h": half,
+        "e": lambda _: EMPTY,
+    }
+    weights = (2.0, 3.0, 1.0)
+    terms = [
+        (add(weight, first=rank == 0, worker=rank), make[kind](values(rank + 1)))
+        for rank, (kind, weight) in enumerate(zip(kinds, weights, strict=True))
+    ]
+    together, apart = store(rule), store(rule)
+    for term in terms[:before]:
+        together.add(*term)
+    together.add_and_update(terms[before:], update(1, 1 / 6))
+    for term in terms:
+        apart.add(*term)
+    apart.update(update(1, 1 / 6))
     assert np.array_equal(together.weights, apart.weights)
+
+
+def test_a_sum_in_one_pass_takes_no_memory_of_the_slice() -> None:
+    made, nbytes = store(SSGD()), store(SSGD()).nbytes
+    terms = [(add(first=rank == 0, worker=rank), payload(values(rank))) for rank in range(4)]
+    made.add_and_update(terms, update(1, 0.25))
+    assert made.nbytes == nbytes
 
 
 def test_a_payload_that_cannot_be_written_is_only_read() -> None:
     made, sent = store(), payload(values(1))
     sent.data.flags.writeable = False
-    made.add_and_update(add(first=True), sent, update(1))
+    made.add_and_update([(add(first=True), sent)], update(1))
     made.add(add(first=True), sent)
     made.update(update(2))
 
