@@ -29,7 +29,8 @@ from pscore.partition import make_layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, SliceSpec, Verdict
-from psserver.clock import Acknowledge, Action, Answer, SliceClock
+from psserver.actions import Acknowledge, Action, Answer
+from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.lanes import carry_out
 from psserver.store import Payload, SliceStore

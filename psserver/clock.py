@@ -10,92 +10,27 @@ waits for, "decided" and "done" need not be told apart in here.
 A push is counted once: by (worker, step), whatever the network repeats or reorders. In a mode that
 collects by step, each step still open has a bin of its own; gradients enter a bin in the order of
 the ranks, so that the sum has the same bits in every run; one that has to wait for a lower rank is
-held, and acknowledged all the same. Steps close in order, and closing step t makes version t+1. In
-an asynchronous mode there is one bin, and it closes after `fan_in` arrivals. A push too far ahead
-is parked: its worker gets no acknowledgement, and so it waits (back-pressure, not memory). So is
-any push while an elastic job has fewer workers than it needs; pulls of what there is are answered.
+held, and acknowledged all the same. One that may wait where it lies (shared memory, in a mode whose
+step ends with a pull) is parked until all that the step expects are there: then they are added up
+and the step is made in two passes over memory, without a sum that is kept. Steps close in order,
+and closing step t makes version t+1. In an asynchronous mode there is one bin, and it closes after
+`fan_in` arrivals. A push too far ahead is parked: its worker gets no acknowledgement, and so it
+waits (back-pressure, not memory). So is any push while an elastic job has fewer workers than it
+needs; pulls of what there is are answered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from pscore.errors import RemoteProtocolError
 from pscore.rules.base import Rule
-from pscore.types import HyperArray, Pull, Push, Role, Verdict
+from pscore.types import Pull, Push, Role, Verdict
+from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Update
 from psserver.counted import LATE_KEPT, Bin, Counted, Token
 
 AHEAD_MAX = 4096  # Steps of a worker that are in while an earlier one is not.
 PARKED_MAX = 64  # Parked pushes per worker; a worker waits for its acknowledgement long before.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Take the weights (and state) in `token`'s payload as they are."""
-
-    token: Token
-    role: Role
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
-    """Keep `token`'s payload; it is added later. The sender's buffer must be free after this."""
-
-    token: Token
-    push: Push
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Add:
-    """Add `weight` times `token`'s gradient to a bin, after the rule's compensation."""
-
-    token: Token
-    bin: int
-    push: Push
-    weight: float
-    is_first: bool  # The bin is empty: assign.
-
-    @property
-    def worker(self) -> int:
-        """Whose gradient it is."""
-        return self.push.worker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """Make one optimizer step with a bin's sum times `scale`, and empty the bin."""
-
-    bin: int
-    scale: float
-    present: int  # Bit i: segment i has a gradient; -1 for all.
-    hyper: HyperArray
-    version: int  # Of the weights after it.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acknowledge:
-    """Answer a push."""
-
-    token: Token
-    verdict: Verdict
-    version: int
-    push: Push | None = None  # One that has been counted, and will not be added.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Answer a pull with the weights as they are now."""
-
-    token: Token
-    worker: int
-    version: int
-    with_state: bool
-    clock: int = 0  # Where that worker goes on counting if it has come anew.
-
-
-Action = Load | Hold | Add | Update | Acknowledge | Answer
 
 
 class SliceClock:

@@ -23,7 +23,8 @@ from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.timeline import Timeline
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
-from psserver.clock import Acknowledge, Action, Answer, SliceClock, Update
+from psserver.actions import Acknowledge, Action, Answer, Update
+from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.debts import Debts
 from psserver.lanes import Lane, Work

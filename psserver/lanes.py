@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from pscore.rules.base import Rule
-from psserver.clock import Acknowledge, Action, Add, Answer, Hold, Load, Update
+from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Update
 from psserver.counted import Token
 from psserver.store import Payload, SliceStore
 

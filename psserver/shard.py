@@ -24,8 +24,9 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules.base import Rule, require_sizes
 from pscore.types import Pull, Push
+from psserver.actions import Acknowledge, Action, Add, Hold, Update
 from psserver.barriers import Barrier, Barriers
-from psserver.clock import Acknowledge, Action, Add, Hold, SliceClock, Update
+from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.limits import Limits
 from psserver.membership import Member, Membership

@@ -7,7 +7,7 @@ from typing import Any
 
 from pscore.timeline import Timeline
 from pscore.types import FloatArray, Push
-from psserver.clock import Update
+from psserver.actions import Update
 from psserver.pool import Buffer, Cell
 from psserver.shard import Address
 from psserver.store import SliceStore, Term

@@ -22,7 +22,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Memory, Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Push, Role, SegmentTable, SliceSpec
 from pscore.wire import floats
-from psserver.clock import Acknowledge, Add, Hold, Load, Update
+from psserver.actions import Acknowledge, Add, Hold, Load, Update
 from psserver.counted import LATE_KEPT, Counted
 from psserver.estimate import Estimate
 from psserver.journal import SliceJournal

@@ -113,8 +113,11 @@ MUTANTS = (
         "control / np.sqrt(mean) * square * (before - o[i])",
         "np.float32(0.0)",
     ),
-    Mutant("ssd", "pulls at each k-th step only", RULES + "ssd.py", "pull=turn == 0", "pull=True"),
+    Mutant(
+        "ssd", "pulls at each k-th step only", RULES + "ssd.py", "pull=turn < turns", "pull=True"
+    ),
     Mutant("ssd", "pulls in turns", RULES + "ssd.py", "turn=turn, ", "turn=0, "),
+    Mutant("ssd", "state over two steps", RULES + "ssd.py", "2 if brings_state else 1", "1"),
     Mutant("ssd", "k steps ahead", RULES + "ssd.py", "return self.steps\n", "return 1\n"),
     Mutant("glu", "global gradient", LOCAL + "glu.py", " + beta * s[i]", ""),
     Mutant("glu", "own gradient", LOCAL + "glu.py", "alpha * g[i] + ", ""),

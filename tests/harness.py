@@ -22,7 +22,8 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role, Segment, SliceSpec, TensorSpec, Verdict
-from psserver.clock import Acknowledge, Action, Answer, SliceClock
+from psserver.actions import Acknowledge, Action, Answer
+from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.lanes import carry_out
 from psserver.store import Payload, SliceStore

@@ -5,7 +5,8 @@ import pytest
 
 from pscore.rules import ASGD
 from pscore.types import Pull, Push
-from psserver.clock import Answer, SliceClock, Update
+from psserver.actions import Answer, Update
+from psserver.clock import SliceClock
 from tests.harness import Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
 

@@ -6,7 +6,8 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.rules import SSGD
 from pscore.types import Push, Verdict
-from psserver.clock import Acknowledge, Action, Add, SliceClock, Update
+from psserver.actions import Acknowledge, Action, Add, Update
+from psserver.clock import SliceClock
 from psserver.counted import LATE_KEPT
 from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
 

@@ -6,7 +6,8 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.rules import Staleness
 from pscore.types import Push
-from psserver.clock import Action, Add, SliceClock, Update
+from psserver.actions import Action, Add, Update
+from psserver.clock import SliceClock
 from tests.harness import SLICES, Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
-from psserver.clock import Acknowledge, Action, Add, Answer, SliceClock, Update
+from psserver.actions import Acknowledge, Action, Add, Answer, Update
+from psserver.clock import SliceClock
 from psserver.membership import Member, Presence
 from psserver.store import Payload
 from tests.sim.case import Case

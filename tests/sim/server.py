@@ -18,7 +18,8 @@ from pscore.errors import PacelineError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.segment import WeightsMap
 from pscore.types import ByteArray, FloatArray, Role
-from psserver.clock import SliceClock, Update
+from psserver.actions import Update
+from psserver.clock import SliceClock
 from psserver.intake import Intake, Request
 from psserver.lanes import INLINE_NUMEL_MAX, Lane
 from psserver.membership import Member

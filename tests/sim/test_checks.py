@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pscore.rules.base import Rule
-from psserver.clock import Acknowledge, Action, Add, Answer, SliceClock
+from psserver.actions import Acknowledge, Action, Add, Answer
+from psserver.clock import SliceClock
 from psserver.counted import Counted
 from psserver.membership import Membership
 from psserver.store import SliceStore

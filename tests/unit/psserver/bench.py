@@ -8,7 +8,8 @@ import numpy as np
 from pscore.rules import ASGD, SSD
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role
-from psserver.clock import Acknowledge, Action, Add, Answer, Hold, Load, SliceClock, Update
+from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Update
+from psserver.clock import SliceClock
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 
 from pscore.errors import ConfigError, JobMismatchError, LimitError, RemoteProtocolError
 from pscore.rules import ASGD, SSD, SSGD, LocalSGD
-from psserver.clock import Update
+from psserver.actions import Update
 from psserver.limits import Limits
 from psserver.membership import Presence
 from psserver.shard import Job, Shard

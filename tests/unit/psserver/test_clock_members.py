@@ -2,7 +2,7 @@
 
 from pscore.rules import ASGD, SSD, SSGD
 from pscore.types import Pull
-from psserver.clock import Answer
+from psserver.actions import Answer
 from tests.unit.psserver.bench import Bench, Bounded
 
 SYNC = SSGD()

@@ -11,7 +11,7 @@ from pscore.optimizers.sgd import SGD
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import ASGD, DCASGD
 from pscore.types import ByteArray, FloatArray, Role, Segment, SliceSpec
-from psserver.clock import Load
+from psserver.actions import Load
 from psserver.estimate import Estimate
 from psserver.store import Payload, SliceStore
 from psworker.estimate import Held

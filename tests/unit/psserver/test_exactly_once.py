@@ -26,7 +26,7 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import ReplacedError
 from pscore.rules import parse_mode
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
-from psserver.clock import Acknowledge, Add, Answer, Update
+from psserver.actions import Acknowledge, Add, Answer, Update
 from psserver.counted import Bin, Counted
 from psserver.membership import Member, Presence
 from psserver.shard import Actions, Address, Job, Shard

@@ -11,8 +11,9 @@ from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
+from psserver.actions import Acknowledge, Action, Answer
 from psserver.arena import Arena
-from psserver.clock import Acknowledge, Action, Answer, SliceClock
+from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.journal import ROOT_NBYTES, SliceJournal
 from psserver.lanes import carry_out

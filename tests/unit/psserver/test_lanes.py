@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pscore.types import Push, Role, Verdict
-from psserver.clock import Acknowledge, Add, Answer, Hold, Load, Update
+from psserver.actions import Acknowledge, Add, Answer, Hold, Load, Update
 from psserver.lanes import INLINE_NUMEL_MAX, Copy, Lane, Work, carry_out
 
 PUSH = Push(worker=0, step=0, base_version=0)

@@ -19,7 +19,7 @@ from pscore.errors import (
 from pscore.rules import ASGD, SSGD
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver import shard as shard_module
-from psserver.clock import Acknowledge, Answer, Update
+from psserver.actions import Acknowledge, Answer, Update
 from psserver.membership import Member, Presence
 from psserver.shard import (
     GROUPS_MAX,

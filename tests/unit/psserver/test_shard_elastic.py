@@ -7,7 +7,7 @@ import pytest
 from pscore.errors import ConfigError, JobMismatchError
 from pscore.rules import ASGD, SSGD
 from pscore.types import Pull, Push, Role
-from psserver.clock import Update
+from psserver.actions import Update
 from psserver.shard import Actions, Address, Job, Shard
 from tests.unit.psserver.test_shard import LEASE_S, SPEC, member, push
 

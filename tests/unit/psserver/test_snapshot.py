@@ -12,7 +12,7 @@ from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import Push, Role, TensorSpec
 from psserver import snapshot
-from psserver.clock import Answer
+from psserver.actions import Answer
 from psserver.driver import Driver
 from psserver.membership import Member, Presence
 from psserver.shard import Address, Job, Shard

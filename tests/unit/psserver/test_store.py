@@ -14,7 +14,7 @@ from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, HyperArray, Push, Role, Segment, SliceSpec
-from psserver.clock import Add, Load, Update
+from psserver.actions import Add, Load, Update
 from psserver.store import Payload, SliceStore
 
 RAW = NoCompression()

@@ -1,0 +1,92 @@
+"""Pushes that may wait where their gradients lie: for whom they do, and when they are counted."""
+
+import itertools
+
+import pytest
+
+from pscore.rules import SSGD
+from tests.unit.psserver.bench import Bench
+
+SYNC = SSGD()
+
+
+def test_who_may_wait_for_its_turn_is_not_held_but_answered_when_it_is_added() -> None:
+    bench = Bench(SYNC, 3)
+    assert bench.push(2, 0, may_wait=True) == []
+    assert bench.push(1, 0, may_wait=True) == []
+    assert bench.clock.missing() == (0, [0])
+    assert bench.clock.is_awaited
+    assert bench.push(0, 0, may_wait=True) == [
+        "set 0@0 x1 in 0",
+        "ack 0@0 ACCEPTED v0",
+        "add 1@0 x1 in 0",
+        "ack 1@0 ACCEPTED v0",
+        "add 2@0 x1 in 0",
+        "ack 2@0 ACCEPTED v0",
+        "update 0 x0.333333 -> v1",
+    ]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_those_who_may_wait_do_so_for_each_other_whoever_comes_last(order: list[int]) -> None:
+    """All gradients of the step are then added up at once, from where they lie."""
+    bench = Bench(SYNC, 3)
+    for worker in order[:2]:
+        assert bench.push(worker, 0, may_wait=True) == []
+    assert bench.clock.missing() == (0, [order[2]])
+    done = [f"ack {rank}@0 ACCEPTED v0" for rank in range(3)]
+    assert bench.push(order[2], 0, may_wait=True) == [
+        "set 0@0 x1 in 0",
+        done[0],
+        "add 1@0 x1 in 0",
+        done[1],
+        "add 2@0 x1 in 0",
+        done[2],
+        "update 0 x0.333333 -> v1",
+    ]
+
+
+def test_who_may_wait_does_not_while_another_is_held_for_it() -> None:
+    """Worker 1 is on another host: what it has sent takes memory of the shard meanwhile."""
+    bench = Bench(SYNC, 3)
+    assert bench.push(0, 0, may_wait=True) == []
+    assert bench.push(1, 0) == [
+        "hold 1@0",
+        "ack 1@0 ACCEPTED v0",
+        "set 0@0 x1 in 0",
+        "add 1@0 x1 in 0",
+        "ack 0@0 ACCEPTED v0",
+    ]
+    assert bench.push(2, 0, may_wait=True) == [
+        "add 2@0 x1 in 0",
+        "ack 2@0 ACCEPTED v0",
+        "update 0 x0.333333 -> v1",
+    ]
+
+
+def test_those_who_wait_for_each_other_go_on_without_one_that_is_lost() -> None:
+    bench = Bench(SYNC, 3)
+    assert bench.push(0, 0, may_wait=True) == bench.push(2, 0, may_wait=True) == []
+    assert bench.leave(1) == [
+        "set 0@0 x1 in 0",
+        "ack 0@0 ACCEPTED v0",
+        "add 2@0 x1 in 0",
+        "ack 2@0 ACCEPTED v0",
+        "update 0 x0.5 -> v1",
+    ]
+
+
+def test_who_waits_for_its_turn_has_it_when_the_lower_rank_is_lost() -> None:
+    bench = Bench(SYNC, 2)
+    assert bench.push(1, 0, may_wait=True) == []
+    bench.push(1, 0, may_wait=True, mark="again")  # Sent once more: the second is answered.
+    assert bench.leave(0) == [
+        "set 1@0again x1 in 0",
+        "ack 1@0again ACCEPTED v0",
+        "update 0 x1 -> v1",
+    ]
+
+
+def test_nobody_waits_for_a_turn_where_the_order_is_that_of_arrival() -> None:
+    bench = Bench(SSGD(backup=1), 3)
+    assert bench.push(2, 0, may_wait=True) == ["set 2@0 x1 in 0", "ack 2@0 ACCEPTED v0"]
