@@ -91,6 +91,7 @@ class SliceClock:
         if push.step in counted:
             late = push.step in counted.late
             return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
+        self._parked.pop((push.step, push.worker), None)  # This one takes its place.
         if self.is_short or not self._has_room(push):
             self._park(push, token)
             return self._proceed() if push.may_wait and self._is_whole(push) else []
@@ -256,14 +257,12 @@ class SliceClock:
         The first is not answered: whoever sent it again waits for the second, and an answer now
         would say that the push is counted.
         """
-        key = (push.step, push.worker)
-        self._parked.pop(key, None)
         if sum(worker == push.worker for _, worker in self._parked) >= PARKED_MAX:
             raise RemoteProtocolError(
                 f"worker {push.worker} pushed step {push.step}, {PARKED_MAX} of its pushes wait "
                 f"already for version {self.version}"
             )
-        self._parked[key] = (push, token)
+        self._parked[push.step, push.worker] = (push, token)
 
     def _count(self, push: Push, token: Token) -> list[Action]:
         """Counts a push that has not been counted; its gradient enters a bin, or is too late."""

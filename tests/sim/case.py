@@ -66,6 +66,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...] = SHAPES
     min_workers: int = 0  # Of an elastic job.
     comes_s: tuple[float, ...] = ()  # When each worker starts; empty: all at once.
+    shares: tuple[bool, ...] = ()  # Whose gradients lie where the shards can read them.
     quadratic: bool = False  # Gradients depend on the weights; else each has an element of its own.
 
     @property
@@ -114,6 +115,7 @@ def draw(name: str, seed: int) -> Case:
             (rng.randrange(num_shards), rng.uniform(0.0, 3.0))
             for _ in range(rng.choice((0, 0, 1, 4)))
         ),
+        shares=draw_shares(num_workers, rng),
     )
 
 
@@ -147,10 +149,17 @@ def draw_elastic(name: str, seed: int) -> Case:
         dies_s=dies_s,
         back_s=back_s,
         samples=tuple(rng.choice(SAMPLES) for _ in steps),
+        shares=draw_shares(num_workers, rng),
         cuts=tuple(
             replace(cut, worker=rng.randrange(1, num_workers), shard=None) for cut in case.cuts
         ),
     )
+
+
+def draw_shares(num_workers: int, rng: random.Random) -> tuple[bool, ...]:
+    """Returns which workers are on the shards' host: nobody, everybody, or some."""
+    share = rng.choice((0.0, 0.5, 1.0))
+    return tuple(rng.random() < share for _ in range(num_workers))
 
 
 def draw_cut(num_workers: int, num_shards: int, rng: random.Random) -> Cut:

@@ -33,6 +33,8 @@ class SimTransport(Transport):
     def push(self, call: PushCall) -> None:
         header, parts = call.make()
         self._worker.about_to_push(header, b"".join(parts))
+        if parts and self._worker.lay_down(header, b"".join(parts)):
+            parts = ()
         frame = wire.encode(header.SerializeToString(), *parts)
         kind = "load" if is_load(header) else f"push of step {header.step},"
         what = f"{kind} slice {header.slice}"

@@ -147,6 +147,7 @@ class Server:
         self.index = index
         self.name = f"shard {index}"
         self.problem: BaseException | None = None
+        self.segments: dict[tuple[int, int], FloatArray] = {}  # By rank and incarnation.
         self.num_leased = 0
         self.num_leased_max = 0
         self._case = case
@@ -271,9 +272,13 @@ class Server:
         data = np.frombuffer(payload, dtype=np.uint8)
         before = self._num_parked()
         self.intake.admit(header, data.nbytes)
+        if header.shared:  # As `Driver.attach` has done, when the connection was made.
+            job = self.shard.jobs[JOB]
+            segment = self.segments[header.sender.worker, header.sender.incarnation]
+            self.intake.shared[id(job), header.sender.table, header.sender.worker] = segment
         self.intake.push(header, data, courier)
         if self._num_parked() > before:
-            self._note(f"the push of worker {header.sender.worker} is too far ahead and waits")
+            self._note(f"the push of worker {header.sender.worker} waits")
 
     def pull(self, frame: bytes, answer: Answer) -> None:
         raw, _ = wire.decode(frame)

@@ -90,6 +90,7 @@ class Worker:
         """What a process has when it starts."""
         layout, rule, optimizer = self.layout, self.case.rule, self.optimizer
         self.replica = Replica(layout, rule, optimizer, 1, torch.zeros(layout.numel), self.rank)
+        self._segment = np.zeros(layout.numel, np.float32)
         links = [SimLink(SimTransport(self, server), server.name) for server in self._servers]
         self._session = SimSession(self.rank, self.incarnation, links)
         session = cast(Session, self._session)
@@ -421,6 +422,18 @@ class Worker:
             samples=header.samples,
             elements=list(self._elements),
         )
+
+    def lay_down(self, header: data_pb2.PushHeader, data: bytes) -> bool:
+        """Lays a gradient where its shard reads it, if it can; then only a notice is sent."""
+        is_near = bool(self.case.shares) and self.case.shares[self.rank]
+        if not is_near or header.compressor or Role(int(header.role)) is not Role.GRADIENT:
+            return False
+        spec = self.layout.slices[header.slice]
+        self._segment[spec.start : spec.stop] = np.frombuffer(data, np.float32)
+        self._servers[spec.shard].segments[self.rank, self.incarnation] = self._segment
+        plan = self.case.rule.plan(header.step)
+        header.shared, header.may_wait = True, plan.block and plan.pull
+        return True
 
     def pushed(self, header: data_pb2.PushHeader, verdict: Verdict) -> None:
         what = f"step {header.step}, slice {header.slice}"

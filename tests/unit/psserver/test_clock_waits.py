@@ -90,3 +90,16 @@ def test_who_waits_for_its_turn_has_it_when_the_lower_rank_is_lost() -> None:
 def test_nobody_waits_for_a_turn_where_the_order_is_that_of_arrival() -> None:
     bench = Bench(SSGD(backup=1), 3)
     assert bench.push(2, 0, may_wait=True) == ["set 2@0 x1 in 0", "ack 2@0 ACCEPTED v0"]
+
+
+def test_a_push_sent_again_is_counted_once_whatever_has_changed_meanwhile() -> None:
+    """A parked one has room now, and nobody has decided again since: the second takes its place."""
+    bench = Bench(SYNC, 2)
+    assert bench.push(1, 0, may_wait=True) == []
+    bench.expected.remove(0)
+    assert bench.push(1, 0, may_wait=True, mark="again") == [
+        "set 1@0again x1 in 0",
+        "ack 1@0again ACCEPTED v0",
+        "update 0 x1 -> v1",
+    ]
+    assert not bench.clock.is_awaited
