@@ -82,8 +82,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
             buffers: What `global_weights` puts into the float buffers of `model`: `rank0` (rank
                 0's), `mean` (of all workers), or `local` (each worker its own).
-            overlap: Whether gradients leave during backward: True, False (needed for gradient
-                clipping and accumulation), or `auto`, which finds out in the first steps.
+            overlap: Whether gradients leave during backward, and each without a look at the others:
+                True, False (needed for gradient clipping and accumulation), or `auto`, which finds
+                out in the first steps.
             samples: Weight of this worker's gradient in the mean; its batch size if workers'
                 batches differ. May be set anew before each step (`optimizer.samples = 17`).
             compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
@@ -402,19 +403,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.exchange.acknowledged(part)
 
     def _push_rest(self) -> None:
-        """Sends the gradients that have not left during backward."""
-        parameters = range(len(self.bucket.parameters))
-        self._gather([index for index in parameters if index not in self._gathered])
+        """Sends the gradients that have not left during backward.
+
+        Where some have, or may, one slice is on its way while the next is looked at; else all are
+        looked at first, so that the step can be left out.
+        """
+        if not self._pushed and not self._overlap.is_wanted:
+            self._gather(range(len(self.bucket.parameters)))
         for index in self.replica.front_first():
             if index not in self._pushed:
+                self._gather([part.tensor for part in self.bucket.layout.slices[index].segments])
                 self._push(index)
 
     def _grads(self) -> list[torch.Tensor]:
         return [self.bucket.grads_of(index) for index in range(len(self.replica.parts))]
 
     def _gather(self, indices: Sequence[int]) -> None:
-        """Brings gradients into the flat vector, after the former ones have left it."""
+        """Brings gradients into the flat vector, once, after the former ones have left it."""
         lent, made = self.bucket.lent, []
+        indices = [index for index in indices if index not in self._gathered]
         for index in indices:
             self._await_room(index)
             if self.bucket.parameters[index].grad is None:

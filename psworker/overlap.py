@@ -33,7 +33,7 @@ class Overlap:
         """
         if overlap not in (True, False, "auto"):
             raise ConfigError(f"overlap is {overlap!r}, must be True, False or 'auto'")
-        self.is_early = overlap is True
+        self.is_wanted = self.is_early = overlap is True
         self._watches = overlap == "auto"
         self._names = names
         self._seen: dict[int, tuple[int, int]] = {}  # Parameter: identity and version of .grad.

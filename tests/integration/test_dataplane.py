@@ -72,9 +72,9 @@ def make_layer(
     return model, optimizer
 
 
-def train_by_hand(me: Station, mode: str) -> dict[str, np.ndarray]:
+def train_by_hand(me: Station, mode: str, overlap: bool) -> dict[str, np.ndarray]:
     """Has tensors of its own as `.grad`, and writes to them between the steps."""
-    model, optimizer = make_layer(mode, overlap=False)
+    model, optimizer = make_layer(mode, overlap=overlap)
     grads = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         parameter.grad = grad
@@ -103,10 +103,49 @@ def train_in_place(
 DELAYED = ["ssgd", "ssd(steps=3, warmup=3)", "od(warmup=3)"]
 
 
-@pytest.mark.parametrize("mode", DELAYED)
-def test_a_script_may_go_on_writing_to_gradients_of_its_own(shards: Shards, mode: str) -> None:
+def meet_nan(me: Station, overlap: bool) -> tuple[str, int, int]:
+    """Returns the error of a NaN that is looked at last, and the pushes of its step, of how many.
+
+    No gradient leaves during backward, for there is none.
+    """
+    model, optimizer = make_layer("ssgd", overlap=overlap)
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    psworker.barrier()
+    pushes, layout = optimizer.exchange.traffic.num_pushes, optimizer.bucket.layout
+    last = layout.slices[0].segments[0].tensor
+    num_before = sum(
+        all(segment.tensor != last for segment in part.segments) for part in layout.slices
+    )
+    grad = parameters[last].grad
+    assert grad is not None
+    grad.fill_(float("nan"))
+    with pytest.raises(psworker.GradientError, match=r"holds .* NaN or Inf") as caught:
+        optimizer.step()
+    return str(caught.value), optimizer.exchange.traffic.num_pushes - pushes, num_before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_wants_overlap_sends_each_slice_without_a_look_at_the_others(
+    shards: Shards, overlap: bool
+) -> None:
+    """Without it a NaN anywhere stops the step before anything has left."""
+    for message, num_pushed, num_before in shards.run(meet_nan, overlap):
+        assert "at step 1" in message
+        assert num_before > 0
+        assert num_pushed == (num_before if overlap else 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "overlap"), [*((mode, False) for mode in DELAYED), ("ssgd", True)]
+)
+def test_a_script_may_go_on_writing_to_gradients_of_its_own(
+    shards: Shards, mode: str, overlap: bool
+) -> None:
     results = [
-        shards.run(train_by_hand, mode, env={"PACELINE_DATA_PLANE": plane})
+        shards.run(train_by_hand, mode, overlap, env={"PACELINE_DATA_PLANE": plane})
         for plane in ("local", "tcp", "grpc")
     ]
     for workers in results:
