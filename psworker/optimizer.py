@@ -82,9 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
             buffers: What `global_weights` puts into the float buffers of `model`: `rank0` (rank
                 0's), `mean` (of all workers), or `local` (each worker its own).
-            overlap: Whether gradients leave during backward, and each without a look at the others:
-                True, False (needed for gradient clipping and accumulation), or `auto`, which finds
-                out in the first steps.
+            overlap: Whether gradients leave during backward, none waiting for others: True, False
+                (gradient clipping and accumulation need it), or `auto`: found out in a few steps.
             samples: Weight of this worker's gradient in the mean; its batch size if workers'
                 batches differ. May be set anew before each step (`optimizer.samples = 17`).
             compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
