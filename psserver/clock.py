@@ -94,7 +94,8 @@ class SliceClock:
         self._parked.pop((push.step, push.worker), None)  # This one takes its place.
         if self.is_short or not self._has_room(push):
             self._park(push, token)
-            return self._proceed() if push.may_wait and self._is_whole(push) else []
+            is_last = push.may_wait and self._arrived(push.step).issuperset(self._expected())
+            return self._proceed() if is_last else []
         if len(counted.ahead) >= AHEAD_MAX:
             raise RemoteProtocolError(
                 f"worker {push.worker} pushed step {push.step}, {AHEAD_MAX} steps since "
@@ -199,8 +200,7 @@ class SliceClock:
             slowest = self.clock_min()
             return slowest, [rank for rank in self._expected() if self.clock(rank) <= slowest]
         step = max(self.version, 0)
-        ranks = self._bins[step].ranks() if step in self._bins else set()
-        ranks |= {rank for parked, rank in self._parked if parked == step}
+        ranks = self._arrived(step)
         return step, [rank for rank in self._expected() if rank not in ranks]
 
     @property
@@ -377,28 +377,22 @@ class SliceClock:
             return True  # The order is that of arrival.
         if any(rank not in ranks for rank in expected if rank < push.worker):
             return False
-        return bool(bin_.held) or self._is_whole(push)
+        return bool(bin_.held) or expected <= self._arrived(push.step) | {push.worker}
 
-    def _is_whole(self, push: Push) -> bool:
-        """Whether all others that a push's step expects are in, or parked."""
-        here = {rank for step, rank in self._parked if step == push.step}
-        here.add(push.worker)
-        if push.step in self._bins:
-            here |= self._bins[push.step].ranks()
-        return here.issuperset(self._expected())
+    def _arrived(self, step: int) -> set[int]:
+        """Returns the workers whose push of a step is in, or parked."""
+        ranks = self._bins[step].ranks() if step in self._bins else set()
+        return ranks | {rank for parked, rank in self._parked if parked == step}
 
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that are no longer too far ahead; returns whether any was."""
         was = len(self._parked)
         waiting: set[int] = set()  # Steps in which a lower rank has not its turn yet.
-        whole: set[int] = set()  # Steps in which everybody has.
         for key in sorted(self._parked):  # A lower rank can make room for the next.
             push = self._parked[key][0]
             if push.may_wait and push.step in waiting:
                 continue
-            if push.step in whole or self._has_room(push):
-                if push.may_wait and push.step not in whole and self._is_whole(push):
-                    whole.add(push.step)
+            if self._has_room(push):
                 actions += self._count(*self._parked.pop(key))
             elif push.may_wait:
                 waiting.add(push.step)
