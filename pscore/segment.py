@@ -19,7 +19,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -54,22 +53,6 @@ class Segment(Descriptor):
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            return cls(fd, nbytes)
-        except OSError:
-            os.close(fd)
-            raise
-
-    @classmethod
-    def at(cls, path: Path, nbytes: int) -> Segment:
-        """Opens a segment that has a file, which stays when the last user is gone, or makes it.
-
-        Raises:
-            OSError: There is no room for it, or no such place.
-        """
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if os.fstat(fd).st_size < nbytes:
-                os.posix_fallocate(fd, 0, nbytes)
             return cls(fd, nbytes)
         except OSError:
             os.close(fd)
@@ -121,6 +104,10 @@ class WeightsMap:
     def versions(self, segment: Segment, index: int) -> IntArray:
         """Returns the versions of a slice's two buffers, `(2,) int64`."""
         return segment.integers(8 * BUFFERS * self._positions[index], BUFFERS)
+
+    def position(self, index: int) -> int:
+        """Returns which of the shard's slices one is, from 0."""
+        return self._positions[index]
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -2,10 +2,10 @@
 
 A file is mapped and shared, so the kernel has what was written as soon as it was written: after a
 SIGKILL the next process finds all of it, without a system call per write. It is not safe from the
-death of the machine; the snapshots are for that. Room is reserved before it is used: a full disk is
+death of the machine; checkpoints are for that. Room is reserved before it is used: a full disk is
 an error when memory is asked for, and never a signal when it is touched.
 
-    offset 0     magic and format, 8 bytes; bytes in use, int64
+    offset 0     magic and format, 8 bytes; bytes in use, int64; seal of the journal, int64
     offset 4096  what was allocated, each at a multiple of 64 bytes
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from pscore.descriptor import Descriptor
 from pscore.types import ByteArray, FloatArray, IntArray
 
-MAGIC = b"PLARENA1"
+MAGIC = b"PLARENA2"
 PAGE = 4096
 LINE = 64
 GROWTH_NBYTES = 1 << 20  # The least by which a file grows.
@@ -31,17 +31,22 @@ GROWTH_NBYTES = 1 << 20  # The least by which a file grows.
 class Arena(Descriptor):
     """Arrays in one file; any thread may ask for more."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, seal: int | None = None) -> None:
         """Opens the file, or makes it.
 
+        Args:
+            path: The file.
+            seal: Number of the journal for which it is made; None: it is there.
+
         Raises:
-            OSError: It cannot be made, or there is no room for it.
-            ValueError: It is not an arena.
+            OSError: It cannot be made or is not there, or there is no room for it.
+            ValueError: It is not an arena, or not whole.
         """
         self.path = path
         self._lock = threading.Lock()
-        is_new = not path.exists()
-        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        is_new = seal is not None
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if is_new else 0)
+        super().__init__(os.open(path, flags, 0o600))
         self._starts: list[int] = []  # Offset of each mapped part.
         self._maps: list[mmap.mmap] = []
         self._size = 0
@@ -53,11 +58,16 @@ class Arena(Descriptor):
             self._maps[0][: len(MAGIC)] = MAGIC
         elif self._maps[0][: len(MAGIC)] != MAGIC:
             raise ValueError(f"{path} is not an arena")
-        self._used = np.frombuffer(self._maps[0], dtype=np.int64, count=1, offset=len(MAGIC))
-        if is_new:
-            self._used[0] = PAGE
+        self._used = np.frombuffer(self._maps[0], dtype=np.int64, count=2, offset=len(MAGIC))
+        if seal is not None:
+            self._used[:] = PAGE, seal
         elif not PAGE <= self._used[0] <= self._size:
             raise ValueError(f"{path} is cut off")
+
+    @property
+    def seal(self) -> int:
+        """Number of the journal for which it was made."""
+        return int(self._used[1])
 
     def reserve(self, nbytes: int) -> None:
         """Makes room for allocations of `nbytes` in all, in one piece.
@@ -88,7 +98,7 @@ class Arena(Descriptor):
             ValueError: There is no such place.
         """
         index = bisect_right(self._starts, place) - 1
-        if index < 0 or place % LINE:
+        if place < PAGE or place % LINE or not 0 <= nbytes <= int(self._used[0]) - place:
             raise ValueError(f"{self.path} has no place {place}")
         offset = place - self._starts[index]
         return np.frombuffer(self._maps[index], dtype=np.uint8, count=nbytes, offset=offset)

@@ -58,6 +58,11 @@ class Barriers:
         barrier.arrived.add(rank)
         return barrier
 
+    def begin_again(self) -> None:
+        """Forgets who waits at rounds that are not open: the workers of a former life."""
+        for barrier in self.by_name.values():
+            barrier.arrived.clear()
+
     def next_rounds(self) -> dict[str, int]:
         """Returns the round of each name that a worker which joins now comes to first."""
         return {name: barrier.next_round for name, barrier in self.by_name.items()}

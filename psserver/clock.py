@@ -63,6 +63,8 @@ class SliceClock:
         self._members = expected
         self._wanted = wanted
         self._absent: set[int] = set()  # Came back, and have not pulled yet.
+        self._first_version = 0  # At which the job began, or went on with other workers.
+        self._first_clock = 0  # The newest of any worker then.
         self._num_workers = num_workers
         self._bins: dict[int, Bin] = {}  # By step, or under 0 in an asynchronous mode.
         self._parked: dict[tuple[int, int], tuple[Push, Token]] = {}  # By (step, worker).
@@ -131,6 +133,26 @@ class SliceClock:
         self.version = version
         for rank, clock in clocks.items():
             self.counted[rank] = Counted(clock=version if self.rule.by_step else clock)
+
+    def begin_again(self) -> None:
+        """Begins another life of the job, whose workers were all lost.
+
+        Those that come before the next update are waited for, as at the start of a job. What is
+        parked was sent by a former worker, whose memory may be in use again.
+        """
+        self._parked.clear()
+        self._absent.clear()
+        self._first_version = max(self.version, 0)
+        self._first_clock = max((steps.clock for steps in self.counted.values()), default=0)
+        if self.rule.by_step:  # Whoever comes begins at the newest version.
+            for rank in range(self._num_workers):
+                self.counted.setdefault(rank, Counted())
+
+    def is_under_way(self, *, is_elastic: bool) -> bool:
+        """Returns whether a worker that joins for the first time has to catch up with others."""
+        if self._first_version and not self.rule.by_step:
+            return True
+        return is_elastic and self.version > self._first_version
 
     def welcome(self, worker: int) -> None:
         """Lets a worker come to a job that has begun: nobody waits for it until it pulls.
@@ -225,7 +247,7 @@ class SliceClock:
         counted = self.counted.setdefault(worker, Counted())
         if not self.rule.by_step:
             others = [self.clock(rank) for rank in self._expected() if rank != worker]
-            counted.clock = max(counted.clock, min(others, default=0))
+            counted.clock = max(counted.clock, min(others, default=self._first_clock))
             counted.ahead.clear()
 
     def _next_step(self, worker: int) -> int:

@@ -139,7 +139,7 @@ class Delivery:
     def _require_free(self) -> None:
         shard = self._driver.shard
         job = shard.jobs.get(self.job)
-        if job is not None and job.membership.members and not job.membership.is_over:
+        if job is not None and job.membership.live():
             raise ConfigError(
                 f"job {self.job!r} has live workers on shard {shard.index}; restore it under "
                 "another name with --job, or when they have left"

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import structlog
 
 from pscore.errors import LimitError, RemoteProtocolError
@@ -24,6 +23,7 @@ from pscore.rules.base import Rule
 from pscore.segment import Segment, WeightsMap
 from pscore.timeline import Timeline
 from psserver import snapshot
+from psserver.host_memory import require_host_memory
 from psserver.intake import Intake
 from psserver.lanes import Change, Lane
 from psserver.limits import Budget
@@ -96,8 +96,19 @@ class Driver:
             self.recovery.note(job)
             self.intake.carry_out(job, self.shard.recheck(job))
         self._ring(job)
+        if member.news and len(job.life.told) == 1:
+            log.warning(member.news)
         log.info("worker joined", job=name, worker=member.rank, host=member.host, pid=member.pid)
         return job
+
+    def forget(self, name: str, *, is_forced: bool) -> tuple[bool, int]:
+        """Forgets a job (`Lifetimes.forget`); returns whether it was here, and its memory."""
+        with self.lock:
+            found, nbytes = self.shard.lifetimes.forget(name, is_forced=is_forced)
+            self.recovery.forget_lost(name)
+            self.forget_ended()
+        log.info("job forgotten", job=name, nbytes=nbytes, was_there=found)
+        return found, nbytes
 
     def heard(self, name: str, rank: int, incarnation: int) -> Job:
         """Renews a worker's lease and returns its job.
@@ -161,25 +172,21 @@ class Driver:
         Raises:
             LimitError: There is no memory for them.
         """
-        wanted = table.memory_nbytes
-        available = psutil.virtual_memory().available
+        self.forget_ended()  # Those that had to make room for it.
         try:
-            if wanted > available:
-                raise LimitError(
-                    f"table {table.spec.name!r} wants {wanted} bytes of memory on shard "
-                    f"{self.shard.index}, {available} are left on its host"
-                )
-            room = self.recovery.make_room(job, table)
-        except OSError as problem:
-            del job.tables[table.spec.name]
-            raise LimitError(
-                f"shard {self.shard.index} has no memory for the {table.nbytes} bytes of the "
-                f"weights of {table.spec.name!r}: {problem}"
-            ) from problem
+            what = f"table {table.spec.name!r} on shard {self.shard.index}"
+            require_host_memory(what, table.memory_nbytes, self._free_one)
+            room = self.recovery.make_room(job, table, self._free_one)
         except LimitError:
             del job.tables[table.spec.name]
             raise
         self._allocate(job, table, room)
+
+    def _free_one(self) -> bool:
+        """Frees the memory of the job that ended first; returns whether any has ended."""
+        is_freed = self.shard.lifetimes.free_one()
+        self.forget_ended()
+        return is_freed
 
     def _allocate(self, job: Job, table: Table, room: Room) -> None:
         """Makes the stores of a table, their weights in memory that workers can map."""
@@ -193,6 +200,7 @@ class Driver:
                 layout.buffers(room.weights, index),
                 layout.versions(room.weights, index),
                 room.journals.get(index),
+                room.stamps.get(index),
             )
             if self._timeline is None:
                 store = SliceStore(*what)
@@ -266,7 +274,7 @@ class Driver:
             OSError: One could not be written; its last snapshot is still there.
         """
         with self.lock:
-            over = {id(job) for job in self.shard.jobs.values() if job.membership.is_over}
+            over = {id(job) for job in self.shard.jobs.values() if job.membership.is_idle}
             # Of one that is over the end is written once: that nobody of it is live any more.
             jobs = [job for job in self.shard.jobs.values() if id(job) not in over & self._ended]
             waits = [
@@ -288,9 +296,7 @@ class Driver:
                 continue
             if meta["job"] in self.shard.jobs:
                 continue  # What the vault had is newer.
-            members = snapshot.members_of(meta, self.now())
-            min_workers = meta.get("min_workers", 0)
-            job = self.shard.restore(meta["job"], meta["num_workers"], members, min_workers)
+            job = snapshot.job_of(meta, self.shard, self.now())
             self._owners[id(job)] = job
             self.recovery.note(job)
             for entry in meta["tables"]:
@@ -298,12 +304,7 @@ class Driver:
                 for index, clock in table.clocks.items():
                     saved = entry["slices"][str(index)]
                     clocks = {int(rank): clock for rank, clock in saved["clocks"].items()}
-                    prefix = f"{table.index}/{index}/"
-                    arrays = {
-                        key.removeprefix(prefix): array
-                        for key, array in found.arrays.items()
-                        if key.startswith(prefix)
-                    }
+                    arrays = found.arrays_of(table.index, index)
                     if saved["version"] >= 0:
                         lane = self.intake.lanes[id(job), table.index, index]
                         lane.store.restore(arrays, saved["version"], clocks)
@@ -380,6 +381,7 @@ class Driver:
                 own = [item for item in actions if item[0].job == job.name]
                 self.intake.carry_out(job, own)
                 self._ring(job)
+            self.forget_ended()
             for key, job in list(self._owing.items()):
                 if not self.intake.debts.kept_of(key):
                     self.recovery.note_owed(job, {})
@@ -463,7 +465,7 @@ class Driver:
     def _standing(self, job: Job) -> dict[Key, str]:
         """Returns what waits, in words, by what changes when it goes on."""
         found: dict[Key, str] = {}
-        if job.membership.is_over:
+        if job.membership.is_idle:
             return found
         for table in job.tables.values():
             behind = self._behind(table)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 HEALTH = "/grpc.health.v1.Health/"
 CONTROL = "/ps.v1.Control/"
-# What a worker calls; all but Describe name a job, which has to be the token's.
+# What a worker calls, and who ends its job; all but Describe name one, which has to be the token's.
 JOINED = ("Describe", "Join", "Define", "Change", "Heartbeat", "Owe", "Claim", "Barrier", "Leave")
 WORKERS_METHODS = {
-    *(CONTROL + name for name in JOINED),
+    *(CONTROL + name for name in (*JOINED, "Forget")),
     *(f"/{DATA_SERVICE}/{name}" for name in ("Push", "Pull")),
 }
 HOW = "set PACELINE_TOKEN_FILE (or token_file=) to a file with the token"

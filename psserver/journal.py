@@ -6,24 +6,27 @@ it makes the new numbers elsewhere, writes the new record beside the old one, an
 says which of the two is meant. So at whatever instruction the process is killed, the next one finds
 the slice before the change or after it, and what is acknowledged only after it is never lost.
 
-    root   eight int64: which half counts (0, 1; -1: none yet; -2: none any more), place, room and
-           length of half 0, and of half 1; 0
+    root   eight int64: which record counts: its number, 48 bits, which is in half number % 2, and a
+           check of the number, 16 bits (-1: none yet; -2: none any more); place, room and length of
+           half 0, and of half 1; 0
+    half   MARK + its place (int64); the record, its number (int64), and the CRC-32 of these two
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Mapping
 
 import numpy as np
 import structlog
-from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore import wire
 from pscore.pb.ps.v1 import state_pb2
-from pscore.types import FloatArray, HyperArray, Push
+from pscore.types import ByteArray, FloatArray, HyperArray, Push
 from psserver.arena import Arena
 from psserver.counted import Counted
-from psserver.pool import ArenaPool, Cell, Pool
+from psserver.pool import NUMBERS, ArenaPool, Cell, Pool
 
 log = structlog.get_logger()
 ROOT_NUMEL = 8
@@ -32,6 +35,9 @@ ROOM_NBYTES = 1024  # Of a half at first.
 ACTIVE = 0
 NONE_YET, NONE_MORE = -1, -2
 PLACE, ROOM, LENGTH = 1, 2, 3  # Of half 0; of half 1 three further on.
+NUMBER, CHECK = struct.Struct("<q"), struct.Struct("<I")
+MARK, MARK_NBYTES = 0x504C4A4F55524E00, 8
+CHECK_BITS = 16
 
 
 class SliceJournal:
@@ -63,6 +69,7 @@ class SliceJournal:
         self._num_segments = num_segments
         self._heap = Pool(numel, payload_nbytes_max)
         self._is_on = True
+        self._number = -1  # Of the record that counts.
         self.pool = ArenaPool(arena, numel, payload_nbytes_max)
         self.record = state_pb2.SliceRecord(version=-1)
         if not self._root[PLACE]:
@@ -101,8 +108,10 @@ class SliceJournal:
             return
         if len(self.record.places) != len(self.pool.places):
             self.record.places[:] = self.pool.places
-        data = self.record.SerializeToString()
-        half = 0 if self._root[ACTIVE] != 0 else 1
+        number = self._number + 1
+        data = self.record.SerializeToString() + NUMBER.pack(number)
+        data += CHECK.pack(zlib.crc32(data))
+        half = number % 2
         base = 3 * half
         if len(data) > self._root[base + ROOM]:
             try:
@@ -110,10 +119,11 @@ class SliceJournal:
             except OSError as problem:
                 self._give_up(problem)
                 return
-        target = self._arena.bytes_at(int(self._root[base + PLACE]), len(data))
+        target = self._half(half, len(data))
         target[:] = np.frombuffer(data, dtype=np.uint8)
         self._root[base + LENGTH] = len(data)
-        self._root[ACTIVE] = half
+        self._root[ACTIVE] = _checked_word(number)
+        self._number = number
 
     # ----- changes, each to be committed
 
@@ -196,24 +206,37 @@ class SliceJournal:
         return np.array(entry.hyper, dtype=np.float64).reshape(self.record.num_groups, -1)
 
     def _take_up(self) -> None:
-        half = int(self._root[ACTIVE])
-        if half not in (0, 1):
-            raise ValueError("a slice is not journalled any more")
-        base = 3 * half
-        data = self._arena.bytes_at(int(self._root[base + PLACE]), int(self._root[base + LENGTH]))
-        try:
-            self.record.ParseFromString(data.tobytes())
-        except ProtobufDecodeError as problem:
-            raise ValueError("record of a slice cannot be read") from problem
+        word = int(self._root[ACTIVE])
+        if word == NONE_MORE:
+            raise ValueError("there was no room to journal a slice any more")
+        self._number = number = word >> CHECK_BITS
+        for half in (0, 1):
+            mark = self._arena.bytes_at(int(self._root[3 * half + PLACE]), MARK_NBYTES)
+            is_made = self._root[3 * half + ROOM] > 0
+            if is_made and mark.view(np.int64)[0] != MARK + self._root[3 * half + PLACE]:
+                raise ValueError("the place of a record of a slice is damaged")
+        if word != _checked_word(number):
+            raise ValueError("the number of the record of a slice is damaged")
+        data = self._half(number % 2, int(self._root[3 * (number % 2) + LENGTH]))
+        self.record.ParseFromString(_checked(data.tobytes(), number))
         record = self.record
         used = {*record.state, *record.memory.values(), *(bin_.place for bin_ in record.bins)}
         used |= {record.weights, *(entry.place for entry in record.held)}
+        for place in used - {0, *NUMBERS}:
+            self.pool.at(place)  # That it is there is known before anything goes on from it.
         self.pool.adopt(list(record.places), used)
 
     def _make_room(self, half: int, nbytes: int) -> None:
+        place = self._arena.allocate(MARK_NBYTES + nbytes)
+        self._arena.integers_at(place, 1)[0] = MARK + place
         self._root[3 * half + ROOM] = 0
-        self._root[3 * half + PLACE] = self._arena.allocate(nbytes)
+        self._root[3 * half + PLACE] = place
         self._root[3 * half + ROOM] = nbytes
+
+    def _half(self, half: int, nbytes: int) -> ByteArray:
+        """Returns where the record in a half lies, `(nbytes,) uint8`."""
+        place = int(self._root[3 * half + PLACE])
+        return self._arena.bytes_at(place, MARK_NBYTES + nbytes)[MARK_NBYTES:]
 
     def _give_up(self, problem: OSError) -> None:
         """Goes on without a journal, and leaves none that is wrong."""
@@ -224,3 +247,22 @@ class SliceJournal:
             path=str(self._arena.path),
             reason=str(problem),
         )
+
+
+def _checked_word(number: int) -> int:
+    """Returns the number of a record with its check, as the root holds it."""
+    return number << CHECK_BITS | zlib.crc32(NUMBER.pack(number)) >> CHECK_BITS
+
+
+def _checked(data: bytes, number: int) -> bytes:
+    """Returns the record in what was written as number `number`.
+
+    Raises:
+        ValueError: It is not that, to the bit.
+    """
+    record, tail = data[: -NUMBER.size - CHECK.size], data[-NUMBER.size - CHECK.size :]
+    if len(tail) == NUMBER.size + CHECK.size:
+        (found,), (check,) = NUMBER.unpack(tail[: NUMBER.size]), CHECK.unpack(tail[NUMBER.size :])
+        if found == number and check == zlib.crc32(data[: -CHECK.size]):
+            return record
+    raise ValueError(f"record {number} of a slice is damaged")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pscore.errors import LimitError
 
 UNDER_WAY_NBYTES = 4 << 30
+KEEP_ENDED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Limits:
     Attributes:
         memory_nbytes: For the tables of all jobs: weights, state and sums. None: what is there.
         is_kept: Whether tables outlive the process: then they take state and sums twice.
+        keep_ended_s: How long a job that has ended is kept, in seconds.
         under_way_nbytes: Payloads that are being received or wait for their turn, and answers that
             wait for slow readers; those of the bulk data plane.
     """
@@ -28,6 +30,11 @@ class Limits:
     memory_nbytes: int | None = None
     is_kept: bool = False
     under_way_nbytes: int = UNDER_WAY_NBYTES
+    keep_ended_s: float = KEEP_ENDED_S
+
+    def has_room(self, wanted: int, held: int) -> bool:
+        """Returns whether `wanted` bytes may be taken beside those that are held."""
+        return self.memory_nbytes is None or held + wanted <= self.memory_nbytes
 
     def require_memory(self, what: str, wanted: int, held: int) -> None:
         """Refuses a table that would take more than the shard may have.
@@ -40,10 +47,11 @@ class Limits:
         Raises:
             LimitError: It would.
         """
-        if self.memory_nbytes is not None and held + wanted > self.memory_nbytes:
+        if self.memory_nbytes is not None and not self.has_room(wanted, held):
             raise LimitError(
                 f"{what} wants {wanted} bytes of memory, {max(0, self.memory_nbytes - held)} of "
-                f"{self.memory_nbytes} are left (memory_mb)"
+                f"{self.memory_nbytes} are left (memory_mb); `psserver jobs` shows which jobs have "
+                "them, `psserver forget JOB` frees one"
             )
 
 

@@ -44,6 +44,8 @@ class Member:
     reason: str = ""  # Why it left.
     returns: bool = False  # It was part of the job before: a job without live workers goes on.
     waits: str = ""  # For which shard, in its own words: one that does not answer.
+    news: str = ""  # What it has to know of the job when it joins.
+    is_suspect: bool = False  # Not heard since its connection broke, or since it was restored.
 
 
 class Membership:
@@ -71,6 +73,7 @@ class Membership:
         self.min_workers = min_workers
         self.lease_s = lease_s
         self.members: dict[int, Member] = {}
+        self.has_ended = False  # The last worker to go has said that its part is done.
 
     def join(self, member: Member) -> int:
         """Takes `member` in, at its rank or, with rank -1, at the lowest that is free.
@@ -95,7 +98,7 @@ class Membership:
                 raise ReplacedError(f"rank {member.rank} is held by a newer incarnation")
             # Lost on another shard, but not yet on this one: the same process begins anew on all.
             is_itself = member.returns and (held.host, held.pid) == (member.host, member.pid)
-            is_live = held.presence is Presence.LIVE and not is_itself
+            is_live = held.presence is Presence.LIVE and not (is_itself or held.is_suspect)
             if is_live and held.restart >= member.restart:
                 raise RankTakenError(
                     f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
@@ -103,13 +106,30 @@ class Membership:
                 )
         member.lease_ends_s = member.heard_s + self.lease_s
         self.members[member.rank] = member
+        self.has_ended = False
         return member.rank
 
-    def restore(self, members: list[Member]) -> None:
-        """Takes the workers of a snapshot in; those that were live have a new lease."""
+    def restore(self, members: list[Member], *, has_ended: bool = False) -> None:
+        """Takes the workers of a former process in; those that were live have a new lease.
+
+        Each of them is under suspicion until it is heard: it may have died together with the shard,
+        and a new process may take its rank at once.
+        """
         for member in members:
             member.lease_ends_s = member.heard_s + self.lease_s
+            member.is_suspect = True
             self.members[member.rank] = member
+        self.has_ended = has_ended
+
+    def begin_again(self) -> None:
+        """Forgets the workers that have not ended by themselves: all ranks but theirs are to come.
+
+        A job whose workers were all lost goes on so with new ones, and waits for all of them as it
+        did at its start.
+        """
+        self.members = {rank: self.members[rank] for rank in self._in(Presence.LEFT)}
+        for member in self.members.values():
+            member.restart = 0  # Its command may be given again too.
 
     def heard(self, rank: int, incarnation: int, now_s: float) -> Member:
         """Renews a lease, and returns whose it is.
@@ -130,6 +150,7 @@ class Membership:
             )
         member.heard_s = now_s
         member.lease_ends_s = now_s + self.lease_s
+        member.is_suspect = False
         return member
 
     def suspect(self, rank: int, incarnation: int, now_s: float) -> None:
@@ -137,6 +158,7 @@ class Membership:
         member = self.members.get(rank)
         if member is not None and member.incarnation == incarnation:
             member.lease_ends_s = min(member.lease_ends_s, now_s + SUSPECT_SHARE * self.lease_s)
+            member.is_suspect = True
 
     def leave(self, rank: int, incarnation: int, reason: str, *, failed: bool = False) -> bool:
         """Lets a worker go; returns whether that changed anything.
@@ -153,6 +175,7 @@ class Membership:
         if member.presence is not Presence.LIVE:
             return False
         member.presence, member.reason = Presence.LOST if failed else Presence.LEFT, reason
+        self.has_ended = self.is_idle and not failed
         return True
 
     def expire(self, now_s: float) -> list[Member]:
@@ -164,6 +187,7 @@ class Membership:
         ]
         for member in over:
             member.presence, member.reason = Presence.LOST, "its lease ran out"
+            self.has_ended = False
         return over
 
     def expected(self) -> list[int]:
@@ -200,10 +224,10 @@ class Membership:
     def wanted(self) -> int:
         """Returns how many live workers a step needs in order to close; 0: it needs none.
 
-        So it is in a job that is not elastic, and in one that is over: what is in its open steps
-        shall be in its weights.
+        So it is in a job that is not elastic, and in one that nobody is live in: what is in its
+        open steps shall be in its weights.
         """
-        if not self.is_elastic or self.is_over:
+        if not self.is_elastic or self.is_idle:
             return 0
         return max(0, self.min_workers - len(self._in(Presence.LEFT)))
 
@@ -225,9 +249,19 @@ class Membership:
         return len(self.members) >= (self.min_workers or self.num_workers)
 
     @property
-    def is_over(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether somebody had joined and nobody is live any more."""
         return bool(self.members) and not self._in(Presence.LIVE)
+
+    def is_deserted(self, rank: int) -> bool:
+        """Returns whether no worker takes part any more, for a new process that asks for `rank`.
+
+        Workers under suspicion count as gone if the process asks for the rank of one of them.
+        """
+        live = [self.members[other] for other in self._in(Presence.LIVE)]
+        asked = self.members.get(rank)
+        is_asked = asked is not None and asked.is_suspect
+        return all(member.is_suspect for member in live) and (is_asked or not live)
 
     def describe(self, rank: int) -> str:
         """Returns `worker 3 (process 71 on gpu7)`."""

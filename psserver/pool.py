@@ -10,6 +10,8 @@ import numpy as np
 from pscore.types import ByteArray, FloatArray
 from psserver.arena import Arena
 
+NUMBERS = (1, 2)  # Of the buffers of a slice in the segment that workers map.
+
 
 class Cell:
     """Memory for one array of a slice.

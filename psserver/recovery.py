@@ -1,4 +1,10 @@
-"""What a shard writes into its vault as it goes, and how it goes on from there after a SIGKILL."""
+"""What a shard writes into its vault as it goes, and how it goes on from there after a SIGKILL.
+
+Whatever comes back is checked before anything is made of it: hashes of small files, the check of
+each record, the length and seal of the large ones, and that the weights are of the version that the
+record names (sealed.py). A job of which anything is wrong is refused whole: its slices would be of
+different times. The next best is its last checkpoint; without one, nobody begins it in silence.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +14,30 @@ from dataclasses import dataclass, field
 import structlog
 
 from pscore.compressors.base import Compressor
+from pscore.errors import LimitError, PacelineError
 from pscore.rules import make_rule
 from pscore.segment import Segment, WeightsMap
-from pscore.types import FloatArray, Push, SliceSpec
+from pscore.types import FloatArray, IntArray, Push, SliceSpec
 from psserver import snapshot
 from psserver.barriers import Barrier
 from psserver.clock import SliceClock
 from psserver.counted import Bin, Token
 from psserver.footprint import num_changing
 from psserver.intake import Request
+from psserver.job import State
 from psserver.journal import ROOT_NBYTES, SliceJournal
+from psserver.lifetime import digest
+from psserver.pool import NUMBERS
+from psserver.sealed import Meta, WeightsFile
 from psserver.shard import Actions, Address, Job, Shard
 from psserver.store import RAW, Payload, SliceStore
 from psserver.table import Table
-from psserver.vault import JobVault, Meta, Vault
+from psserver.vault import JobVault, Vault
 
 log = structlog.get_logger()
 RECORDS_NBYTES = 8192  # Of the two records of a slice, with some workers.
+# What reading raises that is not what was written: also where it has its hash, of another version.
+UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, PacelineError)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +46,7 @@ class Room:
 
     weights: Segment
     journals: dict[int, SliceJournal] = field(default_factory=dict)  # By slice; none on the heap.
+    stamps: dict[int, IntArray] = field(default_factory=dict)  # Likewise: of its two buffers.
 
 
 class Recovery:
@@ -55,11 +69,12 @@ class Recovery:
 
     def note(self, job: Job) -> None:
         """Writes down who takes part in a job; called when that changes."""
-        if self._vault is None or id(job) in self._without:
+        is_there = self._shard.jobs.get(job.name) is job
+        if self._vault is None or id(job) in self._without or not is_there:
             return
         try:
             if id(job) not in self._jobs:
-                self._jobs[id(job)] = self._vault.make()
+                self._jobs[id(job)] = self._vault.make(job.name)
             self._jobs[id(job)].write_job(_describe(job))
         except OSError as problem:
             log.error("membership is not journalled", job=job.name, reason=str(problem))
@@ -74,25 +89,34 @@ class Recovery:
         except OSError as problem:
             log.error("mode is not journalled", job=job.name, reason=str(problem))
 
-    def make_room(self, job: Job, table: Table) -> Room:
+    def make_room(
+        self, job: Job, table: Table, free_one: Callable[[], bool] = lambda: False
+    ) -> Room:
         """Returns memory for a new table: in the vault, or on the heap if that has no room.
 
+        Args:
+            job: Of the table.
+            table: It.
+            free_one: Frees what a job takes that has ended; returns whether there was one.
+
         Raises:
-            OSError: There is none anywhere.
+            LimitError: There is no memory anywhere.
         """
         layout = WeightsMap(list(table.specs.values()))
         kept = self._jobs.get(id(job))
-        if kept is not None:
+        while kept is not None:
             try:
-                weights = kept.weights(table.index, layout.nbytes)
+                weights = kept.make_weights(table.index, layout.nbytes, len(table.specs))
                 kept.arena.reserve(_nbytes_in_arena(table))
                 roots = {index: kept.arena.allocate(ROOT_NBYTES) for index in table.specs}
-                room = self._open(kept, table, weights, roots)
+                room = self._open(kept, table, weights, roots, layout)
                 self._roots[id(job), table.index] = roots
                 kept.write_table(table.index, self._describe_table(job, table))
+                kept.write_job(_describe(job))
             except OSError as problem:
+                if free_one():
+                    continue
                 self.forget(id(job))
-                self._without.add(id(job))
                 log.warning(
                     "no room to journal a job: it would be lost with this process",
                     job=job.name,
@@ -100,9 +124,17 @@ class Recovery:
                     folder=str(kept.folder),
                     reason=str(problem),
                 )
+                break
             else:
                 return room
-        return Room(weights=Segment.create(layout.nbytes))
+        self._without.add(id(job))  # Part of a job is of no use.
+        try:
+            return Room(weights=Segment.create(layout.nbytes))
+        except OSError as problem:
+            raise LimitError(
+                f"shard {self._shard.index} has no memory for the {table.nbytes} bytes of the "
+                f"weights of {table.spec.name!r}: {problem}"
+            ) from problem
 
     def note_owed(self, job: Job, arrays: Mapping[str, FloatArray]) -> None:
         """Writes down what workers have still to claim, or that there is nothing more of it."""
@@ -120,7 +152,7 @@ class Recovery:
         try:
             return {} if kept is None else kept.read_owed()
         except ValueError as problem:
-            log.error("what workers owed is lost", job=job.name, reason=str(problem))
+            log.error("what workers owed cannot be used", job=job.name, reason=str(problem))
             return {}
 
     def forget(self, key: int) -> None:
@@ -131,6 +163,11 @@ class Recovery:
         kept = self._jobs.pop(key, None)
         if kept is not None:
             kept.remove()
+
+    def forget_lost(self, name: str) -> None:
+        """Deletes what is left of a job that could not be gone on with."""
+        if self._vault is not None:
+            self._vault.forget(name)
 
     def remove(self) -> None:
         """Deletes everything."""
@@ -150,19 +187,22 @@ class Recovery:
             The jobs, their clocks not yet resumed (`resume`).
         """
         jobs: list[Job] = []
-        for kept in [] if self._vault is None else list(self._vault.found()):
-            assert self._vault is not None
-            name = ""
+        if self._vault is None:
+            return jobs
+        for folder in self._vault.found():
+            seen = {digest(job.name) for job in jobs}
+            if folder.name.rpartition("-")[2] in seen:
+                self._vault.remove_folder(folder)  # An older one of this name.
+                continue
             try:
+                kept = JobVault(folder)
                 meta = kept.read_job()
-                if meta["name"] in self._shard.jobs:
-                    kept.remove()  # An older one of this name, which had not been deleted yet.
-                    continue
-                name = meta["name"]
-                jobs.append(self._take_up(kept, meta, kept.read_tables(), now_s, allocate))
-            except (OSError, ValueError, KeyError) as problem:
-                self._shard.jobs.pop(name, None)
-                self._vault.drop(kept.folder, problem)
+                tables = kept.read_tables(meta["num_tables"])
+                jobs.append(self._take_up(kept, meta, tables, now_s, allocate))
+            except UNUSABLE as problem:
+                key, reason = self._vault.give_up(folder, problem)
+                if reason:
+                    self._shard.lifetimes.lost[key] = reason
         return jobs
 
     def _take_up(
@@ -173,23 +213,44 @@ class Recovery:
         now_s: float,
         allocate: Callable[[Job, Table, Room], None],
     ) -> Job:
-        members = snapshot.members_of(meta, now_s)
-        least = meta["min_workers"]
-        job = self._shard.restore(meta["name"], meta["num_workers"], members, least)
-        for name, number, ranks, is_open in meta["barriers"]:
-            job.barriers.by_name[name] = Barrier(number, set(ranks), is_open)
-        for entry in tables:
-            table, _ = self._shard.define(job, snapshot.spec_of(entry))
-            roots = {int(index): root for index, root in entry["roots"].items()}
-            self._roots[id(job), table.index] = roots
-            table.epoch = entry["epoch"]
-            table.former = None if entry["former"] is None else make_rule(*entry["former"])
-            table.aside |= {int(rank): tuple(change) for rank, change in entry["aside"].items()}
-            table.changed |= {int(rank): tuple(c) for rank, c in entry["changed"].items()}
-            weights = kept.weights(table.index, WeightsMap(list(table.specs.values())).nbytes)
-            allocate(job, table, self._open(kept, table, weights, roots))
+        """Makes a job of its journal, once all of that is found to be usable."""
+        name, members = meta["name"], snapshot.members_of(meta, now_s)
+        job = self._shard.restore(
+            name,
+            meta["num_workers"],
+            members,
+            meta["min_workers"],
+            has_ended=meta["ended"],
+            is_restored=meta["restored"],
+        )
+        try:
+            for name_, number, ranks, is_open in meta["barriers"]:
+                job.barriers.by_name[name_] = Barrier(number, set(ranks), is_open)
+            rooms = [self._room_of(kept, job, entry) for entry in tables]
+        except UNUSABLE:
+            del self._shard.jobs[name]
+            self._roots = {entry: r for entry, r in self._roots.items() if entry[0] != id(job)}
+            raise
         self._jobs[id(job)] = kept
+        for table, room in rooms:
+            allocate(job, table, room)
         return job
+
+    def _room_of(self, kept: JobVault, job: Job, entry: Meta) -> tuple[Table, Room]:
+        """Returns a table with its memory, which holds what the records say."""
+        table, _ = self._shard.define(job, snapshot.spec_of(entry))
+        roots = {int(index): root for index, root in entry["roots"].items()}
+        self._roots[id(job), table.index] = roots
+        table.epoch = entry["epoch"]
+        table.former = None if entry["former"] is None else make_rule(*entry["former"])
+        table.aside |= {int(rank): tuple(change) for rank, change in entry["aside"].items()}
+        table.changed |= {int(rank): tuple(c) for rank, c in entry["changed"].items()}
+        layout = WeightsMap(list(table.specs.values()))
+        weights = kept.open_weights(table.index, layout.nbytes, len(table.specs))
+        room = self._open(kept, table, weights, roots, layout)
+        for index, journal in room.journals.items():
+            _check(journal, table, index, layout.versions(room.weights, index), room.stamps[index])
+        return table, room
 
     def _describe_table(self, job: Job, table: Table) -> Meta:
         former = table.former
@@ -202,14 +263,48 @@ class Recovery:
             "changed": table.changed,
         }
 
-    def _open(self, kept: JobVault, table: Table, weights: Segment, roots: dict[int, int]) -> Room:
-        room = Room(weights=weights)
+    def _open(
+        self,
+        kept: JobVault,
+        table: Table,
+        weights: WeightsFile,
+        roots: dict[int, int],
+        layout: WeightsMap,
+    ) -> Room:
+        room = Room(weights=weights.segment)
         for index, spec in table.specs.items():
             longest = table.spec.compressor.payload_nbytes_max(spec.numel)
             room.journals[index] = SliceJournal(
                 kept.arena, roots[index], spec.numel, longest, len(spec.segments)
             )
+            room.stamps[index] = weights.stamps(layout.position(index))
         return room
+
+
+def _check(
+    journal: SliceJournal, table: Table, index: int, versions: IntArray, stamps: IntArray
+) -> None:
+    """Checks that what a record names is there.
+
+    Raises:
+        ValueError: It is not; says what is there instead.
+    """
+    if journal.is_new:
+        return
+    record = journal.record
+    what = f"slice {index} of table {table.spec.name!r}"
+    numbers = (len(record.state), len(record.counts))
+    wanted = (len(table.optimizer.state_names), len(table.specs[index].segments))
+    if numbers != wanted:
+        raise ValueError(f"{what} has {numbers} arrays and counts of its optimizer, not {wanted}")
+    if record.version >= 0 and record.weights in NUMBERS:
+        found = {int(stamped[record.weights - 1]) for stamped in (versions, stamps)}
+        if found != {record.version}:
+            there = " and ".join(str(version) for version in sorted(found))
+            raise ValueError(
+                f"the weights of {what} are of version {there}, its journal is of version "
+                f"{record.version}"
+            )
 
 
 def resume(
@@ -282,6 +377,9 @@ def _describe(job: Job) -> Meta:
         "name": job.name,
         "num_workers": job.membership.num_workers,
         "min_workers": job.membership.min_workers,
+        "num_tables": len(job.tables),
+        "ended": job.state is State.ENDED,
+        "restored": job.life.is_restored,
         "members": snapshot.members_to_json(job),
         "barriers": [
             [name, barrier.number, sorted(barrier.arrived), barrier.is_open]

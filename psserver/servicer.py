@@ -213,6 +213,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             lease_s=job.membership.lease_s,
             instance=self._instance,
             rounds=job.barriers.next_rounds(),
+            news=member.news,
+            progress=job.progress,
         )
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
@@ -223,7 +225,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.DefineReply(table=table.index, created=created)
+        return pb.DefineReply(table=table.index, created=created, has_weights=table.has_weights)
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
         """Lets a worker step aside, or changes the mode of a table."""
@@ -327,7 +329,19 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             uptime_s=self._driver.now() - self._driver.started_s,
             memory_nbytes=psutil.Process().memory_info().rss,
             pid=os.getpid(),
+            lost=[
+                pb.LostJob(job=name, reason=reason) for name, reason in shard.lifetimes.lost.items()
+            ],
         )
+
+    async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetReply:
+        """Forgets a job and all that is kept of it."""
+        try:
+            found, nbytes = self._driver.forget(request.job, is_forced=request.force)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.ForgetReply(found=found, memory_nbytes=nbytes)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
         """Stops the shard after what is under way is answered."""
@@ -372,6 +386,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             num_pushes=counters.num_pushes,
             num_updates=counters.num_updates,
             waiting_for=self._driver.others_awaited(job),
+            state=job.state.value,
+            step=job.step,
+            memory_nbytes=job.memory_nbytes,
+            silent_s=min((worker.last_heard_s for worker in workers), default=0.0),
         )
 
     def _table_status(self, job: Job, table: Table) -> pb.TableStatus:

@@ -9,7 +9,7 @@ tensor of the low-level interface. Jobs share nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from pscore.errors import (
@@ -25,9 +25,11 @@ from pscore.partition import make_layout
 from pscore.rules.base import Rule, require_sizes
 from pscore.types import Pull, Push
 from psserver.actions import Acknowledge, Action, Add, Hold, Update
-from psserver.barriers import Barrier, Barriers
+from psserver.barriers import Barrier
 from psserver.clock import SliceClock
 from psserver.counted import Token
+from psserver.job import Job as Job  # Also from here, for those who drive a shard.
+from psserver.lifetime import Lifetimes, is_repeated
 from psserver.limits import Limits
 from psserver.membership import Member, Membership
 from psserver.table import Change, Table, TableSpec
@@ -49,40 +51,6 @@ class Address(NamedTuple):
 Actions = list[tuple[Address, Action]]
 
 
-@dataclass(slots=True, kw_only=True)
-class Counters:
-    """What a job has done on this shard since it began."""
-
-    num_pushes: int = 0
-    num_updates: int = 0
-    pushed_nbytes: int = 0
-    pulled_nbytes: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """The workers that train together, and their tables."""
-
-    name: str
-    membership: Membership
-    tables: dict[str, Table] = field(default_factory=dict)
-    barriers: Barriers = field(default_factory=Barriers)
-    steps: dict[int, int] = field(default_factory=dict)  # Steps that each worker has pushed.
-    met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
-    counters: Counters = field(default_factory=Counters)
-
-    def table(self, index: int) -> Table:
-        """Returns a table by its index.
-
-        Raises:
-            UnknownJobError: The job has no such table.
-        """
-        for table in self.tables.values():
-            if table.index == index:
-                return table
-        raise UnknownJobError(f"job {self.name!r} has no table {index}")
-
-
 class Shard:
     """All that one shard decides."""
 
@@ -101,12 +69,15 @@ class Shard:
         self.limits = limits or Limits()
         self.num_shards = num_shards
         self.lease_s = lease_s
-        self.jobs: dict[str, Job] = {}
+        self.lifetimes = Lifetimes(index, self.limits)
+        self.jobs = self.lifetimes.jobs
 
     # ----- workers
 
     def join(self, name: str, num_workers: int, member: Member, min_workers: int = 0) -> Job:
-        """Takes a worker into a job; the first one makes it. A job that is over begins anew.
+        """Takes a worker into a job; the first one makes it.
+
+        A job that is over begins anew; one that was interrupted goes on (lifetime.py).
 
         Args:
             name: Of the job.
@@ -118,28 +89,36 @@ class Shard:
             RankTakenError: The rank is held by a live worker.
             JobMismatchError: The job has another number of workers.
             LimitError: There are too many jobs.
+            StateLostError: The job was here, and its numbers cannot be used.
         """
         if not name or len(name) > NAME_LENGTH_MAX:
             raise ConfigError(f"job name {name!r} must have 1..{NAME_LENGTH_MAX} characters")
         job = self.jobs.get(name)
-        if job is None or (job.membership.is_over and not self._belongs(job, num_workers, member)):
+        if job is None or self.lifetimes.is_gone(job, num_workers, member):
+            news = self.lifetimes.begins_anew(name)
             job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
+            job.life.news = news
         if job.membership.size != (wanted := Membership(num_workers, 0.0, min_workers).size):
             raise JobMismatchError(
                 f"job {name!r} has {job.membership.size} workers, this one was started for {wanted}"
+                f"{job.hint()}"
             )
-        repeated = self._is_repeated(job, member)
+        repeated = is_repeated(job, member)
+        is_new = not (repeated or member.returns) and member.rank < num_workers
+        if is_new and job.membership.is_deserted(member.rank):
+            self.lifetimes.go_on(job)
         came_back = job.membership.join(member) in job.met
         job.met.add(member.rank)
         for table in [] if repeated else job.tables.values():
             for clock in table.clocks.values():
                 # Before the first update whoever comes begins together with the others.
-                is_new_here = job.membership.is_elastic and clock.version > 0
-                if came_back or is_new_here:
+                if came_back or clock.is_under_way(is_elastic=job.membership.is_elastic):
                     clock.welcome(member.rank)
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
             self._make_room(name)
             self.jobs[name] = job
+        if not member.returns:
+            member.news = job.life.news_for(member.rank, member.incarnation)
         return job
 
     def heard(self, name: str, rank: int, incarnation: int, now_s: float) -> Job:
@@ -165,7 +144,10 @@ class Shard:
         return self.recheck(job)
 
     def tick(self, now_s: float) -> tuple[list[tuple[Job, Member]], Actions]:
-        """Declares lost whose lease is over. Returns them, and what follows for open steps."""
+        """Declares lost whose lease is over. Returns them, and what follows for open steps.
+
+        Jobs that ended long ago are forgotten.
+        """
         lost: list[tuple[Job, Member]] = []
         actions: Actions = []
         for job in self.jobs.values():
@@ -173,15 +155,25 @@ class Shard:
             lost += [(job, member) for member in members]
             if members:
                 actions += self.recheck(job)
+        self.lifetimes.tick(now_s)
         return lost, actions
 
     def restore(
-        self, name: str, num_workers: int, members: list[Member], min_workers: int = 0
+        self,
+        name: str,
+        num_workers: int,
+        members: list[Member],
+        min_workers: int = 0,
+        *,
+        has_ended: bool = False,
+        is_restored: bool = True,
     ) -> Job:
-        """Makes a job from a snapshot; its tables are defined next."""
+        """Makes a job of what was saved of it; its tables are defined next."""
         job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
-        job.membership.restore(members)
+        job.membership.restore(members, has_ended=has_ended)
         job.met = {member.rank for member in members}
+        job.life.is_restored = is_restored
+        self.lifetimes.forget(name, is_forced=True)
         self.jobs[name] = job
         return job
 
@@ -199,7 +191,7 @@ class Shard:
         if table is not None:
             difference = spec.difference(table.spec)
             if difference is not None:
-                raise JobMismatchError(f"job {job.name!r}: {difference}")
+                raise JobMismatchError(f"job {job.name!r}: {difference}{job.hint()}")
             return table, False
         table = self._new_table(job, spec)
         job.tables[spec.name] = table
@@ -259,10 +251,15 @@ class Shard:
             besides: Bytes that are held beside the tables.
 
         Raises:
-            LimitError: It would.
+            LimitError: It would, also when all jobs that have ended are forgotten.
         """
-        held = sum(one.memory_nbytes for j in self.jobs.values() for one in j.tables.values())
-        self.limits.require_memory(what, wanted, held + besides)
+
+        def held() -> int:
+            return besides + sum(job.memory_nbytes for job in self.jobs.values())
+
+        while not self.limits.has_room(wanted, held()) and self.lifetimes.free_one():
+            pass
+        self.limits.require_memory(what, wanted, held())
 
     # ----- a change of the mode
 
@@ -384,40 +381,17 @@ class Shard:
             for item in self._noted(job, table, lambda clock: clock.recheck())
         ]
 
-    def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
-        """Whether a worker joins a job that has no live worker in order to go on with it.
-
-        It does if it comes back, and if it has not been there yet: in an asynchronous mode the
-        others may have come to their end before it began. To an elastic job that has had as many
-        as it needs nobody is yet to come.
-        """
-        was_there = member.returns and member.rank in job.membership.members
-        is_awaited = (
-            0 <= member.rank < num_workers == job.membership.num_workers
-            and member.rank not in job.met
-            and not job.membership.has_begun
-        )
-        return was_there or is_awaited or self._is_repeated(job, member)
-
-    @staticmethod
-    def _is_repeated(job: Job, member: Member) -> bool:
-        """Whether a join has been sent twice."""
-        rank = job.membership.rank_of(member.incarnation) if member.rank < 0 else member.rank
-        held = None if rank is None else job.membership.members.get(rank)
-        return held is not None and held.incarnation == member.incarnation
-
     def _make_room(self, name: str) -> None:
-        """Forgets the oldest job that is over if there are too many.
+        """Forgets the job that ended first if there are too many.
 
         Raises:
-            LimitError: All of them still have workers.
+            LimitError: None of them has ended.
         """
-        if name in self.jobs or len(self.jobs) < JOBS_MAX:
-            return
-        over = next((job.name for job in self.jobs.values() if job.membership.is_over), None)
-        if over is None:
-            raise LimitError(f"{JOBS_MAX} jobs have live workers on shard {self.index} already")
-        del self.jobs[over]
+        if name not in self.jobs and len(self.jobs) >= JOBS_MAX and not self.lifetimes.free_one():
+            raise LimitError(
+                f"{JOBS_MAX} jobs have not ended on shard {self.index}: `psserver jobs` lists "
+                "them, `psserver forget JOB` frees one"
+            )
 
 
 def _count(job: Job, actions: Sequence[Action]) -> None:

@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 from pscore.types import TensorSpec
 from psserver.lanes import Copy, Lane
 from psserver.membership import Member, Presence
-from psserver.shard import Job
+from psserver.shard import Job, Shard
 from psserver.table import TableSpec, make_spec
 
 log = structlog.get_logger()
@@ -45,6 +45,12 @@ class Snapshot:
     meta: dict[str, Any]
     arrays: Arrays = field(default_factory=dict)  # By "table/slice/name".
 
+    def arrays_of(self, table: int, index: int) -> Arrays:
+        """Returns the arrays of one slice, by name."""
+        prefix = f"{table}/{index}/"
+        own = {key: array for key, array in self.arrays.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): array for key, array in own.items()}
+
 
 def describe(job: Job, shard: int, num_shards: int) -> dict[str, Any]:
     """Returns all of a job but its arrays, as JSON can hold it. Called under the driver's lock."""
@@ -56,6 +62,7 @@ def describe(job: Job, shard: int, num_shards: int) -> dict[str, Any]:
         "num_workers": job.membership.num_workers,
         "min_workers": job.membership.min_workers,
         "members": members_to_json(job),
+        "ended": job.is_over,
         "tables": [
             {
                 "index": table.index,
@@ -154,6 +161,17 @@ def read_all(folder: Path) -> Iterator[Snapshot]:
             log.error("snapshot cannot be read", path=str(path), reason=repr(problem))
             continue
         yield Snapshot(meta=meta, arrays=arrays)
+
+
+def job_of(meta: dict[str, Any], shard: Shard, now_s: float) -> Job:
+    """Returns the job in a snapshot, made on a shard; its tables are defined next."""
+    return shard.restore(
+        meta["job"],
+        meta["num_workers"],
+        members_of(meta, now_s),
+        meta.get("min_workers", 0),
+        has_ended=meta.get("ended", False),
+    )
 
 
 def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:

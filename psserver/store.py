@@ -59,6 +59,7 @@ class SliceStore:
         buffers: Sequence[FloatArray] | None = None,
         versions: IntArray | None = None,
         journal: SliceJournal | None = None,
+        stamps: IntArray | None = None,
     ) -> None:
         """Starts with zeros, or with what the journal has.
 
@@ -69,6 +70,7 @@ class SliceStore:
             buffers: Two arrays for the weights, in shared memory; else private ones are made.
             versions: `(2,) int64`, where the versions of these buffers are published.
             journal: Where every change is written down; needs `buffers`, which outlive it too.
+            stamps: `(2,) int64`, `versions` again, at the end of the file that the buffers lie in.
         """
         self.numel = spec.numel
         self.segments = SegmentTable.of(spec)
@@ -82,7 +84,7 @@ class SliceStore:
         self._memory: Memory | None = None
         self._estimate: Estimate | None = None
         self._scratch: Cell | None = None
-        self._weights = Weights(self._pool, buffers, versions)
+        self._weights = Weights(self._pool, buffers, versions, stamps)
         self._active: tuple[int, IntArray] = (0, np.zeros(len(self.segments), dtype=np.int64))
         self._state: list[Cell] = []
         if journal is None or journal.is_new:
@@ -379,6 +381,7 @@ class SliceStore:
 
     def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
         """Makes new weights and state the ones that count, in the journal first."""
+        self._weights.stamp(buffer, version)  # A record names nothing that is not stamped.
         if self._journal is not None:
             record = self._journal.record
             record.version, record.weights = version, buffer.place
@@ -388,7 +391,7 @@ class SliceStore:
         if state is not self._state:
             self._give(*self._state)
             self._state = state
-        self._weights.publish(buffer, version)
+        self._weights.publish(buffer)
 
     def _give(self, *cells: Cell | None) -> None:
         for cell in cells:

@@ -79,6 +79,27 @@ class Table:
         num, estimated = len(self.optimizer.state_names), not self.spec.pull_compressor.is_raw
         return self.nbytes * num_arrays(rule, num, is_kept=self.is_kept, is_estimated=estimated)
 
+    @property
+    def step(self) -> int:
+        """The newest step of any slice: an update, or in an asynchronous mode a worker's push."""
+        if self.spec.rule.by_step:
+            steps = [clock.version for clock in self.clocks.values()]
+        else:
+            of_all = [clock.counted.values() for clock in self.clocks.values()]
+            steps = [counted.clock for each in of_all for counted in each]
+        return max(0, *steps, 0)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether all slices have weights."""
+        return all(clock.version >= 0 for clock in self.clocks.values())
+
+    def begin_again(self) -> None:
+        """Begins another life of the job, whose workers were all lost."""
+        self.aside.clear()
+        for clock in self.clocks.values():
+            clock.begin_again()
+
     def clock(self, index: int) -> SliceClock:
         """Returns the clock of a slice.
 

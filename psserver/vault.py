@@ -2,14 +2,18 @@
 
     stamp.json          the boot of the machine, and the number that this shard has for its workers
     lock                held by the process that uses the folder
-    JOB/job.json        who takes part, and who waits at which barrier
+    JOB/job.json        who takes part, who waits at which barrier, how many tables there are
     JOB/arena           the arrays of all tables, and the record of each slice (journal.py)
     JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
     JOB/0.weights       its weights, as workers of this host map them
     JOB/owed            what workers have not claimed yet of a checkpoint's residuals
+    JOB/lost.json       why there is nothing of the job but its name
 
-What is in memory-mapped files is complete after the death of a process, whatever it was doing, but
-not after that of the machine: a folder of an earlier boot is emptied.
+JOB is the time of its begin and a digest of its name. Each file says whether it is whole, and the
+one that is meant (sealed.py). What is in memory-mapped files is complete after the death of a
+process, whatever it was doing, but not after that of the machine: after another boot, what is left
+of a job is that it was there, so that nobody begins it anew without knowing. What cannot be used is
+left where it is, until the job is restored or forgotten.
 """
 
 from __future__ import annotations
@@ -23,50 +27,71 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import structlog
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save
 
 from pscore.boot import boot_id
 from pscore.descriptor import Descriptor
-from pscore.segment import Segment
 from pscore.types import FloatArray
 from psserver.arena import Arena
+from psserver.lifetime import digest
+from psserver.sealed import Meta, WeightsFile, read_bytes, read_json, write_bytes, write_json
 
 log = structlog.get_logger()
-FORMAT = 1
-STAMP, LOCK, JOB, ARENA, OWED = "stamp.json", "lock", "job.json", "arena", "owed"
+FORMAT = 2
+STAMP, LOCK, JOB, ARENA, OWED, LOST = (
+    "stamp.json", "lock", "job.json", "arena", "owed", "lost.json",
+)  # fmt: skip
 SHM = Path("/dev/shm")
-
-Meta = dict[str, Any]
 
 
 class JobVault:
     """What is kept of one job."""
 
-    def __init__(self, folder: Path) -> None:
-        """Opens or makes the folder.
+    def __init__(self, folder: Path, *, is_new: bool = False) -> None:
+        """Makes the folder, or opens what a former process has left in it.
 
         Raises:
-            OSError: It cannot be made, or the disk is full.
-            ValueError: What is there cannot be read.
+            OSError: It cannot be made, the disk is full, or something is not there.
+            ValueError: What is there is damaged, or there is nothing of the job but its name.
         """
-        folder.mkdir(mode=0o700, exist_ok=True)
         self.folder = folder
-        self.arena = Arena(folder / ARENA)
         self._noted: Meta | None = None  # What `write_job` wrote last.
+        if is_new:
+            folder.mkdir(mode=0o700)
+            self.seal = secrets.randbits(63)
+            self.arena = Arena(folder / ARENA, self.seal)
+            return
+        if (folder / LOST).exists():
+            raise ValueError(str(read_json(folder / LOST)["reason"]))
+        self.seal = int(self.read_job()["seal"])
+        self.arena = Arena(folder / ARENA)
+        if self.arena.seal != self.seal:
+            raise ValueError(f"{self.arena.path} is not the arena of this journal")
 
-    def weights(self, table: int, nbytes: int) -> Segment:
-        """Returns the segment for a table's weights, made if it is not there.
+    def make_weights(self, table: int, nbytes: int, num_slices: int) -> WeightsFile:
+        """Returns a new file for a table's weights.
 
         Raises:
             OSError: There is no room for it.
         """
-        return Segment.at(self.folder / f"{table}.weights", nbytes)
+        return WeightsFile(self._weights(table), nbytes, num_slices, self.seal, is_new=True)
+
+    def open_weights(self, table: int, nbytes: int, num_slices: int) -> WeightsFile:
+        """Returns the file of a table's weights.
+
+        Raises:
+            OSError: It is not there.
+            ValueError: It is not whole, or of another job.
+        """
+        return WeightsFile(self._weights(table), nbytes, num_slices, self.seal, is_new=False)
+
+    def _weights(self, table: int) -> Path:
+        return self.folder / f"{table}.weights"
 
     def write_table(self, table: int, meta: Meta) -> None:
         """Notes a table, once all of it is there.
@@ -74,7 +99,7 @@ class JobVault:
         Raises:
             OSError: The disk is full.
         """
-        _write(self.folder / f"{table}.json", meta)
+        write_json(self.folder / f"{table}.json", meta)
 
     def write_job(self, meta: Meta) -> None:
         """Notes who takes part; what is there already is not written again.
@@ -83,29 +108,32 @@ class JobVault:
             OSError: The disk is full; what was noted before is still there.
         """
         if meta != self._noted:
-            _write(self.folder / JOB, meta)
+            write_json(self.folder / JOB, {**meta, "seal": self.seal})
             self._noted = meta
 
     def read_job(self) -> Meta:
         """Returns what `write_job` wrote.
 
         Raises:
-            ValueError: It cannot be read.
+            ValueError: It is damaged.
             OSError: It is not there.
         """
-        return _read(self.folder / JOB)
+        return read_json(self.folder / JOB)
 
-    def read_tables(self) -> list[Meta]:
+    def read_tables(self, count: int) -> list[Meta]:
         """Returns what `write_table` wrote, in the order of the tables.
 
-        One that the process was killed over is not there: no worker has been told of it.
+        Args:
+            count: How many there are at least. One more may be there that `write_job` has not
+                counted, because the process was killed then.
 
         Raises:
-            ValueError: One cannot be read.
+            ValueError: One is damaged.
+            OSError: One is not there.
         """
         tables: list[Meta] = []
-        while (path := self.folder / f"{len(tables)}.json").exists():
-            tables.append(_read(path))
+        while len(tables) < count or (self.folder / f"{len(tables)}.json").exists():
+            tables.append(read_json(self.folder / f"{len(tables)}.json"))
         return tables
 
     def write_owed(self, arrays: Mapping[str, FloatArray]) -> None:
@@ -114,28 +142,23 @@ class JobVault:
         Raises:
             OSError: The disk is full.
         """
-        path = self.folder / OWED
-        if not arrays:
-            path.unlink(missing_ok=True)
-            return
-        draft = path.with_suffix(".draft")
-        try:
-            save_file(dict(arrays), draft)
-        except SafetensorError as problem:
-            raise OSError(str(problem)) from problem
-        draft.replace(path)
+        if arrays:
+            write_bytes(self.folder / OWED, save(dict(arrays)))
+        else:
+            (self.folder / OWED).unlink(missing_ok=True)
 
     def read_owed(self) -> dict[str, FloatArray]:
         """Returns what `write_owed` wrote.
 
         Raises:
-            ValueError: It cannot be read.
+            ValueError: It is damaged.
         """
-        path = self.folder / OWED
         try:
-            return load_file(path) if path.exists() else {}
-        except SafetensorError as problem:
-            raise ValueError(f"{path}: {problem}") from problem
+            return load(read_bytes(self.folder / OWED))
+        except FileNotFoundError:
+            return {}
+        except (SafetensorError, OSError) as problem:
+            raise ValueError(f"{self.folder / OWED}: {problem}") from problem
 
     def remove(self) -> None:
         """Deletes all of it."""
@@ -178,37 +201,71 @@ class Vault:
         self.folder = folder
         self._lock = Lock(folder)
         self.instance = secrets.randbits(63)
-        stamp: Mapping[str, object] = {}
+        stamp: Meta = {}
         with contextlib.suppress(OSError, ValueError):
-            stamp = _read(folder / STAMP)
-        if stamp.get("boot") == boot_id() and stamp.get("format") == FORMAT:
-            self.instance = int(str(stamp["instance"]))
+            stamp = read_json(folder / STAMP)
+        known = stamp.get("instance")
+        if (found := _format_of(folder / STAMP)) is not None and found != FORMAT:
+            log.error("journals of another format are left alone", folder=str(folder))
+        elif stamp.get("boot") == boot_id() and isinstance(known, int):
+            self.instance = known
+            return
         else:
             self._empty()
-            self._write_stamp()
+        self._try_stamp()
 
-    def make(self) -> JobVault:
-        """Returns a place for a new job.
+    def make(self, name: str) -> JobVault:
+        """Returns a place for a new job; what there is of another one of its name is deleted.
 
         Raises:
             OSError: It cannot be made.
         """
-        return JobVault(self.folder / f"{time.time_ns():020d}-{secrets.token_hex(4)}")
+        if not (self.folder / STAMP).exists():
+            self._write_stamp()  # Else nobody would believe the job.
+        self.forget(name)
+        folder = self.folder / f"{time.time_ns():020d}-{digest(name)}"
+        try:
+            return JobVault(folder, is_new=True)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
-    def found(self) -> Iterator[JobVault]:
-        """Opens what a former process has left, the newest job first."""
-        for folder in sorted(self.folder.glob("*/"), reverse=True):
-            try:
-                yield JobVault(folder)
-            except (OSError, ValueError) as problem:
-                self.drop(folder, problem)
+    def found(self) -> list[Path]:
+        """Returns the folders of the jobs that a former process has left, the newest first."""
+        return sorted(self.folder.glob("*/"), reverse=True)
 
-    def drop(self, folder: Path, problem: Exception) -> None:
-        """Leaves out a job that cannot be taken up; its workers will know by the instance."""
-        log.error("a job's journal cannot be read", path=str(folder), reason=str(problem))
-        shutil.rmtree(folder, ignore_errors=True)
+    def give_up(self, folder: Path, problem: Exception) -> tuple[str, str]:
+        """Leaves out a job that cannot be gone on with; its workers will know by the instance.
+
+        Returns:
+            A digest of its name, and the reason; the reason is empty if nothing is lost with it.
+        """
+        name, is_worth_it = name_of(folder), _is_worth_it(folder)
+        log.error(
+            "a job's journal cannot be used",
+            job=name or "unknown",
+            path=str(folder),
+            reason=str(problem),
+            is_lost=is_worth_it,
+        )
+        if not is_worth_it:
+            shutil.rmtree(folder, ignore_errors=True)
         self.instance = secrets.randbits(63)
-        self._write_stamp()
+        self._try_stamp()
+        key = digest(name) if name else folder.name.rpartition("-")[2]
+        reason = str(problem) if (folder / LOST).exists() else f"{problem} ({folder})"
+        return key, reason if is_worth_it else ""
+
+    def forget(self, name: str) -> None:
+        """Deletes what there is of a job, also of one that was given up."""
+        for folder in self.found():
+            if folder.name.endswith(f"-{digest(name)}") or name_of(folder) == name:
+                self.remove_folder(folder)
+
+    @staticmethod
+    def remove_folder(folder: Path) -> None:
+        """Deletes what there is in one folder."""
+        shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """Lets another process use the folder."""
@@ -220,12 +277,59 @@ class Vault:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _empty(self) -> None:
+        """Deletes the journals of another boot, but not what says that there were jobs."""
         for folder in self.folder.glob("*/"):
-            shutil.rmtree(folder, ignore_errors=True)
+            if not _is_worth_it(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            reason = "the machine was started anew since, which a journal does not survive"
+            with contextlib.suppress(OSError):
+                if not (folder / LOST).exists():
+                    write_json(folder / LOST, {"reason": reason})
+            for path in folder.glob("*"):
+                if path.name not in (JOB, LOST):
+                    path.unlink(missing_ok=True)
 
     def _write_stamp(self) -> None:
         stamp = {"format": FORMAT, "boot": boot_id(), "instance": self.instance}
-        _write(self.folder / STAMP, stamp)
+        write_json(self.folder / STAMP, stamp)
+
+    def _try_stamp(self) -> None:
+        """Writes the stamp; on a full disk the former one stays, with the former instance."""
+        try:
+            self._write_stamp()
+        except OSError as problem:
+            log.error("stamp of the journals cannot be written", reason=str(problem))
+
+
+def _format_of(stamp: Path) -> int | None:
+    """Returns the format that a stamp names, also in another layout; None if it names none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        whole = json.loads(stamp.read_bytes())
+        for meta in (whole, whole.get("meta") if isinstance(whole, dict) else None):
+            if isinstance(meta, dict) and isinstance(meta.get("format"), int):
+                return int(meta["format"])
+    return None
+
+
+def name_of(folder: Path) -> str:
+    """Returns the name of a job by its folder, also where the file has another format or hash."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        whole = json.loads((folder / JOB).read_bytes())
+        for meta in (whole, whole.get("meta") if isinstance(whole, dict) else None):
+            if isinstance(meta, dict) and isinstance(meta.get("name"), str):
+                return str(meta["name"])
+    return ""
+
+
+def _is_worth_it(folder: Path) -> bool:
+    """Whether something would be lost with a job: it had tables, and is not known to have ended."""
+    if (folder / LOST).exists():
+        return True
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        meta = read_json(folder / JOB)
+        return bool(meta["num_tables"]) and not meta["ended"]
+    return any(folder.glob("*.weights")) or any(folder.glob("[0-9]*.json"))
 
 
 class ShortLived:
@@ -269,16 +373,3 @@ def _sweep(base: Path) -> None:
             with contextlib.suppress(OSError):
                 Lock(folder).close()
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _read(path: Path) -> Meta:
-    meta = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(meta, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return meta
-
-
-def _write(path: Path, meta: Mapping[str, object]) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(meta), encoding="utf-8")
-    os.replace(draft, path)

@@ -24,6 +24,7 @@ class Weights:
         pool: Pool | SliceJournal,
         buffers: Sequence[FloatArray] | None = None,
         versions: IntArray | None = None,
+        stamps: IntArray | None = None,
     ) -> None:
         """Starts with zeros, as version -1.
 
@@ -31,9 +32,11 @@ class Weights:
             pool: Where copies are taken from.
             buffers: Two that workers can map, in shared memory; None: all are private.
             versions: `(2,) int64`, where the versions of these buffers are published.
+            stamps: `(2,) int64`, the same again at the end of the file that they lie in.
         """
         self._pool = pool
         self._versions = versions
+        self._stamped = [array for array in (versions, stamps) if array is not None]
         self._leasing = threading.Lock()
         self._is_mapped = False
         if buffers is None:
@@ -84,14 +87,17 @@ class Weights:
         with self._leasing:
             is_free = in_place and self._newest.leases == 0
             buffer = self._newest if is_free else self._other()
-        if self._versions is not None and buffer.number:
-            self._versions[buffer.number - 1] = -1
+        self.stamp(buffer, -1)
         return buffer
 
-    def publish(self, buffer: Buffer, version: int) -> None:
-        """Makes what was written to `buffer` the newest."""
-        if self._versions is not None and buffer.number:
-            self._versions[buffer.number - 1] = version
+    def stamp(self, buffer: Buffer, version: int) -> None:
+        """Writes beside a buffer of which version it is now; -1: it is being written."""
+        if buffer.number:
+            for stamps in self._stamped:
+                stamps[buffer.number - 1] = version
+
+    def publish(self, buffer: Buffer) -> None:
+        """Makes what was written to `buffer`, and stamped, the newest."""
         self._newest = buffer
 
     def take_up(self, place: int, version: int, at: Callable[[int], Cell]) -> None:
@@ -109,10 +115,10 @@ class Weights:
             cell = at(place)
             self._newest = Buffer(cell.array, 0, cell)
             self._buffers.append(self._newest)
-        if self._versions is not None:
-            self._versions[:] = -1
-            if self._newest.number and version >= 0:
-                self._versions[self._newest.number - 1] = version
+        for stamps in self._stamped:
+            stamps[:] = -1
+        if version >= 0:
+            self.stamp(self._newest, version)
 
     def _other(self) -> Buffer:
         """Returns one that nobody reads and that is not the newest."""

@@ -113,6 +113,7 @@ class Session:
         self.debtors: WeakValueDictionary[int, Debtor] = WeakValueDictionary()
         self._teller: threading.Thread | None = None
         self._rounds: dict[str, int] = {}
+        self._progress: dict[str, int] = {}  # Step of each table that the job had at our join.
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
         with contextlib.ExitStack() as undo:
@@ -186,11 +187,15 @@ class Session:
         for link in self.links:
             reply = link.call(link.control.Define, request)
             tables.add(reply.table)
-            if again and reply.created:
+            step = self._progress.get(name)
+            if (again and reply.created) or (step is not None and not reply.has_weights):
+                known = "" if step is None else f"; other shards have them at step {step}"
                 raise StateLostError(
-                    f"the shard at {link.address} has been started again without the weights of "
-                    f"{name!r}; start shards with --state-dir to have them come back, and this "
-                    "job from a checkpoint"
+                    f"the shard at {link.address} is without the weights of {name!r} of job "
+                    f"{self.job!r}: it was started again, or the job was forgotten there{known}. "
+                    f"Restore a checkpoint with `psserver restore DIR --job {self.job}`, or run "
+                    f"`psserver forget {self.job}` and begin anew; with --state-dir shards keep "
+                    "what they have"
                 )
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
@@ -401,7 +406,10 @@ class Session:
         self.rank = reply.rank
         link.instance, link.joined_as = reply.instance, (self.rank, self.incarnation)
         self._interval_s = reply.lease_s / 5
+        self._progress |= {name: step for name, step in reply.progress.items()}
         if link is self.links[0]:
+            if reply.news:
+                log.warning("worker %d: %s", self.rank, reply.news)
             self._rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
 
     def _beat(self, link: Link) -> None:

@@ -88,11 +88,11 @@ def test_a_model_larger_than_the_memory_of_the_host_is_refused(
 ) -> None:
     """It is within the limits of a plan; what it would cost is compared with what is left."""
     left = SimpleNamespace(available=1 << 20)
-    monkeypatch.setattr("psserver.driver.psutil.virtual_memory", lambda: left)
+    monkeypatch.setattr("psserver.host_memory.psutil.virtual_memory", lambda: left)
 
     async def scene(front: Front) -> None:
         await front.join(0)
-        with pytest.raises(Refused, match=r"LimitError: table 'model' wants \d+ bytes of memory"):
+        with pytest.raises(Refused, match=r"LimitError: table 'model' on shard 0 wants \d+ bytes of memory"):
             await front.define(tensors=[tensor(1 << 18)])
         assert front.job.tables == {}
         await still_serves(front)

@@ -24,6 +24,8 @@ CORE = (
     "pscore/partition.py",
     "psserver/barriers.py",
     "psserver/counted.py",
+    "psserver/job.py",
+    "psserver/lifetime.py",
     "psserver/shard.py",
     "psserver/table.py",
     "psserver/membership.py",

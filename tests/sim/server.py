@@ -252,6 +252,7 @@ class Server:
                 layout.buffers(room.weights, index),
                 layout.versions(room.weights, index),
                 room.journals.get(index),
+                room.stamps.get(index),
             )
             lane = Lane(store, self.intake, self._pool)
             self.intake.lanes[id(job), table.index, index] = lane
@@ -302,7 +303,7 @@ class Server:
     def is_over(self) -> bool:
         """Whether everybody who came has gone."""
         job = self.shard.jobs.get(JOB)
-        return job is not None and job.membership.is_over
+        return job is not None and job.membership.is_idle
 
     # ----- invariants
 

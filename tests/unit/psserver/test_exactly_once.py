@@ -143,10 +143,10 @@ class Story(RuleBasedStateMachine):
     @rule(rank=st.integers(0, WORKERS - 1))
     def comes_back(self, rank: int) -> None:
         worker = self.workers[rank]
-        if not worker.is_live and (worker.restart >= 0 or not self.job.membership.is_over):
+        if not worker.is_live and (worker.restart >= 0 or not self.job.membership.is_idle):
             self._join(worker)
 
-    @precondition(lambda self: self.least and not self.job.membership.is_over)
+    @precondition(lambda self: self.least and not self.job.membership.is_idle)
     @rule()
     def another_takes_a_free_place(self) -> None:
         members = self.job.membership.members.values()

@@ -153,7 +153,7 @@ def test_killed_at_any_commit(
     kills = 0
     for at in range(100):
         path = tmp_path / str(at)
-        arena = Arena(path)
+        arena = Arena(path, seal=1)
         root = arena.allocate(ROOT_NBYTES + 8 * NUMEL)
         process = Process(arena, rule, optimizer, root)
         process.commits_left, process.dies_before = at, dies_before
@@ -179,7 +179,7 @@ def test_killed_at_any_commit(
 def test_a_full_disk_ends_the_journal_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arena = Arena(tmp_path / "arena")
+    arena = Arena(tmp_path / "arena", seal=1)
     root = arena.allocate(ROOT_NBYTES + 8 * NUMEL)
     process = Process(arena, SSGD(), "sgd", root)
     sent = messages("sgd")
@@ -193,7 +193,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_training(
     for message in sent[3:]:
         process.send(*message)
     assert numbers(process.store) == numbers(calm(SSGD(), "sgd"))
-    with pytest.raises(ValueError, match="not journalled any more"):
+    with pytest.raises(ValueError, match="no room to journal a slice"):
         SliceJournal(Arena(arena.path), root, NUMEL, 4 * NUMEL, 1)
 
 

@@ -194,11 +194,11 @@ def test_a_stranger_is_told_so() -> None:
 
 def test_a_job_is_over_when_everybody_who_came_has_gone() -> None:
     membership = joined(2)
-    assert not membership.is_over
+    assert not membership.is_idle
     membership.join(member(0))
-    assert not membership.is_over
+    assert not membership.is_idle
     membership.leave(0, 1, "finished")
-    assert membership.is_over
+    assert membership.is_idle
 
 
 def test_workers_are_described_for_people() -> None:

@@ -1,22 +1,237 @@
-"""Jobs in a vault: the newest of a name counts, whatever an older one holds."""
+"""What comes back from a journal is what was written, or is refused by name: never zeros."""
 
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from pscore.compressors.none import NoCompression
+from pscore.errors import StateLostError
+from pscore.rules import SSGD
+from pscore.segment import PAGE
+from pscore.types import TensorSpec
+from psserver.driver import Driver
+from psserver.limits import Limits
 from psserver.membership import Member
 from psserver.recovery import Recovery
+from psserver.sealed import read_json, write_json
 from psserver.shard import Job, Shard
+from psserver.store import SliceStore
+from psserver.table import TableSpec
 from psserver.vault import JobVault, Vault
+
+STEPS = 30
+SPEC = TableSpec(
+    name="model",
+    tensors=(TensorSpec(name="w", shape=(64, 64), dtype="float32"),),
+    num_shards=1,
+    rule=SSGD(),
+    compressor=NoCompression(),
+    optimizer="sgd",
+    num_groups=1,
+)
+
+
+def worker(incarnation: int = 7) -> Member:
+    return Member(rank=0, incarnation=incarnation, restart=0, host="a", pid=1, heard_s=0.0)
 
 
 def begin(shard: Shard) -> Job:
-    member = Member(rank=0, incarnation=7, restart=0, host="a", pid=1, heard_s=0.0)
-    return shard.join("run", 3, member, 1)
+    return shard.join("run", 3, worker(), 1)
+
+
+class Process:
+    """One life of a shard with a vault."""
+
+    def __init__(self, folder: Path, limits: Limits | None = None) -> None:
+        self.vault = Vault(folder)
+        shard = Shard(0, 1, 10.0, limits)
+        self.driver = Driver(shard, num_threads=1, vault=self.vault, now=lambda: 0.0)
+        self.names = self.driver.take_up()
+
+    def train(self, name: str) -> None:
+        """Makes a job with weights of version `STEPS`."""
+        job = self.driver.join(name, 1, worker())
+        self.driver.define(job, SPEC)
+        store, weights = self.store(), np.arange(4096, dtype=np.float32)
+        for version in range(STEPS - 3, STEPS + 1):  # So that both buffers have been used.
+            arrays = {"weights": weights + version, "counts": np.array([version])}
+            store.restore({**arrays, "state.0": weights}, version)
+        job.tables["model"].clocks[0].restore(STEPS, {0: STEPS})
+        self.driver.recovery.note(job)
+
+    def store(self) -> SliceStore:
+        return next(iter(self.driver.intake.lanes.values())).store
+
+    def kill(self) -> None:
+        self.vault.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a shard with a job `a` was killed."""
+    process = Process(tmp_path / "v")
+    process.train("a")
+    process.kill()
+    return tmp_path / "v"
+
+
+def job_folder(folder: Path) -> Path:
+    (found,) = folder.glob("*/")
+    return found
+
+
+def test_what_was_written_comes_back(folder: Path) -> None:
+    process = Process(folder)
+    assert process.names == ["a"]
+    np.testing.assert_array_equal(process.store().weights, np.arange(4096) + STEPS)
+    assert process.store().counts.tolist() == [STEPS]
+    process.kill()
+    assert Process(folder).names == ["a"]
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def cut(path: Path, nbytes: int) -> None:
+    os.truncate(path, path.stat().st_size - nbytes)
+
+
+def resealed(path: Path, **changes: object) -> None:
+    """Writes values of wrong types, with the right hash."""
+    write_json(path, {**read_json(path), **changes})
+
+
+def refill(path: Path) -> None:
+    """Puts zeros in the place of what a file holds, but for its end."""
+    content = path.read_bytes()
+    path.write_bytes(bytes(len(content) - PAGE) + content[-PAGE:])
+
+
+def exchange_weights(folder: Path) -> None:
+    """Puts the weights file of another job, of the same model, in the place of the job's own."""
+    other = Process(folder.parent / "other")
+    other.train("a")
+    other.kill()
+    shutil.copy(next((folder.parent / "other").glob("*/0.weights")), job_folder(folder))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "weights missing": lambda job: (job / "0.weights").unlink(),
+    "weights empty": lambda job: (job / "0.weights").write_bytes(b""),
+    "weights cut": lambda job: cut(job / "0.weights", 1),
+    "weights cut by pages": lambda job: cut(job / "0.weights", 2 * PAGE),
+    "weights longer": lambda job: cut(job / "0.weights", -1),
+    "weights zeros": lambda job: refill(job / "0.weights"),
+    "weights of another job": lambda job: exchange_weights(job.parent),
+    "version of the weights": lambda job: flip(job / "0.weights", 0, 1),
+    "arena missing": lambda job: (job / "arena").unlink(),
+    "arena empty": lambda job: (job / "arena").write_bytes(b""),
+    "arena cut": lambda job: os.truncate(job / "arena", 2 * PAGE),
+    "arena zeros": lambda job: refill(job / "arena"),
+    "number of the record": lambda job: flip(job / "arena", PAGE),
+    "place of a record": lambda job: flip(job / "arena", PAGE + 8, 6),
+    "place of the other record": lambda job: flip(job / "arena", PAGE + 32, 6),
+    "job missing": lambda job: (job / "job.json").unlink(),
+    "job flipped": lambda job: flip(job / "job.json", 100),
+    "job empty": lambda job: (job / "job.json").write_bytes(b""),
+    "job wrong types": lambda job: resealed(job / "job.json", num_workers="three", members=7),
+    "job no members": lambda job: resealed(job / "job.json", members=[{"rank": None}]),
+    "table missing": lambda job: (job / "0.json").unlink(),
+    "table a list": lambda job: (job / "0.json").write_text("[1, 2]"),
+    "table deep": lambda job: (job / "0.json").write_text("[" * 100_000),
+    "table wrong types": lambda job: resealed(job / "0.json", roots=[1], spec={"name": 3}),
+    "table unknown rule": lambda job: resealed(job / "0.json", former=["no such rule", {}]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_refused_by_name_and_nobody_begins_it_anew(
+    folder: Path, damage: str
+) -> None:
+    before = Vault(folder)
+    before.close()
+    DAMAGES[damage](job_folder(folder))
+    process = Process(folder)
+    assert process.names == []
+    assert process.vault.instance != before.instance  # So that its workers know.
+    text = r"shard 0 had job 'a' and cannot go on with it: .*psserver restore DIR --job a.* forget"
+    with pytest.raises(StateLostError, match=text):
+        process.driver.join("a", 1, worker(8))
+    process.driver.join("b", 1, worker(8))  # Others are free to begin.
+    process.kill()
+    again = Process(folder)  # Not forgotten with the process either.
+    with pytest.raises(StateLostError, match=text):
+        again.driver.join("a", 1, worker(9))
+    assert again.driver.forget("a", is_forced=False) == (True, 0)
+    again.driver.join("a", 1, worker(9))
+    again.kill()
+    assert Process(folder).driver.shard.lifetimes.lost == {}
+
+
+def test_a_job_with_a_checkpoint_is_restored_in_the_place_of_its_damaged_journal(
+    folder: Path,
+) -> None:
+    DAMAGES["weights missing"](job_folder(folder))
+    process = Process(folder)
+    process.driver.begin_restored("a", 1, 0)
+    process.driver.join("a", 1, worker(8))
+    process.kill()
+    assert Process(folder).names == ["a"]
+    assert len(list(folder.glob("*/"))) == 1
+
+
+def test_a_job_that_wants_more_memory_than_there_is_waits_for_more(folder: Path) -> None:
+    process = Process(folder, Limits(memory_nbytes=1 << 10))
+    with pytest.raises(StateLostError, match="memory_mb"):
+        process.driver.join("a", 1, worker(8))
+    process.kill()
+    assert Process(folder).names == ["a"]
+
+
+def test_a_copy_of_the_weights_of_another_time_is_refused(tmp_path: Path) -> None:
+    process = Process(tmp_path / "v")
+    process.train("a")
+    job = job_folder(tmp_path / "v")
+    early = (job / "0.weights").read_bytes()
+    arrays = {"weights": np.zeros(4096, np.float32), "counts": np.array([0])}
+    for version in (STEPS + 1, STEPS + 2):
+        process.store().restore({**arrays, "state.0": arrays["weights"]}, version)
+    process.kill()
+    (job / "0.weights").write_bytes(early)
+    again = Process(tmp_path / "v")
+    (reason,) = again.driver.shard.lifetimes.lost.values()
+    assert f"are of version {STEPS}, its journal is of version {STEPS + 2}" in reason
+
+
+def test_an_ended_job_that_is_damaged_is_no_loss(folder: Path) -> None:
+    process = Process(folder)
+    process.driver.leave("a", 0, 7, "finished")
+    process.kill()
+    DAMAGES["weights missing"](job_folder(folder))
+    assert Process(folder).driver.shard.lifetimes.lost == {}
+    assert not list(folder.glob("*/"))
+
+
+def test_the_end_of_a_job_is_known_after_a_kill(folder: Path) -> None:
+    process = Process(folder)
+    process.driver.leave("a", 0, 7, "finished")
+    process.kill()
+    assert Process(folder).driver.shard.jobs["a"].is_over
 
 
 def test_an_older_folder_of_the_same_name_takes_nothing_from_the_newer(tmp_path: Path) -> None:
     vault, shard = Vault(tmp_path), Shard(0, 1, 10.0)
     Recovery(vault, shard).note(begin(shard))
-    older = JobVault(tmp_path / "0")
+    (newer,) = vault.found()
+    older = JobVault(tmp_path / f"0-{newer.name.rpartition('-')[2]}", is_new=True)
     older.write_job({"name": "run"})
     (older.folder / "0.json").write_text("half a fi")
     vault.close()
@@ -39,4 +254,4 @@ def test_who_takes_part_is_written_when_it_changes(tmp_path: Path) -> None:
     assert path.read_text() == "as it was"
     shard.barrier(job, "end", 0, 0)
     recovery.note(job)
-    assert '"barriers": [["end", 0, [0]' in path.read_text()
+    assert json.loads(path.read_text())["meta"]["barriers"] == [["end", 0, [0], True]]

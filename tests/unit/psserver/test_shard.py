@@ -183,7 +183,7 @@ def test_jobs_have_a_limit_that_is_reached_and_not_passed() -> None:
     shard = Shard(0, 1, LEASE_S)
     for index in range(JOBS_MAX):
         shard.join(f"run{index}", 1, member(0))
-    with pytest.raises(LimitError, match=f"{JOBS_MAX} jobs have live workers on shard 0"):
+    with pytest.raises(LimitError, match=f"{JOBS_MAX} jobs have not ended on shard 0"):
         shard.join("more", 1, member(0))
     shard.join("run3", 1, member(0))  # A repeated join needs no room.
     shard.leave("run5", 0, 1, "finished")

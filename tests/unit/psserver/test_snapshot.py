@@ -95,7 +95,7 @@ def test_the_end_of_a_job_is_saved_once(tmp_path: Path) -> None:
     assert [driver.snapshot(tmp_path), driver.snapshot(tmp_path)] == [1, 0]
     again = Driver(Shard(0, 1, 10.0), num_threads=1)
     again.restore(tmp_path)
-    assert again.shard.jobs["run/1"].membership.is_over
+    assert again.shard.jobs["run/1"].membership.is_idle
 
 
 def test_the_same_table_is_known_again(tmp_path: Path) -> None:

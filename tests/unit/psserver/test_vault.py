@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from psserver import vault
-from psserver.vault import ShortLived, Vault
+from psserver.lifetime import digest
+from psserver.sealed import read_json, write_json
+from psserver.vault import JobVault, ShortLived, Vault
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
@@ -19,42 +22,96 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
 
 def test_what_was_written_is_found_again(tmp_path: Path) -> None:
     first = Vault(tmp_path / "v")
-    job = first.make()
+    job = first.make("a")
     job.write_job({"name": "a"})
     job.write_table(0, {"spec": 1})
-    job.weights(0, 4096).integers(0, 1)[0] = 7
+    made = job.make_weights(0, 4096, 1)
+    made.segment.integers(0, 1)[0] = 7
+    made.stamps(0)[:] = 7, 8
     place = job.arena.allocate(64)
     job.arena.integers_at(place, 1)[0] = 9
     first.close()
-    (found,) = Vault(tmp_path / "v").found()
-    assert found.read_job() == {"name": "a"}
-    assert found.read_tables() == [{"spec": 1}]
-    assert found.weights(0, 4096).integers(0, 1)[0] == 7
+    (folder,) = Vault(tmp_path / "v").found()
+    found = JobVault(folder)
+    assert found.read_job() == {"name": "a", "seal": job.seal}
+    assert found.read_tables(1) == [{"spec": 1}]
+    weights = found.open_weights(0, 4096, 1)
+    assert weights.segment.integers(0, 1)[0] == 7
+    assert weights.stamps(0).tolist() == [7, 8]
     assert found.arena.integers_at(place, 1)[0] == 9
 
 
-def test_after_a_boot_nothing_is_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_over", [True, False])
+def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
+    tmp_path: Path, is_over: bool
+) -> None:
     first = Vault(tmp_path / "v")
-    first.make().write_job({"name": "a"})
+    job = first.make("a")
+    job.write_job({"name": "a", "num_tables": 1, "ended": is_over})
+    job.make_weights(0, 4096, 1)
     first.close()
     stamp = tmp_path / "v" / "stamp.json"
-    values = json.loads(stamp.read_text())
-    stamp.write_text(json.dumps({**values, "boot": "another"}))
+    write_json(stamp, {**read_json(stamp), "boot": "another"})
     second = Vault(tmp_path / "v")
-    assert list(second.found()) == []
     assert second.instance != first.instance
+    if is_over:
+        assert second.found() == []
+        return
+    (folder,) = second.found()
+    assert sorted(path.name for path in folder.iterdir()) == ["job.json", "lost.json"]
+    with pytest.raises(ValueError, match="machine was started anew"):
+        JobVault(folder)
+    second.forget("a")
+    assert second.found() == []
 
 
-def test_a_job_that_cannot_be_read_is_dropped_and_workers_can_tell(tmp_path: Path) -> None:
+def test_a_job_that_is_given_up_changes_what_workers_know_the_shard_by(tmp_path: Path) -> None:
     first = Vault(tmp_path / "v")
-    job = first.make()
-    job.arena.close()
-    (job.folder / "arena").write_bytes(b"x" * 8192)
+    job = first.make("a")
+    job.write_job({"name": "a", "num_tables": 1, "ended": False})
+    key, reason = first.give_up(job.folder, ValueError("it is damaged"))
+    assert (key, "it is damaged" in reason) == (digest("a"), True)
     first.close()
     second = Vault(tmp_path / "v")
-    assert list(second.found()) == []
-    assert not job.folder.exists()
+    assert second.instance == first.instance
+    assert second.found() == [job.folder]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"meta": 1, "sha256": 2}', '{"format": "x"}', "[" * 100_000]
+)
+def test_a_stamp_that_is_damaged_is_written_anew(tmp_path: Path, content: str) -> None:
+    first = Vault(tmp_path / "v")
+    first.make("a").write_job({"name": "a", "num_tables": 0, "ended": False})
+    first.close()
+    (tmp_path / "v" / "stamp.json").write_text(content)
+    second = Vault(tmp_path / "v")
+    assert second.found() == []
     assert second.instance != first.instance
+
+
+def test_journals_of_another_format_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "v" / "00001-0123456789abcdef"
+    folder.mkdir(parents=True)
+    (folder / "arena").write_bytes(b"PLARENA1")
+    (tmp_path / "v" / "stamp.json").write_text(json.dumps({"format": 1, "boot": "b"}))
+    assert Vault(tmp_path / "v").found() == [folder]
+    assert (folder / "arena").read_bytes() == b"PLARENA1"
+
+
+def test_what_workers_owe_is_found_again_or_refused(tmp_path: Path) -> None:
+    job = Vault(tmp_path / "v").make("a")
+    assert job.read_owed() == {}
+    job.write_owed({"0/1/2/owed.0.residual": np.ones(3, np.float32)})
+    assert job.read_owed()["0/1/2/owed.0.residual"].tolist() == [1, 1, 1]
+    path = job.folder / "owed"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="damaged"):
+        job.read_owed()
+    job.write_owed({})
+    assert not path.exists()
 
 
 def test_what_killed_starts_have_left_is_swept(

@@ -57,8 +57,15 @@ class JoinRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds")
+    __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress")
     class RoundsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ProgressEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -70,12 +77,16 @@ class JoinReply(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_workers: int
     lease_s: float
     instance: int
     rounds: _containers.ScalarMap[str, int]
-    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    news: str
+    progress: _containers.ScalarMap[str, int]
+    def __init__(self, rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., lease_s: _Optional[float] = ..., instance: _Optional[int] = ..., rounds: _Optional[_Mapping[str, int]] = ..., news: _Optional[str] = ..., progress: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "group", "compress")
@@ -134,12 +145,14 @@ class DefineRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ...) -> None: ...
 
 class DefineReply(_message.Message):
-    __slots__ = ("table", "created")
+    __slots__ = ("table", "created", "has_weights")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    HAS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     table: int
     created: bool
-    def __init__(self, table: _Optional[int] = ..., created: bool = ...) -> None: ...
+    has_weights: bool
+    def __init__(self, table: _Optional[int] = ..., created: bool = ..., has_weights: bool = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "table", "number", "rule")
@@ -340,7 +353,7 @@ class TableStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers")
+    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers", "state", "step", "memory_nbytes", "silent_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +364,10 @@ class JobStatus(_message.Message):
     NUM_UPDATES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
     job: str
     num_workers: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -361,21 +378,51 @@ class JobStatus(_message.Message):
     num_updates: int
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
     min_workers: int
-    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ...) -> None: ...
+    state: str
+    step: int
+    memory_nbytes: int
+    silent_s: float
+    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., silent_s: _Optional[float] = ...) -> None: ...
+
+class LostJob(_message.Message):
+    __slots__ = ("job", "reason")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    reason: str
+    def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid")
+    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     shard: DescribeReply
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     uptime_s: float
     memory_nbytes: int
     pid: int
-    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    lost: _containers.RepeatedCompositeFieldContainer[LostJob]
+    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ...) -> None: ...
+
+class ForgetRequest(_message.Message):
+    __slots__ = ("job", "force")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    force: bool
+    def __init__(self, job: _Optional[str] = ..., force: bool = ...) -> None: ...
+
+class ForgetReply(_message.Message):
+    __slots__ = ("found", "memory_nbytes")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    memory_nbytes: int
+    def __init__(self, found: bool = ..., memory_nbytes: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("grace_s",)

@@ -84,6 +84,11 @@ class ControlStub(object):
                 request_serializer=ps_dot_v1_dot_control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_control__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/ps.v1.Control/Forget',
+                request_serializer=ps_dot_v1_dot_control__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_control__pb2.ForgetReply.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/ps.v1.Control/Drain',
                 request_serializer=ps_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
@@ -154,6 +159,12 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -212,6 +223,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=ps_dot_v1_dot_control__pb2.StatusRequest.FromString,
                     response_serializer=ps_dot_v1_dot_control__pb2.StatusReply.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=ps_dot_v1_dot_control__pb2.ForgetRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_control__pb2.ForgetReply.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -489,6 +505,33 @@ class Control(object):
             '/ps.v1.Control/Status',
             ps_dot_v1_dot_control__pb2.StatusRequest.SerializeToString,
             ps_dot_v1_dot_control__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Control/Forget',
+            ps_dot_v1_dot_control__pb2.ForgetRequest.SerializeToString,
+            ps_dot_v1_dot_control__pb2.ForgetReply.FromString,
             options,
             channel_credentials,
             insecure,

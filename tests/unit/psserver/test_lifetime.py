@@ -1,0 +1,177 @@
+"""How long a job lives: which ends, which goes on, which begins anew, and what workers are told."""
+
+import dataclasses
+
+import pytest
+
+from pscore.errors import ConfigError, JobMismatchError, LimitError, RankTakenError
+from psserver.actions import Update
+from psserver.job import State
+from psserver.limits import KEEP_ENDED_S, Limits
+from psserver.shard import Actions, Address, Job, Shard
+from tests.unit.psserver.test_shard import LEASE_S, SPEC, member, push, ready, tensor
+
+
+def updates(actions: Actions) -> int:
+    return sum(isinstance(action, Update) for _, action in actions)
+
+
+def interrupted(num_workers: int, steps: int = 3) -> tuple[Shard, Job, Address]:
+    """Returns a job whose workers have made some steps and were lost then."""
+    shard, job, address = ready(num_workers)
+    for step in range(steps):
+        for rank in range(num_workers):
+            push(shard, job, address, rank, step)
+    shard.tick(LEASE_S + 1.0)
+    return shard, job, address
+
+
+def test_a_job_whose_workers_were_all_lost_goes_on_with_new_ones() -> None:
+    shard, job, _ = interrupted(2)
+    assert job.state is State.INTERRUPTED
+    first = member(0, 2)
+    assert shard.join("run", 2, first) is job
+    assert "job 'run' goes on at step 3" in first.news
+    assert "psserver forget run" in first.news
+    assert job.state is State.LIVE
+    assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
+
+
+def test_each_new_worker_is_told_once_that_the_job_goes_on() -> None:
+    shard, _, _ = interrupted(2)
+    for incarnation in (2, 2, 2):  # Sent three times.
+        again = member(0, incarnation)
+        shard.join("run", 2, again)
+        assert "goes on" in again.news
+    other, back = member(1, 2), dataclasses.replace(member(0, 3), returns=True)
+    shard.join("run", 2, other)
+    shard.join("run", 2, back)
+    assert "goes on" in other.news
+    assert not back.news
+
+
+def test_steps_of_a_job_that_goes_on_wait_for_all_its_workers() -> None:
+    shard, job, address = interrupted(2)
+    shard.join("run", 2, member(0, 2))
+    assert updates(push(shard, job, address, 0, 3)) == 0
+    shard.join("run", 2, member(1, 2))
+    assert updates(push(shard, job, address, 1, 3)) == 1
+
+
+def test_a_worker_that_ended_before_the_others_were_lost_is_not_waited_for() -> None:
+    shard, job, _ = ready(2)
+    address = Address("run", 0, 0)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    shard.leave("run", 0, 1, "finished")
+    shard.tick(LEASE_S + 1.0)
+    assert job.state is State.INTERRUPTED
+    shard.join("run", 2, member(1, 2))
+    assert job.membership.expected() == [1]
+    shard.join("run", 2, member(0, 2))  # Its command may be given again too.
+    assert job.membership.expected() == [0, 1]
+
+
+def test_a_job_has_ended_when_the_last_one_there_says_so() -> None:
+    """Though another was lost before: the others went on without it, to their end."""
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    shard.leave("run", 1, 1, "its process failed", failed=True)
+    shard.leave("run", 0, 1, "finished")
+    assert job.state is State.ENDED
+
+
+def test_a_job_without_an_update_is_no_loss() -> None:
+    shard, job, _ = ready(1)
+    shard.tick(LEASE_S + 1.0)
+    assert job.state is State.ENDED
+    assert shard.join("run", 1, member(0, 2)) is not job
+
+
+def test_a_new_process_takes_the_rank_of_one_whose_connection_broke() -> None:
+    """Its lease is not over yet, but the same command is there again: all were killed at once."""
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+        job.membership.suspect(rank, 1, 1.0)
+    again = member(1, 2)
+    assert shard.join("run", 2, again) is job
+    assert "goes on at step 1" in again.news
+    assert job.membership.expected() == [0, 1]
+
+
+def test_another_process_does_not_take_the_rank_of_one_that_is_heard() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    job.membership.suspect(0, 1, 1.0)
+    shard.heard("run", 0, 1, 1.1)
+    with pytest.raises(RankTakenError, match="held by process"):
+        shard.join("run", 2, member(0, 2))
+
+
+def test_another_model_under_the_name_of_an_interrupted_job_is_refused_by_name() -> None:
+    shard, _, _ = interrupted(1)
+    job = shard.join("run", 1, member(0, 2))
+    other = dataclasses.replace(SPEC, tensors=(tensor("v", 2),))
+    with pytest.raises(JobMismatchError, match=r"interrupted at step 3: .*psserver forget run"):
+        shard.define(job, other)
+    with pytest.raises(JobMismatchError, match=r"1 workers, .* 2; .*psserver forget run"):
+        shard.join("run", 2, member(0, 3))
+
+
+def test_a_job_that_begins_anew_under_a_name_says_how_the_former_one_ended() -> None:
+    shard, job, address = ready(1)
+    push(shard, job, address, 0, 0)
+    shard.leave("run", 0, 1, "finished")
+    first = member(0, 2)
+    assert shard.join("run", 1, first) is not job
+    assert first.news == (
+        "job 'run' begins anew at step 0: the former one ended at step 1 (table 'model' of "
+        f"{len(SPEC.tensors)} tensors in {SPEC.rule})"
+    )
+
+
+def test_an_ended_job_is_forgotten_after_a_while_but_not_how_it_ended() -> None:
+    shard, job, address = ready(1)
+    push(shard, job, address, 0, 0)
+    shard.leave("run", 0, 1, "finished")
+    shard.tick(5.0)
+    shard.tick(5.0 + KEEP_ENDED_S - 1.0)
+    assert shard.jobs == {"run": job}
+    shard.tick(5.0 + KEEP_ENDED_S)
+    assert not shard.jobs
+    first = member(0, 2)
+    shard.join("run", 1, first)
+    assert "begins anew at step 0: the former one ended at step 1" in first.news
+
+
+def test_an_interrupted_job_is_kept() -> None:
+    shard, job, _ = interrupted(1)
+    shard.tick(5.0 + 100 * KEEP_ENDED_S)
+    assert shard.jobs == {"run": job}
+
+
+def test_a_job_is_forgotten_on_demand_unless_workers_take_part() -> None:
+    shard, job, _ = ready(1)
+    with pytest.raises(ConfigError, match=r"'run' has live workers on shard 0: worker 0 .*--force"):
+        shard.lifetimes.forget("run", is_forced=False)
+    assert shard.lifetimes.forget("run", is_forced=True) == (True, job.memory_nbytes)
+    assert shard.lifetimes.forget("run", is_forced=False) == (False, 0)
+
+
+def test_ended_jobs_make_room_for_others_the_first_to_end_first() -> None:
+    one = ready(1)[1].memory_nbytes
+    shard = Shard(0, 1, LEASE_S, Limits(memory_nbytes=2 * one))
+    for number, name in enumerate(("a", "b")):
+        shard.define(shard.join(name, 1, member(0)), SPEC)
+        shard.leave(name, 0, 1, "finished")
+        shard.tick(float(number))
+    third = shard.join("c", 1, member(0))
+    shard.define(third, SPEC)
+    assert list(shard.jobs) == ["b", "c"]
+    shard.define(third, dataclasses.replace(SPEC, name="more"))
+    assert list(shard.jobs) == ["c"]
+    with pytest.raises(LimitError, match=r"memory_mb\); `psserver jobs` shows"):
+        shard.define(third, dataclasses.replace(SPEC, name="too much"))
