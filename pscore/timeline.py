@@ -224,8 +224,12 @@ class _Rows:
 def _write(path: Path, trace: Mapping[str, Any]) -> None:
     """Writes a file that is there as a whole or not at all."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-    draft.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -69,6 +69,9 @@ def start(
     memory_mb: Annotated[
         int | None, typer.Option(help="MiB of a shard for tables [what there is].")
     ] = None,
+    keep_ended_s: Annotated[
+        float | None, typer.Option(help="Seconds that an ended job is kept [3600].")
+    ] = None,
     under_way_mb: Annotated[
         int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
     ] = None,
@@ -125,6 +128,48 @@ def status(
         picture.show(combined)
     if silent := next((reply for reply in replies if isinstance(reply, CommandError)), None):
         raise silent
+
+
+@app.command()
+def jobs(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the jobs that the shards have, live ones first: state, step, workers, memory."""
+    from psserver import jobs as lister
+    from psserver import remote
+    from psserver.find import find
+
+    found = find(servers, port, state_dir)
+    listed = lister.listed(remote.statuses(found.addresses, found.credentials))
+    if as_json:
+        sys.stdout.write(json.dumps(listed, indent=1) + "\n")
+    else:
+        lister.show(listed)
+
+
+@app.command()
+def forget(
+    *,
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Its name, as `jobs` shows it.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if workers take part: they end with an error.")
+    ] = False,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Throw away a job and all that the shards keep of it."""
+    from psserver import jobs as lister
+    from psserver.find import find
+    from psserver.status import in_bytes
+
+    found = find(servers, port, state_dir)
+    nbytes = lister.forget(found.addresses, found.credentials, job, is_forced=force)
+    sys.stdout.write(f"forgot job {job} ({in_bytes(nbytes)} on {len(found.addresses)} shards)\n")
 
 
 @app.command()

@@ -42,7 +42,7 @@ from psserver.metrics import MetricsPage
 from psserver.plan import Ready, Refused, Report, ShardPlan, join_address, report_to_json
 from psserver.servicer import ControlServicer, data_handler
 from psserver.shard import Shard
-from psserver.vault import Vault
+from psserver.vault import Lock, Vault
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -108,6 +108,7 @@ class Daemon:
         self._ending = asyncio.Event()
         self._grace_s = plan.grace_s
         self._parent = os.getppid()
+        self._claim = _claim(plan)
         self._vault = _open_vault(plan)
         self._timeline = open_timeline(plan.timeline, "shard", plan.index)
         self.driver = Driver(
@@ -323,6 +324,34 @@ def folder_name(plan: ShardPlan) -> str:
     return f"shard-{plan.index}-of-{plan.num_shards}"
 
 
+def _claim(plan: ShardPlan) -> Lock | None:
+    """Keeps other processes of this shard out of the state directory, if there is one.
+
+    Raises:
+        CommandError: Another process uses it, or it cannot be used.
+    """
+    if plan.state_dir is None:
+        return None
+    folder = Path(plan.state_dir) / folder_name(plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Lock(folder)
+    except BlockingIOError as problem:
+        raise _in_use(plan, folder) from problem
+    except OSError as problem:
+        raise CommandError(
+            Exit.STATE_DIR, f"cannot use {folder}: {problem}; give another --state-dir"
+        ) from problem
+
+
+def _in_use(plan: ShardPlan, folder: Path) -> CommandError:
+    return CommandError(
+        Exit.ALREADY_RUNNING,
+        f"another process of shard {plan.index} uses {folder}; stop it first, or give another "
+        "--state-dir",
+    )
+
+
 def _open_vault(plan: ShardPlan) -> Vault | None:
     """Opens where this shard keeps its journals, if it keeps any.
 
@@ -335,13 +364,10 @@ def _open_vault(plan: ShardPlan) -> Vault | None:
     try:
         return Vault(folder)
     except BlockingIOError as problem:
-        raise CommandError(
-            Exit.ALREADY_RUNNING,
-            f"another process of shard {plan.index} uses {folder}; stop it first",
-        ) from problem
+        raise _in_use(plan, folder) from problem
     except OSError as problem:
         raise CommandError(
-            Exit.HOST,
+            Exit.STATE_DIR,
             f"cannot keep journals in {folder}: {problem}; give another --state-dir, or "
             "--durability memory",
         ) from problem
@@ -425,5 +451,6 @@ def main(text: str) -> None:
     logs.configure(plan.log_format, plan.log_level, shard=plan.index)
     sys.excepthook = log_crash
     code = asyncio.run(serve(plan))
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # Of a full disk.
+        sys.stderr.flush()
     os._exit(code)  # Without waiting for threads: of lanes that are stuck, or connections.

@@ -86,10 +86,12 @@ class Driver:
 
     # ----- workers and tables
 
-    def join(self, name: str, num_workers: int, member: Member, min_workers: int = 0) -> Job:
+    def join(
+        self, name: str, num_workers: int, member: Member, min_workers: int = 0, life: int = 0
+    ) -> Job:
         """Takes a worker into a job (`Shard.join`)."""
         with self.lock:
-            job = self.shard.join(name, num_workers, member, min_workers)
+            job = self.shard.join(name, num_workers, member, min_workers, life)
             self._part_with(job, member.rank)
             self.forget_ended()
             self._owners[id(job)] = job

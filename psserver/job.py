@@ -42,6 +42,7 @@ class Counters:
 class Life:
     """The time of a job from its begin, or from when new workers went on with it."""
 
+    number: int = 1
     first_step: int = 0
     is_restored: bool = False  # It has come from a checkpoint, whatever its step is.
     over_s: float | None = None  # When it was first seen to be over.

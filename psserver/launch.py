@@ -100,6 +100,7 @@ class Launch:
                 trust=server.trust,
                 memory_mb=server.memory_mb,
                 under_way_mb=server.under_way_mb,
+                keep_ended_s=server.keep_ended_s,
                 timeline=None if server.timeline is None else str(server.timeline.absolute()),
                 journal_dir=None if journal_dir is None else str(journal_dir),
                 log_format=self.settings.log.format,
@@ -113,10 +114,25 @@ class Launch:
     def _on_ready(self, posts: Sequence[Post]) -> None:
         run = self._run(posts)
         if self.folder is not None:
-            runfile.write(self.folder, run)
+            self._write(self.folder, run)
         if not self.is_told:
             self.is_told = True
             self.tell(self._started(run))
+
+    def _write(self, folder: Path, run: Run) -> None:
+        """Writes the run file; a later one that cannot be written leaves the one before.
+
+        That has the same addresses; what it says of the shards' processes is of then.
+
+        Raises:
+            CommandError: It is the first, and cannot be written.
+        """
+        try:
+            runfile.write(folder, run)
+        except CommandError as problem:
+            if not self.is_told:
+                raise
+            log.error("the run file stays as it was", reason=problem.message)
 
     def _on_end(self) -> None:
         if self.folder is not None:

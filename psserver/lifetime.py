@@ -73,8 +73,25 @@ class Lifetimes:
             how = former.end_in_words()
         return f"job {name!r} begins anew at step 0: the former one {how}" if how else ""
 
-    def go_on(self, job: Job) -> None:
-        """Begins another life of a job that nobody takes part in any more, if it has not ended."""
+    def meet(self, job: Job, member: Member, life: int) -> None:
+        """Begins another life of a job if the worker that joins is the first of it.
+
+        The first shard finds out whether anybody takes part any more; the others follow it, though
+        they may not have noticed the deaths: a job begins another life on all of them or on none.
+
+        Args:
+            job: It has not ended.
+            member: The worker, not taken in yet.
+            life: Number of the life on the first shard; 0: this is the first shard.
+        """
+        if member.returns or is_repeated(job, member):
+            job.life.number = life or job.life.number
+        elif life == 0 and job.membership.is_deserted(member.rank):
+            self._go_on(job, job.life.number + 1)
+        elif life not in (0, job.life.number):
+            self._go_on(job, life)
+
+    def _go_on(self, job: Job, number: int) -> None:
         state, step = job.state, job.step
         if state is State.ENDED or not job.has_progress:
             return
@@ -90,7 +107,8 @@ class Lifetimes:
                 f"instead, end them and run `psserver forget {job.name}`"
             )
         news = f"job {job.name!r} goes on at step {step}: {why}"
-        job.life = Life(first_step=step, is_restored=job.life.is_restored, news=news)
+        restored = job.life.is_restored
+        job.life = Life(number=number, first_step=step, is_restored=restored, news=news)
 
     def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
         """Returns whether a worker goes on with a job that is over.

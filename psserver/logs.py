@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -19,6 +19,38 @@ class Forward(logging.Handler):
         """Passes one line on."""
         log = structlog.get_logger()
         log.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
+
+
+class Patient:
+    """A stream for log lines that drops what cannot be written: a full disk ends nobody."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Writes to what `stream` writes to, without keeping anything in memory."""
+        buffer = getattr(stream, "buffer", None)
+        self._raw: Any = getattr(buffer, "raw", None)
+        self._stream = stream
+        self._num_lost = 0
+
+    def write(self, text: str) -> None:
+        """Writes a text; says first how many could not be written before it."""
+        lost, self._num_lost = self._num_lost, 0
+        if lost:
+            text = f"\n({lost} lines before this could not be written)\n{text}"
+        try:
+            if self._raw is None:
+                self._stream.write(text)
+                self._stream.flush()
+            else:
+                self._write_all(text.encode(errors="backslashreplace"))
+        except (OSError, ValueError):  # Full, or closed.
+            self._num_lost = lost + 1
+
+    def flush(self) -> None:
+        """Does nothing: each text has left."""
+
+    def _write_all(self, data: bytes) -> None:
+        while data:
+            data = data[self._raw.write(data) or 0 :]
 
 
 def configure(log_format: str, level: str, **always: object) -> None:
@@ -38,7 +70,7 @@ def configure(log_format: str, level: str, **always: object) -> None:
             *_renderers(log_format),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", Patient(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     root = logging.getLogger()

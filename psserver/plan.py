@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from psserver.exits import Exit
-from psserver.limits import Limits
+from psserver.limits import KEEP_ENDED_S, Limits
 from psserver.trust import Trust
 
 
@@ -36,6 +36,7 @@ class ShardPlan:
     journal_dir: str | None = None  # Where the journals are; None: nowhere.
     memory_mb: int | None = None  # For tables; None: what is there.
     under_way_mb: int = 4096
+    keep_ended_s: float = KEEP_ENDED_S
     timeline: str | None = None  # Where timelines are written (pscore/timeline.py); None: nowhere.
 
     @property
@@ -46,6 +47,7 @@ class ShardPlan:
             memory_nbytes=memory,
             is_kept=self.journal_dir is not None,
             under_way_nbytes=self.under_way_mb << 20,
+            keep_ended_s=self.keep_ended_s,
         )
 
     def to_json(self) -> str:

@@ -223,6 +223,7 @@ class Recovery:
             has_ended=meta["ended"],
             is_restored=meta["restored"],
         )
+        job.life.number = meta["life"]
         try:
             for name_, number, ranks, is_open in meta["barriers"]:
                 job.barriers.by_name[name_] = Barrier(number, set(ranks), is_open)
@@ -380,6 +381,7 @@ def _describe(job: Job) -> Meta:
         "num_tables": len(job.tables),
         "ended": job.state is State.ENDED,
         "restored": job.life.is_restored,
+        "life": job.life.number,
         "members": snapshot.members_to_json(job),
         "barriers": [
             [name, barrier.number, sorted(barrier.arrived), barrier.is_open]

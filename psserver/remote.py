@@ -88,6 +88,27 @@ def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = A
         time.sleep(POLL_S)
 
 
+def forget(
+    addresses: Sequence[str],
+    job: str,
+    credentials: Credentials = ANYONE,
+    *,
+    is_forced: bool = False,
+) -> list[pb.ForgetReply]:
+    """Asks shards to forget a job; returns their answers, in this order.
+
+    Raises:
+        CommandError: One of them does not answer, or refuses.
+    """
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = control_pb2_grpc.ControlStub(channel)
+        request = pb.ForgetRequest(job=job, force=is_forced)
+        return stub.Forget.future(request, timeout=ANSWER_S_MAX)
+
+    return _ask_all(addresses, credentials, ask)
+
+
 def readiness(
     addresses: Sequence[str],
     credentials: Credentials = ANYONE,

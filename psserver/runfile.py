@@ -136,6 +136,8 @@ def write(folder: Path, run: Run) -> None:
         temporary.write_text(json.dumps(asdict(run), indent=1) + "\n", encoding="utf-8")
         temporary.replace(folder / FILE)
     except OSError as problem:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise CommandError(
             Exit.STATE_DIR, f"cannot write {folder / FILE}: {problem.strerror}"
         ) from problem
@@ -145,7 +147,8 @@ def remove(folder: Path) -> None:
     """Removes this process's run file; the logs stay, the next run on this port adds to them."""
     run = _read(folder / FILE)
     if run is not None and run.pid == os.getpid():
-        (folder / FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (folder / FILE).unlink(missing_ok=True)
 
 
 def _default() -> Path:

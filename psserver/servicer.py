@@ -203,7 +203,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 heard_s=self._driver.now(),
                 returns=request.returns or request.restart > 0,
             )
-            job = self._driver.join(request.job, request.num_workers, member, request.min_workers)
+            job = self._driver.join(
+                request.job, request.num_workers, member, request.min_workers, request.life
+            )
         except PacelineError as error:
             await refuse(context, error)
             raise
@@ -215,6 +217,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             rounds=job.barriers.next_rounds(),
             news=member.news,
             progress=job.progress,
+            life=job.life.number,
         )
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:

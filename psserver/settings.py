@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from pscore.errors import ConfigError
+from psserver.limits import KEEP_ENDED_S
 from psserver.trust import Trust, require_whole
 
 SHARDS_MAX = 64
@@ -68,6 +69,9 @@ class ServerSettings(BaseSettings):
     memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
     """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
     refused. By default what the host has."""
+    keep_ended_s: float = Field(default=KEEP_ENDED_S, ge=0.0, le=1e9)
+    """Seconds that the weights of an ended job are kept, for `psserver export` and the like; less
+    if others need the memory. A job whose workers were all lost has not ended."""
     under_way_mb: int = Field(default=4096, ge=64, le=MB_MAX)
     """Bytes on their way in each shard, in MiB: pushes that wait for their turn, answers that wait
     for slow readers. A push beyond it is refused, a reader beyond it is cut off."""

@@ -74,7 +74,9 @@ class Shard:
 
     # ----- workers
 
-    def join(self, name: str, num_workers: int, member: Member, min_workers: int = 0) -> Job:
+    def join(
+        self, name: str, num_workers: int, member: Member, min_workers: int = 0, life: int = 0
+    ) -> Job:
         """Takes a worker into a job; the first one makes it.
 
         A job that is over begins anew; one that was interrupted goes on (lifetime.py).
@@ -84,6 +86,7 @@ class Shard:
             num_workers: Of the job; the most of an elastic one.
             member: The worker.
             min_workers: The least of an elastic job; 0: it is not elastic.
+            life: Of the job on the first shard (`Lifetimes.meet`); 0: this is the first.
 
         Raises:
             RankTakenError: The rank is held by a live worker.
@@ -104,9 +107,8 @@ class Shard:
                 f"{job.hint()}"
             )
         repeated = is_repeated(job, member)
-        is_new = not (repeated or member.returns) and member.rank < num_workers
-        if is_new and job.membership.is_deserted(member.rank):
-            self.lifetimes.go_on(job)
+        if member.rank < num_workers:  # Else it is refused.
+            self.lifetimes.meet(job, member, life)
         came_back = job.membership.join(member) in job.met
         job.met.add(member.rank)
         for table in [] if repeated else job.tables.values():

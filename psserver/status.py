@@ -109,7 +109,7 @@ def show(status: dict[str, Any]) -> None:
     console = Console(soft_wrap=False, highlight=False)
     about = f"cluster {status['cluster']}, paceline {status['version']}"
     console.print(
-        _grid(
+        grid(
             about,
             ("shard", "address", "process", "up", "memory"),
             (
@@ -117,8 +117,8 @@ def show(status: dict[str, Any]) -> None:
                     s["index"],
                     s["address"],
                     s["pid"],
-                    _time(s["uptime_s"]),
-                    _nbytes(s["memory_nbytes"]),
+                    in_time(s["uptime_s"]),
+                    in_bytes(s["memory_nbytes"]),
                 )
                 for s in status["shards"]
             ),
@@ -135,10 +135,10 @@ def show(status: dict[str, Any]) -> None:
 def _show_job(console: Any, job: dict[str, Any]) -> None:
     least = f"{job['min_workers']} to " if job["min_workers"] else ""
     console.print(
-        _grid(
+        grid(
             f"job {job['name']} (workers: {least}{job['num_workers']}, "
-            f"pushes: {job['num_pushes']} of {_nbytes(job['pushed_nbytes'])}, "
-            f"updates: {job['num_updates']}, pulled: {_nbytes(job['pulled_nbytes'])})",
+            f"pushes: {job['num_pushes']} of {in_bytes(job['pushed_nbytes'])}, "
+            f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})",
             ("worker", "host", "process", "state", "step", "staleness", "heard"),
             (
                 (
@@ -148,14 +148,14 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
                     w["state"],
                     w["step"],
                     w["staleness"],
-                    f"{_time(w['last_heard_s'])} ago",
+                    f"{in_time(w['last_heard_s'])} ago",
                 )
                 for w in job["workers"]
             ),
         )
     )
     console.print(
-        _grid(
+        grid(
             None,
             ("table", "mode", "compression", "optimizer", "slices", "weights", "version"),
             (
@@ -165,7 +165,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
                     t["compressor"],
                     t["optimizer"],
                     t["num_slices"],
-                    _nbytes(t["nbytes"]),
+                    in_bytes(t["nbytes"]),
                     _versions(t["version_min"], t["version_max"]),
                 )
                 for t in job["tables"][:LISTED_MAX]
@@ -180,7 +180,8 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
         console.print(f"waits for {text}", markup=False)
 
 
-def _grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
+def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
+    """Returns a table for `rich` to print."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -199,14 +200,16 @@ def _versions(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}..{high}"
 
 
-def _time(seconds: float) -> str:
+def in_time(seconds: float) -> str:
+    """Returns a time for people: `2.5 min`."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.1f} s"
 
 
-def _nbytes(count: float) -> str:
+def in_bytes(count: float) -> str:
+    """Returns a number of bytes for people: `2.5 MiB`."""
     for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= length:
             return f"{count / length:.1f} {unit}"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import structlog
 
@@ -50,7 +51,7 @@ class ShardProcess:
         self.report: Report | None = None
         self.started_s = time.monotonic()
         self._line = b""
-        stderr = None if log_file is None else log_file.open("ab")
+        stderr = None if log_file is None else _open_log(log_file)
         self._popen = subprocess.Popen(
             [sys.executable, *SAFE, "-m", "psserver", "shard", plan.to_json()],
             stdin=subprocess.PIPE,
@@ -108,6 +109,15 @@ class ShardProcess:
             Exit.SHARD_DIED,
             f"shard {self.plan.index} {ended(status)} before it was ready; see {where}",
         )
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """Returns where a shard writes its log lines: nowhere, if there is no room for them."""
+    try:
+        return path.open("ab")
+    except OSError as problem:
+        log.error("a shard goes without its log file", path=str(path), reason=str(problem))
+        return Path(os.devnull).open("ab")
 
 
 def ended(status: int | None) -> str:
@@ -245,10 +255,24 @@ class Supervisor:
                         return Exit.SHARD_DIED
                 for post in self.posts:
                     if post.due_s and post.due_s <= time.monotonic():
-                        post.due_s = 0.0
-                        post.process = ShardProcess(post.plan, post.log_file)
-                        selector.register(post.process, selectors.EVENT_READ)
+                        self._start_again(post, selector)
         return Exit.OK
+
+    def _start_again(self, post: Post, selector: selectors.BaseSelector) -> None:
+        """Starts a shard's next process; if the machine has no room for one, it is tried later."""
+        post.due_s = 0.0
+        try:
+            post.process = ShardProcess(post.plan, post.log_file)
+        except OSError as problem:
+            post.due_s = time.monotonic() + PAUSE_S_MAX
+            log.error(
+                "shard cannot be started, it is tried again",
+                shard=post.plan.index,
+                reason=str(problem),
+                pause_s=PAUSE_S_MAX,
+            )
+        else:
+            selector.register(post.process, selectors.EVENT_READ)
 
     def _is_alive(self, process: ShardProcess) -> bool:
         """Reads from a process; one that has come back is announced."""

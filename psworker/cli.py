@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import inspect
 import json
@@ -320,8 +321,9 @@ def _show_modes() -> None:
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"psworker: {line}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # A full disk ends no worker.
+        sys.stderr.write(f"psworker: {line}\n")
+        sys.stderr.flush()
 
 
 def _servers_around() -> tuple[str, ...]:

@@ -256,7 +256,12 @@ class Launch:
         try:
             with source:
                 while line := source.readline(LINE_CHARS_MAX):
-                    self._write(rank, line, target)
+                    try:
+                        self._write(rank, line, target)
+                    except BrokenPipeError:
+                        raise
+                    except OSError:  # A full disk: the line is lost, and the worker goes on.
+                        continue
         except BrokenPipeError:  # Nobody reads our output any more.
             self._events.put(Signalled(signal.SIGPIPE))
 

@@ -113,6 +113,7 @@ class Session:
         self.debtors: WeakValueDictionary[int, Debtor] = WeakValueDictionary()
         self._teller: threading.Thread | None = None
         self._rounds: dict[str, int] = {}
+        self._life = 0  # Of the job on the first shard.
         self._progress: dict[str, int] = {}  # Step of each table that the job had at our join.
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
@@ -381,11 +382,27 @@ class Session:
         """Joins every shard, or none of them."""
         with contextlib.ExitStack() as undo:
             for link in self.links:
-                self._join(link, returns=returns)
+                self._join_patiently(link, returns=returns)
                 why = "it could not join every shard"
                 undo.callback(self._take_leave, link, why, failed=True)
                 link.open(self._data_plane)
             undo.pop_all()
+
+    def _join_patiently(self, link: Link, *, returns: bool) -> None:
+        """Joins one shard; where the first let it in, the others will when they find out why.
+
+        They may not have noticed yet that the process is gone that had its rank.
+        """
+        until_s = time.monotonic() + (0.0 if link is self.links[0] else self._patience_s)
+        while True:
+            try:
+                self._join(link, returns=returns)
+            except RankTakenError:
+                if time.monotonic() >= until_s:
+                    raise
+                time.sleep(RANK_RETRY_S)
+            else:
+                return
 
     def _join(self, link: Link, *, returns: bool) -> None:
         reply = link.call(
@@ -401,6 +418,7 @@ class Session:
                 pid=os.getpid(),
                 protocol=wire.PROTOCOL,
                 returns=returns,
+                life=0 if link is self.links[0] else self._life,
             ),
         )
         self.rank = reply.rank
@@ -408,6 +426,7 @@ class Session:
         self._interval_s = reply.lease_s / 5
         self._progress |= {name: step for name, step in reply.progress.items()}
         if link is self.links[0]:
+            self._life = reply.life
             if reply.news:
                 log.warning("worker %d: %s", self.rank, reply.news)
             self._rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}

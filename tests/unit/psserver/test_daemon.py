@@ -1,6 +1,7 @@
 """One shard's process, here inside the test's: how it answers while it ends, and when it must."""
 
 import asyncio
+import dataclasses
 import errno
 import socket
 import threading
@@ -178,3 +179,31 @@ def test_the_daemon_has_no_torch(tmp_path: Path) -> None:
     program = "import sys, psserver.daemon; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n"
+
+
+def test_two_processes_of_a_shard_do_not_share_a_state_directory(tmp_path: Path) -> None:
+    """Also where they keep no journals, which have a lock of their own."""
+    plan = dataclasses.replace(make_plan(num_shards=1), state_dir=str(tmp_path))
+
+    async def use() -> None:
+        first = Daemon(plan)
+        with pytest.raises(CommandError, match="another process of shard 0 uses") as refusal:
+            Daemon(plan)
+        assert refusal.value.code is Exit.ALREADY_RUNNING
+        assert first._claim is not None
+        first._claim.close()
+        Daemon(plan)
+
+    asyncio.run(use())
+
+
+def test_a_journal_directory_that_cannot_be_used_ends_with_its_own_code(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    plan = dataclasses.replace(make_plan(num_shards=1), journal_dir=str(tmp_path / "file"))
+
+    async def use() -> None:
+        with pytest.raises(CommandError, match="cannot keep journals in") as refusal:
+            Daemon(plan)
+        assert refusal.value.code is Exit.STATE_DIR
+
+    asyncio.run(use())

@@ -33,7 +33,7 @@ def test_a_job_whose_workers_were_all_lost_goes_on_with_new_ones() -> None:
     assert shard.join("run", 2, first) is job
     assert "job 'run' goes on at step 3" in first.news
     assert "psserver forget run" in first.news
-    assert job.state is State.LIVE
+    assert shard.jobs["run"].state is State.LIVE
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
 
 
@@ -175,3 +175,26 @@ def test_ended_jobs_make_room_for_others_the_first_to_end_first() -> None:
     assert list(shard.jobs) == ["c"]
     with pytest.raises(LimitError, match=r"memory_mb\); `psserver jobs` shows"):
         shard.define(third, dataclasses.replace(SPEC, name="too much"))
+
+
+def test_the_other_shards_follow_the_first_into_another_life_of_a_job() -> None:
+    """One may not have noticed yet that the former workers are dead."""
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    first = member(0, 2)
+    assert shard.join("run", 2, first, life=2) is job
+    assert "goes on at step 1" in first.news
+    assert job.membership.expected() == [0, 1]
+    assert job.life.number == 2
+    shard.join("run", 2, member(1, 2), life=2)
+    assert job.membership.live() == [0, 1]
+
+
+def test_who_comes_back_begins_no_other_life() -> None:
+    shard, job, address = ready(2)
+    for rank in (0, 1):
+        push(shard, job, address, rank, 0)
+    shard.join("run", 2, dataclasses.replace(member(0, 2), returns=True, pid=0), life=3)
+    assert job.membership.live() == [0, 1]
+    assert job.life.number == 3

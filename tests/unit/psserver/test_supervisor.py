@@ -205,3 +205,27 @@ def test_wake_gives_the_former_handlers_back() -> None:
 def test_the_end_of_a_process_is_told_in_words() -> None:
     assert ended(-9) == "was killed by SIGKILL"
     assert ended(3) == "ended with exit code 3"
+
+
+def test_a_machine_without_room_for_a_process_is_asked_again(
+    fake: type[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the other shards go on meanwhile."""
+    failing = iter([True])
+
+    class Failing(Fake):
+        def __init__(self, plan: ShardPlan, log_file: Path | None = None) -> None:
+            if len(Fake.started) == 2 and next(failing, False):
+                raise OSError(28, "No space left on device")
+            super().__init__(plan, log_file)
+
+    monkeypatch.setattr(supervisor, "ShardProcess", Failing)
+    monkeypatch.setattr(supervisor, "RESTARTS_MAX", 1)
+    scripts: Scripts = {0: iter([(READY, KILLED), (READY, KILLED)]), 1: iter([(READY, None)])}
+    code, _, lines = run(scripts)
+    assert code is Exit.SHARD_DIED
+    assert [line["event"] for line in lines if "shard" in line][:3] == [
+        "shard died, it is started again",
+        "shard cannot be started, it is tried again",
+        "shard restarted",
+    ]

@@ -1,0 +1,209 @@
+"""Jobs whose processes all die go on where they were with the same commands; ended ones do not."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import psworker
+from psserver.sealed import read_json, write_json
+from tests.integration.cluster import Station, Worker, WorkerError
+from tests.integration.command import Command, eventually, gone
+
+DEADLINE_S = 60.0
+STEPS = 6
+
+
+def train(station: Station, width: int, num_steps: int) -> list[int]:
+    """Makes steps, says which have been made, and waits to be told to end; returns the last."""
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(8, width)
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = psworker.DistributedOptimizer(plain, model.named_parameters())
+    begun = optimizer.clock
+    while optimizer.clock < begun + num_steps:
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+    station.tell((begun, optimizer.clock))
+    station.hear()
+    return [begun, optimizer.clock]
+
+
+class Cluster:
+    """Two shards under their supervisor, which can all be killed at once."""
+
+    def __init__(self, command: Command, *options: object) -> None:
+        self.command = command
+        self.options = options
+
+    @contextmanager
+    def start(self) -> Iterator[None]:
+        ports = ("--port", 0, "--metrics-port", 0, "--detach")
+        self.command.run("start", "--shards", 2, *ports, *self.options)
+        self.run = self.command.run_file()
+        try:
+            yield
+        finally:
+            if not gone(self.run["pid"]):
+                os.kill(self.run["pid"], signal.SIGTERM)
+            eventually(lambda: gone(self.run["pid"]))
+
+    def kill(self) -> None:
+        """Kills supervisor and shards at once, as a power cut does."""
+        pids = [self.run["pid"], *(shard["pid"] for shard in self.run["shards"])]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            eventually(lambda pid=pid: gone(pid))  # type: ignore[misc]
+        for path in self.command.folder.rglob("run.json"):
+            path.unlink()
+
+    @contextmanager
+    def workers(self, width: int = 4, num_steps: int = STEPS) -> Iterator[list[Worker]]:
+        servers = ",".join(self.run["addresses"])
+        names = {"WORLD_SIZE": "2", "PACELINE_SERVERS": servers, "PACELINE_JOB": "night"}
+        workers = [
+            Worker(train, rank, (width, num_steps), {**names, "RANK": str(rank)})
+            for rank in range(2)
+        ]
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                worker.close()
+
+    def log(self) -> str:
+        return "".join(path.read_text() for path in self.command.folder.rglob("shard-*.log"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(Command(tmp_path))
+
+
+def hear(workers: list[Worker]) -> list[Any]:
+    return [worker.hear(DEADLINE_S) for worker in workers]
+
+
+def finish(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.tell()
+    for worker in workers:
+        worker.result(DEADLINE_S)
+
+
+def test_workers_that_were_all_killed_are_gone_on_with_and_ended_ones_are_not(
+    cluster: Cluster,
+) -> None:
+    with cluster.start():
+        with cluster.workers() as workers:
+            assert hear(workers) == [(0, STEPS)] * 2
+            for worker in workers:
+                worker.kill()
+        with cluster.workers() as workers:
+            assert hear(workers) == [(STEPS, 2 * STEPS)] * 2
+            goes_on = f"job 'night' goes on at step {STEPS}: all of its workers were lost"
+            assert all(goes_on in worker.written() for worker in workers)
+            assert goes_on in cluster.log()
+            finish(workers)
+        with cluster.workers(width=3) as workers:  # Another model is allowed: the job has ended.
+            assert hear(workers) == [(0, STEPS)] * 2
+            anew = (
+                f"job 'night' begins anew at step 0: the former one ended at step {2 * STEPS} "
+                "(table 'model' of 2 tensors in ssgd"
+            )
+            assert all(anew in worker.written() for worker in workers)
+            assert anew in cluster.log()
+            for worker in workers:
+                worker.kill()
+        with (
+            cluster.workers(width=5) as workers,
+            pytest.raises(WorkerError, match=r"interrupted at step 6: .*psserver forget night"),
+        ):
+            hear(workers)
+        eventually(lambda: re.search(rf"night +interrupted +{STEPS} ", jobs(cluster)))
+        cluster.command.run("forget", "night", *port(cluster))
+        assert "no jobs" in jobs(cluster)
+        with cluster.workers(width=5) as workers:
+            assert hear(workers) == [(0, STEPS)] * 2
+            refused = cluster.command.run("forget", "night", *port(cluster), code=2)
+            assert "live workers" in refused.stderr
+            finish(workers)
+
+
+def port(cluster: Cluster) -> tuple[object, ...]:
+    return "--servers", ",".join(cluster.run["addresses"])
+
+
+def jobs(cluster: Cluster) -> str:
+    return cluster.command.run("jobs", *port(cluster)).stdout
+
+
+def boot_anew(state: Path) -> None:
+    """Makes the journals those of another boot of the machine."""
+    for stamp in state.glob("journal/*/stamp.json"):
+        write_json(stamp, {**read_json(stamp), "boot": "another"})
+
+
+def test_after_a_power_cut_the_same_commands_go_on_from_what_is_on_the_disk(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state"
+    cluster = Cluster(Command(tmp_path), "--state-dir", state, "--snapshot-s", 0.2)
+    with cluster.start(), cluster.workers() as workers:
+        assert hear(workers) == [(0, STEPS)] * 2
+        saved(state)
+        for worker in workers:
+            worker.kill()
+        cluster.kill()
+    boot_anew(state)
+    with cluster.start(), cluster.workers() as workers:
+        assert hear(workers) == [(STEPS, 2 * STEPS)] * 2
+        goes_on = f"job 'night' goes on at step {STEPS}"
+        assert all(goes_on in worker.written() for worker in workers)
+        assert goes_on in cluster.log()
+        finish(workers)
+
+
+def saved(state: Path) -> None:
+    """Waits until each shard has begun and ended to write after this."""
+    for shard in ("shard-0-of-2", "shard-1-of-2"):
+        for _ in range(2):
+            now = {path: path.stat().st_mtime_ns for path in (state / shard).glob("*.safetensors")}
+            eventually(lambda shard=shard, now=now: newer(state / shard, now))  # type: ignore[misc]
+
+
+def newer(folder: Path, than: dict[Path, int]) -> bool:
+    found = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    return bool(found) and found != than
+
+
+def test_after_a_power_cut_a_job_of_which_nothing_is_on_the_disk_is_not_begun_in_silence(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state"
+    cluster = Cluster(Command(tmp_path), "--state-dir", state, "--snapshot-s", 0)
+    with cluster.start(), cluster.workers() as workers:
+        hear(workers)
+        for worker in workers:
+            worker.kill()
+        cluster.kill()
+    boot_anew(state)
+    with cluster.start():
+        with cluster.workers() as workers:
+            text = r"StateLostError: .*'night'.*machine was started anew since.*psserver forget"
+            with pytest.raises(WorkerError, match=text):
+                hear(workers)
+        assert re.search(r"night +lost .*machine was started anew", jobs(cluster))
+        cluster.command.run("forget", "night", *port(cluster))
+        with cluster.workers() as workers:
+            assert hear(workers) == [(0, STEPS)] * 2
+            finish(workers)
