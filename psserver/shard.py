@@ -119,7 +119,8 @@ class Shard:
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
             self._make_room(name)
             self.jobs[name] = job
-        if not member.returns:
+        is_late = job.membership.is_elastic and job.step > job.life.first_step
+        if not (member.returns or is_late):
             member.news = job.life.news_for(member.rank, member.incarnation)
         return job
 

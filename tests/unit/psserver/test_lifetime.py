@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from pscore.errors import ConfigError, JobMismatchError, LimitError, RankTakenError
+from pscore.types import Push, Role
 from psserver.actions import Update
 from psserver.job import State
 from psserver.limits import KEEP_ENDED_S, Limits
@@ -48,6 +49,22 @@ def test_each_new_worker_is_told_once_that_the_job_goes_on() -> None:
     shard.join("run", 2, back)
     assert "goes on" in other.news
     assert not back.news
+
+
+def test_who_joins_an_elastic_job_later_is_not_told_that_it_went_on_once() -> None:
+    shard = Shard(0, 1, LEASE_S)
+    job = shard.join("run", 3, member(0), 1)
+    shard.define(job, SPEC)
+    address = Address("run", 0, 0)
+    shard.push(job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init")
+    push(shard, job, address, 0, 0)
+    shard.tick(LEASE_S + 1.0)
+    first, second = member(-1, 2), member(-1, 3)
+    shard.join("run", 3, first, 1)
+    assert "goes on at step 1" in first.news
+    push(shard, job, address, 0, 1)
+    shard.join("run", 3, second, 1)
+    assert not second.news
 
 
 def test_steps_of_a_job_that_goes_on_wait_for_all_its_workers() -> None:

@@ -220,6 +220,15 @@ def test_an_ended_job_that_is_damaged_is_no_loss(folder: Path) -> None:
     assert not list(folder.glob("*/"))
 
 
+def test_the_same_command_goes_on_at_once_where_all_processes_were_killed(folder: Path) -> None:
+    """Its former worker has a lease there, but has not been heard since."""
+    process, again = Process(folder), worker(8)
+    process.driver.join("a", 1, again)
+    assert f"job 'a' goes on at step {STEPS}" in again.news
+    process.kill()
+    assert Process(folder).driver.shard.jobs["a"].life.number == 2
+
+
 def test_the_end_of_a_job_is_known_after_a_kill(folder: Path) -> None:
     process = Process(folder)
     process.driver.leave("a", 0, 7, "finished")
