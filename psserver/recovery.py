@@ -249,7 +249,13 @@ class Recovery:
         layout = WeightsMap(list(table.specs.values()))
         weights = kept.open_weights(table.index, layout.nbytes, len(table.specs))
         room = self._open(kept, table, weights, roots, layout)
+        is_half_restored = job.life.is_restored and not job.membership.members
         for index, journal in room.journals.items():
+            if journal.is_new and (is_half_restored or room.stamps[index].max() > 0):
+                raise ValueError(
+                    f"slice {index} of table {table.spec.name!r} has no record: it is damaged, or "
+                    "the shard was killed while the job was restored"
+                )
             _check(journal, table, index, layout.versions(room.weights, index), room.stamps[index])
         return table, room
 

@@ -199,7 +199,7 @@ def test_after_a_power_cut_a_job_of_which_nothing_is_on_the_disk_is_not_begun_in
     boot_anew(state)
     with cluster.start():
         with cluster.workers() as workers:
-            text = r"StateLostError: .*'night'.*machine was started anew since.*psserver forget"
+            text = r"StateLostError: .*night.*machine was started anew since.*psserver forget"
             with pytest.raises(WorkerError, match=text):
                 hear(workers)
         assert re.search(r"night +lost .*machine was started anew", jobs(cluster))

@@ -115,6 +115,11 @@ def refill(path: Path) -> None:
     path.write_bytes(bytes(len(content) - PAGE) + content[-PAGE:])
 
 
+def blank(path: Path, offset: int, nbytes: int) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:offset] + bytes(nbytes) + content[offset + nbytes :])
+
+
 def exchange_weights(folder: Path) -> None:
     """Puts the weights file of another job, of the same model, in the place of the job's own."""
     other = Process(folder.parent / "other")
@@ -136,6 +141,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "arena empty": lambda job: (job / "arena").write_bytes(b""),
     "arena cut": lambda job: os.truncate(job / "arena", 2 * PAGE),
     "arena zeros": lambda job: refill(job / "arena"),
+    "roots zeros": lambda job: blank(job / "arena", PAGE, 64),
     "number of the record": lambda job: flip(job / "arena", PAGE),
     "place of a record": lambda job: flip(job / "arena", PAGE + 8, 6),
     "place of the other record": lambda job: flip(job / "arena", PAGE + 32, 6),
@@ -194,6 +200,15 @@ def test_a_job_that_wants_more_memory_than_there_is_waits_for_more(folder: Path)
         process.driver.join("a", 1, worker(8))
     process.kill()
     assert Process(folder).names == ["a"]
+
+
+def test_a_job_that_was_killed_while_it_was_restored_is_refused(tmp_path: Path) -> None:
+    """Else the first worker's weights would take the places that are still empty."""
+    process = Process(tmp_path / "v")
+    process.driver.define(process.driver.begin_restored("a", 1, 0), SPEC)
+    process.kill()
+    with pytest.raises(StateLostError, match="killed while the job was restored"):
+        Process(tmp_path / "v").driver.join("a", 1, worker())
 
 
 def test_a_copy_of_the_weights_of_another_time_is_refused(tmp_path: Path) -> None:
