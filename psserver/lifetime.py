@@ -24,7 +24,8 @@ class Lifetimes:
     """The jobs of one shard, and what it remembers of those that it no longer has.
 
     Attributes:
-        lost: Why the numbers of a job cannot be used, by `digest` of its name.
+        lost: Jobs whose numbers cannot be used, by `digest` of the name: the name or, where that
+            is not known, the digest; and why.
     """
 
     def __init__(self, index: int, limits: Limits) -> None:
@@ -35,7 +36,7 @@ class Lifetimes:
             limits: What it may use.
         """
         self.jobs: dict[str, Job] = {}
-        self.lost: dict[str, str] = {}
+        self.lost: dict[str, tuple[str, str]] = {}
         self._ends: dict[str, str] = {}  # How jobs ended that were freed, the newest last.
         self._index = index
         self._limits = limits
@@ -60,8 +61,9 @@ class Lifetimes:
         Raises:
             StateLostError: The job was here, and its numbers cannot be used.
         """
-        reason = self.lost.get(digest(name))
-        if reason is not None:
+        lost = self.lost.get(digest(name))
+        if lost is not None:
+            _, reason = lost
             raise StateLostError(
                 f"shard {self._index} had job {name!r} and cannot go on with it: {reason}; restore "
                 f"a checkpoint with `psserver restore DIR --job {name}`, or run `psserver forget "

@@ -200,9 +200,9 @@ class Recovery:
                 tables = kept.read_tables(meta["num_tables"])
                 jobs.append(self._take_up(kept, meta, tables, now_s, allocate))
             except UNUSABLE as problem:
-                key, reason = self._vault.give_up(folder, problem)
+                key, name, reason = self._vault.give_up(folder, problem)
                 if reason:
-                    self._shard.lifetimes.lost[key] = reason
+                    self._shard.lifetimes.lost[key] = (name, reason)
         return jobs
 
     def _take_up(

@@ -333,7 +333,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             memory_nbytes=psutil.Process().memory_info().rss,
             pid=os.getpid(),
             lost=[
-                pb.LostJob(job=name, reason=reason) for name, reason in shard.lifetimes.lost.items()
+                pb.LostJob(job=name, reason=reason)
+                for name, reason in shard.lifetimes.lost.values()
             ],
         )
 

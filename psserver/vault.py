@@ -234,11 +234,12 @@ class Vault:
         """Returns the folders of the jobs that a former process has left, the newest first."""
         return sorted(self.folder.glob("*/"), reverse=True)
 
-    def give_up(self, folder: Path, problem: Exception) -> tuple[str, str]:
+    def give_up(self, folder: Path, problem: Exception) -> tuple[str, str, str]:
         """Leaves out a job that cannot be gone on with; its workers will know by the instance.
 
         Returns:
-            A digest of its name, and the reason; the reason is empty if nothing is lost with it.
+            A digest of its name, its name or else the digest, and the reason; the reason is empty
+            if nothing is lost with it.
         """
         name, is_worth_it = name_of(folder), _is_worth_it(folder)
         log.error(
@@ -254,7 +255,7 @@ class Vault:
         self._try_stamp()
         key = digest(name) if name else folder.name.rpartition("-")[2]
         reason = str(problem) if (folder / LOST).exists() else f"{problem} ({folder})"
-        return key, reason if is_worth_it else ""
+        return key, name or key, reason if is_worth_it else ""
 
     def forget(self, name: str) -> None:
         """Deletes what there is of a job, also of one that was given up."""

@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
 import psworker
+from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.sealed import read_json, write_json
-from tests.integration.cluster import Station, Worker, WorkerError
+from tests.integration.cluster import Station, Worker
 from tests.integration.command import Command, eventually, gone
+from tests.integration.worker import Worker as ByHand
 
 DEADLINE_S = 60.0
 STEPS = 6
@@ -38,16 +41,17 @@ def train(station: Station, width: int, num_steps: int) -> list[int]:
 
 
 class Cluster:
-    """Two shards under their supervisor, which can all be killed at once."""
+    """Shards under their supervisor, which can all be killed at once."""
 
-    def __init__(self, command: Command, *options: object) -> None:
+    def __init__(self, command: Command, *options: object, num_shards: int = 2) -> None:
         self.command = command
+        self.num_shards = num_shards
         self.options = options
 
     @contextmanager
     def start(self) -> Iterator[None]:
         ports = ("--port", 0, "--metrics-port", 0, "--detach")
-        self.command.run("start", "--shards", 2, *ports, *self.options)
+        self.command.run("start", "--shards", self.num_shards, *ports, *self.options)
         self.run = self.command.run_file()
         try:
             yield
@@ -122,20 +126,6 @@ def test_workers_that_were_all_killed_are_gone_on_with_and_ended_ones_are_not(
             )
             assert all(anew in worker.written() for worker in workers)
             assert anew in cluster.log()
-            for worker in workers:
-                worker.kill()
-        with (
-            cluster.workers(width=5) as workers,
-            pytest.raises(WorkerError, match=r"interrupted at step 6: .*psserver forget night"),
-        ):
-            hear(workers)
-        eventually(lambda: re.search(rf"night +interrupted +{STEPS} ", jobs(cluster)))
-        cluster.command.run("forget", "night", *port(cluster))
-        assert "no jobs" in jobs(cluster)
-        with cluster.workers(width=5) as workers:
-            assert hear(workers) == [(0, STEPS)] * 2
-            refused = cluster.command.run("forget", "night", *port(cluster), code=2)
-            assert "live workers" in refused.stderr
             finish(workers)
 
 
@@ -186,24 +176,50 @@ def newer(folder: Path, than: dict[Path, int]) -> bool:
     return bool(found) and found != than
 
 
+@contextmanager
+def by_hand(cluster: Cluster) -> Iterator[ByHand]:
+    worker = ByHand(cluster.run["addresses"][0], job="night")
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def make_a_step(worker: ByHand) -> None:
+    worker.join()
+    worker.define()
+    worker.push_weights()
+    worker.push_gradient()
+
+
+def test_jobs_are_listed_and_forgotten(tmp_path: Path) -> None:
+    cluster = Cluster(Command(tmp_path), num_shards=1)
+    with cluster.start(), by_hand(cluster) as worker:
+        make_a_step(worker)
+        leave = pb.LeaveRequest(job="night", worker=0, incarnation=7, failed=True)
+        worker.control.Leave(leave, timeout=DEADLINE_S)
+        assert re.search(r"night +interrupted +1 +0 of 1 ", jobs(cluster))
+        assert "forgot job night" in cluster.command.run("forget", "night", *port(cluster)).stdout
+        assert "no jobs" in jobs(cluster)
+
+
 def test_after_a_power_cut_a_job_of_which_nothing_is_on_the_disk_is_not_begun_in_silence(
     tmp_path: Path,
 ) -> None:
     state = tmp_path / "state"
-    cluster = Cluster(Command(tmp_path), "--state-dir", state, "--snapshot-s", 0)
-    with cluster.start(), cluster.workers() as workers:
-        hear(workers)
-        for worker in workers:
-            worker.kill()
+    options = ("--state-dir", state, "--snapshot-s", 0)
+    cluster = Cluster(Command(tmp_path), *options, num_shards=1)
+    with cluster.start(), by_hand(cluster) as worker:
+        make_a_step(worker)
         cluster.kill()
     boot_anew(state)
-    with cluster.start():
-        with cluster.workers() as workers:
-            text = r"StateLostError: .*night.*machine was started anew since.*psserver forget"
-            with pytest.raises(WorkerError, match=text):
-                hear(workers)
-        assert re.search(r"night +lost .*machine was started anew", jobs(cluster))
+    with cluster.start(), by_hand(cluster) as worker:
+        with pytest.raises(grpc.RpcError) as refusal:
+            worker.join()
+        assert re.search(
+            "job 'night' and cannot go on.*machine was started anew since.*psserver forget",
+            str(refusal.value),
+        )
+        assert re.search(r"night +lost .*night is lost: the machine", jobs(cluster), re.DOTALL)
         cluster.command.run("forget", "night", *port(cluster))
-        with cluster.workers() as workers:
-            assert hear(workers) == [(0, STEPS)] * 2
-            finish(workers)
+        make_a_step(worker)

@@ -222,7 +222,7 @@ def test_a_copy_of_the_weights_of_another_time_is_refused(tmp_path: Path) -> Non
     process.kill()
     (job / "0.weights").write_bytes(early)
     again = Process(tmp_path / "v")
-    (reason,) = again.driver.shard.lifetimes.lost.values()
+    ((_, reason),) = again.driver.shard.lifetimes.lost.values()
     assert f"are of version {STEPS}, its journal is of version {STEPS + 2}" in reason
 
 

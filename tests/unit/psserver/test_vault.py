@@ -69,8 +69,8 @@ def test_a_job_that_is_given_up_changes_what_workers_know_the_shard_by(tmp_path:
     first = Vault(tmp_path / "v")
     job = first.make("a")
     job.write_job({"name": "a", "num_tables": 1, "ended": False})
-    key, reason = first.give_up(job.folder, ValueError("it is damaged"))
-    assert (key, "it is damaged" in reason) == (digest("a"), True)
+    key, name, reason = first.give_up(job.folder, ValueError("it is damaged"))
+    assert (key, name, "it is damaged" in reason) == (digest("a"), "a", True)
     first.close()
     second = Vault(tmp_path / "v")
     assert second.instance == first.instance
