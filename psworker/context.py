@@ -24,6 +24,7 @@ from typing import Any
 
 from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
 from pscore.pb.ps.v1 import control_pb2 as pb
+from psworker import script_errors
 from psworker.environment import Environment, parse_servers
 from psworker.link import Link
 from psworker.session import Session
@@ -128,6 +129,7 @@ def join(
         PacelineError: The shards do not answer, or refuse this worker.
     """
     global _current
+    script_errors.install()
     if None not in (num_workers, max_workers):
         raise ConfigError(f"num_workers is {num_workers} and max_workers {max_workers}: give one")
     num_workers = num_workers or max_workers

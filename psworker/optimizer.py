@@ -30,7 +30,7 @@ from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.types import Role, TensorSpec
-from psworker import context
+from psworker import context, script_errors
 from psworker.bucket import Bucket, describe, refuse_thawed, trained
 from psworker.buffers import Buffers
 from psworker.change import change_mode
@@ -96,6 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RemoteProtocolError: The shards refuse this worker; says why.
             ServerUnavailableError: No shard answers.
         """
+        script_errors.install()
         self._inner = optimizer
         self.rule = parse_mode(mode)
         self.compressor = parse_compressor(compression)
