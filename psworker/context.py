@@ -24,7 +24,6 @@ from typing import Any
 
 from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psworker import script_errors
 from psworker.environment import Environment, parse_servers
 from psworker.link import Link
 from psworker.session import Session
@@ -129,11 +128,11 @@ def join(
         PacelineError: The shards do not answer, or refuse this worker.
     """
     global _current
-    script_errors.install()
     if None not in (num_workers, max_workers):
         raise ConfigError(f"num_workers is {num_workers} and max_workers {max_workers}: give one")
     num_workers = num_workers or max_workers
     if _current is not None:
+        _current.session.require_own()
         given = {"job": job, "rank": rank, "num_workers": num_workers, "min_workers": min_workers}
         _check_same(_current.session, servers, **given)
         return _current
@@ -193,6 +192,7 @@ def current() -> Context:
     """
     if _current is None:
         raise ConfigError("call psworker.init() or make a DistributedOptimizer first")
+    _current.session.require_own()
     return _current
 
 

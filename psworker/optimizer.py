@@ -30,7 +30,7 @@ from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.types import Role, TensorSpec
-from psworker import context, script_errors
+from psworker import context
 from psworker.bucket import Bucket, describe, refuse_thawed, trained
 from psworker.buffers import Buffers
 from psworker.change import change_mode
@@ -96,7 +96,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RemoteProtocolError: The shards refuse this worker; says why.
             ServerUnavailableError: No shard answers.
         """
-        script_errors.install()
         self._inner = optimizer
         self.rule = parse_mode(mode)
         self.compressor = parse_compressor(compression)
@@ -201,6 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._is_closed:
             raise ConfigError("training has ended: step() after close() or psworker.shutdown()")
+        self.session.require_own()
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -39,6 +39,34 @@ print("ready", flush=True)
 while True:
     optimizer.step()
 """
+FORK = """
+import os, sys
+import torch
+import psworker
+
+model = torch.nn.Linear(3, 2)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = psworker.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+for _ in range(4):
+    step()
+if os.fork() == 0:
+    for call in (step, psworker.barrier, psworker.init):
+        try:
+            call()
+            os._exit(5)
+        except psworker.ConfigError as problem:
+            print(problem, flush=True)
+    os._exit(0)
+_, status = os.wait()
+step()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
 
 
 def psworker(*arguments: object) -> list[str]:
@@ -102,3 +130,13 @@ def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGINT
     assert f"psworker: ended by Ctrl-C ({script}, line " in told
     assert "Traceback" not in told
+
+
+def test_a_forked_child_is_told_that_it_takes_no_part(tmp_path: Path) -> None:
+    script = tmp_path / "fork.py"
+    script.write_text(FORK)
+    done = run([sys.executable, str(script)])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(" was forked from worker 0 of job 'default' (process " in line for line in lines)

@@ -26,7 +26,8 @@ def told(problem: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_ours_are_one_line_that_names_the_scripts_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as raised:
-        context.join(num_workers=1, max_workers=2)  # Installs the hook, and is refused.
+        context.join(num_workers=1, max_workers=2)
+    script_errors.install()
     sys.excepthook(ConfigError, raised.value, raised.value.__traceback__)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("psworker: num_workers is 1 and max_workers 2: give one (")
