@@ -192,7 +192,7 @@ class Connection:
             raise  # Not even whom to answer is sure; the peer sends it again.
         except PacelineError as error:
             if kind == "push":
-                self._driver.tally.num_pushes_refused += 1
+                self._driver.intake.note_refused()
             reply.failed(error)
 
     def _push(self, header: pb.PushHeader, incoming: sockets.Incoming, reply: SocketReply) -> None:
