@@ -32,7 +32,7 @@ from psserver.listener import BulkServer
 from psserver.membership import Member
 from psserver.shard import Job
 from psserver.table import TableSpec, make_spec
-from psserver.views import JobView, TableView
+from psserver.views import JobView, Shared, TableView
 
 RAW = pb.Plugin(name="none")
 WAITS_LENGTH_MAX = 512  # Of what a worker says that it waits for.
@@ -173,9 +173,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._drain = drain
         self._bulk = bulk
         self._process = psutil.Process()
+        self._status = Shared(self._make_status)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Says which shard of which cluster this is."""
+        return self._describe()
+
+    def _describe(self) -> pb.DescribeReply:
         return pb.DescribeReply(
             cluster=self._cluster,
             shard=self._driver.shard.index,
@@ -325,8 +329,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         """Says how the jobs of this shard go."""
+        reply: pb.StatusReply = await self._status.get()
+        return reply
+
+    def _make_status(self) -> pb.StatusReply:
         return pb.StatusReply(
-            shard=await self.Describe(pb.DescribeRequest(), context),
+            shard=self._describe(),
             jobs=[_job_status(job) for job in self._driver.status()],
             uptime_s=self._driver.now() - self._driver.started_s,
             memory_nbytes=self._process.memory_info().rss,

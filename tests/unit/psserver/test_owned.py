@@ -1,5 +1,6 @@
 """State machines are touched under the shard's lock alone, and shown by views made under it."""
 
+import asyncio
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.metrics import MetricsPage
 from psserver.servicer import ControlServicer
+from psserver.views import Shared
 from tests.unit.psserver.front import (
     JOB,
     NUMEL,
@@ -146,3 +148,36 @@ def test_a_view_does_not_change_with_its_job() -> None:
         assert (before.tables[0].version_max, after.tables[0].version_max) == (0, 1)
 
     play(scene)
+
+
+def test_many_readers_share_one_view_made_after_they_asked() -> None:
+    async def scene() -> None:
+        made: list[int] = []
+
+        def make() -> int:
+            made.append(len(made))
+            return len(made)
+
+        shared = Shared(make)
+        assert await asyncio.gather(*(shared.get() for _ in range(50))) == [1] * 50
+        assert await shared.get() == 2
+        assert len(made) == 2
+
+    asyncio.run(scene())
+
+
+def test_a_view_that_fails_fails_who_asked_for_it_and_nobody_later() -> None:
+    async def scene() -> None:
+        answers = iter([ZeroDivisionError("once"), None])
+
+        def make() -> str:
+            if problem := next(answers):
+                raise problem
+            return "well"
+
+        shared = Shared(make)
+        with pytest.raises(ZeroDivisionError):
+            await shared.get()
+        assert await shared.get() == "well"
+
+    asyncio.run(scene())
