@@ -2,7 +2,7 @@
 
 Transports (gRPC in servicer.py, sockets in bulk.py) bring headers and payloads from any thread and
 get their answers through a `Reply`. All decisions are made under the driver's lock; the numeric
-work is not.
+work of large slices is not.
 """
 
 from __future__ import annotations
@@ -118,9 +118,10 @@ class Intake:
         """
         with self.lock:
             _, table, address = self._address(header.sender, header.slice)
+            compressor = table.spec.compressor
         numel = table.specs[address.slice].numel
         num_arrays = 1 + len(table.optimizer.state_names)
-        longest = table.spec.compressor.payload_nbytes_max(numel)
+        longest = compressor.payload_nbytes_max(numel)
         if nbytes > max(longest, num_arrays * 4 * numel):
             raise DecodeError(f"{nbytes} bytes for a slice of {numel} elements ({_of(header)})")
 
@@ -256,6 +257,11 @@ class Intake:
                 queue += [entry.work for entry in armed if entry.version == action.version]
         return queue
 
+    def note_refused(self) -> None:
+        """Counts a push that was refused."""
+        with self.lock:
+            self.tally.num_pushes_refused += 1
+
     def _count(self, action: Action) -> None:
         if isinstance(action, Update):
             self.tally.num_updates += 1
@@ -303,9 +309,12 @@ class Intake:
         """Answers a push."""
         assert isinstance(action.token, Request)
         request = action.token
-        is_asked = request.step >= 0 and self.debts.is_asked(
-            request.job, request.address, request.worker, request.step
-        )
+        is_asked = False
+        if request.step >= 0 and self.debts.is_asking:
+            with self.lock:
+                is_asked = self.debts.is_asked(
+                    request.job, request.address, request.worker, request.step
+                )
         request.reply.pushed(
             data_pb2.PushReply(
                 verdict=VERDICTS[action.verdict], version=max(0, action.version), owe=is_asked
@@ -339,8 +348,8 @@ class Intake:
         self, action: Answer, store: SliceStore, request: Request, held: int
     ) -> None:
         """Answers a compressed pull: by the deltas that the worker lacks, or by the whole."""
-        table = request.job.table(request.address.table)
-        compressor = table.spec.pull_compressor
+        with self.lock:
+            compressor = request.job.table(request.address.table).spec.pull_compressor
         estimate = store.estimate(action.worker, action.version, compressor, action.clock)
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         parts = estimate.answer(held, reply)
