@@ -302,10 +302,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        done, missing = await self._driver.barrier(
-            job, request.name, request.round, request.worker, request.wait_ms / 1000
+        done, missing, value = await self._driver.barrier(
+            job, request.name, request.round, request.worker, request.wait_ms / 1000, request.value
         )
-        return pb.BarrierReply(done=done, waiting_for=missing)
+        return pb.BarrierReply(done=done, waiting_for=missing, value=value)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""

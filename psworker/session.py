@@ -239,6 +239,18 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or nobody answers.
         """
+        self.agree(name, 0.0)
+
+    def agree(self, name: str, value: float) -> float:
+        """Waits as `barrier` does, and returns the largest value that a worker has brought there.
+
+        Args:
+            name: Of the barrier.
+            value: This worker's, 0 or more.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or nobody answers.
+        """
         number = self._rounds.get(name, 0)
         self._rounds[name] = number + 1
         link = self.links[0]
@@ -249,6 +261,7 @@ class Session:
             name=name,
             round=number,
             wait_ms=BARRIER_WAIT_MS,
+            value=value,
         )
         started_s = time.monotonic()
         while not (reply := link.call(link.control.Barrier, request)).done:
@@ -256,6 +269,7 @@ class Session:
             log.warning(
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
             )
+        return float(reply.value)
 
     def check(self) -> None:
         """Raises what a heartbeat was refused with, if one was.

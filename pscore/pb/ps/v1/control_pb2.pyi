@@ -252,28 +252,32 @@ class ClaimReply(_message.Message):
     def __init__(self, slices: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms")
+    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     name: str
     round: int
     wait_ms: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    value: float
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
 
 class BarrierReply(_message.Message):
-    __slots__ = ("done", "waiting_for")
+    __slots__ = ("done", "waiting_for", "value")
     DONE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
     done: bool
     waiting_for: str
-    def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    value: float
+    def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "reason", "failed")
