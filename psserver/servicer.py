@@ -249,6 +249,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             raise
         self._driver.waits(job, request.worker, request.waiting_for[:WAITS_LENGTH_MAX])
         with self._driver.lock:
+            left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
+            uneven = job.membership.report(request.worker, left_out)
             asked = list(self._driver.intake.debts.asked_of(job, request.worker))
         return pb.HeartbeatReply(
             instance=self._instance,
@@ -257,6 +259,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 pb.Owing(table=number, step=step, slices=slices) for number, step, slices in asked
             ],
             live=job.membership.live() if request.wants_live else (),
+            uneven=uneven,
         )
 
     async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:

@@ -38,6 +38,7 @@ from psworker.change import change_mode
 from psworker.exchange import Exchange
 from psworker.feedback import choose
 from psworker.gradients import Gradients
+from psworker.leftout import LeftOut
 from psworker.replica import Replica
 from psworker.spans import timed_step
 from psworker.state import load_torch_state, torch_state
@@ -135,6 +136,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if id(parameter) not in trained_ids
         ]
         self._end = ""  # Why training has ended.
+        self._left_out = LeftOut()
+        if self.rule.takes_all and not self.session.min_workers:
+            self.session.left_out[self.exchange.table] = self._left_out
         self._buffers = Buffers(model, buffers, self.session)
         self._upload()
         self.gradients.watch()
@@ -199,6 +203,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         job's next step, else where the slowest worker is. In a mode with rounds these are counted.
         """
         return self.replica.next_push
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does what `torch.optim.Optimizer.zero_grad` does, and counts the beginning of a step."""
+        self._left_out.zeroed()
+        super().zero_grad(set_to_none)
 
     def step(
         self,
@@ -269,6 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except (ReplacedError, UnknownJobError) as problem:
             self._come_back(problem, number)
         self.gradients.end()
+        self._left_out.ended()
         if timeline is not None:
             timeline.span("optimizer.step", begin_ns, step=number)
 

@@ -6,6 +6,7 @@ that overflows; and that, in `ssgd`, to plain torch in one process.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import psworker
-from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import batch, make_model, relative_error, same, weights_of
 
 STEPS = 8
@@ -149,3 +150,61 @@ def test_two_workers_with_scalers_train_as_one_process_does(shards: Shards, make
     assert same(first, second)
     for name, weight in plain.items():
         assert relative_error(first[name], weight) <= 1e-5, name
+
+
+# ----- where an update does not take every worker's gradient
+
+
+def overflow_alone(me: Station, mode: str) -> tuple[float, int, bool]:
+    """Trains with a batch that overflows on rank 1; returns scale, clock, and if all is finite."""
+    model, optimizer = wrap("sgd", mode)
+    scale = train_scaled(model, optimizer, me.rank, "plain", 1024.0)
+    clock = optimizer.clock
+    optimizer.close()
+    is_finite = all(bool(torch.isfinite(weight).all()) for weight in model.parameters())
+    return scale, clock, is_finite
+
+
+@pytest.mark.parametrize("mode", ["ssgd(backup=1)", "asgd"])
+def test_where_workers_need_not_wait_each_leaves_out_its_own_step(
+    shards: Shards, mode: str
+) -> None:
+    """Nobody waits for others in order to agree; with backup workers the clock goes on."""
+    (first, _, is_finite), (second, clock, is_too) = shards.run(overflow_alone, mode)
+    assert (first, second) == (4096.0, 1024.0)
+    assert is_finite
+    assert is_too
+    assert clock >= (STEPS if mode.startswith("ssgd") else STEPS - 1)
+
+
+# ----- a worker that leaves out a step by itself
+
+
+def leave_out(me: Station) -> int:
+    """Trains until the test says so; rank 1 does not make its step 5."""
+    model, optimizer = wrap("sgd", "ssgd")
+    step = 0
+    while not me.is_told():
+        optimizer.zero_grad()
+        torch.autograd.backward(next(losses(model, 0, step, "plain")))
+        if (me.rank, step) != (1, SPOILT):
+            optimizer.step()
+        step += 1
+    psworker.shutdown()
+    return step
+
+
+def test_a_step_that_one_worker_leaves_out_is_said_to_all() -> None:
+    with Shards(1, lease_s=1.0) as shards, shards.workers(leave_out) as workers:
+        for worker in workers:
+            wait_until(lambda: "has left out" in worker.written())  # noqa: B023
+        for worker in workers:
+            worker.tell()
+        for worker in workers:
+            worker.result()
+            (line,) = [line for line in worker.written().splitlines() if "has left out" in line]
+            assert re.search(
+                r"worker 1 \(process \d+ on .*\) has left out 1 step that worker 0 \(.*\) has "
+                r"made, the last of them before the end of step 5: .*call optimizer.skip_step\(\)",
+                line,
+            ), line
