@@ -398,11 +398,23 @@ class Driver:
             del self.intake.shared[key]
 
     async def barrier(
-        self, job: Job, name: str, number: int, rank: int, wait_s: float
-    ) -> tuple[bool, str]:
-        """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`."""
+        self, job: Job, name: str, number: int, rank: int, wait_s: float, value: float = 0.0
+    ) -> tuple[bool, str, float]:
+        """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`.
+
+        Args:
+            job: Whose barrier.
+            name: Of the barrier.
+            number: Of the round.
+            rank: Of the worker.
+            wait_s: How long it waits, in seconds.
+            value: What it brings along, 0 or more.
+
+        Returns:
+            Whether the barrier is open, what it waits for, and the largest value of all workers.
+        """
         with self.lock:
-            awaited = self.shard.barrier(job, name, number, rank)
+            awaited = self.shard.barrier(job, name, number, rank, value)
             self.recovery.note(job)
         deadline_s = self.now() + min(wait_s, WAIT_S_MAX)
         if not awaited:
@@ -420,10 +432,11 @@ class Driver:
                     with self.lock:
                         del self._barriers[id(job), name]
             with self.lock:
-                awaited = self.shard.barrier(job, name, number, rank)
+                awaited = self.shard.barrier(job, name, number, rank, value)
                 if not awaited:
                     self.recovery.note(job)
-        return not awaited, awaited
+        with self.lock:
+            return not awaited, awaited, job.barriers.agreed(name, number)
 
     def _ring(self, job: Job) -> None:
         """Wakes everybody who waits at a barrier of `job`."""

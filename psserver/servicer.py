@@ -254,6 +254,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             with driver.lock:
                 job = self._heard(request)
                 driver.waits.note(job, request.worker, request.waiting_for[:WAITS_LENGTH_MAX])
+                left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
+                uneven = job.membership.report(request.worker, left_out)
                 asked = driver.intake.debts.asked_of(job, request.worker)
                 return pb.HeartbeatReply(
                     instance=self._instance,
@@ -263,6 +265,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                         for number, step, slices in asked
                     ],
                     live=job.membership.live() if request.wants_live else (),
+                    uneven=uneven,
                 )
         except PacelineError as error:
             await refuse(context, error)
@@ -311,10 +314,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        done, missing = await self._driver.barrier(
-            job, request.name, request.round, request.worker, request.wait_ms / 1000
+        done, missing, value = await self._driver.barrier(
+            job, request.name, request.round, request.worker, request.wait_ms / 1000, request.value
         )
-        return pb.BarrierReply(done=done, waiting_for=missing)
+        return pb.BarrierReply(done=done, waiting_for=missing, value=value)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""

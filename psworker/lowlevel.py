@@ -158,20 +158,20 @@ def barrier(name: str = "barrier") -> None:
 
 def push(tensor: torch.Tensor, name: str) -> None:
     """Contributes a tensor to the current round of `name`; does not wait for others."""
-    _tensor(name, tensor).push(tensor)
+    named(name, tensor).push(tensor)
 
 
 def pull(name: str, out: torch.Tensor) -> torch.Tensor:
     """Waits for the value of `name` and copies it into `out`."""
     with torch.no_grad():
-        return out.copy_(_tensor(name, out).pull())
+        return out.copy_(named(name, out).pull())
 
 
 def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
     """Returns the mean (or the sum) of all workers' tensors, in this one's type and device."""
-    named = _tensor(name, tensor)
-    named.push(tensor)
-    value = named.pull()
+    mine = named(name, tensor)
+    mine.push(tensor)
+    value = mine.pull()
     if not average:
         value = value * size()
     return value.to(device=tensor.device, dtype=tensor.dtype)
@@ -188,19 +188,29 @@ def broadcast_parameters(
     if not 0 <= root_rank < size():
         raise ConfigError(f"root_rank is {root_rank}, must be in 0..{size() - 1}")
     for name, tensor in parameters:
-        named = _tensor(f"broadcast.{name}", tensor)
-        named.push(tensor, weight=1.0 if rank() == root_rank else 0.0)
+        mine = named(f"broadcast.{name}", tensor)
+        mine.push(tensor, weight=1.0 if rank() == root_rank else 0.0)
         with torch.no_grad():
-            tensor.copy_(named.pull())
+            tensor.copy_(mine.pull())
 
 
-def _tensor(name: str, like: torch.Tensor) -> NamedTensor:
+def named(name: str, like: torch.Tensor) -> NamedTensor:
+    """Returns the tensor `name` of this process's job, and declares it the first time.
+
+    Raises:
+        ConfigError: It was declared with another shape.
+    """
     session = context.current().session
     if name not in _named or _named[name].exchange.session is not session:
         _named[name] = NamedTensor(name, like)
-    named = _named[name]
-    if named.shape != like.shape:
+    mine = _named[name]
+    if mine.shape != like.shape:
         raise ConfigError(
-            f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(named.shape)}"
+            f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(mine.shape)}"
         )
-    return named
+    return mine
+
+
+def drop_named(name: str) -> None:
+    """Forgets a tensor after this worker was lost: its next use goes on in the others' round."""
+    _named.pop(name, None)
