@@ -175,6 +175,7 @@ class Exchange:
             min_version=min_version,
             with_state=with_state,
             wait_ms=WAIT_MS,
+            begins=landing.begins,
         )
         state = [tensor.numpy() for tensor in landing.state] if with_state else []
         call = PullCall(

@@ -253,7 +253,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._buffers.restart()
         self.replica.restart()
         self.replica.rank = self.session.rank
-        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.exchange.run(self.replica.begin(self.exchange))
         self.show_weights()
         self.replica.step = number + 1
 
@@ -474,7 +474,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.session.rank == 0:
             self.load(Role.WEIGHTS, [])
         self._set_hyper()
-        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.exchange.run(self.replica.begin(self.exchange))
         self.show_weights()
         if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
             self.session.barrier("begin")

@@ -167,6 +167,7 @@ class Cluster:
             assert server.is_over
             server.check()
             server.settled()
+        self.ledger.whole(may_be_late=getattr(self.case.rule, "backup", 0) > 0)
         for worker in self.workers:
             assert worker.is_over, f"{worker.name} still waits for {worker.waits_for}"
             if not worker.is_dead:
