@@ -136,6 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             pull_compressor=self.pull_compressor,
             share=True,
         )
+        self.missed = self.exchange.missed  # Steps of this worker that did not count whole.
         self.bucket = Bucket(parameters, layout, self.exchange.grads)
         weights, rank = self.bucket.weights, self.session.rank
         self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank)
@@ -221,6 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._finish_step()
         except (ReplacedError, UnknownJobError) as problem:
             self._come_back(problem, number)
+        self.missed.end_step()
         self._gathered.clear()
         self._pushed.clear()
         self._reset_missing()
@@ -245,8 +247,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._await_room(index)  # From here on the script may write to `.grad`.
 
     def _come_back(self, problem: PacelineError, number: int) -> None:
-        """Joins anew after having been declared lost; the gradient of step `number` is lost."""
-        log.warning("worker %d comes back at step %d: %s", self.session.rank, number, problem)
+        """Joins anew after having been declared lost; of step `number` counts what has arrived."""
+        came = self.exchange.give_up_step(self.clock)
+        log.warning("worker %d comes back, %s: %s", self.session.rank, came, problem)
         self._lost = None
         self.session.rejoin()
         self.exchange.restart()

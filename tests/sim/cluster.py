@@ -172,6 +172,9 @@ class Cluster:
             assert worker.is_over, f"{worker.name} still waits for {worker.waits_for}"
             if not worker.is_dead:
                 self._check_final(worker)
+                if not worker.num_returns:
+                    late = self.ledger.late(worker.rank, worker.incarnation)
+                    assert worker.exchange.missed.num_steps == late
 
     def _check_final(self, worker: Worker) -> None:
         """A worker that finished has the shards' weights, with its own last push in them."""

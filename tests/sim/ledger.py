@@ -259,6 +259,17 @@ class Ledger:
             assert missing == late, f"step {stepped} is not in slices {missing}, told of {late}"
             assert may_be_late or not missing, f"step {stepped} is not in slices {missing}"
 
+    def late(self, worker: int, incarnation: int) -> int:
+        """Returns how many steps of a worker were too late, at least in one slice."""
+        steps = {
+            identity[1]
+            for book in self.books.values()
+            for identity, push in book.sent.items()
+            if (identity[0], identity[2]) == (worker, incarnation)
+            and push.verdict is Verdict.TOO_LATE
+        }
+        return len(steps)
+
     def enough(self, members: Iterable[Member]) -> None:
         """A step closes: enough workers are there, or have come to their end; or all have gone."""
         states = [member.presence for member in members]
