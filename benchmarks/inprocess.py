@@ -309,7 +309,7 @@ class Worker:
 
     def _live(self) -> Life:
         job, replica = self.cluster.job, self.replica
-        yield from self._wait(replica.fetch(0, self))
+        yield from self._wait(replica.begin(self))
         for step in range(job.steps):
             self.bucket.grads.zero_()
             loss = job.gradient(self.model, self.rank, step)

@@ -53,6 +53,14 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """Give the weights as they are another version: nobody pushes the steps in between."""
+
+    former: int  # Their version before.
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledge:
     """Answer a push."""
 
@@ -73,4 +81,4 @@ class Answer:
     clock: int = 0  # Where that worker goes on counting if it has come anew.
 
 
-Action = Load | Hold | Add | Update | Acknowledge | Answer
+Action = Load | Hold | Add | Update | Skip | Acknowledge | Answer

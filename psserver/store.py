@@ -22,7 +22,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Memory, Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Push, Role, SegmentTable, SliceSpec
 from pscore.wire import floats
-from psserver.actions import Acknowledge, Add, Hold, Load, Update
+from psserver.actions import Acknowledge, Add, Hold, Load, Skip, Update
 from psserver.counted import LATE_KEPT, Counted
 from psserver.estimate import Estimate
 from psserver.journal import SliceJournal
@@ -263,6 +263,13 @@ class SliceStore:
                 self._sum(bin_, terms, sum_)
                 self._step(sum_, update)
         self._give(bin_, *(payload.cell for _, payload in terms))
+
+    def skip(self, action: Skip) -> None:
+        """Gives the weights another version."""
+        if self._journal is not None:
+            self._journal.record.version = action.version
+            self._journal.commit()
+        self._weights.renumber(action.version)
 
     def refuse(self, action: Acknowledge) -> None:
         """Notes a push that is counted without being added."""

@@ -43,8 +43,11 @@ class NamedTensor:
             self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
         self.exchange.flush()
         landings = self._fetch(torch.zeros(self.layout.numel))
-        # Of a worker that joins later, or comes back: the round that others are in.
-        self.round = min(landing.version for landing in landings)
+        # A worker that joins later, or comes back, begins with the newest round of all slices
+        # (`Replica.begin`).
+        self.round = max(max(landing.clock, landing.version) for landing in landings)
+        if any((one.clock, one.version) != (self.round, self.round) for one in landings):
+            self._fetch(torch.zeros(self.layout.numel), begins=True)
 
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
         """Contributes to the current round."""
@@ -67,10 +70,10 @@ class NamedTensor:
         self._fetch(flat)
         return flat[: self.shape.numel()].view(self.shape)
 
-    def _fetch(self, flat: torch.Tensor) -> list[Landing]:
+    def _fetch(self, flat: torch.Tensor, *, begins: bool = False) -> list[Landing]:
         landings = []
         for part in self.layout.slices:
-            landing = Landing(weights=flat[part.start : part.stop], state=[])
+            landing = Landing(weights=flat[part.start : part.stop], state=[], begins=begins)
             self.exchange.pull(part.index, self.round, self.round, landing, with_state=False)
             landings.append(landing)
         self.exchange.run(part.index for part in self.layout.slices)

@@ -163,6 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             pull_compressor=self.pull_compressor,
             share=True,
         )
+        self.missed = self.exchange.missed  # Steps of this worker that did not count whole.
         self.bucket = Bucket(parameters, layout, self.exchange.grads, lends=lends)
         weights, rank = self.bucket.weights, self.session.rank
         self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank)
@@ -277,6 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._finish_step(skips=skips or has_overflow)
         except (ReplacedError, UnknownJobError) as problem:
             self._come_back(problem, number)
+        self.missed.end_step()
         self.gradients.end()
         self._left_out.ended()
         if timeline is not None:
@@ -310,15 +312,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.gradients.settle()  # From here on the script may write to `.grad`.
 
     def _come_back(self, problem: PacelineError, number: int) -> None:
-        """Joins anew after having been declared lost; the gradient of step `number` is lost."""
-        log.warning("worker %d comes back at step %d: %s", self.session.rank, number, problem)
+        """Joins anew after having been declared lost; of step `number` counts what has arrived."""
+        came = self.exchange.give_up_step(self.clock)
+        log.warning("worker %d comes back, %s: %s", self.session.rank, came, problem)
         self.gradients.lost = None
         self.session.rejoin()
         self.exchange.restart()
         self._buffers.restart()
         self.replica.restart()
         self.replica.rank = self.session.rank
-        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.exchange.run(self.replica.begin(self.exchange))
         self.show_weights()
         self.replica.step = number + 1
 
@@ -447,7 +450,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.session.rank == 0:
             self.load(Role.WEIGHTS, [])
         self._set_hyper()
-        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.exchange.run(self.replica.begin(self.exchange))
         self.show_weights()
         if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
             self.session.barrier("begin")

@@ -247,7 +247,7 @@ class Worker:
 
     def _live(self) -> Generator[Callable[[], bool], None, None]:
         cluster, replica = self.cluster, self.replica
-        yield from self._wait(replica.fetch(0, self))
+        yield from self._wait(replica.begin(self))
         for step in range(cluster.steps):
             cluster.note("compute", self.rank, -1, step)
             self.seen.append(self.weights.numpy().copy())

@@ -439,15 +439,41 @@ def test_a_step_has_one_number_in_all_slices() -> None:
     assert [push.base_version for _, push, _ in notes.pushes] == [7, 5]
 
 
-def test_what_a_former_life_has_pushed_is_not_pushed_again() -> None:
+def test_a_worker_begins_with_the_newest_step_of_all_slices() -> None:
+    """Slice 1 has step 5 from a former life of this worker; slice 0 is told not to wait for it."""
     replica, notes = make("ssgd")
     replica.restart()
-    for index in replica.fetch(0, notes):
-        notes.land(index, 1.0, version=5, clock=5 + index)
-    notes.taken()
+    asked = []
+    for index in replica.begin(notes):
+        is_told = notes.landings[index].begins
+        asked.append((index, notes.pulls[-1][1:3], is_told))
+        if is_told:
+            notes.land(index, 3.0, version=6, clock=6)
+        else:
+            notes.land(index, 1.0, version=5, clock=5 + index)
+    assert asked[-2:] == [(1, (6, 6), True), (0, (6, 6), True)]
+    assert replica.weights.unique().tolist() == [3.0]
     push_all(replica, notes, grads(replica, 1.0))
-    assert [(index, push.step) for index, push, _ in notes.pushes] == [(0, 5)]
-    notes.run(replica.finish(grads(replica, 1.0), notes), 1.0, version=6)
-    assert [pull[2] for pull in notes.pulls] == [6, 6]
+    assert [(i, push.step, push.base_version) for i, push, _ in notes.pushes] == [
+        (1, 6, 6),
+        (0, 6, 6),
+    ]
+
+
+def test_slices_that_are_all_at_one_step_are_asked_once() -> None:
+    replica, notes = make("ssgd")
+    replica.restart()
+    for index in replica.begin(notes):
+        notes.land(index, 1.0, version=7, clock=7)
+    assert [pull[0] for pull in notes.pulls] == [1, 0]
+    assert (replica.next_push, replica.clocks) == (7, [7, 7])
+
+
+def test_in_an_asynchronous_mode_each_slice_goes_on_counting_by_itself() -> None:
+    replica, notes = make("asgd")
+    replica.restart()
+    for index in replica.begin(notes):
+        notes.land(index, 1.0, version=9 + index, clock=3 + index)
+    assert len(notes.pulls) == 2
     push_all(replica, notes, grads(replica, 1.0))
-    assert [(index, push.step) for index, push, _ in notes.pushes[1:]] == [(1, 6), (0, 6)]
+    assert sorted((index, push.step) for index, push, _ in notes.pushes) == [(0, 3), (1, 4)]
