@@ -428,7 +428,7 @@ class SliceClock:
         ]
         for token, pull in ready:
             del self._waiting[token]
-            if pull.worker in self._absent:
+            if pull.worker in self._absent and not pull.is_look:
                 self._begin(pull.worker)
         return [
             Answer(
@@ -437,6 +437,7 @@ class SliceClock:
                 version=self.version,
                 with_state=pull.with_state,
                 clock=self._next_step(pull.worker),
+                is_look=pull.is_look,
             )
             for token, pull in ready
         ]

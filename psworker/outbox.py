@@ -20,6 +20,7 @@ class Landing:
     counts: IntArray | None = None  # With state: optimizer steps of each segment.
     clock: int = 0  # Pushes of this worker that the shard has counted.
     exact: bool = False  # The weights themselves, where training goes on from an estimate of them.
+    is_look: bool = False  # They are only to be seen, and exact: training goes on without them.
     is_late: bool = False  # `weights` are in use: nothing may land before somebody waits for it.
 
 

@@ -145,7 +145,7 @@ class Shard:
 
     def answer(self, action: Answer, store: SliceStore) -> None:
         message = self.message(action.token)
-        arrays = store.read(action.worker, with_state=action.with_state)
+        arrays = store.read(action)
         message.reply = [array.copy() for array in arrays]
         message.version = action.version
         message.counts = store.counts.copy() if action.with_state else None
