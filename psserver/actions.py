@@ -79,6 +79,7 @@ class Answer:
     version: int
     with_state: bool
     clock: int = 0  # Where that worker goes on counting if it has come anew.
+    is_look: bool = False  # Only to be seen (`Pull.is_look`).
 
 
 Action = Load | Hold | Add | Update | Skip | Acknowledge | Answer

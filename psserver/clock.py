@@ -19,11 +19,11 @@ waits (back-pressure, not memory). So is any push while an elastic job has fewer
 needs; pulls of what there is are answered.
 
 A worker that comes to a job which has begun is waited for from its first pull on. The open steps of
-slices and shards differ, and a step of a worker counts in all slices or in none. So the worker takes
-the newest of the steps that the answers name, says so with a second pull (`Pull.begins`), and no
-slice waits for it before. Steps that nobody is waited for are left out: the weights as they are get
-the next version. The worker pushes when every slice has come to its step, so nothing of this has
-to outlive a shard's process: until then that pull is unanswered, and is sent again.
+slices and shards differ, and a step of a worker counts in all slices or in none. So the worker
+takes the newest of the steps that the answers name, says so with a second pull (`Pull.begins`), and
+no slice waits for it before. Steps that nobody is waited for are left out: the weights as they are
+get the next version. The worker pushes when every slice has come to its step, so nothing of this
+has to outlive a shard's process: until then that pull is unanswered, and is sent again.
 """
 
 from __future__ import annotations
@@ -464,7 +464,7 @@ class SliceClock:
         ]
         for token, pull in ready:
             del self._waiting[token]
-            if self._begins.get(pull.worker) == UNBOUNDED:
+            if self._begins.get(pull.worker) == UNBOUNDED and not pull.is_look:
                 self._begin(pull.worker)
         return [
             Answer(
@@ -473,6 +473,7 @@ class SliceClock:
                 version=self.version,
                 with_state=pull.with_state,
                 clock=self._next_step(pull.worker),
+                is_look=pull.is_look,
             )
             for token, pull in ready
         ]

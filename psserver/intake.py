@@ -191,13 +191,14 @@ class Intake:
                 min_version=header.min_version,
                 with_state=header.with_state,
                 begins=header.begins,
+                is_look=header.look,
             )
             if pull.begins and pull.clock > STEPS_MAX:
                 raise DecodeError(f"worker {pull.worker} begins at step {pull.clock}")
             request = Request(job, address, table.clock(header.slice), pull.worker, reply)
             request.deadline_s = self.now() + wait_s
             request.is_shared = header.shared
-            if header.estimate and not header.with_state:
+            if header.estimate and not (header.with_state or header.look):
                 request.held = _held(header, table)
             self.waiting.add(request)
             self.carry_out(job, self.shard.pull(job, address, pull, request))
@@ -333,7 +334,7 @@ class Intake:
         if request.held is not None:
             self._answer_estimate(action, store, request, request.held)
             return
-        arrays = store.read(action.worker, with_state=action.with_state, clock=action.clock)
+        arrays = store.read(action)
         self._note_sent(request, sum(array.nbytes for array in arrays))
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         if action.with_state:
@@ -355,7 +356,7 @@ class Intake:
         """Answers a compressed pull: by the deltas that the worker lacks, or by the whole."""
         with self.lock:
             compressor = request.job.table(request.address.table).spec.pull_compressor
-        estimate = store.estimate(action.worker, action.version, compressor, action.clock)
+        estimate = store.estimate(action, compressor)
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         parts = estimate.answer(held, reply)
         self._note_sent(request, sum(part.nbytes for part in parts))

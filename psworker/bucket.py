@@ -168,6 +168,15 @@ class Bucket:
                 parameter = self.parameters[index]
                 parameter.copy_(self.weight(index).view(parameter.shape))
 
+    def swap_weights(self, other: torch.Tensor) -> None:
+        """Exchanges the weights of the model for `(layout.numel,) float32` on its device."""
+        for spec in self.layout.slices:  # So that memory for one slice is enough.
+            ours, theirs = self.weights[spec.start : spec.stop], other[spec.start : spec.stop]
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
+        self.scatter_weights()
+
     def note_weights(self) -> None:
         """Takes the parameters as they are for what the optimizer has made of them."""
         self._versions = [parameter._version for parameter in self.parameters]

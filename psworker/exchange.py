@@ -178,13 +178,14 @@ class Exchange:
             with_state=with_state,
             wait_ms=WAIT_MS,
             begins=landing.begins,
+            look=landing.is_look,
         )
         state = [tensor.numpy() for tensor in landing.state] if with_state else []
         call = PullCall(
             header=header, weights=landing.weights.numpy(), state=state, is_late=landing.is_late
         )
         held = self._held[index]
-        if held is not None and not (with_state or landing.exact):
+        if held is not None and not (with_state or landing.exact or landing.is_look):
             header.estimate, header.held, call.held = True, held.fingerprint, held
         if self._timeline is not None:
             note_pull(self._timeline, call)

@@ -39,6 +39,7 @@ from psworker.exchange import Exchange
 from psworker.feedback import choose
 from psworker.gradients import Gradients
 from psworker.leftout import LeftOut
+from psworker.look import global_weights
 from psworker.replica import Replica
 from psworker.spans import timed_step
 from psworker.state import load_torch_state, torch_state
@@ -329,30 +330,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def global_weights(self) -> Iterator[None]:
         """Brings the global weights into the model for evaluation or a checkpoint.
 
-        Inside, the model holds the shards' weights: in the synchronous and delayed modes those
-        after this worker's last step, else the newest. It also holds the shared buffers.
-        Afterwards training goes on from where it was, to the bit. After `close` the model holds
-        the global weights anyway, and its own buffers.
+        Inside, the model holds the shards' weights, as they are there also where pulls are
+        compressed: in the synchronous and delayed modes those after this worker's last step, else
+        the newest. It also holds the shared buffers. Afterwards training goes on from where it
+        was, to the bit. After `close` the model holds the global weights anyway, and its own
+        buffers.
         """
         if self._end:
             yield
             return
-        self.bucket.warn_of_changes()
-        self.exchange.flush()
-        kept = None
-        differs = self.replica.drifts or self.exchange.compresses_pulls
-        if differs or not self.rule.by_step:
-            kept = self.bucket.weights.clone()
-            self.exchange.run(self.replica.peek(self.bucket.weights, self.exchange))
-            self.bucket.scatter_weights()
-        with self._buffers.shared():
-            try:
-                yield
-            finally:
-                if kept is not None:
-                    self.bucket.weights.copy_(kept)
-                    self.bucket.scatter_weights()
-                    self.bucket.note_weights()
+        with global_weights(self, self._buffers.shared()):
+            yield
 
     def set_mode(self, mode: str | Rule) -> None:
         """Changes the mode of the running job, between two steps; every worker calls it.

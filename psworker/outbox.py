@@ -21,6 +21,7 @@ class Landing:
     clock: int = 0  # The first step that the slice would take of a worker that has come anew.
     begins: bool = False  # Asked for by a worker that has come anew: it pushes none before `clock`.
     exact: bool = False  # The weights themselves, where training goes on from an estimate of them.
+    is_look: bool = False  # They are only to be seen, and exact: training goes on without them.
     is_late: bool = False  # `weights` are in use: nothing may land before somebody waits for it.
 
 

@@ -283,32 +283,23 @@ class Replica:
             yield from self.land(index)
             self._rebase(index)
 
-    def peek(self, target: torch.Tensor, outbox: Outbox) -> Waits:
-        """Copies the global weights, with this worker's last push in them, into `target`.
+    def peek(self, landings: Sequence[Landing], outbox: Outbox, *, with_state: bool) -> Waits:
+        """Brings the shards' weights, with this worker's last push in them, into `landings`.
 
-        Nothing else changes: what is on its way still becomes the base of the next local update.
+        Nothing else changes: a pull on its way still becomes the base of the next local update,
+        as it would have, and it is not what is shown: it may be an estimate.
 
         Args:
-            target: `(layout.numel,) float32`.
+            landings: One for each slice, in memory that nothing else uses.
             outbox: Where pulls are sent.
+            with_state: Whether the optimizer's state comes along.
         """
         self.abandon()
-        landings = {}
-        for index in self.front_first():
-            if index in self._pending:
-                landings[index] = self._landings[index]
-            else:
-                weights = target[self._span(index)]
-                if target.device.type != "cpu":
-                    weights = self._landings.beside(index)
-                landings[index] = Landing(weights=weights, state=[], exact=True)
-                clock, version = self.clock(index), self.newest(index)
-                outbox.pull(index, clock, version, landings[index], with_state=False)
         for index in self._indices():
-            yield index
-            landed = landings[index].weights
-            if landed.data_ptr() != target[self._span(index)].data_ptr():
-                target[self._span(index)].copy_(landed)
+            yield from self.land(index)
+            clock, version = self.clock(index), self.newest(index)
+            outbox.pull(index, clock, version, landings[index], with_state=with_state)
+        yield from self._indices()
 
     def newest(self, index: int = 0) -> int:
         """Returns the oldest version of a slice that has this worker's last push in it."""

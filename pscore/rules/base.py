@@ -135,8 +135,7 @@ class Rule(ABC):
     def on_pull(self, worker: int, memory: Memory) -> None:  # noqa: B027
         """Is called when `memory.weights` are about to be sent to `worker`, to train on.
 
-        A pull that asks for the optimizer's state is one for a checkpoint, unless the mode has a
-        local update; it is not remembered.
+        It is not called for a look at the weights (`Pull.is_look`): nobody trains on its answer.
         """
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:

@@ -331,14 +331,23 @@ def test_in_shared_memory_pulled_momentum_takes_the_place_of_the_own_one(maps: b
     assert replica.weights[0].item() == 4.5
 
 
-def test_a_peek_copies_the_newest_and_leaves_all_else() -> None:
+def peek(replica: Replica, notes: Notes, weights: float, version: int) -> list[Landing]:
+    """Returns what a look has seen."""
+    seen = [
+        Landing(weights=torch.zeros_like(part.weights), state=[], is_look=True)
+        for part in replica.parts
+    ]
+    notes.run(replica.peek(seen, notes, with_state=False), weights, version)
+    return seen
+
+
+def test_a_peek_brings_the_newest_and_leaves_all_else() -> None:
     replica, notes = make("ssd(steps=2, warmup=0, local=sgd)")
     step(replica, notes, 1.0, 0.0, 0)
     notes.taken()
-    target = torch.zeros(len(replica.weights))
-    notes.run(replica.peek(target, notes), 6.0, 1)
+    seen = peek(replica, notes, 6.0, 1)
     assert [pull[1:] for pull in notes.pulls] == [(1, 1, False)] * 2
-    assert target[0].item() == 6.0
+    assert [landing.weights[0].item() for landing in seen] == [6.0, 6.0]
     assert replica.weights[0].item() == 0.5
     assert replica.parts[0].version == 0
     step(replica, notes, 1.0, 0.0, 0)
@@ -346,14 +355,29 @@ def test_a_peek_copies_the_newest_and_leaves_all_else() -> None:
 
 
 def test_a_peek_at_a_pull_under_way_leaves_it_for_the_next_step() -> None:
+    """What is under way may be an estimate: it lands, and the look is a pull of its own."""
+    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, notes, 1.0, 0.0, 0)
+    under_way = dict(notes.landings)
+    notes.taken()
+    for index in range(2):
+        under_way[index].weights.fill_(6.0)
+        under_way[index].version = 1
+    seen = peek(replica, notes, 7.0, 1)
+    assert [pull[0] for pull in notes.pulls] == [0, 1]
+    assert [landing.weights[0].item() for landing in seen] == [7.0, 7.0]
+    assert replica.weights[0].item() == 0.5
+    step(replica, notes, 1.0, 99.0, 99)  # Has nothing to wait for.
+    assert replica.weights[0].item() == 5.5
+
+
+def test_a_peek_waits_for_a_pull_under_way_before_it_asks() -> None:
     replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
     step(replica, notes, 1.0, 0.0, 0)
     notes.taken()
-    target = torch.zeros(len(replica.weights))
-    notes.run(replica.peek(target, notes), 6.0, 1)
-    assert notes.pulls == []
-    assert (target[0].item(), replica.weights[0].item()) == (6.0, 0.5)
-    step(replica, notes, 1.0, 99.0, 99)  # Has nothing to wait for.
+    peek(replica, notes, 6.0, 1)
+    assert notes.waited == [0, 1, 0, 1]
+    step(replica, notes, 1.0, 99.0, 99)
     assert replica.weights[0].item() == 5.5
 
 
