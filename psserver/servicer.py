@@ -171,6 +171,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._instance = instance
         self._drain = drain
         self._bulk = bulk
+        self.closed = ""  # Why workers cannot join yet; empty if they can.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Says which shard of which cluster this is."""
@@ -188,6 +189,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         """Takes a worker into a job."""
+        if self.closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed)
         try:
             if request.protocol != wire.PROTOCOL:
                 raise ProtocolVersionError(
