@@ -323,8 +323,8 @@ def read(path: Path, job: str | None, tell: Tell) -> tuple[Path, Checkpoint]:
     tried: set[Path] = set()
     while True:  # Again after each that fails: a newer one may have taken its place meanwhile.
         found = scan(path)
-        candidates = [one for one in found if one.may_be_of(_choose(path, found, job))]
-        left = [one for one in candidates if one.path not in tried]
+        chosen = _choose(path, found, job)
+        left = [one for one in found if one.may_be_of(chosen) and one.path not in tried]
         if not left:
             raise CommandError(
                 Exit.STATE_DIR,
