@@ -174,6 +174,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._bulk = bulk
         self._process = psutil.Process()
         self._status = Shared(self._make_status)
+        self.closed = ""  # Why workers cannot join yet; empty if they can.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Says which shard of which cluster this is."""
@@ -194,6 +195,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         """Takes a worker into a job."""
+        if self.closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed)
         try:
             if request.protocol != wire.PROTOCOL:
                 raise ProtocolVersionError(
