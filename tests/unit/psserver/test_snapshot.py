@@ -62,6 +62,7 @@ def fill(driver: Driver, job: Job) -> None:
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     driver, job = make(ASGD())
     fill(driver, job)
+    job.membership.members[0].spent = (9, 5)
     assert driver.snapshot(tmp_path) == 1
     again = Driver(Shard(0, 1, 10.0), num_threads=1, now=lambda: 100.0)
     assert again.restore(tmp_path) == ["run/1"]
@@ -74,7 +75,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     membership = again.shard.jobs["run/1"].membership
     assert membership.size == "1 to 2"
     member = membership.members[0]
-    assert (member.presence, member.incarnation) == (Presence.LIVE, 7)
+    assert (member.presence, member.incarnation, member.spent) == (Presence.LIVE, 7, (9, 5))
     assert member.lease_ends_s == 110.0
 
 
