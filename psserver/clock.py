@@ -187,6 +187,14 @@ class SliceClock:
         """Returns the smallest clock of all workers that are still expected."""
         return min((self.clock(rank) for rank in self._expected()), default=0)
 
+    def progress(self) -> int:
+        """Returns how many pushes lie behind the job: its slowest worker's, or the last one's."""
+        if self.rule.by_step:
+            return max(self.version, 0)
+        if self._expected():
+            return self.clock_min()
+        return max((counted.clock for counted in self.counted.values()), default=0)
+
     # ----- for people
 
     @property
