@@ -202,6 +202,14 @@ class SliceClock:
         expected = self._expected(max(self.version, 0))
         return min((self.clock(rank) for rank in expected), default=0)
 
+    def progress(self) -> int:
+        """Returns how many pushes lie behind the job: its slowest worker's, or the last one's."""
+        if self.rule.by_step:
+            return max(self.version, 0)
+        if self._expected():
+            return self.clock_min()
+        return max((counted.clock for counted in self.counted.values()), default=0)
+
     # ----- for people
 
     @property

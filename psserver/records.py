@@ -57,6 +57,7 @@ def spec_to_json(spec: TableSpec) -> dict[str, Any]:
         "optimizer": spec.optimizer,
         "num_groups": spec.num_groups,
         "pull_compressor": [spec.pull_compressor.name, spec.pull_compressor.arguments()],
+        "origin": [spec.origin.clock, spec.origin.step],
     }
 
 
@@ -73,6 +74,7 @@ def spec_of(entry: dict[str, Any]) -> TableSpec:
         optimizer=spec["optimizer"],
         num_groups=spec["num_groups"],
         pull_compressor=tuple(spec.get("pull_compressor", ("none", {}))),
+        origin=tuple(spec.get("origin", (0, 0))),
     )
 
 

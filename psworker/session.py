@@ -31,6 +31,7 @@ from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.timeline import Timeline, open_timeline
+from pscore.types import Origin
 from psworker.environment import Environment
 from psworker.leftout import LeftOut
 from psworker.link import Link
@@ -163,8 +164,8 @@ class Session:
     def define(
         self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
         num_groups: int, pull_compressor: Compressor = RAW, *, again: bool = False,
-    ) -> int:  # fmt: skip
-        """Declares a table at every shard and returns its index.
+    ) -> tuple[int, Origin]:  # fmt: skip
+        """Declares a table at every shard; returns its index, and where its steps begin.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; says in what.
@@ -189,10 +190,11 @@ class Session:
         request = pb.DefineRequest(
             job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
         )
-        tables = set()
+        tables, origins = set(), []
         for link in self.links:
             reply = link.call(link.control.Define, request)
             tables.add(reply.table)
+            origins.append((reply.clock, reply.step))
             if again and reply.created:
                 raise StateLostError(
                     f"the shard at {link.address} has been started again without the weights of "
@@ -201,11 +203,17 @@ class Session:
                 )
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
-        return int(tables.pop())
+        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of it.
 
-    def step_aside(self, table: int, number: int) -> None:
-        """Has nobody wait for this worker's pushes to a table until change `number` of its mode."""
-        self._change(pb.ChangeRequest(table=table, number=number))
+    def step_aside(self, table: int, number: int, step: int) -> None:
+        """Has nobody wait for this worker's pushes to a table until change `number` of its mode.
+
+        Args:
+            table: The table.
+            number: Of the change, counted by this worker.
+            step: Of training, at which this worker is.
+        """
+        self._change(pb.ChangeRequest(table=table, number=number, step=step))
 
     def change(self, table: int, number: int, rule: Rule) -> None:
         """Gives a table another mode; every worker has stepped aside, and each calls it.

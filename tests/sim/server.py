@@ -173,6 +173,7 @@ class Server:
         if self._folder is not None:
             self._vault = Vault(self._folder)
         self.recovery = Recovery(self._vault, self.shard)
+        self.intake.note_table = self.recovery.note_table
 
     def close(self) -> None:
         """Lets go of what it keeps open, when the simulation is over."""

@@ -23,7 +23,7 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
-from pscore.types import TensorSpec
+from pscore.types import Origin, TensorSpec
 from psworker import session as module
 from psworker.environment import Environment
 from psworker.session import Session
@@ -296,7 +296,7 @@ def test_a_rank_of_a_fixed_number_is_not_given_up(links: list[FakeLink]) -> None
     session.leave()
 
 
-def define(session: Session, again: bool = False) -> int:
+def define(session: Session, again: bool = False) -> tuple[int, Origin]:
     layout = make_layout([TensorSpec(name="weight", shape=(2, 3), dtype="bfloat16", group=1)], 2)
     rule = SSD(steps=3)
     return session.define("model", layout, rule, NoCompression(), SGD(), 2, again=again)
@@ -304,7 +304,8 @@ def define(session: Session, again: bool = False) -> int:
 
 def test_a_table_is_declared_alike_at_every_shard(links: list[FakeLink]) -> None:
     session = begin()
-    assert define(session) == 2
+    links[1].answers["Define"] = pb.DefineReply(table=2, clock=7, step=30)
+    assert define(session) == (2, Origin(7, 30))  # The first shard has no slice of it, perhaps.
     (first,), (second,) = (link.sent("Define") for link in links)
     assert first == second
     table = first.table

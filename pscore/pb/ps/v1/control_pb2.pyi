@@ -136,28 +136,34 @@ class DefineRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ...) -> None: ...
 
 class DefineReply(_message.Message):
-    __slots__ = ("table", "created")
+    __slots__ = ("table", "created", "clock", "step")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     table: int
     created: bool
-    def __init__(self, table: _Optional[int] = ..., created: bool = ...) -> None: ...
+    clock: int
+    step: int
+    def __init__(self, table: _Optional[int] = ..., created: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule")
+    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule", "step")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     table: int
     number: int
     rule: Plugin
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
+    step: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ChangeReply(_message.Message):
     __slots__ = ()
