@@ -120,14 +120,15 @@ class Launch:
     def _checkpoint_dir(self) -> str | None:
         """Returns where scheduled checkpoints are taken and loaded; None: nowhere."""
         server = self.settings.server
-        if server.state_dir is None or server.why_no_checkpoints:
+        if server.state_dir is None or not server.takes_checkpoints:
             return None
         return str(server.state_dir.absolute() / FOLDER)
 
     def _say_without_checkpoints(self) -> None:
         """Warns who has given a state directory and gets no checkpoints in it."""
         server = self.settings.server
-        if server.state_dir is not None and server.checkpoint_s and server.why_no_checkpoints:
+        is_wanted = server.state_dir is not None and server.checkpoint_s
+        if is_wanted and server.shard_index in (None, 0) and server.why_no_checkpoints:
             log.warning("no scheduled checkpoints", reason=server.why_no_checkpoints)
 
     def _schedule(self, folder: str, addresses: list[str]) -> SchedulePlan:
