@@ -97,15 +97,17 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         capture.touched_s = self._driver.now()
         with self._driver.lock:
             versions = [clock.version for clock in capture.table.clocks.values()] or [-1]
-            waiting_for = self._driver.waiting_for(capture.job, capture.table)
-        is_done = state == pb.CAPTURE_DONE
+            waiting_for = self._driver.waits.of_table(capture.job, capture.table)
+            is_done = state == pb.CAPTURE_DONE
+            about = json.dumps(self._describe(capture)) if is_done else ""
+            by_step = capture.table.spec.rule.by_step
         return pb.CaptureReply(
             state=state,
             owing=owing,
             version_min=min(versions),
             version_max=max(versions),
-            about=json.dumps(self._describe(capture)) if is_done else "",
-            by_step=capture.table.spec.rule.by_step,
+            about=about,
+            by_step=by_step,
             waiting_for=waiting_for,
         )
 

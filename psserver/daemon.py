@@ -31,9 +31,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pscore.access import read_credentials
 from pscore.errors import ConfigError, PacelineError
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
-from pscore.rpc import SERVER_OPTIONS
+from pscore.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.timeline import open_timeline
-from psserver import logs
+from psserver import descriptors, logs
 from psserver.capture import Checkpointer
 from psserver.checkpoint_files import Checkpoint
 from psserver.driver import Driver
@@ -57,6 +57,7 @@ BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
 POLL_S = 0.05
 MOMENT_S = 0.002
+GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
 STATUS = health_pb2.HealthCheckResponse
 NAMES = ("", "liveness", "readiness")
 
@@ -109,6 +110,7 @@ class Daemon:
         self.plan = plan
         self.code = Exit.OK
         self._loop = asyncio.get_running_loop()
+        self._is_short = False  # Of descriptors: newcomers are refused.
         self._ending = asyncio.Event()
         self._grace_s = plan.grace_s
         self._parent = os.getppid()
@@ -128,14 +130,16 @@ class Daemon:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._page = MetricsPage(
             self.driver,
-            is_ready=lambda: not self._ending.is_set(),
+            is_ready=lambda: not (self._ending.is_set() or self._is_short),
             gate=self._gate,
             context=plan.trust.context(mutual=False),
         )
 
     def _make_server(self) -> grpc.aio.Server:
+        connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         server = grpc.aio.server(
-            options=SERVER_OPTIONS, interceptors=[Door(self._gate), Guard(self.broke)]
+            options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
+            interceptors=[Door(self._gate, self.driver.heard), Guard(self.broke)],
         )
         server.add_generic_rpc_handlers((data_handler(self.driver, self._gate),))
         self._servicer = ControlServicer(
@@ -256,9 +260,29 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_S)
             self.driver.tick()
+            logs.tell_left_out()
+            await self._look_at_doors()
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
                 self._ending.set()
+
+    async def _look_at_doors(self) -> None:
+        """Says in the health service, and once in the log, whether newcomers can be let in."""
+        bulk_is_well = self._bulk is None or self._bulk.is_well
+        is_short = not (bulk_is_well and descriptors.are_there_any())
+        if is_short == self._is_short or self._ending.is_set():
+            return
+        self._is_short = is_short
+        for name in ("", "readiness"):
+            await self._health.set(name, STATUS.NOT_SERVING if is_short else STATUS.SERVING)
+        if is_short:
+            log.error(
+                "shard not ready, it cannot let anybody in",
+                descriptors=descriptors.limit(),
+                do="raise the limit (ulimit -n, LimitNOFILE=), or find who holds connections open",
+            )
+        else:
+            log.warning("shard ready again")
 
     def _restore(self) -> None:
         """Takes up the jobs that a former process of this shard has left."""
@@ -424,6 +448,7 @@ def main(text: str) -> None:
     plan = ShardPlan.from_json(text)
     logs.configure(plan.log_format, plan.log_level, shard=plan.index)
     sys.excepthook = log_crash
+    descriptors.raise_limit()
     code = asyncio.run(serve(plan))
     sys.stderr.flush()
     os._exit(code)  # Without waiting for threads: of lanes that are stuck, or connections.

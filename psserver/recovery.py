@@ -176,8 +176,8 @@ class Recovery:
         members = records.members_of(meta, now_s)
         least = meta["min_workers"]
         job = self._shard.restore(meta["name"], meta["num_workers"], members, least)
-        for name, number, ranks, is_open in meta["barriers"]:
-            job.barriers.by_name[name] = Barrier(number, set(ranks), is_open)
+        for name, number, ranks, *rest in meta["barriers"]:
+            job.barriers.by_name[name] = Barrier(number, set(ranks), *rest)
         for entry in tables:
             table, _ = self._shard.define(job, records.spec_of(entry))
             roots = {int(index): root for index, root in entry["roots"].items()}
@@ -284,8 +284,8 @@ def _describe(job: Job) -> Meta:
         "min_workers": job.membership.min_workers,
         "members": records.members_to_json(job),
         "barriers": [
-            [name, barrier.number, sorted(barrier.arrived), barrier.is_open]
-            for name, barrier in job.barriers.by_name.items()
+            [name, one.number, sorted(one.arrived), one.is_open, one.largest, one.former]
+            for name, one in job.barriers.by_name.items()
         ],
     }
 
