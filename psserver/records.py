@@ -19,6 +19,7 @@ def members_to_json(job: Job) -> list[dict[str, Any]]:
         {
             "rank": member.rank,
             "incarnation": member.incarnation,
+            "spent": list(member.spent),
             "restart": member.restart,
             "host": member.host,
             "pid": member.pid,
@@ -34,6 +35,7 @@ def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:
         Member(
             rank=entry["rank"],
             incarnation=entry["incarnation"],
+            spent=tuple(entry.get("spent", ())),
             restart=entry["restart"],
             host=entry["host"],
             pid=entry["pid"],

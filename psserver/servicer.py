@@ -206,6 +206,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             member = Member(
                 rank=request.rank,
                 incarnation=request.incarnation,
+                former=tuple(request.former),
                 restart=request.restart,
                 host=request.host,
                 pid=request.pid,

@@ -269,7 +269,8 @@ class Shard:
     def step_aside(self, job: Job, index: int, rank: int, change: Change) -> Actions:
         """Lets the steps of a table close without `rank`, until its mode has been changed."""
         table = job.table(index)
-        if change <= table.changed.get(rank, ()):
+        known = table.changed.get(rank, ())
+        if change[:1] == known[:1] and change <= known:
             return []  # Sent twice, and this one was under way for long.
         table.aside[rank] = change
         return self._noted(job, table, lambda clock: clock.recheck())

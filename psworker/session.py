@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import secrets
 import socket
 import threading
 import time
@@ -39,6 +40,7 @@ log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
+FORMER_MAX = 32  # Incarnations of this process that a shard is told.
 RAW = NoCompression()
 # Called once by every worker at its start: who comes late goes through where others have been.
 AT_START = ("begin", "load_state_dict")
@@ -101,7 +103,8 @@ class Session:
         self.job = job
         self.num_workers = num_workers
         self.min_workers = min_workers
-        self.incarnation = time.time_ns()
+        self.incarnation = 0  # None yet.
+        self._former: list[int] = []  # Incarnations of this process before this one.
         self.links = [
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
         ]
@@ -124,6 +127,7 @@ class Session:
             if rank < 0 and min_workers:
                 self._join_at_any_rank(returns=False)
             else:
+                self._renew()
                 self._join_all(returns=False)
             undo.pop_all()
         self._telling = threading.Lock()
@@ -226,7 +230,7 @@ class Session:
         Raises:
             PacelineError: Another process holds the rank, or nobody answers.
         """
-        self.incarnation = time.time_ns()
+        self._renew()
         try:
             self._join_all(returns=True)
         except RankTakenError as problem:
@@ -365,6 +369,12 @@ class Session:
         if [reply.shard for reply in replies] != list(range(len(replies))):
             raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
 
+    def _renew(self) -> None:
+        """Draws another incarnation; a script that seeds `random` does not draw the same."""
+        if self.incarnation:
+            self._former = [*self._former, self.incarnation][-FORMER_MAX:]
+        self.incarnation = 1 + secrets.randbits(62)
+
     def _join_at_any_rank(self, *, returns: bool) -> None:
         """Joins at a rank that the first shard gives.
 
@@ -377,7 +387,8 @@ class Session:
         """
         until_s = time.monotonic() + self._patience_s
         while True:
-            self.rank, self.incarnation = -1, time.time_ns()
+            self.rank = -1
+            self._renew()
             for link in self.links:
                 link.patience.limit_s = self._patience_s  # Else as it was when it took its leave.
             try:
@@ -408,6 +419,7 @@ class Session:
                 num_workers=self.num_workers,
                 min_workers=self.min_workers,
                 incarnation=self.incarnation,
+                former=self._former,
                 restart=self._restart,
                 host=socket.gethostname(),
                 pid=os.getpid(),

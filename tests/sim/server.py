@@ -221,10 +221,19 @@ class Server:
 
     # ----- requests; each is answered by a call of `answer`
 
-    def join(self, rank: int, incarnation: int, *, restart: int, returns: bool) -> None:
+    def join(
+        self,
+        rank: int,
+        incarnation: int,
+        *,
+        former: tuple[int, ...],
+        restart: int,
+        returns: bool,
+    ) -> None:
         member = Member(
             rank=rank,
             incarnation=incarnation,
+            former=former,
             restart=restart,
             host="host",
             pid=rank,
