@@ -137,9 +137,9 @@ class SliceClock:
         return self.recheck()
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
-        """Goes on from a snapshot: its version, and the clock of each worker.
+        """Goes on from a checkpoint: its version, and the clock of each worker.
 
-        What had entered an open step is not in the snapshot's weights, so it is not counted.
+        What had entered an open step is not in the checkpoint's weights, so it is not counted.
         """
         self.version = version
         for rank, clock in clocks.items():
