@@ -234,7 +234,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        origin = table.spec.origin
+        with self._driver.lock:
+            origin = table.spec.origin
         return pb.DefineReply(
             table=table.index, created=created, clock=origin.clock, step=origin.step
         )
