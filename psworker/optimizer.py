@@ -184,10 +184,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Steps of the job's training that are behind this worker: seed the next data with it.
+        """Steps of the job's training that are behind this worker: it seeds data (docs/elastic.md).
 
-        A worker that joins or comes back is where the others are; a loaded state or checkpoint
-        brings its own number. One comes twice only if what was made of the first is lost.
+        A worker that joins or comes back is where the others are; a loaded state brings its own number.
         """
         return self.replica.step
 
@@ -198,10 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def clock(self) -> int:
-        """Pushes that are behind this worker, steps or rounds, counted as the shards do.
-
-        A change of the mode sets it to the newest version; in a new job it begins at 0.
-        """
+        """Pushes of this worker that the shards have counted: steps, or rounds; 0 in a new job."""
         return self.replica.next_push
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -271,6 +267,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.replica.rank = self.session.rank
         self.exchange.run(self.replica.fetch(0, self.exchange))
         self.show_weights()
+
+    def return_between_steps(self, problem: PacelineError) -> None:
+        """Comes back where a look finds that this worker was lost, or raises `problem`."""
+        if self._pushed:  # In the middle of a step: that comes back at its end.
+            raise problem
+        number = self.replica.step
+        self._come_back(problem, number)
+        self.locate(number)
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
