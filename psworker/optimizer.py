@@ -106,7 +106,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
         self._names, parameters, groups = trained(optimizer, named_parameters)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._progress = Progress(samples)
         self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
         self.session = self._context.session
         tensors = describe(list(zip(self._names, parameters, strict=True)), groups)
@@ -115,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             tensors, *compressors, min_nbytes=compress_min_nbytes, exclude=compress_exclude
         )
         self._make_table(parameters, chosen)
+        self.progress = Progress(samples, self.replica, self.exchange)
         self._overlap = Overlap(overlap, self._names)
         self._watch(parameters)
         self._buffers = Buffers(model, buffers, self.session)
@@ -174,26 +174,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def samples(self) -> float:
         """Weight of this worker's gradient in the mean."""
-        return self._progress.samples
+        return self.progress.samples
 
     @samples.setter
     def samples(self, samples: float) -> None:
         if samples != self.samples:
             self._overlap.changed(f"samples ({self.samples:g}, now {samples:g})")
-            self._progress.samples = samples
+            self.progress.samples = samples
 
     @property
     def steps(self) -> int:
-        """Steps of the job's training that are behind this worker: it seeds data (docs/elastic.md).
-
-        A worker that joins or comes back is where the others are; a loaded state brings its own number.
-        """
+        """Steps of the job's training behind this worker: seeds its next data (docs/elastic.md)."""
         return self.replica.step
 
     @property
     def samples_seen(self) -> float:
         """Sum of `samples` over these steps: this worker's place in data that it goes through."""
-        return self._progress.seen
+        return self.progress.seen
 
     @property
     def clock(self) -> int:
@@ -232,7 +229,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._finish_step()
         except (ReplacedError, UnknownJobError) as problem:
             self._come_back(problem, number)
-        self.locate(number)
+        self.progress.locate(number)
         self._gathered.clear()
         self._pushed.clear()
         self._reset_missing()
@@ -274,7 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise problem
         number = self.replica.step
         self._come_back(problem, number)
-        self.locate(number)
+        self.progress.locate(number)
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -375,10 +372,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     # ----- inside
-
-    def locate(self, former: int | None = None, seen: float | None = None) -> None:
-        """Takes the step that this worker's pushes stand for (`Progress.locate`)."""
-        self._progress.locate(self.replica, self.exchange.origin, former, seen)
 
     def _hook(self, parameter: torch.Tensor) -> None:
         """Is called by autograd when the gradient of `parameter` is complete."""
@@ -485,7 +478,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             upload(self, Role.WEIGHTS)
         self._set_hyper()
         self.exchange.run(self.replica.fetch(0, self.exchange))
-        self.locate()
+        self.progress.locate()
         self.show_weights()
         if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
             self.session.barrier("begin")

@@ -30,7 +30,7 @@ class FakeTable:
     """A table whose values are in its session's `posts`."""
 
     def __init__(self, session: FakeSession, name: str, layout: Any, *_: Any) -> None:
-        self.session = session
+        self.owner = session
         self.values = session.posts.setdefault(name, {})
         self.busy = False
         self.steps: list[int] = []
@@ -44,7 +44,7 @@ class FakeTable:
     def push(self, index: int, push: Push, grad: torch.Tensor, *, compress: bool) -> None:
         assert not compress
         self.steps.append(push.step)
-        if push.step not in self.session.counted:
+        if push.step not in self.owner.counted:
             self.values[index] = grad.numpy().copy()
 
     def pull(
@@ -52,7 +52,7 @@ class FakeTable:
     ) -> None:
         assert landing.is_look
         landing.weights.copy_(torch.from_numpy(self.values[index]))
-        landing.clock = len(self.session.counted)
+        landing.clock = len(self.owner.counted)
 
     def run(self, waits: Iterable[int]) -> None:
         list(waits)
