@@ -116,7 +116,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
         names, parameters, groups = trained(optimizer, named_parameters)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._progress = Progress(samples)
         self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
         self.session = self._context.session
         tensors = describe(list(zip(names, parameters, strict=True)), groups)
@@ -128,8 +127,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError("gradient_as_bucket_view=True needs overlap=True")
         self._replace_others(parameters)
         self._make_table(parameters, chosen, lends=gradient_as_bucket_view)
+        self.progress = Progress(samples, self.replica, self.exchange)
         self.gradients = Gradients(
-            self.bucket, self.exchange, self.replica, overlap, self._progress, self._set_hyper
+            self.bucket, self.exchange, self.replica, overlap, self.progress, self._set_hyper
         )
         trained_ids = {id(parameter) for parameter in parameters}
         self._frozen = [
@@ -191,34 +191,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def samples(self) -> float:
         """Weight of this worker's gradient in the mean."""
-        return self._progress.samples
+        return self.progress.samples
 
     @samples.setter
     def samples(self, samples: float) -> None:
         if samples != self.samples:
             self.gradients.overlap.changed(f"samples ({self.samples:g}, now {samples:g})")
-            self._progress.samples = samples
+            self.progress.samples = samples
 
     @property
     def steps(self) -> int:
-        """Steps of the job's training that are behind this worker: seed the next data with it.
-
-        A worker that joins or comes back is where the others are; a loaded state or checkpoint
-        brings its own number. One comes twice only if what was made of the first is lost.
-        """
+        """Steps of the job's training behind this worker: seeds its next data (docs/elastic.md)."""
         return self.replica.step
 
     @property
     def samples_seen(self) -> float:
         """Sum of `samples` over these steps: this worker's place in data that it goes through."""
-        return self._progress.seen
+        return self.progress.seen
 
     @property
     def clock(self) -> int:
-        """Pushes that are behind this worker, steps or rounds, counted as the shards do.
-
-        A change of the mode sets it to the newest version; in a new job it begins at 0.
-        """
+        """Pushes of this worker that the shards have counted: steps, or rounds; 0 in a new job."""
         return self.replica.next_push
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -295,7 +288,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except (ReplacedError, UnknownJobError) as problem:
             self._come_back(problem, number)
         self.missed.end_step()
-        self.locate(number)
+        self.progress.locate(number)
         self.gradients.end()
         self._left_out.ended()
         if timeline is not None:
@@ -340,6 +333,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.replica.rank = self.session.rank
         self.exchange.run(self.replica.begin(self.exchange))
         self.show_weights()
+
+    def return_between_steps(self, problem: PacelineError) -> None:
+        """Comes back where a look finds that this worker was lost, or raises `problem`."""
+        if self.gradients.have_left:  # In the middle of a step: that comes back at its end.
+            raise problem
+        number = self.replica.step
+        self._come_back(problem, number)
+        self.progress.locate(number)
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -441,10 +442,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ----- inside
 
-    def locate(self, former: int | None = None, seen: float | None = None) -> None:
-        """Takes the step that this worker's pushes stand for (`Progress.locate`)."""
-        self._progress.locate(self.replica, self.exchange.origin, former, seen)
-
     def _set_hyper(self) -> None:
         step = self.replica.step
         groups = [self.rule.outer_group(step, group) for group in self.param_groups]
@@ -458,7 +455,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             upload(self, Role.WEIGHTS)
         self._set_hyper()
         self.exchange.run(self.replica.begin(self.exchange))
-        self.locate()
+        self.progress.locate()
         self.show_weights()
         if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
             self.session.barrier("begin")
