@@ -1,7 +1,7 @@
 """The metrics page of one shard, for Prometheus: `/metrics`, and `/healthz` beside it.
 
-Nothing is kept here. The page reads the driver's tally and the shard's state when it is asked for,
-inside the event loop that changes them, so that counting costs the pushes next to nothing.
+Nothing is kept here. The page shows a copy of the shard's numbers (`Driver.figures`) that is made
+when it is asked for, so that counting costs the pushes next to nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pscore.errors import AccessError
 from pscore.types import Verdict
 from psserver.driver import Driver
 from psserver.gate import Gate
-from psserver.membership import Presence
 from psserver.tally import Histogram
 
 if TYPE_CHECKING:
@@ -41,7 +40,8 @@ class ShardCollector:
         """Yields every metric of the shard."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-        tally, shard = self._driver.tally, self._driver.shard
+        shard, figures = self._driver.shard, self._driver.figures()
+        tally = figures.tally
         pushes = CounterMetricFamily(
             "paceline_push_requests", "Pushes answered, by verdict.", labels=["verdict"]
         )
@@ -74,14 +74,12 @@ class ShardCollector:
             "Updates between the weights a gradient was made from and those it is applied to.",
             tally.staleness,
         )
-        yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(shard.jobs))
+        yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(figures.live))
         workers = GaugeMetricFamily(
             "paceline_workers_live", "Workers that hold a lease.", labels=["job"]
         )
-        for job in shard.jobs.values():
-            members = job.membership.members.values()
-            live = sum(member.presence is Presence.LIVE for member in members)
-            workers.add_metric([job.name], live)
+        for name, live in figures.live.items():
+            workers.add_metric([name], live)
         yield workers
         about = {
             "version": metadata.version("paceline"),
@@ -191,7 +189,6 @@ class MetricsPage:
     async def _metrics(self) -> tuple[str, bytes]:
         # Its import takes longer than a push may wait.
         prometheus = await asyncio.to_thread(importlib.import_module, "prometheus_client")
-        self._driver.tally.settle()
         registry = prometheus.CollectorRegistry(auto_describe=False)
         registry.register(ShardCollector(self._driver))
         prometheus.ProcessCollector(registry=registry)

@@ -31,7 +31,8 @@ from psserver.gate import Gate
 from psserver.listener import BulkServer
 from psserver.membership import Member
 from psserver.shard import Job
-from psserver.table import Table, TableSpec, make_spec
+from psserver.table import TableSpec, make_spec
+from psserver.views import JobView, Shared, TableView
 
 RAW = pb.Plugin(name="none")
 WAITS_LENGTH_MAX = 512  # Of what a worker says that it waits for.
@@ -93,7 +94,7 @@ def data_handler(driver: Driver, gate: Gate | None = None) -> grpc.GenericRpcHan
             require(header, context)
             driver.intake.push(header, np.frombuffer(payload, dtype=np.uint8), reply)
         except PacelineError as error:
-            driver.tally.num_pushes_refused += 1
+            driver.intake.note_refused()
             await refuse(context, error)
             raise
         return await reply.frame
@@ -171,9 +172,15 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._instance = instance
         self._drain = drain
         self._bulk = bulk
+        self._process = psutil.Process()
+        self._status = Shared(self._make_status)
+        self.closed = ""  # Why workers cannot join yet; empty if they can.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Says which shard of which cluster this is."""
+        return self._describe()
+
+    def _describe(self) -> pb.DescribeReply:
         return pb.DescribeReply(
             cluster=self._cluster,
             shard=self._driver.shard.index,
@@ -188,6 +195,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         """Takes a worker into a job."""
+        if self.closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed)
         try:
             if request.protocol != wire.PROTOCOL:
                 raise ProtocolVersionError(
@@ -197,6 +206,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             member = Member(
                 rank=request.rank,
                 incarnation=request.incarnation,
+                former=tuple(request.former),
                 restart=request.restart,
                 host=request.host,
                 pid=request.pid,
@@ -207,13 +217,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.JoinReply(
-            rank=member.rank,
-            num_workers=job.membership.num_workers,
-            lease_s=job.membership.lease_s,
-            instance=self._instance,
-            rounds=job.barriers.next_rounds(),
-        )
+        with self._driver.lock:
+            return pb.JoinReply(
+                rank=member.rank,
+                num_workers=job.membership.num_workers,
+                lease_s=job.membership.lease_s,
+                instance=self._instance,
+                rounds=job.barriers.next_rounds(),
+            )
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
         """Declares a table, or checks that this worker's is the job's."""
@@ -223,7 +234,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.DefineReply(table=table.index, created=created)
+        with self._driver.lock:
+            origin = table.spec.origin
+        return pb.DefineReply(
+            table=table.index, created=created, clock=origin.clock, step=origin.step
+        )
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
         """Lets a worker step aside, or changes the mode of a table."""
@@ -233,7 +248,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 rule = make_rule(*_plugin(request.rule))
                 self._driver.change(job, request.table, request.worker, rule)
             else:
-                change = (request.incarnation, request.number)
+                change = (request.incarnation, request.number, request.step)
                 self._driver.step_aside(job, request.table, request.worker, change)
         except PacelineError as error:
             await refuse(context, error)
@@ -242,22 +257,27 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
+        driver = self._driver
         try:
-            job = self._heard(request)
+            with driver.lock:
+                job = self._heard(request)
+                driver.waits.note(job, request.worker, request.waiting_for[:WAITS_LENGTH_MAX])
+                left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
+                uneven = job.membership.report(request.worker, left_out)
+                asked = driver.intake.debts.asked_of(job, request.worker)
+                return pb.HeartbeatReply(
+                    instance=self._instance,
+                    waiting_for=driver.waits.stalled(job),
+                    owing=[
+                        pb.Owing(table=number, step=step, slices=slices)
+                        for number, step, slices in asked
+                    ],
+                    live=job.membership.live() if request.wants_live else (),
+                    uneven=uneven,
+                )
         except PacelineError as error:
             await refuse(context, error)
             raise
-        self._driver.waits(job, request.worker, request.waiting_for[:WAITS_LENGTH_MAX])
-        with self._driver.lock:
-            asked = list(self._driver.intake.debts.asked_of(job, request.worker))
-        return pb.HeartbeatReply(
-            instance=self._instance,
-            waiting_for=self._driver.stalled(job),
-            owing=[
-                pb.Owing(table=number, step=step, slices=slices) for number, step, slices in asked
-            ],
-            live=job.membership.live() if request.wants_live else (),
-        )
 
     async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
         """Takes what a worker's error feedback owes of a slice."""
@@ -285,12 +305,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 job = self._heard(request)
                 table = job.table(request.table)
                 kept = self._driver.intake.debts.kept(job, table, request.worker)
+                arrays = dict(kept.get(request.slice, {})).items()
         except PacelineError as error:
             await refuse(context, error)
             raise
         if not request.HasField("slice"):
             return pb.ClaimReply(slices=sorted(kept))
-        arrays = kept.get(request.slice, {}).items()
         return pb.ClaimReply(
             arrays=[pb.Array(name=name, data=array.tobytes()) for name, array in arrays]
         )
@@ -302,10 +322,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        done, missing = await self._driver.barrier(
-            job, request.name, request.round, request.worker, request.wait_ms / 1000
+        done, missing, value = await self._driver.barrier(
+            job, request.name, request.round, request.worker, request.wait_ms / 1000, request.value
         )
-        return pb.BarrierReply(done=done, waiting_for=missing)
+        return pb.BarrierReply(done=done, waiting_for=missing, value=value)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""
@@ -320,12 +340,15 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         """Says how the jobs of this shard go."""
-        shard = self._driver.shard
+        reply: pb.StatusReply = await self._status.get()
+        return reply
+
+    def _make_status(self) -> pb.StatusReply:
         return pb.StatusReply(
-            shard=await self.Describe(pb.DescribeRequest(), context),
-            jobs=[self._job_status(job) for job in shard.jobs.values()],
+            shard=self._describe(),
+            jobs=[_job_status(job) for job in self._driver.status()],
             uptime_s=self._driver.now() - self._driver.started_s,
-            memory_nbytes=psutil.Process().memory_info().rss,
+            memory_nbytes=self._process.memory_info().rss,
             pid=os.getpid(),
         )
 
@@ -345,49 +368,47 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> Job:
         return self._driver.heard(request.job, request.worker, request.incarnation)
 
-    def _job_status(self, job: Job) -> pb.JobStatus:
-        now_s = self._driver.now()
-        clocks = [clock for table in job.tables.values() for clock in table.clocks.values()]
-        workers = [
-            pb.WorkerStatus(
-                rank=member.rank,
-                host=member.host,
-                pid=member.pid,
-                step=job.steps.get(member.rank, 0),
-                staleness=max((c.staleness.get(member.rank, 0) for c in clocks), default=0),
-                state=member.presence.value,
-                last_heard_s=now_s - member.heard_s,
-            )
-            for _, member in sorted(job.membership.members.items())
-        ]
-        counters = job.counters
-        return pb.JobStatus(
-            job=job.name,
-            num_workers=job.membership.num_workers,
-            min_workers=job.membership.min_workers,
-            workers=workers,
-            tables=[self._table_status(job, table) for table in job.tables.values()],
-            pushed_nbytes=counters.pushed_nbytes,
-            pulled_nbytes=counters.pulled_nbytes,
-            num_pushes=counters.num_pushes,
-            num_updates=counters.num_updates,
-            waiting_for=self._driver.others_awaited(job),
-        )
 
-    def _table_status(self, job: Job, table: Table) -> pb.TableStatus:
-        versions = [clock.version for clock in table.clocks.values()] or [-1]
-        return pb.TableStatus(
-            name=table.spec.name,
-            mode=str(table.spec.rule),
-            compressor=str(table.spec.compressor),
-            optimizer=table.spec.optimizer,
-            num_slices=len(table.specs),
-            nbytes=table.nbytes,
-            version_min=min(versions),
-            version_max=max(versions),
-            waiting_for=self._driver.waiting_for(job, table),
-            fingerprint=table.layout.fingerprint,
+def _job_status(job: JobView) -> pb.JobStatus:
+    workers = [
+        pb.WorkerStatus(
+            rank=worker.rank,
+            host=worker.host,
+            pid=worker.pid,
+            step=worker.step,
+            staleness=worker.staleness,
+            state=worker.state,
+            last_heard_s=worker.silent_s,
         )
+        for worker in job.workers
+    ]
+    return pb.JobStatus(
+        job=job.name,
+        num_workers=job.num_workers,
+        min_workers=job.min_workers,
+        workers=workers,
+        tables=[_table_status(table) for table in job.tables],
+        pushed_nbytes=job.pushed_nbytes,
+        pulled_nbytes=job.pulled_nbytes,
+        num_pushes=job.num_pushes,
+        num_updates=job.num_updates,
+        waiting_for=job.waiting_for,
+    )
+
+
+def _table_status(table: TableView) -> pb.TableStatus:
+    return pb.TableStatus(
+        name=table.name,
+        mode=table.mode,
+        compressor=table.compressor,
+        optimizer=table.optimizer,
+        num_slices=table.num_slices,
+        nbytes=table.nbytes,
+        version_min=table.version_min,
+        version_max=table.version_max,
+        waiting_for=table.waiting_for,
+        fingerprint=table.fingerprint,
+    )
 
 
 def _spec(table: pb.Table) -> TableSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pscore.types import Verdict
 
@@ -28,10 +28,16 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def copy(self) -> Histogram:
+        """Returns the counts as they are now."""
+        copied = Histogram(self.bounds)
+        copied.counts, copied.total = list(self.counts), self.total
+        return copied
+
 
 @dataclass(slots=True)
 class Tally:
-    """Counts that only rise; all but `times_s` belong to the event loop's thread."""
+    """Counts that only rise; all but `times_s` are read and changed under the engine's lock."""
 
     pushes: list[int] = field(default_factory=lambda: [0] * len(Verdict))  # By verdict.
     num_pushes_refused: int = 0
@@ -43,6 +49,13 @@ class Tally:
     staleness: Histogram = field(default_factory=lambda: Histogram(STALENESS_BOUNDS))
     apply_s: Histogram = field(default_factory=lambda: Histogram(APPLY_BOUNDS_S))
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_MAX))  # Any thread.
+
+    def copy(self) -> Tally:
+        """Returns the counts as they are now, for whoever reads them without the lock."""
+        staleness, apply_s = self.staleness.copy(), self.apply_s.copy()
+        return replace(
+            self, pushes=list(self.pushes), staleness=staleness, apply_s=apply_s, times_s=deque()
+        )
 
     def settle(self) -> None:
         """Moves the times that the lanes have left into the histogram."""

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import secrets
 import socket
 import threading
 import time
@@ -19,7 +20,6 @@ from pscore.access import ANYONE, Credentials
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.errors import (
-    ConfigError,
     PacelineError,
     ProtocolVersionError,
     RankTakenError,
@@ -31,15 +31,18 @@ from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.timeline import Timeline, open_timeline
+from pscore.types import Origin
 from psworker.environment import Environment
+from psworker.leftout import LeftOut
 from psworker.link import Link
 from psworker.spans import Phases
+from psworker.waits import PlaceWait, refuse_forked
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
-SAY_AFTER_S = 5.0  # A wait for a place is reported after this, and each time it has doubled.
+FORMER_MAX = 32  # Incarnations of this process that a shard is told.
 RAW = NoCompression()
 # Called once by every worker at its start: who comes late goes through where others have been.
 AT_START = ("begin", "load_state_dict")
@@ -63,6 +66,7 @@ class Session:
         min_workers: The least of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
         timeline: Where spans are recorded; None: nowhere.
+        left_out: By table; steps that its script has left out, where all workers make all steps.
         debtors: By table; what owes something that a checkpoint needs.
         waits: For which shard that does not answer, in words; the others pass it on to people.
     """
@@ -102,7 +106,8 @@ class Session:
         self._pid = os.getpid()
         self.num_workers = num_workers
         self.min_workers = min_workers
-        self.incarnation = time.time_ns()
+        self.incarnation = 0  # None yet.
+        self._former: list[int] = []  # Incarnations of this process before this one.
         self.links = [
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
         ]
@@ -113,6 +118,7 @@ class Session:
         self._patience_s = patience_s
         self._data_plane = data_plane
         self.waits = ""
+        self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
         self.debtors: WeakValueDictionary[int, Debtor] = WeakValueDictionary()
         self._teller: threading.Thread | None = None
         self._rounds: dict[str, int] = {}
@@ -124,6 +130,7 @@ class Session:
             if rank < 0 and min_workers:
                 self._join_at_any_rank(returns=False)
             else:
+                self._renew()
                 self._join_all(returns=False)
             undo.pop_all()
         self._telling = threading.Lock()
@@ -159,8 +166,8 @@ class Session:
     def define(
         self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
         num_groups: int, pull_compressor: Compressor = RAW, *, again: bool = False,
-    ) -> int:  # fmt: skip
-        """Declares a table at every shard and returns its index.
+    ) -> tuple[int, Origin]:  # fmt: skip
+        """Declares a table at every shard; returns its index, and where its steps begin.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; says in what.
@@ -185,10 +192,11 @@ class Session:
         request = pb.DefineRequest(
             job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
         )
-        tables = set()
+        tables, origins = set(), []
         for link in self.links:
             reply = link.call(link.control.Define, request)
             tables.add(reply.table)
+            origins.append((reply.clock, reply.step))
             if again and reply.created:
                 raise StateLostError(
                     f"the shard at {link.address} has been started again without the weights of "
@@ -197,11 +205,17 @@ class Session:
                 )
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
-        return int(tables.pop())
+        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of it.
 
-    def step_aside(self, table: int, number: int) -> None:
-        """Has nobody wait for this worker's pushes to a table until change `number` of its mode."""
-        self._change(pb.ChangeRequest(table=table, number=number))
+    def step_aside(self, table: int, number: int, step: int) -> None:
+        """Has nobody wait for this worker's pushes to a table until change `number` of its mode.
+
+        Args:
+            table: The table.
+            number: Of the change, counted by this worker.
+            step: Of training, at which this worker is.
+        """
+        self._change(pb.ChangeRequest(table=table, number=number, step=step))
 
     def change(self, table: int, number: int, rule: Rule) -> None:
         """Gives a table another mode; every worker has stepped aside, and each calls it.
@@ -226,7 +240,7 @@ class Session:
         Raises:
             PacelineError: Another process holds the rank, or nobody answers.
         """
-        self.incarnation = time.time_ns()
+        self._renew()
         try:
             self._join_all(returns=True)
         except RankTakenError as problem:
@@ -242,6 +256,18 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or nobody answers.
         """
+        self.agree(name, 0.0)
+
+    def agree(self, name: str, value: float) -> float:
+        """Waits as `barrier` does, and returns the largest value that a worker has brought there.
+
+        Args:
+            name: Of the barrier.
+            value: This worker's, 0 or more.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or nobody answers.
+        """
         number = self._rounds.get(name, 0)
         self._rounds[name] = number + 1
         link = self.links[0]
@@ -252,6 +278,7 @@ class Session:
             name=name,
             round=number,
             wait_ms=BARRIER_WAIT_MS,
+            value=value,
         )
         started_s = time.monotonic()
         while not (reply := link.call(link.control.Barrier, request)).done:
@@ -259,19 +286,11 @@ class Session:
             log.warning(
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
             )
+        return float(reply.value)
 
     def require_own(self) -> None:
-        """Refuses a process that was forked from the worker: their connections are one.
-
-        Raises:
-            ConfigError: This is such a process.
-        """
-        if os.getpid() != self._pid:
-            raise ConfigError(
-                f"process {os.getpid()} was forked from worker {self.rank} of job {self.job!r} "
-                f"(process {self._pid}), which alone takes part in it; start processes that train "
-                'with `psworker run`, or with multiprocessing.get_context("spawn")'
-            )
+        """Refuses a process that was forked from the worker (psworker/waits.py)."""
+        refuse_forked(self._pid, self.rank, self.job)
 
     def check(self) -> None:
         """Raises what a heartbeat was refused with, if one was.
@@ -364,6 +383,12 @@ class Session:
         if [reply.shard for reply in replies] != list(range(len(replies))):
             raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
 
+    def _renew(self) -> None:
+        """Draws another incarnation; a script that seeds `random` does not draw the same."""
+        if self.incarnation:
+            self._former = [*self._former, self.incarnation][-FORMER_MAX:]
+        self.incarnation = 1 + secrets.randbits(62)
+
     def _join_at_any_rank(self, *, returns: bool) -> None:
         """Joins at a rank that the first shard gives.
 
@@ -374,26 +399,16 @@ class Session:
             RankTakenError: No rank has become free in time.
             PacelineError: A shard refuses this worker for another reason, or does not answer.
         """
-        started_s, say_s = time.monotonic(), SAY_AFTER_S
+        place = PlaceWait(self.job, self._patience_s)
         while True:
-            self.rank, self.incarnation = -1, time.time_ns()
+            self.rank = -1
+            self._renew()
             for link in self.links:
                 link.patience.limit_s = self._patience_s  # Else as it was when it took its leave.
             try:
                 self._join_all(returns=returns)
             except RankTakenError as problem:
-                waited_s = time.monotonic() - started_s
-                if waited_s >= self._patience_s:
-                    raise RankTakenError(
-                        f"job {self.job!r} has had no free place for {waited_s:.0f} s: {problem}; "
-                        "wait longer with PACELINE_TIMEOUT_S, or allow more with --elastic MIN:MAX"
-                    ) from problem
-                if waited_s >= say_s:
-                    say_s *= 2
-                    log.warning(
-                        "this worker has waited %.0f s for a free place in job %r: %s",
-                        *(waited_s, self.job, problem),
-                    )
+                place.wait(problem)
                 time.sleep(RANK_RETRY_S * random.uniform(0.5, 1.0))
             else:
                 return
@@ -417,6 +432,7 @@ class Session:
                 num_workers=self.num_workers,
                 min_workers=self.min_workers,
                 incarnation=self.incarnation,
+                former=self._former,
                 restart=self._restart,
                 host=socket.gethostname(),
                 pid=os.getpid(),
@@ -441,6 +457,10 @@ class Session:
             request = pb.HeartbeatRequest(
                 job=self.job, worker=rank, incarnation=incarnation, waiting_for=self.waits
             )
+            if link is self.links[0]:
+                for table, counted in dict(self.left_out).items():
+                    steps, count, since = counted.report
+                    request.left_out.add(table=table, steps=steps, count=count, since=since)
             try:
                 self._tell_debts(link.beat(request, timeout_s=self._interval_s))
             except PacelineError as error:
