@@ -125,6 +125,9 @@ def start(
     ] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    log_max_mb: Annotated[
+        int | None, typer.Option(help="MiB of a log file until the next is begun [64]; 0: never.")
+    ] = None,
     config: Config = None,
 ) -> None:
     """Start shards, one process each, on ports P..P+N-1."""
@@ -140,6 +143,7 @@ def status(
     port: Port = None,
     state_dir: StateDir = None,
     servers: Servers = None,
+    job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show shards, jobs, workers, and what waits for whom."""
@@ -150,6 +154,8 @@ def status(
     found = find(servers, port, state_dir)
     replies = remote.answers(found.addresses, found.credentials)
     combined = picture.combine(found.addresses, replies)
+    if job is not None:
+        combined = picture.only(combined, job)
     if as_json:
         sys.stdout.write(json.dumps(combined, indent=1) + "\n")
     else:
