@@ -189,17 +189,24 @@ def stop(
     state_dir: StateDir = None,
     servers: Servers = None,
     grace_s: Annotated[
-        float, typer.Option(help="With --servers: time for requests under way.", min=0.0)
-    ] = 10.0,
+        float | None,
+        typer.Option(help="With --servers: time for requests under way [10].", min=0.0),
+    ] = None,
 ) -> None:
     """End shards once the requests under way are answered."""
     from psserver import remote
     from psserver.find import end, find
 
     found = find(servers, port, state_dir)
+    if found.run is not None and grace_s is not None:
+        raise ConfigError(
+            f"--grace-s {grace_s:g} has no effect on servers that were started here: they take "
+            f"{found.run.grace_s:g} s, as `psserver start --grace-s` says; leave it out"
+        )
     if found.run is not None:
         end(found.run)
     else:
+        grace_s = 10.0 if grace_s is None else grace_s
         remote.drain(found.addresses, grace_s, found.credentials)
     sys.stdout.write(f"stopped {', '.join(found.addresses)}\n")
 
@@ -315,6 +322,8 @@ def export(
     from psserver import checkpoint_files as files
     from psserver.find import find
 
+    if source is not None and (port is not None or state_dir is not None):
+        raise ConfigError("--from reads a checkpoint: --port and --state-dir have no effect on it")
     if source is not None:
         _, taken = files.read(source, job, _warn)
     else:
