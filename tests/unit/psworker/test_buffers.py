@@ -175,14 +175,20 @@ def test_integer_buffers_are_ones_own() -> None:
         assert second.num_batches_tracked.item() == 7
 
 
-@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2)])
-def test_without_buffers_there_is_no_table(model: torch.nn.Module | None) -> None:
+@pytest.mark.parametrize(("model", "policy"), [(None, "rank0"), (torch.nn.Linear(2, 2), "mean")])
+def test_without_buffers_there_is_no_table(model: torch.nn.Module | None, policy: str) -> None:
     posts: Posts = {}
-    buffers = Buffers(model, "mean", FakeSession(0, posts))  # type: ignore[arg-type]
+    buffers = Buffers(model, policy, FakeSession(0, posts))  # type: ignore[arg-type]
     buffers.post(samples=1.0)
     with buffers.shared():
         pass
     assert posts == {}
+
+
+@pytest.mark.parametrize("policy", ["mean", "local"])
+def test_a_policy_without_a_model_is_refused(policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"buffers='{policy}' has no effect without model="):
+        Buffers(None, policy, FakeSession(0, {}))  # type: ignore[arg-type]
 
 
 def test_only_the_owner_of_a_table_declares_values() -> None:

@@ -105,7 +105,7 @@ def test_a_factory_is_found_in_the_working_directory(
     assert shapes_of("nets_of_the_test:net") == [("weight", (2, 3)), ("bias", (2,))]
     with pytest.raises(ConfigError, match="must return a torch module"):
         shapes_of("nets_of_the_test:none")
-    with pytest.raises(ConfigError, match="has no 'more'"):
+    with pytest.raises(ConfigError, match="has no function or class 'more'"):
         shapes_of("nets_of_the_test:more")
 
 
