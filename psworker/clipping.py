@@ -75,7 +75,8 @@ def _norm_of_mean(optimizer: DistributedOptimizer) -> torch.Tensor:
     except (ReplacedError, UnknownJobError):
         drop_named(name)
         raise
-    return torch.linalg.vector_norm(mean[:-1]) if mean[-1] == 0 else torch.tensor(math.inf)
+    norm: torch.Tensor = torch.linalg.vector_norm(mean[:-1])
+    return norm if mean[-1] == 0 else torch.tensor(math.inf)
 
 
 def _flat(optimizer: DistributedOptimizer) -> torch.Tensor:
