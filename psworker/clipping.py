@@ -75,8 +75,10 @@ def _norm_of_mean(optimizer: DistributedOptimizer) -> torch.Tensor:
     except (ReplacedError, UnknownJobError):
         drop_named(name)
         raise
+    if mean[-1].item() > 0:
+        return torch.tensor(math.inf)
     norm: torch.Tensor = torch.linalg.vector_norm(mean[:-1])
-    return norm if mean[-1] == 0 else torch.tensor(math.inf)
+    return norm
 
 
 def _flat(optimizer: DistributedOptimizer) -> torch.Tensor:

@@ -84,7 +84,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
                 are started on this machine and end with the job.
             job: Name of the job; else PACELINE_JOB; else torchrun's run id.
-            timeout_s: Seconds without an answer that are an error; else PACELINE_TIMEOUT_S; else 30.
+            timeout_s: Seconds without an answer that are an error; else PACELINE_TIMEOUT_S or 30.
             model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
             buffers: What `global_weights` puts into the float buffers of `model`: `rank0` (rank
                 0's), `mean` (of all workers), or `local` (each worker its own).
