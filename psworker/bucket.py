@@ -264,7 +264,7 @@ class Bucket:
         if self.lent.has(index):
             return self.lent.is_stamped(index)
         if is_plain(grad, part.numel()):  # In less than half of the time that torch takes.
-            return _compare(grad.data_ptr(), part.data_ptr(), part.nbytes) == 0
+            return bool(_compare(grad.data_ptr(), part.data_ptr(), part.nbytes) == 0)
         return torch.equal(part.view(grad.shape), grad.detach().to(part.dtype))
 
     def _cast_grad(self, index: int, grad: torch.Tensor, step: int) -> None:

@@ -48,6 +48,7 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
         )
     optimizer.gradients.overlap.changed("a gradient")
     grads = [weight.grad for weight in optimizer.bucket.parameters if weight.grad is not None]
+    norm: torch.Tensor
     if session.num_workers == 1:
         norm = torch.linalg.vector_norm(_flat(optimizer)[:-1])
     else:

@@ -126,6 +126,7 @@ def test_a_scaler_changes_no_bit_and_an_overflow_is_left_out_by_all(
 def together(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Weights:
     """Trains in one process on the mean gradient of both workers, with a scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # It wraps the optimizer's step.
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(2):
@@ -138,6 +139,7 @@ def together(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Weight
 
 def alone(me: Station, make: str) -> Weights:
     model, optimizer = wrap(make, "ssgd")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
     train_scaled(model, optimizer, me.rank, "plain", 1024.0)
     return weights_of(model)
 
@@ -266,3 +268,28 @@ def test_a_step_that_one_worker_leaves_out_is_said_to_all() -> None:
                 r"made, the last of them before the end of step 5: .*call optimizer.skip_step\(\)",
                 line,
             ), line
+
+
+# ----- a worker that dies while others wait to agree
+
+
+def stop_in_the_middle(me: Station) -> float:
+    """Trains with a scaler; rank 1 does not come to the end of its step 2."""
+    model, optimizer = wrap("sgd", "ssgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(next(losses(model, 0, step, "plain"))))
+        if (me.rank, step) == (1, 2):
+            me.tell()
+            me.hear()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+def test_the_others_agree_without_a_worker_that_dies() -> None:
+    with Shards(1, lease_s=1.0) as shards, shards.workers(stop_in_the_middle) as (first, second):
+        second.hear()
+        second.kill()
+        assert first.result() == 4.0
