@@ -234,6 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PacelineError: A shard refused something, or nobody answers.
         """
         self._require_open("step")
+        self.session.require_own()
         loss = None
         if closure is not None:
             with torch.enable_grad():
