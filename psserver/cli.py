@@ -358,13 +358,20 @@ def _setting(flag: str) -> str:
     return f"{section}.{field}" if section in ("metrics", "log") else f"server.{flag}"
 
 
+def _say(message: str) -> None:
+    from pscore.text import printable
+
+    shown = printable(message, keep="\n")
+    sys.stderr.write(f"psserver: {shown}\n")
+
+
 def main() -> None:
     """Runs one command; an error ends the process with its code and one line."""
     try:
         app()
     except CommandError as problem:
-        sys.stderr.write(f"psserver: {problem.message}\n")
+        _say(problem.message)
         sys.exit(problem.code)
     except ConfigError as problem:
-        sys.stderr.write(f"psserver: {problem}\n")
+        _say(str(problem))
         sys.exit(Exit.USAGE)

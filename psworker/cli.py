@@ -14,6 +14,7 @@ import typer
 
 from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.rules import RULES
+from pscore.text import printable
 from psworker.environment import Environment, parse_servers
 from psworker.launch import (
     MEANINGS,
@@ -320,7 +321,8 @@ def _show_modes() -> None:
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"psworker: {line}\n")
+    shown = printable(line, keep="\n")
+    sys.stderr.write(f"psworker: {shown}\n")
     sys.stderr.flush()
 
 
