@@ -9,7 +9,14 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13; do \
 	2>/dev/null && echo $$name && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check proto bench bench-peers soak fuzz test-gpu clean
+# Of `test-lowest`. Wheels of torch for Linux on PyPI bring gigabytes of CUDA, so its lowest version is
+# asked for by name: TORCH=2.4.0.
+LOWEST_PYTHON ?= $(BIN)/python
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
+	tests/integration/test_launch.py tests/integration/test_training.py
+
+.PHONY: help setup run test test-lowest check proto bench bench-peers soak fuzz test-gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -27,6 +34,14 @@ run: $(STAMP) ## train a small model on two shards and two workers
 
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+test-lowest: $(STAMP) ## the quick tests on the lowest version of everything (LOWEST_PYTHON=, TORCH=)
+	rm -rf .venv-lowest && $(LOWEST_PYTHON) -m venv .venv-lowest
+	$(BIN)/python scripts/lowest.py --replace torch==$(TORCH) --python "$$(.venv-lowest/bin/python \
+		-c 'import sys; print("%d.%d" % sys.version_info[:2])')" > .venv-lowest/lowest.txt
+	.venv-lowest/bin/python -m pip install --quiet --only-binary :all: \
+		--constraint .venv-lowest/lowest.txt --editable '.[dev]'
+	.venv-lowest/bin/python -m pytest -n 2 -W ignore::DeprecationWarning $(QUICK)
 
 check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/ruff check .
@@ -58,5 +73,5 @@ test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for
 	$(BIN)/python -m benchmarks.compressors --json
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

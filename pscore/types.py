@@ -121,3 +121,5 @@ class Pull:
     clock: int  # Steps this worker has pushed before it asked.
     min_version: int  # Never answered with an older version.
     with_state: bool = False  # The optimizer's state travels with the weights.
+    begins: bool = False  # It has come anew, and pushes no step before `clock`.
+    is_look: bool = False  # Only to be seen: it changes nothing, and nobody trains on the answer.

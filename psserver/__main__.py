@@ -20,6 +20,10 @@ def main() -> None:
         from psserver import daemon
 
         daemon.main(sys.argv[2])
+    elif sys.argv[1:2] == ["schedule"] and len(sys.argv) == 3:  # noqa: PLR2004
+        from psserver import schedule
+
+        schedule.main(sys.argv[2])
     else:
         from psserver import cli
 

@@ -23,7 +23,7 @@ from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocol
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from pscore.types import ANY_STEP
-from psserver import snapshot
+from psserver import records
 from psserver.debts import Ask
 from psserver.delivery import DELIVERIES_MAX, Delivery
 from psserver.driver import WAIT_S_MAX, Driver
@@ -204,7 +204,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
 
     def _describe(self, capture: Cut) -> dict[str, Any]:
         return {
-            "spec": snapshot.spec_to_json(capture.table.spec),
+            "spec": records.spec_to_json(capture.table.spec),
             "num_workers": capture.job.membership.num_workers,
             "slices": {
                 str(index): {

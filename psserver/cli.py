@@ -32,7 +32,8 @@ app.add_typer(config_app, name="config")
 
 Port = Annotated[int | None, typer.Option(help="Port of shard 0 [7070]; 0 takes free ports.")]
 StateDir = Annotated[
-    Path | None, typer.Option(help="Directory of run file, logs and (if given) snapshots.")
+    Path | None,
+    typer.Option(help="Directory of run file and logs; if given, of journals and checkpoints."),
 ]
 Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
 Servers = Annotated[
@@ -57,9 +58,14 @@ def start(
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
     state_dir: StateDir = None,
-    snapshot_s: Annotated[
-        float | None, typer.Option(help="Seconds between snapshots into --state-dir [30].")
+    checkpoint_s: Annotated[
+        float | None, typer.Option(help="Seconds between checkpoints into --state-dir [300].")
     ] = None,
+    shard_addresses: Annotated[
+        str | None,
+        typer.Option(help="Of all shards, in order; for checkpoints where each starts by itself."),
+    ] = None,
+    snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
     durability: Annotated[
         str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
     ] = None,
@@ -209,27 +215,34 @@ def checkpoint(
     *,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where checkpoints go.")],
     job: Job = None,
-    keep: Annotated[int, typer.Option(help="Delete the oldest beyond so many.", min=1)] = 3,
+    keep: Annotated[int, typer.Option(help="Delete this job's oldest beyond so many.", min=1)] = 3,
     port: Port = None,
     state_dir: StateDir = None,
     servers: Servers = None,
 ) -> None:
     """Write a job as it is at one step of all shards; training goes on meanwhile."""
-    from psserver import checkpoint as files
+    from psserver.checkpoint import capture
+    from psserver.checkpoint_files import write
     from psserver.find import find
 
     found = find(servers, port, state_dir)
-    taken = files.capture(found.addresses, found.credentials, job, weights_only=False)
+    taken = capture(found.addresses, found.credentials, job, weights_only=False)
     with _disk(folder):
-        path = files.write(folder, taken, keep=keep)
+        path = write(folder, taken, keep=keep)
     sys.stdout.write(f"{path}\n")
+    sys.stderr.write(f"job {taken.job} at {taken.position}\n")
 
 
 @app.command()
 def restore(
     *,
     path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or its folder.")],
-    job: Annotated[str | None, typer.Option(help="Name of the job [as it was].")] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the job [as it was]; chooses where DIR has checkpoints of several."
+        ),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Workers that will join [as many as there were].", min=1)
     ] = None,
@@ -238,15 +251,20 @@ def restore(
     servers: Servers = None,
 ) -> None:
     """Make a job of a checkpoint, on any number of shards; workers then join it."""
-    from psserver import checkpoint as files
+    from psserver import checkpoint as shards
+    from psserver.checkpoint_files import read
     from psserver.find import find
 
     found = find(servers, port, state_dir)
-    read = files.read(path)
-    name = read.job if job is None else job
-    read.num_workers = read.num_workers if workers is None else workers
-    files.restore(found.addresses, found.credentials, read, name)
-    sys.stdout.write(f"restored job {name} on {len(found.addresses)} shards\n")
+    chosen, taken = read(path, job, _warn)
+    name = taken.job if job is None else job
+    taken.num_workers = taken.num_workers if workers is None else workers
+    shards.restore(found.addresses, found.credentials, taken, name)
+    number = len(found.addresses)
+    sys.stdout.write(
+        f"restored job {name} from {chosen} ({taken.position}) on {number} "
+        f"{'shard' if number == 1 else 'shards'}\n"
+    )
 
 
 @app.command()
@@ -262,17 +280,23 @@ def export(
     servers: Servers = None,
 ) -> None:
     """Write a job's weights as one safetensors file."""
-    from psserver import checkpoint as files
+    from psserver import checkpoint as shards
+    from psserver import checkpoint_files as files
     from psserver.find import find
 
     if source is not None:
-        taken = files.read(source)
+        _, taken = files.read(source, job, _warn)
     else:
         found = find(servers, port, state_dir)
-        taken = files.capture(found.addresses, found.credentials, job, weights_only=True)
+        taken = shards.capture(found.addresses, found.credentials, job, weights_only=True)
     with _disk(path):
         files.export(path, taken)
     sys.stdout.write(f"{path}\n")
+    sys.stderr.write(f"weights of job {taken.job} at {taken.position}\n")
+
+
+def _warn(sentence: str) -> None:
+    sys.stderr.write(f"psserver: {sentence}\n")
 
 
 @contextlib.contextmanager

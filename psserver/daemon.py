@@ -28,16 +28,19 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pscore.errors import ConfigError
+from pscore.access import read_credentials
+from pscore.errors import ConfigError, PacelineError
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
 from pscore.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.timeline import open_timeline
 from psserver import descriptors, logs
 from psserver.capture import Checkpointer
+from psserver.checkpoint_files import Checkpoint
 from psserver.driver import Driver
 from psserver.exits import CommandError, Exit
 from psserver.gate import Door
 from psserver.listener import BulkServer
+from psserver.loading import bring, load
 from psserver.metrics import MetricsPage
 from psserver.plan import Ready, Refused, Report, ShardPlan, join_address, report_to_json
 from psserver.servicer import ControlServicer, data_handler
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 TICK_S = 1.0
+BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
 POLL_S = 0.05
 MOMENT_S = 0.002
@@ -122,6 +126,7 @@ class Daemon:
         self._gate = plan.trust.gate()
         self._instance = secrets.randbits(63)
         self._bulk: BulkServer | None = None
+        self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._page = MetricsPage(
             self.driver,
@@ -137,10 +142,12 @@ class Daemon:
             interceptors=[Door(self._gate, self.driver.heard), Guard(self.broke)],
         )
         server.add_generic_rpc_handlers((data_handler(self.driver, self._gate),))
-        servicer = ControlServicer(
+        self._servicer = ControlServicer(
             self.driver, self.plan.cluster, self._instance, self.drain, self._bulk
         )
-        control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+        if self._to_bring:
+            self._servicer.closed = "it brings the newest checkpoints to the other shards first"
+        control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
         checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.driver), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
@@ -194,11 +201,11 @@ class Daemon:
         self._watch()
         ticking = asyncio.create_task(self._tick())
         ticking.add_done_callback(self._check)
-        saving = asyncio.create_task(self._save())
-        saving.add_done_callback(self._check)
+        bringing = asyncio.create_task(self._bring())
+        bringing.add_done_callback(self._check)
         await self._ending.wait()
         ticking.cancel()
-        saving.cancel()
+        bringing.cancel()
         if self.code is not Exit.BUG:
             await self.end()
 
@@ -209,7 +216,6 @@ class Daemon:
             await self._health.set(name, STATUS.NOT_SERVING)
         await self._finish()
         await self._page.stop()
-        await self._snapshot()
         if self._timeline is not None:
             self._timeline.write()
         if self.plan.state_dir is None:
@@ -284,35 +290,29 @@ class Daemon:
             log.warning("job taken up where it was", job=name)
         if self._vault is not None:
             self._instance = self._vault.instance
-        folder = self._folder()
-        if folder is None:
+        if self.plan.checkpoint_dir is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in self.driver.restore(folder):
-            log.warning("job taken up from its last snapshot", job=name)
+        vault = None if self._vault is None else self._vault.folder
+        loaded = load(self.driver, Path(self.plan.checkpoint_dir), vault)
+        if self.plan.addresses:
+            self._to_bring = loaded
 
-    async def _save(self) -> None:
-        """Writes a snapshot every few seconds."""
-        while self._folder() is not None:
-            await asyncio.sleep(self.plan.snapshot_s)
-            await self._snapshot()
-
-    async def _snapshot(self) -> None:
-        folder = self._folder()
-        if folder is None:
-            return
-        try:
-            await asyncio.to_thread(self.driver.snapshot, folder)
-        except OSError as problem:
-            log.error(
-                "snapshot failed; the last one stays", folder=str(folder), reason=str(problem)
-            )
-
-    def _folder(self) -> Path | None:
-        """Returns where this shard's snapshots lie, or None if it writes none."""
-        if self.plan.state_dir is None or not self.plan.snapshot_s:
-            return None
-        return Path(self.plan.state_dir) / folder_name(self.plan)
+    async def _bring(self) -> None:
+        """Brings the other shards their parts of what was loaded, and lets workers in then."""
+        pause_s = BRING_S_MIN
+        while self._to_bring:
+            try:
+                credentials = read_credentials(token_file=self.plan.trust.token_file)
+                await asyncio.to_thread(bring, self.plan.addresses, credentials, self._to_bring)
+            except PacelineError as problem:
+                log.warning(
+                    "workers wait until all shards have the checkpoints", reason=str(problem)
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, BRING_S_MAX)
+            else:
+                self._to_bring = {}
+        self._servicer.closed = ""
 
     def _on_thread(self, failed: threading.ExceptHookArgs) -> None:
         assert failed.exc_value is not None

@@ -10,9 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import psutil
 import structlog
@@ -23,7 +20,6 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.segment import Segment, WeightsMap
 from pscore.timeline import Timeline
-from psserver import snapshot
 from psserver.intake import Intake
 from psserver.lanes import Change, Lane
 from psserver.limits import Budget
@@ -81,7 +77,6 @@ class Driver:
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
         self._owing: dict[int, Job] = {}  # By id: what their workers claim may be in the vault.
-        self._ended: set[int] = set()  # Ids of jobs that were over at the last snapshot.
         self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
         self.waits = Waits(shard, self._barriers)
 
@@ -246,7 +241,7 @@ class Driver:
                 self._owing[id(job)] = job
         return [job.name for job in jobs]
 
-    # ----- checkpoints and snapshots
+    # ----- checkpoints
 
     def begin_restored(self, name: str, num_workers: int, min_workers: int) -> Job:
         """Makes a job without workers, whose tables come from a checkpoint."""
@@ -260,64 +255,6 @@ class Driver:
         """Writes down what the workers of a restored job have still to claim."""
         self.recovery.note_owed(job, self.intake.debts.kept_of(id(job)))
         self._owing[id(job)] = job
-
-    def snapshot(self, folder: Path) -> int:
-        """Writes every job that has weights into `folder`; returns how many.
-
-        Raises:
-            OSError: One could not be written; its last snapshot is still there.
-        """
-        with self.lock:
-            over = {id(job) for job in self.shard.jobs.values() if job.membership.is_over}
-            # Of one that is over the end is written once: that nobody of it is live any more.
-            jobs = [job for job in self.shard.jobs.values() if id(job) not in over & self._ended]
-            waits = [
-                snapshot.copy(self._lanes_of(job), partial(self._describe, job)) for job in jobs
-            ]
-        for wait in waits:
-            snapshot.write(folder, wait())
-        self._ended = over
-        return len(waits)
-
-    def restore(self, folder: Path) -> list[str]:
-        """Takes the jobs in `folder` up again; returns their names."""
-        names = []
-        for found in snapshot.read_all(folder):
-            meta = found.meta
-            mine = (self.shard.index, self.shard.num_shards)
-            if (meta["shard"], meta["num_shards"]) != mine:
-                log.error("snapshot of another shard is left alone", job=meta["job"], folder=folder)
-                continue
-            if meta["job"] in self.shard.jobs:
-                continue  # What the vault had is newer.
-            members = snapshot.members_of(meta, self.now())
-            min_workers = meta.get("min_workers", 0)
-            job = self.shard.restore(meta["job"], meta["num_workers"], members, min_workers)
-            self._owners[id(job)] = job
-            self.recovery.note(job)
-            for entry in meta["tables"]:
-                table, _ = self.define(job, snapshot.spec_of(entry))
-                for index, clock in table.clocks.items():
-                    saved = entry["slices"][str(index)]
-                    clocks = {int(rank): clock for rank, clock in saved["clocks"].items()}
-                    prefix = f"{table.index}/{index}/"
-                    arrays = {
-                        key.removeprefix(prefix): array
-                        for key, array in found.arrays.items()
-                        if key.startswith(prefix)
-                    }
-                    if saved["version"] >= 0:
-                        lane = self.intake.lanes[id(job), table.index, index]
-                        lane.store.restore(arrays, saved["version"], clocks)
-                        clock.restore(saved["version"], clocks)
-            names.append(job.name)
-        return names
-
-    def _describe(self, job: Job) -> dict[str, Any]:
-        return snapshot.describe(job, self.shard.index, self.shard.num_shards)
-
-    def _lanes_of(self, job: Job) -> dict[tuple[int, int], Lane]:
-        return {key[1:]: lane for key, lane in self.intake.lanes.items() if key[0] == id(job)}
 
     def forget_ended(self) -> None:
         """Frees the numbers of jobs that have been replaced."""
@@ -398,11 +335,23 @@ class Driver:
             del self.intake.shared[key]
 
     async def barrier(
-        self, job: Job, name: str, number: int, rank: int, wait_s: float
-    ) -> tuple[bool, str]:
-        """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`."""
+        self, job: Job, name: str, number: int, rank: int, wait_s: float, value: float = 0.0
+    ) -> tuple[bool, str, float]:
+        """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`.
+
+        Args:
+            job: Whose barrier.
+            name: Of the barrier.
+            number: Of the round.
+            rank: Of the worker.
+            wait_s: How long it waits, in seconds.
+            value: What it brings along, 0 or more.
+
+        Returns:
+            Whether the barrier is open, what it waits for, and the largest value of all workers.
+        """
         with self.lock:
-            awaited = self.shard.barrier(job, name, number, rank)
+            awaited = self.shard.barrier(job, name, number, rank, value)
             self.recovery.note(job)
         deadline_s = self.now() + min(wait_s, WAIT_S_MAX)
         if not awaited:
@@ -420,10 +369,11 @@ class Driver:
                     with self.lock:
                         del self._barriers[id(job), name]
             with self.lock:
-                awaited = self.shard.barrier(job, name, number, rank)
+                awaited = self.shard.barrier(job, name, number, rank, value)
                 if not awaited:
                     self.recovery.note(job)
-        return not awaited, awaited
+        with self.lock:
+            return not awaited, awaited, job.barriers.agreed(name, number)
 
     def _ring(self, job: Job) -> None:
         """Wakes everybody who waits at a barrier of `job`."""

@@ -23,7 +23,7 @@ from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.timeline import Timeline
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
-from psserver.actions import Acknowledge, Action, Answer, Update
+from psserver.actions import Acknowledge, Action, Answer, Skip, Update
 from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.debts import Debts
@@ -37,6 +37,7 @@ from psserver.tally import Tally
 
 RAW = NoCompression()
 SAMPLES_MAX = 1e12
+STEPS_MAX = 1 << 48  # Of a job.
 VERDICTS = {verdict: data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict}
 LOADS = (Role.WEIGHTS, Role.STATE)
 
@@ -189,11 +190,15 @@ class Intake:
                 clock=header.clock,
                 min_version=header.min_version,
                 with_state=header.with_state,
+                begins=header.begins,
+                is_look=header.look,
             )
+            if pull.begins and pull.clock > STEPS_MAX:
+                raise DecodeError(f"worker {pull.worker} begins at step {pull.clock}")
             request = Request(job, address, table.clock(header.slice), pull.worker, reply)
             request.deadline_s = self.now() + wait_s
             request.is_shared = header.shared
-            if header.estimate and not header.with_state:
+            if header.estimate and not (header.with_state or header.look):
                 request.held = _held(header, table)
             self.waiting.add(request)
             self.carry_out(job, self.shard.pull(job, address, pull, request))
@@ -253,8 +258,9 @@ class Intake:
         queue: list[Work] = []
         for action in batch:
             queue.append(action)
-            if isinstance(action, Update):
-                queue += [entry.work for entry in armed if entry.version == action.version]
+            if isinstance(action, Update | Skip):
+                former = action.former if isinstance(action, Skip) else action.version - 1
+                queue += [e.work for e in armed if former < e.version <= action.version]
         return queue
 
     def note_refused(self) -> None:
@@ -328,7 +334,7 @@ class Intake:
         if request.held is not None:
             self._answer_estimate(action, store, request, request.held)
             return
-        arrays = store.read(action.worker, with_state=action.with_state, clock=action.clock)
+        arrays = store.read(action)
         self._note_sent(request, sum(array.nbytes for array in arrays))
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         if action.with_state:
@@ -350,7 +356,7 @@ class Intake:
         """Answers a compressed pull: by the deltas that the worker lacks, or by the whole."""
         with self.lock:
             compressor = request.job.table(request.address.table).spec.pull_compressor
-        estimate = store.estimate(action.worker, action.version, compressor, action.clock)
+        estimate = store.estimate(action, compressor)
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         parts = estimate.answer(held, reply)
         self._note_sent(request, sum(part.nbytes for part in parts))

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -18,7 +18,8 @@ import structlog
 from pscore import faults
 from psserver import logs, runfile
 from psserver.exits import CommandError, Exit
-from psserver.plan import ShardPlan, join_address
+from psserver.keeper import Keeper
+from psserver.plan import FOLDER, SchedulePlan, ShardPlan, join_address
 from psserver.runfile import FREE, Run, RunDirectory, ShardRun
 from psserver.settings import Settings, metrics_ports
 from psserver.supervisor import Post, Supervisor
@@ -46,10 +47,12 @@ class Launch:
     detached: bool
     cluster: str = ""
     is_told: bool = False
+    keeper: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
         """Gives a cluster without a name one that no other has."""
         self.cluster = self.settings.server.cluster or secrets.token_hex(4)
+        self.keeper = Keeper(self.settings.server.grace_s)
 
     def run(self) -> Exit:
         """Supervises the shards until they end.
@@ -62,16 +65,19 @@ class Launch:
         state_dir, journals = settings.server.state_dir, None
         if settings.server.durability == "journal" and state_dir is None:
             journals = ShortLived(self._unique())
+        self._say_without_checkpoints()
         supervisor = Supervisor(
             plans=self._plans(None if journals is None else journals.path),
             log_files=[self._log_file(f"shard-{i}") for i in settings.server.indices],
             restart=settings.server.restart,
             on_ready=self._on_ready,
             on_end=self._on_end,
+            before_stop=self.keeper.last,
         )
         try:
             return supervisor.run()
         finally:
+            self.keeper.close()
             if journals is not None:
                 journals.remove()
 
@@ -96,7 +102,8 @@ class Launch:
                 lease_s=server.lease_s,
                 grace_s=server.grace_s,
                 state_dir=None if server.state_dir is None else str(server.state_dir.absolute()),
-                snapshot_s=server.snapshot_s,
+                checkpoint_dir=self._checkpoint_dir(),
+                addresses=server.other_addresses,
                 trust=server.trust,
                 memory_mb=server.memory_mb,
                 under_way_mb=server.under_way_mb,
@@ -110,8 +117,34 @@ class Launch:
             )
         ]
 
+    def _checkpoint_dir(self) -> str | None:
+        """Returns where scheduled checkpoints are taken and loaded; None: nowhere."""
+        server = self.settings.server
+        if server.state_dir is None or server.why_no_checkpoints:
+            return None
+        return str(server.state_dir.absolute() / FOLDER)
+
+    def _say_without_checkpoints(self) -> None:
+        """Warns who has given a state directory and gets no checkpoints in it."""
+        server = self.settings.server
+        if server.state_dir is not None and server.checkpoint_s and server.why_no_checkpoints:
+            log.warning("no scheduled checkpoints", reason=server.why_no_checkpoints)
+
+    def _schedule(self, folder: str, addresses: list[str]) -> SchedulePlan:
+        server = self.settings.server
+        return SchedulePlan(
+            addresses=server.other_addresses or addresses,
+            folder=folder,
+            every_s=server.checkpoint_s,
+            token_file=server.trust.token_file,
+            log_format=self.settings.log.format,
+            log_level=self.settings.log.level,
+        )
+
     def _on_ready(self, posts: Sequence[Post]) -> None:
         run = self._run(posts)
+        if (folder := self._checkpoint_dir()) is not None:
+            self.keeper.start(lambda: self._schedule(folder, run.addresses).to_json())
         if self.folder is not None:
             runfile.write(self.folder, run)
         if not self.is_told:

@@ -13,7 +13,8 @@ than the least (`wanted`). A worker whose script has come to its end counts as t
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
 
@@ -44,6 +45,8 @@ class Member:
     reason: str = ""  # Why it left.
     returns: bool = False  # It was part of the job before: a job without live workers goes on.
     waits: str = ""  # For which shard, in its own words: one that does not answer.
+    # By table: steps ended, begun and not ended, and those ended when the latter last changed.
+    left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 class Membership:
@@ -131,6 +134,32 @@ class Membership:
         member.heard_s = now_s
         member.lease_ends_s = now_s + self.lease_s
         return member
+
+    def report(self, rank: int, left_out: Mapping[int, tuple[int, int, int]]) -> str:
+        """Takes a worker's count of the steps that its script has left out, by table.
+
+        Counts are compared only when both workers are beyond the step in which the other's last
+        changed: until then the one that is behind may still leave out the same step.
+
+        Returns:
+            Which worker has left out steps that another has made, in words; empty if none has.
+        """
+        self.members[rank].left_out = dict(left_out)
+        live = [self.members[rank] for rank in self.live()]
+        for table in left_out:
+            reports = [
+                (*member.left_out[table], member) for member in live if table in member.left_out
+            ]
+            _, least, least_since, other = min(reports, key=lambda one: one[1])
+            steps, most, since, member = max(reports, key=lambda one: one[1])
+            if most > least and steps > least_since and other.left_out[table][0] > since:
+                many = "1 step" if most - least == 1 else f"{most - least} steps"
+                return (
+                    f"{self.describe(member.rank)} has left out {many} that "
+                    f"{self.describe(other.rank)} has made, the last of them before the end of "
+                    f"step {since}: zero_grad() came twice without step() between"
+                )
+        return ""
 
     def suspect(self, rank: int, incarnation: int, now_s: float) -> None:
         """Shortens the lease of a worker whose connection broke: it has two heartbeats' time."""

@@ -11,7 +11,7 @@ from pscore.compressors.base import Compressor
 from pscore.rules import make_rule
 from pscore.segment import Segment, WeightsMap
 from pscore.types import FloatArray, Push, SliceSpec
-from psserver import snapshot
+from psserver import records
 from psserver.barriers import Barrier
 from psserver.clock import SliceClock
 from psserver.counted import Bin, Token
@@ -173,13 +173,13 @@ class Recovery:
         now_s: float,
         allocate: Callable[[Job, Table, Room], None],
     ) -> Job:
-        members = snapshot.members_of(meta, now_s)
+        members = records.members_of(meta, now_s)
         least = meta["min_workers"]
         job = self._shard.restore(meta["name"], meta["num_workers"], members, least)
-        for name, number, ranks, is_open in meta["barriers"]:
-            job.barriers.by_name[name] = Barrier(number, set(ranks), is_open)
+        for name, number, ranks, *rest in meta["barriers"]:
+            job.barriers.by_name[name] = Barrier(number, set(ranks), *rest)
         for entry in tables:
-            table, _ = self._shard.define(job, snapshot.spec_of(entry))
+            table, _ = self._shard.define(job, records.spec_of(entry))
             roots = {int(index): root for index, root in entry["roots"].items()}
             self._roots[id(job), table.index] = roots
             table.epoch = entry["epoch"]
@@ -194,7 +194,7 @@ class Recovery:
     def _describe_table(self, job: Job, table: Table) -> Meta:
         former = table.former
         return {
-            "spec": snapshot.spec_to_json(table.spec),
+            "spec": records.spec_to_json(table.spec),
             "roots": self._roots[id(job), table.index],
             "epoch": table.epoch,
             "former": None if former is None else [former.name, former.arguments()],
@@ -282,10 +282,10 @@ def _describe(job: Job) -> Meta:
         "name": job.name,
         "num_workers": job.membership.num_workers,
         "min_workers": job.membership.min_workers,
-        "members": snapshot.members_to_json(job),
+        "members": records.members_to_json(job),
         "barriers": [
-            [name, barrier.number, sorted(barrier.arrived), barrier.is_open]
-            for name, barrier in job.barriers.by_name.items()
+            [name, one.number, sorted(one.arrived), one.is_open, one.largest, one.former]
+            for name, one in job.barriers.by_name.items()
         ],
     }
 

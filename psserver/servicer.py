@@ -178,6 +178,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._bulk = bulk
         self._process = psutil.Process()
         self._status = Shared(self._make_status)
+        self.closed = ""  # Why workers cannot join yet; empty if they can.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Says which shard of which cluster this is."""
@@ -198,6 +199,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         """Takes a worker into a job."""
+        if self.closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed)
         try:
             if request.protocol != wire.PROTOCOL:
                 raise ProtocolVersionError(
@@ -259,6 +262,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 job = self._heard(request)
                 text = printable(request.waiting_for, TEXT_LENGTH_MAX)
                 driver.waits.note(job, request.worker, text)
+                left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
+                uneven = job.membership.report(request.worker, left_out)
                 asked = driver.intake.debts.asked_of(job, request.worker)
                 return pb.HeartbeatReply(
                     instance=self._instance,
@@ -268,6 +273,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                         for number, step, slices in asked
                     ],
                     live=job.membership.live() if request.wants_live else (),
+                    uneven=uneven,
                 )
         except PacelineError as error:
             await refuse(context, error)
@@ -317,10 +323,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        done, missing = await self._driver.barrier(
-            job, request.name, request.round, request.worker, request.wait_ms / 1000
+        done, missing, value = await self._driver.barrier(
+            job, request.name, request.round, request.worker, request.wait_ms / 1000, request.value
         )
-        return pb.BarrierReply(done=done, waiting_for=missing)
+        return pb.BarrierReply(done=done, waiting_for=missing, value=value)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""

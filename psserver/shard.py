@@ -360,9 +360,9 @@ class Shard:
 
     # ----- barriers
 
-    def barrier(self, job: Job, name: str, number: int, rank: int) -> str:
+    def barrier(self, job: Job, name: str, number: int, rank: int, value: float = 0.0) -> str:
         """Arrives at round `number` of a barrier. Returns what that waits for; empty if open."""
-        barrier = job.barriers.arrive(name, number, rank)
+        barrier = job.barriers.arrive(name, number, rank, value)
         return "" if barrier is None else self.at_barrier(job, name, barrier)
 
     def at_barrier(self, job: Job, name: str, barrier: Barrier) -> str:

@@ -205,6 +205,7 @@ class Supervisor:
     restart: bool
     on_ready: Callable[[Sequence[Post]], None]  # After the start, and after each restart.
     on_end: Callable[[], None]
+    before_stop: Callable[[], None] = lambda: None  # While the shards still serve.
     posts: list[Post] = field(default_factory=list)
 
     def run(self) -> Exit:
@@ -223,6 +224,8 @@ class Supervisor:
                     post.plan = _fixed(post)
                 self.on_ready(self.posts)
                 code = self._keep(wake)
+                if code is Exit.OK and self._processes():
+                    self.before_stop()
                 return code if self._stop() else Exit.SHARD_DIED
             finally:
                 self._stop()

@@ -33,6 +33,7 @@ from pscore.rules import (
     SlowMo,
     Staleness,
 )
+from psworker.clipping import clip_grad_norm_
 from psworker.lowlevel import (
     barrier,
     broadcast_parameters,
@@ -53,6 +54,7 @@ __all__ = [
     "barrier",
     "broadcast_parameters",
     "CD",
+    "clip_grad_norm_",
     "ConfigError",
     "DCASGD",
     "DiLoCo",

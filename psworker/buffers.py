@@ -117,7 +117,7 @@ class Buffers:
         flat = torch.zeros(self._layout.numel)
         table = self._tables[owner]
         for spec in self._layout.slices:
-            landing = Landing(weights=flat[spec.start : spec.stop], state=[])
+            landing = Landing(weights=flat[spec.start : spec.stop], state=[], is_look=True)
             table.pull(spec.index, 0, 0, landing, with_state=False)
         table.run(spec.index for spec in self._layout.slices)
         return flat.numpy()

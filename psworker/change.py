@@ -47,5 +47,5 @@ def change_mode(wrapper: DistributedOptimizer, rule: Rule, grads: Sequence[torch
     exchange.change(rule)
     wrapper.rule = rule
     replica.change(rule)
-    exchange.run(replica.fetch(0, exchange))
+    exchange.run(replica.begin(exchange))
     wrapper.show_weights()

@@ -55,6 +55,11 @@ class Context:
         """Has `closer` called when the session ends in order."""
         self._closers.append(closer)
 
+    def not_at_close(self, closer: Callable[[], None]) -> None:
+        """Takes back what `at_close` was given."""
+        if closer in self._closers:
+            self._closers.remove(closer)
+
     def table_name(self, name: str) -> str:
         """Returns `name`, or `name.1` and so on where it has been given out before."""
         number = self._tables.get(name, 0)

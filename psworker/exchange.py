@@ -34,6 +34,7 @@ from psworker.debts import Debts
 from psworker.device import DeviceSide, is_on_device
 from psworker.estimate import Held
 from psworker.feedback import Feedback
+from psworker.missed import Missed
 from psworker.outbox import Landing
 from psworker.session import Session
 from psworker.spans import note_payload, note_pull, note_push
@@ -65,6 +66,7 @@ class Exchange:
     Attributes:
         grads: `(layout.numel,) float32` on the host: what lies in it is pushed without a copy to
             shards on this host. None unless asked for.
+        missed: Steps of this worker that did not count whole.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Exchange:
         self.compressor = compressor
         self.pull_compressor = pull_compressor
         self.traffic = Traffic()
+        self.missed = Missed(len(layout.slices))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
         self._name = name
@@ -124,7 +127,6 @@ class Exchange:
         self._held = self._make_held()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, Landing]] = {}
-        self._pushed_steps: dict[int, int] = {}  # Of each slice's last push, for people.
         self._pulled_steps: dict[int, int] = {}  # That its last pull waits for.
         self._debts = Debts(session, self.table, layout, self._feedback, self._pushes)
         if share:
@@ -161,7 +163,7 @@ class Exchange:
         if self._timeline is not None:
             note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
-        self._pushed_steps[index] = push.step
+        self.missed.sent(index, push.step)
         self._transport(index).push(call)
 
     def pull(
@@ -175,13 +177,15 @@ class Exchange:
             min_version=min_version,
             with_state=with_state,
             wait_ms=WAIT_MS,
+            begins=landing.begins,
+            look=landing.is_look,
         )
         state = [tensor.numpy() for tensor in landing.state] if with_state else []
         call = PullCall(
             header=header, weights=landing.weights.numpy(), state=state, is_late=landing.is_late
         )
         held = self._held[index]
-        if held is not None and not (with_state or landing.exact):
+        if held is not None and not (with_state or landing.exact or landing.is_look):
             header.estimate, header.held, call.held = True, held.fingerprint, held
         if self._timeline is not None:
             note_pull(self._timeline, call)
@@ -231,15 +235,22 @@ class Exchange:
         """Waits until the last push of a slice is acknowledged: its gradient is free again."""
         future = self._pushes.pop(index, None)
         if future is not None:
-            what = f"room for step {self._pushed_steps.get(index, 0)}"
+            what = f"room for step {self.missed.pushed.get(index, 0)}"
             reply = self._wait(future, index, what)
-            self.traffic.num_too_late += reply.verdict == data_pb2.VERDICT_TOO_LATE
+            if reply.verdict == data_pb2.VERDICT_TOO_LATE:
+                self.traffic.num_too_late += 1
+                self.missed.late(self.session.rank, index)
             self._debts.settle(index, reply)
 
     def flush(self) -> None:
         """Waits until every push is acknowledged."""
         for index in list(self._pushes):
             self.acknowledged(index)
+
+    def give_up_step(self, step: int) -> str:
+        """Gives up the step under way (`Missed.give_up`)."""
+        pushes = self._pushes.items()
+        return self.missed.give_up(step, [i for i, push in pushes if not _is_answered(push)])
 
     def _wait(self, future: Future[T], index: int, what: str) -> T:
         if self._timeline is None or future.done():
@@ -472,6 +483,10 @@ class Exchange:
             self.traffic.num_pushes += 1
             self.traffic.pushed_nbytes += nbytes
         return header, () if shared or push.present == 0 else (data,)
+
+
+def _is_answered(push: Future[data_pb2.PushReply]) -> bool:
+    return push.done() and push.exception() is None
 
 
 def _pulled_nbytes(reply: data_pb2.PullReply, landing: Landing) -> int:

@@ -31,6 +31,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.timeline import Timeline, open_timeline
 from psworker.environment import Environment
+from psworker.leftout import LeftOut
 from psworker.link import Link
 from psworker.spans import Phases
 
@@ -61,6 +62,7 @@ class Session:
         min_workers: The least of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
         timeline: Where spans are recorded; None: nowhere.
+        left_out: By table; steps that its script has left out, where all workers make all steps.
         debtors: By table; what owes something that a checkpoint needs.
         waits: For which shard that does not answer, in words; the others pass it on to people.
     """
@@ -110,6 +112,7 @@ class Session:
         self._patience_s = patience_s
         self._data_plane = data_plane
         self.waits = ""
+        self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
         self.debtors: WeakValueDictionary[int, Debtor] = WeakValueDictionary()
         self._teller: threading.Thread | None = None
         self._rounds: dict[str, int] = {}
@@ -239,6 +242,18 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or nobody answers.
         """
+        self.agree(name, 0.0)
+
+    def agree(self, name: str, value: float) -> float:
+        """Waits as `barrier` does, and returns the largest value that a worker has brought there.
+
+        Args:
+            name: Of the barrier.
+            value: This worker's, 0 or more.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or nobody answers.
+        """
         number = self._rounds.get(name, 0)
         self._rounds[name] = number + 1
         link = self.links[0]
@@ -249,6 +264,7 @@ class Session:
             name=name,
             round=number,
             wait_ms=BARRIER_WAIT_MS,
+            value=value,
         )
         started_s = time.monotonic()
         while not (reply := link.call(link.control.Barrier, request)).done:
@@ -256,6 +272,7 @@ class Session:
             log.warning(
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
             )
+        return float(reply.value)
 
     def check(self) -> None:
         """Raises what a heartbeat was refused with, if one was.
@@ -415,6 +432,10 @@ class Session:
             request = pb.HeartbeatRequest(
                 job=self.job, worker=rank, incarnation=incarnation, waiting_for=self.waits
             )
+            if link is self.links[0]:
+                for table, counted in dict(self.left_out).items():
+                    steps, count, since = counted.report
+                    request.left_out.add(table=table, steps=steps, count=count, since=since)
             try:
                 self._tell_debts(link.beat(request, timeout_s=self._interval_s))
             except PacelineError as error:

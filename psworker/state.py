@@ -16,7 +16,7 @@ import torch
 
 from pscore.errors import ConfigError
 from pscore.types import Role
-from psworker.outbox import Landing
+from psworker.look import look
 
 if TYPE_CHECKING:
     from psworker.optimizer import DistributedOptimizer
@@ -126,28 +126,9 @@ def _torch_order(wrapper: DistributedOptimizer) -> dict[int, int]:
 def _pull_state(wrapper: DistributedOptimizer) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Pulls the optimizer's state; returns flat `(numel,)` tensors, and steps per parameter."""
     layout, names = wrapper.bucket.layout, wrapper.plugin.state_names
-    flat = {name: torch.zeros(layout.numel) for name in names}
-    scratch = torch.zeros(layout.numel)
-    landings = []
-    wrapper.exchange.flush()
-    wrapper.replica.abandon()
-    for spec in layout.slices:
-        # What is under way becomes the base when it would have: a checkpoint changes no bit.
-        wrapper.exchange.run(wrapper.replica.land(spec.index))
-        part = slice(spec.start, spec.stop)
-        landing = Landing(weights=scratch[part], state=[flat[name][part] for name in names])
-        landings.append(landing)
-        wrapper.exchange.pull(
-            spec.index,
-            wrapper.replica.clock(spec.index),
-            wrapper.replica.newest(spec.index),
-            landing,
-            with_state=True,
-        )
-    wrapper.exchange.run(index for index in range(len(landings)))
+    seen = look(wrapper, len(names))
     counts = [0] * len(layout.tensors)
-    for spec, landing in zip(layout.slices, landings, strict=True):
-        assert landing.counts is not None
-        for segment, steps in zip(spec.segments, landing.counts, strict=True):
-            counts[segment.tensor] = int(steps)
-    return flat, counts
+    for spec, steps in zip(layout.slices, seen.counts, strict=True):
+        for segment, count in zip(spec.segments, steps, strict=True):
+            counts[segment.tensor] = int(count)
+    return dict(zip(names, seen.state, strict=True)), counts

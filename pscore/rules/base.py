@@ -111,6 +111,16 @@ class Rule(ABC):
         """
         return 1
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether an update takes each worker's gradient of its step, so that all make it or none.
+
+        In a mode with rounds a worker makes its steps by itself.
+        """
+        everybody = 2
+        is_mean = self.fan_in(everybody, everybody) == everybody
+        return self.by_step and is_mean and not self.outer_optimizer
+
     def steps_open(self) -> int:
         """Returns how many steps beyond the newest update a push may be; more waits (in steps)."""
         return UNBOUNDED
@@ -125,8 +135,7 @@ class Rule(ABC):
     def on_pull(self, worker: int, memory: Memory) -> None:  # noqa: B027
         """Is called when `memory.weights` are about to be sent to `worker`, to train on.
 
-        A pull that asks for the optimizer's state is one for a checkpoint, unless the mode has a
-        local update; it is not remembered.
+        It is not called for a look at the weights (`Pull.is_look`): nobody trains on its answer.
         """
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:

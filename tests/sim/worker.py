@@ -150,7 +150,7 @@ class Worker:
         if self.rank == 0 and not self._restart:
             yield from self._upload()
         self._set_hyper()
-        yield from self._drive(self.replica.fetch(0, self.exchange))
+        yield from self._drive(self.replica.begin(self.exchange))
         self._has_begun = self.has_come = True
         dies_s = self.case.dies_s[self.rank]
         if dies_s is not None and not self._restart:
@@ -180,8 +180,11 @@ class Worker:
 
     def _finish(self) -> Program:
         yield from self._flush()
+        has_round = self.replica.num_inner > 0
         self.replica.end_round(self._grads, self.exchange)
         yield from self._flush()
+        if has_round:
+            self._ended_step()
         yield from self._drive(self.replica.fetch(None, self.exchange))
         self._network.note(f"{self.name} leaves")
         yield from self._all("leave", lambda server: server.leave(self.rank, self.incarnation))
@@ -213,7 +216,7 @@ class Worker:
         yield from self._define()
         self.exchange.restart()
         self.replica.restart()
-        yield from self._drive(self.replica.fetch(0, self.exchange))
+        yield from self._drive(self.replica.begin(self.exchange))
         self._has_begun = True
         self.replica.step += 1
 
@@ -243,6 +246,10 @@ class Worker:
         self.replica.take_reference()
         if plan.push is not None:
             self._elements.clear()
+            self._ended_step()
+
+    def _ended_step(self) -> None:
+        self._ledger.stepped.add((self.rank, self.incarnation, self._step_now))
 
     def _upload(self) -> Program:
         start = start_weights(self.layout)
@@ -421,6 +428,7 @@ class Worker:
             base_version=header.base_version,
             samples=header.samples,
             elements=list(self._elements),
+            made=self._step_now,
         )
 
     def lay_down(self, header: data_pb2.PushHeader, data: bytes) -> bool:

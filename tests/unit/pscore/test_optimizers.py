@@ -1,5 +1,6 @@
 """Server optimizers: torch's numbers, one pass, nothing touched that has no gradient."""
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -80,11 +81,15 @@ ADAMS: list[dict[str, Any]] = [
     {"weight_decay": 0.1},
     {"betas": (0.5, 0.9), "eps": 1e-3, "maximize": True},
 ]
+# Since torch 2.7.
+DECOUPLED: dict[str, Any] = {"decoupled_weight_decay": True}
+if DECOUPLED.keys() - inspect.signature(torch.optim.Adam).parameters.keys():
+    DECOUPLED = {}
 CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     *((torch.optim.SGD, options) for options in SGDS),
     *((torch.optim.Adam, options) for options in ADAMS),
     *((torch.optim.AdamW, options) for options in ADAMS),
-    (torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (torch.optim.Adam, {"weight_decay": 0.1, **DECOUPLED}),
 ]
 
 
@@ -368,7 +373,7 @@ def parameter() -> list[torch.nn.Parameter]:
         (torch.optim.SGD, {"lr": 0.1, "foreach": False}, "sgd"),
         (torch.optim.SGD, {"lr": 0.1, "fused": True}, "sgd"),
         (torch.optim.Adam, {"lr": torch.tensor(0.1), "capturable": True}, "adam"),
-        (torch.optim.Adam, {"lr": 0.1, "decoupled_weight_decay": True}, "adamw"),
+        (torch.optim.Adam, {"lr": 0.1, **DECOUPLED}, "adamw" if DECOUPLED else "adam"),
         (torch.optim.AdamW, {"lr": 0.1}, "adamw"),
     ],
 )
@@ -398,8 +403,10 @@ class OwnSGD(torch.optim.SGD):
     pass
 
 
-MIXED = torch.optim.Adam(parameter(), decoupled_weight_decay=True)
-MIXED.add_param_group({"params": parameter(), "decoupled_weight_decay": False})
+MIXED = torch.optim.Adam(parameter())
+MIXED.add_param_group({"params": parameter()})
+for group, value in zip(MIXED.param_groups, (True, False), strict=True):
+    group["decoupled_weight_decay"] = value
 
 
 @pytest.mark.parametrize(

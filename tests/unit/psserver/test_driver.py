@@ -214,8 +214,8 @@ def test_a_barrier_opens_for_all_at_once() -> None:
         second = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 1, 10.0))
         await settle()
         assert not first.done()
-        assert await front.driver.barrier(front.job, "b", 0, 2, 10.0) == (True, "")
-        assert await first == await second == (True, "")
+        assert await front.driver.barrier(front.job, "b", 0, 2, 10.0) == (True, "", 0.0)
+        assert await first == await second == (True, "", 0.0)
 
     play(scene)
 
@@ -238,7 +238,7 @@ def test_a_departure_opens_a_barrier() -> None:
         wait = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 0, 10.0))
         await settle()
         front.driver.leave(JOB, 1, 101, "finished")
-        assert await wait == (True, "")
+        assert await wait == (True, "", 0.0)
 
     play(scene)
 
@@ -249,6 +249,7 @@ def test_a_barrier_says_who_is_missing() -> None:
         assert await front.driver.barrier(front.job, "b", 0, 0, 0.0) == (
             False,
             "worker 1 (process 0 on a) at barrier 'b'",
+            0.0,
         )
 
     play(scene)

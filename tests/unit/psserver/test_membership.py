@@ -292,3 +292,22 @@ def test_an_elastic_job_has_begun_when_the_least_number_have_come() -> None:
     assert not membership.has_begun
     membership.join(member(0))
     assert membership.has_begun
+
+
+# ----- steps that a script leaves out
+
+
+def test_a_worker_that_leaves_out_a_step_is_named_once_the_others_have_made_it() -> None:
+    members = joined(2, 0, 1)
+    assert members.report(0, {3: (5, 0, 0)}) == ""
+    assert members.report(1, {3: (6, 1, 5)}) == ""  # The other may still leave out step 5.
+    assert members.report(0, {3: (5, 0, 0)}) == ""
+    text = members.report(0, {3: (6, 0, 0)})
+    assert text.startswith("worker 1 (process ")
+    assert "has left out 1 step that worker 0 (process " in text
+    assert "before the end of step 5" in text
+    assert members.report(1, {3: (8, 3, 7)}) == ""
+    assert "3 steps" in members.report(0, {3: (8, 0, 0)})
+    assert members.report(0, {3: (9, 3, 8)}) == ""
+    members.leave(1, 1, "finished")
+    assert members.report(0, {3: (9, 0, 8)}) == ""

@@ -26,20 +26,11 @@ class FakeShards:
         self.rank = 0
         self.log: list[str] = []
 
-    def clock(self, index: int) -> int:
-        return 4
-
     def flush(self) -> None:
         self.log.append("flush")
 
     def run(self, waits: Iterable[int]) -> None:
         list(waits)
-
-    def abandon(self) -> None:
-        """No step is under way."""
-
-    def land(self, index: int) -> Iterator[int]:
-        return iter(())
 
     def settle(self) -> Iterator[int]:
         self.log.append("settle")
@@ -52,17 +43,14 @@ class FakeShards:
     def barrier(self, name: str) -> None:
         self.log.append("barrier")
 
-    def newest(self, index: int) -> int:
-        return 4
-
-    def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
-    ) -> None:
-        assert (clock, min_version, with_state) == (4, 4, True)
-        spec = self.layout.slices[index]
-        for number, array in enumerate(landing.state):
-            array.copy_(10 * number + torch.arange(float(spec.start), float(spec.stop)) / 1000)
-        landing.counts = np.array([self.counts[s.tensor] for s in spec.segments], np.int64)
+    def peek(self, landings: Sequence[Landing], outbox: Any, *, with_state: bool) -> Iterator[int]:
+        assert with_state
+        for spec, landing in zip(self.layout.slices, landings, strict=True):
+            for number, array in enumerate(landing.state):
+                values = torch.arange(float(spec.start), float(spec.stop)) / 1000
+                array.copy_(10 * number + values)
+            landing.counts = np.array([self.counts[s.tensor] for s in spec.segments], np.int64)
+        return iter(())
 
     def compressor_state(self) -> dict[str, np.ndarray]:
         return {"residual": np.full(self.layout.numel, 0.25, np.float32)}

@@ -162,32 +162,48 @@ class ChangeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "left_out")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     WANTS_LIVE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     step: int
     waiting_for: str
     wants_live: bool
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ...) -> None: ...
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+
+class LeftOut(_message.Message):
+    __slots__ = ("table", "steps", "count", "since")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    table: int
+    steps: int
+    count: int
+    since: int
+    def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "owing", "live")
+    __slots__ = ("waiting_for", "instance", "owing", "live", "uneven")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     OWING_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    UNEVEN_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     owing: _containers.RepeatedCompositeFieldContainer[Owing]
     live: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., owing: _Optional[_Iterable[_Union[Owing, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ...) -> None: ...
+    uneven: str
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., owing: _Optional[_Iterable[_Union[Owing, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ...) -> None: ...
 
 class Owing(_message.Message):
     __slots__ = ("table", "step", "slices")
@@ -252,28 +268,32 @@ class ClaimReply(_message.Message):
     def __init__(self, slices: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms")
+    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     name: str
     round: int
     wait_ms: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    value: float
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
 
 class BarrierReply(_message.Message):
-    __slots__ = ("done", "waiting_for")
+    __slots__ = ("done", "waiting_for", "value")
     DONE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
     done: bool
     waiting_for: str
-    def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    value: float
+    def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "reason", "failed")

@@ -1,0 +1,146 @@
+"""Who looks at the weights changes nothing and sees the shards' own, in every mode and phase."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from pscore.access import ANYONE
+from pscore.compressors import COMPRESSORS
+from pscore.rules import RULES
+from psserver import checkpoint
+from tests.integration.cluster import Shards, Station, new_job, wait_until
+from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
+
+Weights = dict[str, np.ndarray]
+
+# Each mode by its name, and then the one that it is changed to in the middle of training.
+MODES = {
+    "ssgd": ("ssgd", "ssd(steps=2, warmup=0)"),
+    "asgd": ("asgd", "dcasgd"),
+    "staleness": ("staleness", "dcasgd"),
+    "dcasgd": ("dcasgd(variance_control=2.0)", "dcasgd(adaptive=True)"),
+    "ssp": ("ssp(bound=2)", "ssp(bound=0)"),
+    "od": ("od(warmup=2)", "od(warmup=2, local=mirror)"),
+    "ssd": ("ssd(steps=3, warmup=2)", "ssd(steps=2, warmup=2, local=glu)"),
+    "cd": ("cd(steps=2, warmup=2)", "cd(steps=3, warmup=2, correction=flush)"),
+    "local": ("local(steps=3, warmup=2)", "local(steps=2)"),
+    "slowmo": ("slowmo(steps=3, warmup=2)", "slowmo(steps=2)"),
+    "diloco": ("diloco(steps=3, warmup=2)", "diloco(steps=2)"),
+}
+RAW = ("none", "none")
+COMPILED_S = 100.0  # Until kernels are, on a machine that has never run them.
+PULLED = ("2bit", "1bit", "topk", "int8")
+# Of gradients and of what is pulled; every compressor meets some mode.
+PAIRS = [
+    (first, PULLED[number % len(PULLED)])
+    for number, first in enumerate(name for name in COMPRESSORS if name != "none")
+]
+CASES = [
+    (name, pair) for number, name in enumerate(MODES) for pair in (RAW, PAIRS[number % len(PAIRS)])
+]
+CHANGE, LOST, STEPS = 5, 8, 12  # The loss is noticed in that step or in the next.
+CAPTURED = (0, 4, CHANGE + 1, STEPS - 1)
+
+
+def at_shards(job: str) -> Weights:
+    """Returns the weights of a job as `psserver export` writes them."""
+    addresses = os.environ["PACELINE_SERVERS"].split(",")
+    found = checkpoint.capture(addresses, ANYONE, job, weights_only=True)
+    return found.tables[0].arrays["weights"]
+
+
+def look(model: Any, optimizer: psworker.DistributedOptimizer, captured: Weights | None) -> None:
+    """Looks in every way that there is, and compares what is seen."""
+    before = weights_of(model)
+    with optimizer.global_weights():
+        shown = weights_of(model)
+    assert same(weights_of(model), before)
+    optimizer.state_dict()
+    assert same(weights_of(model), before)
+    if captured is not None:
+        assert same(captured, shown)
+
+
+def settle(optimizer: psworker.DistributedOptimizer) -> None:
+    """Waits until nothing is on its way: what comes next does not depend on who is faster."""
+    exchange = optimizer.exchange
+    slices = range(len(exchange.layout.slices))
+    wait_until(lambda: not exchange.is_busy() and all(map(exchange.has_landed, slices)))
+
+
+def lose(optimizer: psworker.DistributedOptimizer) -> None:
+    """Has the shards declare this worker lost: it comes back with one of its next steps."""
+    settle(optimizer)
+    for link in optimizer.session.links:
+        patience_s = link.patience.limit_s
+        optimizer.session._take_leave(link, "the test wants it", failed=True)
+        link.patience.limit_s = patience_s
+
+
+def wrap(model: torch.nn.Module, mode: str, pair: tuple[str, str]) -> Any:
+    return psworker.DistributedOptimizer(
+        sgd(model.parameters()),
+        model.named_parameters(),
+        mode=mode,
+        compression=pair[0],
+        pull_compression=pair[1],
+        compress_min_nbytes=1024,
+        overlap=True,
+    )
+
+
+def train(job: str, name: str, pair: tuple[str, str], looks: bool) -> list[Weights]:
+    """Returns the weights after each step, and the last ones."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = wrap(model, MODES[name][0], pair)
+    path = []
+    for step in range(STEPS):
+        if looks and step != LOST + 1:
+            look(model, optimizer, at_shards(job) if step in CAPTURED else None)
+        if step == CHANGE:
+            optimizer.set_mode(MODES[name][1])
+            if looks:
+                look(model, optimizer, at_shards(job))
+        if step == LOST:
+            lose(optimizer)
+        optimizer.zero_grad()
+        backward(model, *batch(0, step))
+        optimizer.step()
+        if step == LOST:
+            settle(optimizer)
+        path.append(weights_of(model))
+    psworker.shutdown()
+    return [*path, weights_of(model)]
+
+
+def train_all(me: Station) -> None:
+    """Trains in each case twice, without a look and with many, and tells both paths."""
+    for name, pair in CASES:
+        job = new_job()  # Compressors draw their numbers by its name.
+        me.tell([train(job, name, pair, looks) for looks in (False, True)])
+
+
+@pytest.fixture(scope="module")
+def paths(shards: Shards) -> Iterator[dict[Any, list[list[Weights]]]]:
+    """Of each case: one process makes them all, since each would have to compile kernels."""
+    with shards.workers(train_all, num_workers=1) as (worker,):
+        yield {case: worker.hear(COMPILED_S) for case in CASES}
+
+
+def test_every_mode_is_here() -> None:
+    assert MODES.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize(("name", "pair"), CASES, ids=str)
+def test_looks_change_nothing_and_show_the_weights_of_the_shards(
+    paths: dict[Any, list[list[Weights]]], name: str, pair: tuple[str, str]
+) -> None:
+    without, with_looks = paths[name, pair]
+    for step, (one, other) in enumerate(zip(without, with_looks, strict=True)):
+        assert same(one, other), step
