@@ -235,7 +235,7 @@ class BulkServer:
         copied = accepted.dup()
         try:
             return tls.secure(copied, self._context, deadline_s=deadline_s)
-        except BaseException:
+        except OSError:
             copied.close()  # Of no effect once TLS has taken it.
             raise
 

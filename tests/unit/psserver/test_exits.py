@@ -85,7 +85,7 @@ def test_a_process_of_another_user_is_not_ours_to_end(monkeypatch: pytest.Monkey
     def deny(pid: int, number: int) -> None:
         raise PermissionError(errno.EPERM, "no")
 
-    monkeypatch.setattr(find.os, "kill", deny)
+    monkeypatch.setattr(os, "kill", deny)
     run = Run(
         pid=1,
         created_s=0.0,

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_a_peer_that_does_something_all_the_time_is_told_of_once(
 ) -> None:
     _, stream = written
     now_s = 100.0
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     for _ in range(1000):
         for peer in ("10.0.0.1", "10.0.0.2"):
             logs.sparsely("connection refused", peer, reason="no frame")
