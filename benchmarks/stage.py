@@ -360,7 +360,7 @@ class Stage:
         command = [
             *self.prefix, sys.executable, "-m", "psserver", "start", "--host", self.host,
             "--shards", str(self.setup.shards), "--port", str(self.port), "--metrics-port", "0",
-            "--state-dir", str(self.state), "--snapshot-s", str(CHECKPOINT_S),
+            "--state-dir", str(self.state), "--checkpoint-s", str(CHECKPOINT_S),
             "--lease-s", str(self.setup.lease_s), "--grace-s", "2", "--log-level", "warning",
             *(() if self.lab is None else ("--insecure",)), *self.setup.options,
         ]  # fmt: skip

@@ -98,6 +98,17 @@ class SegmentTable:
         return len(self.groups)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the steps of a job's training are counted from: its mode was changed or it was loaded.
+
+    A worker that has pushed n times since is at step `rule.step_after(step, n)`.
+    """
+
+    clock: int = 0  # Pushes of each worker, as the shards count them.
+    step: int = 0  # Steps of training that lay behind each worker then.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
     """What a shard decides about one push; the payload stays with whoever received it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ import structlog
 from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
-from pscore.types import ANY_STEP
+from pscore.types import ANY_STEP, Origin
 from psserver import records
 from psserver.debts import Ask
 from psserver.delivery import DELIVERIES_MAX, Delivery
@@ -54,6 +54,7 @@ class Cut:
     job: Job
     table: Table
     version: int
+    step: int = 0  # Of training, at that moment.
     touched_s: float
     state: pb.CaptureState = pb.CAPTURE_WAITING
     slices: dict[int, Arrays] = field(default_factory=dict)
@@ -187,6 +188,8 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         if any(clock.version > wanted >= 0 for clock in table.clocks.values()):
             capture.state = pb.CAPTURE_PASSED
             return
+        at = [wanted] if wanted >= 0 else [clock.progress() for clock in table.clocks.values()]
+        capture.step = table.spec.step_at(min(at, default=0))
         if not table.clocks:
             capture.state = pb.CAPTURE_DONE
         for index, clock in table.clocks.items():
@@ -203,8 +206,10 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
                 self._driver.intake.armed.setdefault(key, []).append(capture.armed[index])
 
     def _describe(self, capture: Cut) -> dict[str, Any]:
+        # Whoever restores it says from which count of pushes on: not all modes have one.
+        spec = replace(capture.table.spec, origin=Origin(0, capture.step))
         return {
-            "spec": records.spec_to_json(capture.table.spec),
+            "spec": records.spec_to_json(spec),
             "num_workers": capture.job.membership.num_workers,
             "slices": {
                 str(index): {

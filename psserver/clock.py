@@ -18,12 +18,12 @@ and closing step t makes version t+1. In an asynchronous mode there is one bin, 
 waits (back-pressure, not memory). So is any push while an elastic job has fewer workers than it
 needs; pulls of what there is are answered.
 
-A worker that comes to a job which has begun is waited for from its first pull on. The open steps of
-slices and shards differ, and a step of a worker counts in all slices or in none. So the worker
+A worker that comes to a job which has begun is waited for from its first pull on. The open steps
+of slices and shards differ, and a step of a worker counts in all slices or in none. So the worker
 takes the newest of the steps that the answers name, says so with a second pull (`Pull.begins`), and
-no slice waits for it before. Steps that nobody is waited for are left out: the weights as they are
-get the next version. The worker pushes when every slice has come to its step, so nothing of this
-has to outlive a shard's process: until then that pull is unanswered, and is sent again.
+no slice waits for it before. A step that nobody is left to push is left out: the weights as they
+are get the next version. The worker pushes when every slice has come to its step, so nothing of
+this has to outlive a shard's process: until then that pull is unanswered, and is sent again.
 """
 
 from __future__ import annotations
@@ -201,6 +201,14 @@ class SliceClock:
         """Returns the smallest clock of all workers that are still expected."""
         expected = self._expected(max(self.version, 0))
         return min((self.clock(rank) for rank in expected), default=0)
+
+    def progress(self) -> int:
+        """Returns how many pushes lie behind the job: its slowest worker's, or the last one's."""
+        if self.rule.by_step:
+            return max(self.version, 0)
+        if self._expected():
+            return self.clock_min()
+        return max((counted.clock for counted in self.counted.values()), default=0)
 
     # ----- for people
 

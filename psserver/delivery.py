@@ -7,7 +7,7 @@ sent any more of it for a while (capture.py); room for all of it is asked for wh
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -16,7 +16,7 @@ from pscore.errors import ConfigError, LimitError, RemoteProtocolError
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
-from pscore.types import SliceSpec
+from pscore.types import Origin, SliceSpec
 from psserver import records
 from psserver.debts import is_owed
 from psserver.driver import Driver
@@ -160,6 +160,7 @@ def _declared(text: str, driver: Driver) -> Declared:
         spec = records.spec_of(about)
         version = int(about["version"])
         clock = int(about.get("clock", version))
+        spec = replace(spec, origin=Origin(clock, spec.origin.step))
         counts = [int(count) for count in about["counts"]]
         names = frozenset(str(name) for name in about["arrays"])
     except (ValueError, KeyError, TypeError) as problem:

@@ -74,6 +74,7 @@ class Driver:
         self.intake.has_few_threads = num_threads <= FEW_THREADS
         self._timeline = self.intake.timeline = timeline
         self.recovery = Recovery(vault, shard)
+        self.intake.note_table = self.recovery.note_table
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
         self._owing: dict[int, Job] = {}  # By id: what their workers claim may be in the vault.
@@ -125,7 +126,7 @@ class Driver:
         )
         return table, True
 
-    def step_aside(self, job: Job, index: int, rank: int, change: tuple[int, int]) -> None:
+    def step_aside(self, job: Job, index: int, rank: int, change: tuple[int, ...]) -> None:
         """Lets the steps of a table close without a worker that waits for a change of its mode."""
         with self.lock:
             actions = self.shard.step_aside(job, index, rank, change)

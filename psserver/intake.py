@@ -106,6 +106,8 @@ class Intake:
     armed: dict[tuple[int, int, int], list[Armed]] = field(default_factory=dict)
     debts: Debts = field(default_factory=Debts)
     waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
+    # Told of a table whose steps are counted from elsewhere now.
+    note_table: Callable[[Job, Table], None] = lambda job, table: None
     timeline: Timeline | None = None
     has_few_threads: bool = False  # In the pool: no more than a worker's connections have already.
 
@@ -165,7 +167,10 @@ class Intake:
                 raise DecodeError(f"{problem} ({_of(header)})") from None
             if push.role not in LOADS:
                 request.step = push.step
+            was = table.spec
             actions = self.shard.push(job, address, push, request)
+            if table.spec is not was:
+                self.note_table(job, table)
             if self.timeline is not None:
                 note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.counters.pushed_nbytes += data.nbytes

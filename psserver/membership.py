@@ -8,6 +8,9 @@ those who have not come yet are expected at every step, so that no step closes w
 An *elastic* job has a least and a largest number of workers: whoever is live is expected, anybody
 may join while there are fewer than the largest number, and no step closes while there are fewer
 than the least (`wanted`). A worker whose script has come to its end counts as there.
+
+Each time a process joins it draws an incarnation, a random number. Which of two came later is known
+here alone, from what has held each rank; no clock of another machine is asked, nor the wall clock.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJob
 
 WORKERS_MAX = 4096
 SUSPECT_SHARE = 0.4  # Of a lease: the time of two heartbeats.
+SPENT_MAX = 32  # Former incarnations that are remembered of each rank.
 
 
 class Presence(enum.Enum):
@@ -36,6 +40,8 @@ class Member:
 
     rank: int
     incarnation: int
+    former: tuple[int, ...] = ()  # Those of the same process, from before it came back.
+    spent: tuple[int, ...] = ()  # Those that have held the rank before, the oldest first.
     restart: int
     host: str
     pid: int
@@ -83,8 +89,15 @@ class Membership:
 
         Raises:
             RankTakenError: Another live process holds the rank, or there is none free.
-            ReplacedError: A newer incarnation holds it, or this one was declared lost.
+            ReplacedError: Another process has taken it over since, or this incarnation is over.
         """
+        places = range(self.num_workers) if member.rank < 0 else (member.rank,)
+        former = [self.members[rank].spent for rank in places if rank in self.members]
+        if any(member.incarnation in spent for spent in former):
+            raise ReplacedError(
+                f"a request to join at rank {member.rank} came late: its worker has joined again, "
+                "or another in its place"
+            )
         if member.rank < 0:
             member.rank = self._free_rank(member.incarnation)
         if member.rank >= self.num_workers:
@@ -94,16 +107,20 @@ class Membership:
             # The same request again; if it comes after the worker has gone, it stays gone.
             return self.heard(member.rank, member.incarnation, member.heard_s).rank
         if held is not None:
-            if self._is_older(member, held):
-                raise ReplacedError(f"rank {member.rank} is held by a newer incarnation")
             # Lost on another shard, but not yet on this one: the same process begins anew on all.
-            is_itself = member.returns and (held.host, held.pid) == (member.host, member.pid)
+            is_itself = held.incarnation in member.former
+            if not is_itself and self._was_replaced(member, held):
+                raise ReplacedError(
+                    f"rank {member.rank} was taken over by process {held.pid} on {held.host}, "
+                    "which was started later"
+                )
             is_live = held.presence is Presence.LIVE and not is_itself
             if is_live and held.restart >= member.restart:
                 raise RankTakenError(
                     f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
                     f"{member.heard_s - held.heard_s:.1f} s ago"
                 )
+            member.spent = (*held.spent, held.incarnation)[-SPENT_MAX:]
         member.lease_ends_s = member.heard_s + self.lease_s
         self.members[member.rank] = member
         return member.rank
@@ -275,11 +292,11 @@ class Membership:
     def _in(self, presence: Presence) -> list[int]:
         return [rank for rank, member in self.members.items() if member.presence is presence]
 
-    def _is_older(self, member: Member, held: Member) -> bool:
-        """Whether a process has begun before the one that holds or held its rank."""
-        if self.is_elastic:  # Another worker may have the place, which was not restarted as often.
-            return member.incarnation < held.incarnation
-        return (member.restart, member.incarnation) < (held.restart, held.incarnation)
+    def _was_replaced(self, member: Member, held: Member) -> bool:
+        """Whether the process that holds or held a rank has taken it over from `member`'s."""
+        if self.is_elastic:  # Whoever finds its place free may have it, whoever had it meanwhile.
+            return False
+        return member.restart < held.restart or not set(held.spent).isdisjoint(member.former)
 
     def _free_rank(self, incarnation: int) -> int:
         """Returns the rank that this process has already, or the lowest that nobody has had.

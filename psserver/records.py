@@ -19,6 +19,7 @@ def members_to_json(job: Job) -> list[dict[str, Any]]:
         {
             "rank": member.rank,
             "incarnation": member.incarnation,
+            "spent": list(member.spent),
             "restart": member.restart,
             "host": member.host,
             "pid": member.pid,
@@ -34,6 +35,7 @@ def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:
         Member(
             rank=entry["rank"],
             incarnation=entry["incarnation"],
+            spent=tuple(entry.get("spent", ())),
             restart=entry["restart"],
             host=entry["host"],
             pid=entry["pid"],
@@ -55,6 +57,7 @@ def spec_to_json(spec: TableSpec) -> dict[str, Any]:
         "optimizer": spec.optimizer,
         "num_groups": spec.num_groups,
         "pull_compressor": [spec.pull_compressor.name, spec.pull_compressor.arguments()],
+        "origin": [spec.origin.clock, spec.origin.step],
     }
 
 
@@ -71,6 +74,7 @@ def spec_of(entry: dict[str, Any]) -> TableSpec:
         optimizer=spec["optimizer"],
         num_groups=spec["num_groups"],
         pull_compressor=tuple(spec.get("pull_compressor", ("none", {}))),
+        origin=tuple(spec.get("origin", (0, 0))),
     )
 
 

@@ -210,6 +210,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             member = Member(
                 rank=request.rank,
                 incarnation=request.incarnation,
+                former=tuple(request.former),
                 restart=request.restart,
                 host=printable(request.host, HOST_LENGTH_MAX),
                 pid=request.pid,
@@ -237,7 +238,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.DefineReply(table=table.index, created=created)
+        origin = table.spec.origin
+        return pb.DefineReply(
+            table=table.index, created=created, clock=origin.clock, step=origin.step
+        )
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
         """Lets a worker step aside, or changes the mode of a table."""
@@ -247,7 +251,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 rule = make_rule(*_plugin(request.rule))
                 self._driver.change(job, request.table, request.worker, rule)
             else:
-                change = (request.incarnation, request.number)
+                change = (request.incarnation, request.number, request.step)
                 self._driver.step_aside(job, request.table, request.worker, change)
         except PacelineError as error:
             await refuse(context, error)

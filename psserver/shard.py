@@ -23,7 +23,7 @@ from pscore.errors import (
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules.base import Rule, require_sizes
-from pscore.types import Pull, Push
+from pscore.types import Origin, Pull, Push, Role
 from psserver.actions import Acknowledge, Action, Add, Hold, Update
 from psserver.barriers import Barrier, Barriers
 from psserver.clock import SliceClock
@@ -269,7 +269,8 @@ class Shard:
     def step_aside(self, job: Job, index: int, rank: int, change: Change) -> Actions:
         """Lets the steps of a table close without `rank`, until its mode has been changed."""
         table = job.table(index)
-        if change <= table.changed.get(rank, ()):
+        known = table.changed.get(rank, ())
+        if change[:1] == known[:1] and change <= known:
             return []  # Sent twice, and this one was under way for long.
         table.aside[rank] = change
         return self._noted(job, table, lambda clock: clock.recheck())
@@ -299,7 +300,10 @@ class Shard:
         table.changed |= table.aside
         actions = self._noted(job, table, lambda clock: clock.change(rule))
         table.former, table.epoch = table.spec.rule, table.epoch + 1
-        table.spec = replace(table.spec, rule=rule)
+        # All go on from the newest version, and from the step of the worker that was furthest.
+        clock = max((max(clock.version, 0) for clock in table.clocks.values()), default=0)
+        step = max((step for *_, step in filter(None, table.aside.values())), default=0)
+        table.spec = replace(table.spec, rule=rule, origin=Origin(clock, step))
         table.aside.clear()
         return actions
 
@@ -334,7 +338,11 @@ class Shard:
 
     def push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
         """Takes one push (`SliceClock.push`)."""
-        actions = job.table(address.table).clock(address.slice).push(push, token)
+        table = job.table(address.table)
+        clock = table.clock(address.slice)
+        actions = clock.push(push, token)
+        if push.role is Role.STATE:  # The step is that of the state.
+            table.spec = replace(table.spec, origin=Origin(clock.progress(), push.step))
         job.counters.num_pushes += 1
         _count(job, actions)
         return [(address, action) for action in actions]

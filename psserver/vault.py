@@ -22,7 +22,6 @@ import secrets
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,10 @@ class Vault:
         Raises:
             OSError: It cannot be made.
         """
-        return JobVault(self.folder / f"{time.time_ns():020d}-{secrets.token_hex(4)}")
+        names = [folder.name.partition("-")[0] for folder in self.folder.glob("*/")]
+        newest = max((int(name) for name in names if name.isdecimal()), default=0)
+        # Counted, and not the time: a clock may be set back.
+        return JobVault(self.folder / f"{newest + 1:020d}-{secrets.token_hex(4)}")
 
     def found(self) -> Iterator[JobVault]:
         """Opens what a former process has left, the newest job first."""

@@ -67,6 +67,7 @@ class Exchange:
         grads: `(layout.numel,) float32` on the host: what lies in it is pushed without a copy to
             shards on this host. None unless asked for.
         missed: Steps of this worker that did not count whole.
+        origin: Where the steps of training are counted from.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Exchange:
             num_groups,
             pull_compressor,
         )
-        self.table = self._define()
+        self.table, self.origin = self._define()
         self.grads: FloatArray | None = None
         self._segment: Segment | None = None
         self._shared: set[int] = set()  # Shards that have mapped `grads`.
@@ -298,7 +299,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Forgets what was under way, which may have been counted; what is owed stays owed."""
-        self.table = self._define(again=True)
+        self.table, self.origin = self._define(again=True)
         self._pushes.clear()
         self._pulls.clear()
         self._held = self._make_held()
@@ -308,23 +309,36 @@ class Exchange:
         self._debts.restart(self.table)
         self._attach()
 
-    def change(self, rule: Rule) -> None:
-        """Has the table go on under another rule, on every shard and for every worker."""
+    def ask_origin(self) -> None:
+        """Asks the shards where steps are counted from now: somebody has loaded a state."""
+        self.table, self.origin = self._define(again=True)
+
+    def change(self, rule: Rule, step: int) -> None:
+        """Has the table go on under another rule, on every shard and for every worker.
+
+        Args:
+            rule: The new mode.
+            step: Of training, at which this worker is.
+        """
         self.flush()
         self._num_changes += 1
-        self.session.step_aside(self.table, self._num_changes)
+        self.session.step_aside(self.table, self._num_changes, step)
         self.session.barrier("mode")
         self.session.change(self.table, self._num_changes, rule)
         name, layout, _, *others = self._define.args
         self._define = partial(self.session.define, name, layout, rule, *others)
+        self.ask_origin()
 
     # ----- loading
 
-    def load(self, index: int, role: Role, arrays: list[FloatArray], counts: list[int]) -> None:
-        """Uploads weights, or weights and state, of one slice."""
+    def load(
+        self, index: int, role: Role, arrays: list[FloatArray], counts: list[int], step: int = 0
+    ) -> None:
+        """Uploads weights, or weights and state as they are at a step, of one slice."""
         header = data_pb2.PushHeader(
             sender=self._sender(),
             slice=index,
+            step=step,
             role=data_pb2.Role.Name(int(role)),
             counts=counts,
         )

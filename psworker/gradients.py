@@ -16,6 +16,7 @@ from pscore.types import Role
 from psworker.bucket import Bucket
 from psworker.exchange import Exchange
 from psworker.overlap import INSTEAD, Overlap
+from psworker.progress import Progress
 from psworker.replica import Replica
 
 
@@ -23,7 +24,6 @@ class Gradients:
     """The gradients of one step.
 
     Attributes:
-        samples: Weight of this worker's gradient in the mean.
         lost: Why the shards go on without this worker, found out during backward.
     """
 
@@ -33,7 +33,7 @@ class Gradients:
         exchange: Exchange,
         replica: Replica,
         overlap: bool,
-        samples: float,
+        progress: Progress,
         begin: Callable[[], None],
     ) -> None:
         """Starts before the first step.
@@ -43,18 +43,18 @@ class Gradients:
             exchange: Sends it.
             replica: Knows what a step does.
             overlap: Whether gradients leave during backward.
-            samples: Weight of this worker's gradient in the mean.
+            progress: Knows the weight of this worker's gradient in the mean.
             begin: Called before the first gradient of a step leaves during backward.
 
         Raises:
             ConfigError: `overlap` is neither True nor False.
         """
-        self.samples = samples
         self.lost: PacelineError | None = None
         self.overlap = Overlap(overlap, [spec.name for spec in bucket.layout.tensors])
         self._bucket = bucket
         self._exchange = exchange
         self._replica = replica
+        self._progress = progress
         self._begin = begin
         self._gathered: set[int] = set()  # Parameters.
         self._pushed: set[int] = set()  # Slices.
@@ -220,6 +220,6 @@ class Gradients:
             has_grad = grad is not None and not is_empty
             part.active[position] = has_grad
             present |= has_grad << position
-        flat, samples = self._bucket.grads_of(index), 0.0 if is_empty else self.samples
+        flat, samples = self._bucket.grads_of(index), 0.0 if is_empty else self._progress.samples
         self._replica.push(index, flat, present, samples, self._exchange, in_backward=in_backward)
         self._pushed.add(index)

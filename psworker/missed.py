@@ -48,8 +48,8 @@ class Missed:
         self._add(step)
         if self.num_steps & (self.num_steps - 1) == 0:
             log.warning(
-                "worker %d: step %d does not count in slice %d, and perhaps in others: it was made "
-                "without this worker, which was late; so were %d of its steps so far",
+                "worker %d: step %d does not count in slice %d, and perhaps in others: it came "
+                "when the shard had closed that step (late steps so far: %d)",
                 rank,
                 step,
                 index,

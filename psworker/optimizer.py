@@ -40,9 +40,10 @@ from psworker.feedback import choose
 from psworker.gradients import Gradients
 from psworker.leftout import LeftOut
 from psworker.look import global_weights
+from psworker.progress import Progress
 from psworker.replica import Replica
 from psworker.spans import timed_step
-from psworker.state import load_torch_state, torch_state
+from psworker.state import load_torch_state, torch_state, upload
 
 log = logging.getLogger("paceline")
 TABLE = "model"
@@ -115,6 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
         names, parameters, groups = trained(optimizer, named_parameters)
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._progress = Progress(samples)
         self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
         self.session = self._context.session
         tensors = describe(list(zip(names, parameters, strict=True)), groups)
@@ -127,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._replace_others(parameters)
         self._make_table(parameters, chosen, lends=gradient_as_bucket_view)
         self.gradients = Gradients(
-            self.bucket, self.exchange, self.replica, overlap, samples, self._set_hyper
+            self.bucket, self.exchange, self.replica, overlap, self._progress, self._set_hyper
         )
         trained_ids = {id(parameter) for parameter in parameters}
         self._frozen = [
@@ -189,20 +191,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def samples(self) -> float:
         """Weight of this worker's gradient in the mean."""
-        return self.gradients.samples
+        return self._progress.samples
 
     @samples.setter
     def samples(self, samples: float) -> None:
         if samples != self.samples:
             self.gradients.overlap.changed(f"samples ({self.samples:g}, now {samples:g})")
-            self.gradients.samples = samples
+            self._progress.samples = samples
+
+    @property
+    def steps(self) -> int:
+        """Steps of the job's training that are behind this worker: seed the next data with it.
+
+        A worker that joins or comes back is where the others are; a loaded state or checkpoint
+        brings its own number. One comes twice only if what was made of the first is lost.
+        """
+        return self.replica.step
+
+    @property
+    def samples_seen(self) -> float:
+        """Sum of `samples` over these steps: this worker's place in data that it goes through."""
+        return self._progress.seen
 
     @property
     def clock(self) -> int:
-        """Steps that are behind this worker, counted as the shards do.
+        """Pushes that are behind this worker, steps or rounds, counted as the shards do.
 
-        A worker that joins a running job begins where the others are: in a mode by step at the
-        job's next step, else where the slowest worker is. In a mode with rounds these are counted.
+        A change of the mode sets it to the newest version; in a new job it begins at 0.
         """
         return self.replica.next_push
 
@@ -280,6 +295,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except (ReplacedError, UnknownJobError) as problem:
             self._come_back(problem, number)
         self.missed.end_step()
+        self.locate(number)
         self.gradients.end()
         self._left_out.ended()
         if timeline is not None:
@@ -324,7 +340,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.replica.rank = self.session.rank
         self.exchange.run(self.replica.begin(self.exchange))
         self.show_weights()
-        self.replica.step = number + 1
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -426,6 +441,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ----- inside
 
+    def locate(self, former: int | None = None, seen: float | None = None) -> None:
+        """Takes the step that this worker's pushes stand for (`Progress.locate`)."""
+        self._progress.locate(self.replica, self.exchange.origin, former, seen)
+
     def _set_hyper(self) -> None:
         step = self.replica.step
         groups = [self.rule.outer_group(step, group) for group in self.param_groups]
@@ -436,9 +455,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _upload(self) -> None:
         """Rank 0 uploads its weights; everybody takes them."""
         if self.session.rank == 0:
-            self.load(Role.WEIGHTS, [])
+            upload(self, Role.WEIGHTS)
         self._set_hyper()
         self.exchange.run(self.replica.begin(self.exchange))
+        self.locate()
         self.show_weights()
         if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
             self.session.barrier("begin")
@@ -450,13 +470,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.bucket.gather_weights()
             self.replica.take_reference()
         self.bucket.note_weights()
-
-    def load(self, role: Role, state: list[np.ndarray], counts: Sequence[int] = ()) -> None:
-        """Uploads the model's weights, with flat state arrays `(numel,)` for `Role.STATE`."""
-        self.bucket.gather_weights()
-        weights = self.bucket.weights.cpu().numpy()
-        for spec in self.bucket.layout.slices:
-            arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
-            steps = [counts[segment.tensor] for segment in spec.segments] if counts else []
-            self.exchange.load(spec.index, role, arrays, steps)
-        self.exchange.flush()

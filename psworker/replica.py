@@ -20,7 +20,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
 from pscore.timeline import Timeline
-from pscore.types import Push, Role, SegmentTable
+from pscore.types import Origin, Push, Role, SegmentTable
 from psworker.landings import Landings
 from psworker.outbox import Landing, Outbox
 
@@ -35,7 +35,7 @@ class Replica:
 
     Attributes:
         parts: The slices, by index.
-        step: Steps finished; 0-based number of the step under way.
+        step: Steps of training that are behind; 0-based number of the step under way.
         clocks: For each slice, one more than the `step` of its last push on the wire: pushes made
             so far, or more where steps have closed without this worker.
         num_inner: Steps of the user's own optimizer since the last pull.
@@ -273,6 +273,15 @@ class Replica:
         assert (self._reference is None) == (not rule.outer_optimizer)
         self.rule, self.local = rule, rule.local_update()
         self.restart()
+
+    def locate(self, origin: Origin) -> None:
+        """Takes the step that its pushes stand for: others may have gone on without this worker.
+
+        Args:
+            origin: Where steps are counted from.
+        """
+        num_pushes = max(0, self.next_push - origin.clock)
+        self.step = self.rule.step_after(origin.step, num_pushes) + self.num_inner
 
     def settle(self) -> Waits:
         """Lets pulls that are still on their way land and takes them as the base.

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import secrets
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.timeline import Timeline, open_timeline
+from pscore.types import Origin
 from psworker.environment import Environment
 from psworker.leftout import LeftOut
 from psworker.link import Link
@@ -39,6 +41,7 @@ log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
+FORMER_MAX = 32  # Incarnations of this process that a shard is told.
 RAW = NoCompression()
 # Called once by every worker at its start: who comes late goes through where others have been.
 AT_START = ("begin", "load_state_dict")
@@ -101,7 +104,8 @@ class Session:
         self.job = job
         self.num_workers = num_workers
         self.min_workers = min_workers
-        self.incarnation = time.time_ns()
+        self.incarnation = 0  # None yet.
+        self._former: list[int] = []  # Incarnations of this process before this one.
         self.links = [
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
         ]
@@ -124,6 +128,7 @@ class Session:
             if rank < 0 and min_workers:
                 self._join_at_any_rank(returns=False)
             else:
+                self._renew()
                 self._join_all(returns=False)
             undo.pop_all()
         self._telling = threading.Lock()
@@ -159,8 +164,8 @@ class Session:
     def define(
         self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
         num_groups: int, pull_compressor: Compressor = RAW, *, again: bool = False,
-    ) -> int:  # fmt: skip
-        """Declares a table at every shard and returns its index.
+    ) -> tuple[int, Origin]:  # fmt: skip
+        """Declares a table at every shard; returns its index, and where its steps begin.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; says in what.
@@ -185,10 +190,11 @@ class Session:
         request = pb.DefineRequest(
             job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
         )
-        tables = set()
+        tables, origins = set(), []
         for link in self.links:
             reply = link.call(link.control.Define, request)
             tables.add(reply.table)
+            origins.append((reply.clock, reply.step))
             if again and reply.created:
                 raise StateLostError(
                     f"the shard at {link.address} has been started again without the weights of "
@@ -197,11 +203,17 @@ class Session:
                 )
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
-        return int(tables.pop())
+        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of it.
 
-    def step_aside(self, table: int, number: int) -> None:
-        """Has nobody wait for this worker's pushes to a table until change `number` of its mode."""
-        self._change(pb.ChangeRequest(table=table, number=number))
+    def step_aside(self, table: int, number: int, step: int) -> None:
+        """Has nobody wait for this worker's pushes to a table until change `number` of its mode.
+
+        Args:
+            table: The table.
+            number: Of the change, counted by this worker.
+            step: Of training, at which this worker is.
+        """
+        self._change(pb.ChangeRequest(table=table, number=number, step=step))
 
     def change(self, table: int, number: int, rule: Rule) -> None:
         """Gives a table another mode; every worker has stepped aside, and each calls it.
@@ -226,7 +238,7 @@ class Session:
         Raises:
             PacelineError: Another process holds the rank, or nobody answers.
         """
-        self.incarnation = time.time_ns()
+        self._renew()
         try:
             self._join_all(returns=True)
         except RankTakenError as problem:
@@ -365,6 +377,12 @@ class Session:
         if [reply.shard for reply in replies] != list(range(len(replies))):
             raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
 
+    def _renew(self) -> None:
+        """Draws another incarnation; a script that seeds `random` does not draw the same."""
+        if self.incarnation:
+            self._former = [*self._former, self.incarnation][-FORMER_MAX:]
+        self.incarnation = 1 + secrets.randbits(62)
+
     def _join_at_any_rank(self, *, returns: bool) -> None:
         """Joins at a rank that the first shard gives.
 
@@ -377,7 +395,8 @@ class Session:
         """
         until_s = time.monotonic() + self._patience_s
         while True:
-            self.rank, self.incarnation = -1, time.time_ns()
+            self.rank = -1
+            self._renew()
             for link in self.links:
                 link.patience.limit_s = self._patience_s  # Else as it was when it took its leave.
             try:
@@ -408,6 +427,7 @@ class Session:
                 num_workers=self.num_workers,
                 min_workers=self.min_workers,
                 incarnation=self.incarnation,
+                former=self._former,
                 restart=self._restart,
                 host=socket.gethostname(),
                 pid=os.getpid(),

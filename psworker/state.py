@@ -9,13 +9,14 @@ worker's own, and the shards' is under `paceline` too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pscore.errors import ConfigError
-from pscore.types import Role
+from pscore.types import FloatArray, Role
 from psworker.look import look
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def torch_state(wrapper: DistributedOptimizer) -> dict[str, Any]:
         "state": state if inner is None else inner,
         "param_groups": wrapper.plain_state_dict()["param_groups"],
         "paceline": {
-            "step": wrapper.replica.step,
+            "step": wrapper.steps,
+            "samples_seen": wrapper.samples_seen,
             "mode": str(wrapper.rule),
             "compression": str(wrapper.compressor),
             "counts": torch.tensor(counts),
@@ -64,6 +66,7 @@ def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) 
     plugin, bucket = wrapper.plugin, wrapper.bucket
     order = _torch_order(wrapper)
     own = state_dict.get("paceline", {})
+    step = int(own.get("step", wrapper.steps))
     flat = {name: np.zeros(bucket.layout.numel, dtype=np.float32) for name in plugin.state_names}
     counts = [0] * len(order)
     held = own.get("outer", {}) if wrapper.rule.outer_optimizer else state_dict["state"]
@@ -79,12 +82,39 @@ def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) 
     wrapper.exchange.run(wrapper.replica.settle())
     wrapper.session.barrier("load_state_dict")
     if wrapper.session.rank == 0:
-        wrapper.load(Role.STATE, [flat[name] for name in plugin.state_names], counts)
+        upload(wrapper, Role.STATE, [flat[name] for name in plugin.state_names], counts, step)
     wrapper.session.barrier("load_state_dict")
+    wrapper.exchange.ask_origin()
     wrapper.exchange.run(wrapper.replica.fetch(0, wrapper.exchange))
+    wrapper.locate(step, float(own.get("samples_seen", step * wrapper.samples)))
     wrapper.show_weights()
-    wrapper.replica.step = int(own.get("step", wrapper.replica.step))
     _load_compressor_state(wrapper, own.get("compressor_state", {}))
+
+
+def upload(
+    wrapper: DistributedOptimizer,
+    role: Role,
+    state: Sequence[FloatArray] = (),
+    counts: Sequence[int] = (),
+    step: int = 0,
+) -> None:
+    """Uploads the weights of the model; with `Role.STATE` the optimizer's state too.
+
+    Args:
+        wrapper: Of this worker.
+        role: `WEIGHTS` or `STATE`.
+        state: Its arrays, flat, `(layout.numel,)` each.
+        counts: Optimizer steps of each parameter.
+        step: Steps of training that are behind them.
+    """
+    bucket, exchange = wrapper.bucket, wrapper.exchange
+    bucket.gather_weights()
+    weights = bucket.weights.cpu().numpy()
+    for spec in bucket.layout.slices:
+        arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
+        steps = [counts[segment.tensor] for segment in spec.segments] if counts else []
+        exchange.load(spec.index, role, arrays, steps, step)
+    exchange.flush()
 
 
 def _load_compressor_state(wrapper: DistributedOptimizer, state: dict[str, torch.Tensor]) -> None:

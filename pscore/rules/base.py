@@ -156,6 +156,15 @@ class Rule(ABC):
         """Returns the oldest version that answers the pull issued at `step`; 0 is any."""
         return step + 1 if self.by_step else 0
 
+    def step_after(self, step: int, num_pushes: int) -> int:
+        """Returns the step that a worker is at which was at `step` and has pushed so often since.
+
+        Args:
+            step: 0-based.
+            num_pushes: Its pushes since then, 0 or more; each is the last act of its step.
+        """
+        return step + num_pushes
+
     def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the shards' optimizer's parameter group at `step`, as torch would have it.
 

@@ -138,14 +138,15 @@ def test_a_step_far_ahead_does_no_harm(rule: str, step: int) -> None:
         {"sender": sender(0, table=1)},
         {"slice": U32},
         {"estimate": True, "held": U64},
+        {"begins": True, "clock": U64},
     ],
-    ids=["no sender", "rank", "incarnation", "table", "slice", "no estimate"],
+    ids=["no sender", "rank", "incarnation", "table", "slice", "no estimate", "begins"],
 )
 def test_a_hostile_pull_is_refused(fields: dict[str, object]) -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         with pytest.raises(Refused):
-            await front.pull(pull_header(0, 0, 0, **fields))
+            await front.pull(data_pb2.PullHeader(**{"sender": sender(0)} | fields))
         assert not front.driver.intake.waiting
         await still_serves(front)
 
@@ -401,4 +402,5 @@ def random_pull(rng: random.Random) -> data_pb2.PullHeader:
         min_version=number(rng, U64),
         with_state=rng.random() < 0.5,
         wait_ms=number(rng, U32),
+        begins=rng.random() < 0.1,
     )

@@ -51,7 +51,7 @@ def train(me: Station, mode: str, *, holds: bool) -> tuple[list[float], int, int
     optimizer.close()
     traffic = optimizer.exchange.traffic
     psworker.shutdown()
-    return weight.unique().tolist(), traffic.num_too_late, optimizer.missed.num_steps
+    return sorted(set(weight.tolist())), traffic.num_too_late, optimizer.missed.num_steps
 
 
 def version(address: str, job: str) -> int:

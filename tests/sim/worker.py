@@ -7,7 +7,7 @@ for, and is resumed when that has happened. Every request is repeated until it i
 import random
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ class Worker:
         self.layout = layout
         self.optimizer = optimizer
         self.incarnation = 100 + rank
+        self._former: list[int] = []  # Of the same process.
         self.is_over = False  # Finished, or dead for good.
         self.is_dead = False
         self.num_returns = 0
@@ -131,6 +132,7 @@ class Worker:
         self._network.note(f"{self.name} is started again")
         self.is_dead = False
         self._restart += 1
+        self._former.clear()
         self._step_now += 1
         self._begin()
         self.replica.step = self._step_now
@@ -138,6 +140,7 @@ class Worker:
 
     def _grow_older(self) -> None:
         """Whatever is under way belongs to the former incarnation."""
+        self._former.append(self.incarnation)
         self.incarnation += 1000
         self._ledger.came_back.add(self.rank)
         self._lost = None
@@ -195,6 +198,7 @@ class Worker:
             _join,
             rank=self.rank,
             incarnation=self.incarnation,
+            former=tuple(self._former),
             restart=self._restart,
             returns=returns,
         )
@@ -469,8 +473,8 @@ def _answered(request: Callable[[Server], None], server: Server, answer: Answer)
     answer(b"")
 
 
-def _join(server: Server, *, rank: int, incarnation: int, restart: int, returns: bool) -> None:
-    server.join(rank, incarnation, restart=restart, returns=returns)
+def _join(server: Server, *, rank: int, incarnation: int, **options: Any) -> None:
+    server.join(rank, incarnation, **options)
 
 
 def start_weights(layout: Layout) -> FloatArray:

@@ -45,7 +45,7 @@ def test_a_frame_gives_back_header_and_payload(header: bytes, parts: list[bytes]
 
 def test_a_frame_is_laid_out_as_its_specification_says() -> None:
     frame = encode(b"head", b"pay", b"load")
-    assert frame[:4] == b"PL\x02\x00"
+    assert frame[:4] == b"PL\x03\x00"
     assert struct.unpack_from("<IQ", frame, 4) == (4, 7)
     checksum = xxhash.xxh3_64_intdigest(frame[:16] + b"headpayload")
     assert int.from_bytes(frame[16:24], "little") == checksum

@@ -33,6 +33,19 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
     assert found.arena.integers_at(place, 1)[0] == 9
 
 
+def test_the_newest_job_is_found_first_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time_ns", iter(range(100, 0, -1)).__next__)
+    first = Vault(tmp_path / "v")
+    for name in "abc":
+        first.make().write_job({"name": name})
+    first.close()
+    second = Vault(tmp_path / "v")
+    second.make().write_job({"name": "d"})
+    assert [job.read_job()["name"] for job in second.found()] == ["d", "c", "b", "a"]
+
+
 def test_after_a_boot_nothing_is_believed(tmp_path: Path) -> None:
     first = Vault(tmp_path / "v")
     first.make().write_job({"name": "a"})

@@ -33,7 +33,7 @@ class DescribeReply(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., bulk_port: _Optional[int] = ..., bulk_local: _Optional[str] = ..., now_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers")
+    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class JoinRequest(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RETURNS_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     num_workers: int
@@ -54,7 +55,8 @@ class JoinRequest(_message.Message):
     protocol: int
     returns: bool
     min_workers: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ...) -> None: ...
+    former: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds")
@@ -134,28 +136,34 @@ class DefineRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ...) -> None: ...
 
 class DefineReply(_message.Message):
-    __slots__ = ("table", "created")
+    __slots__ = ("table", "created", "clock", "step")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     table: int
     created: bool
-    def __init__(self, table: _Optional[int] = ..., created: bool = ...) -> None: ...
+    clock: int
+    step: int
+    def __init__(self, table: _Optional[int] = ..., created: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule")
+    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule", "step")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     table: int
     number: int
     rule: Plugin
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
+    step: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ChangeReply(_message.Message):
     __slots__ = ()
