@@ -44,6 +44,7 @@ from pscore.errors import (
     TransportError,
 )
 from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from psserver import logs
 from psserver.driver import Driver
@@ -429,7 +430,7 @@ class SocketReply:
 
     def failed(self, error: PacelineError) -> None:
         """Refuses a request."""
-        failure = pb.Failure(kind=type(error).__name__, message=str(error))
+        failure = pb.Failure(kind=type(error).__name__, message=printable(str(error), keep="\n"))
         self.connection.send(pb.Envelope(id=self._id, failed=failure))
 
 

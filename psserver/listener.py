@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError as ProtobufDecodeError
 from pscore import sockets, tls, wire
 from pscore.errors import DecodeError, PacelineError
 from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.text import printable
 from psserver import bulk, descriptors, logs
 from psserver.bulk import Connection
 from psserver.driver import Driver
@@ -234,7 +235,7 @@ class BulkServer:
         copied = accepted.dup()
         try:
             return tls.secure(copied, self._context, deadline_s=deadline_s)
-        except BaseException:
+        except OSError:
             copied.close()  # Of no effect once TLS has taken it.
             raise
 
@@ -257,7 +258,10 @@ class BulkServer:
                 answer = wire.encode(reply.SerializeToString())
                 socket.send_fds(accepted, [answer], [weights.fd])
             except PacelineError as error:
-                reply.failed.kind, reply.failed.message = type(error).__name__, str(error)
+                reply.failed.kind, reply.failed.message = (
+                    type(error).__name__,
+                    printable(str(error), keep="\n"),
+                )
                 with contextlib.suppress(OSError):  # It may have gone.
                     accepted.sendall(wire.encode(reply.SerializeToString()))
             except (OSError, ProtobufDecodeError) as problem:
