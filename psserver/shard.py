@@ -30,7 +30,7 @@ from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.limits import Limits
 from psserver.membership import Member, Membership
-from psserver.table import Change, Table, TableSpec
+from psserver.table import COUNT_MAX, Change, Table, TableSpec
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
@@ -269,6 +269,8 @@ class Shard:
     def step_aside(self, job: Job, index: int, rank: int, change: Change) -> Actions:
         """Lets the steps of a table close without `rank`, until its mode has been changed."""
         table = job.table(index)
+        if change[-1] > COUNT_MAX:
+            raise RemoteProtocolError(f"worker {rank} is at step {change[-1]}, beyond {COUNT_MAX}")
         known = table.changed.get(rank, ())
         if change[:1] == known[:1] and change <= known:
             return []  # Sent twice, and this one was under way for long.

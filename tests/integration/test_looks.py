@@ -171,3 +171,49 @@ def look_when_lost(me: Station, job: str) -> None:
 
 def test_a_worker_that_was_lost_comes_back_to_look(shards: Shards) -> None:
     shards.run(look_when_lost, new_job(), num_workers=1)
+
+
+# With one worker each of them makes the steps of plain SGD, and so does what it is changed to.
+PLAIN = {
+    "ssgd": "ssp(bound=0)",
+    "ssp(bound=0)": "ssd(steps=3, warmup=50)",
+    "ssd(steps=3, warmup=50)": "od(warmup=50)",
+    "cd(warmup=50)": "ssgd",
+    "asgd": "dcasgd",
+    "dcasgd(adaptive=True)": "staleness",
+    "staleness": "asgd",
+}
+
+
+def draw_by_steps(mode: str, job: str, disturbed: bool) -> Weights:
+    """Trains on a batch of each step; returns the weights in the end."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = wrap(model, mode, RAW)
+    is_lost = False
+    while (step := optimizer.steps) < STEPS:
+        if disturbed and step == CHANGE:
+            look(model, optimizer, at_shards(job))
+            optimizer.set_mode(PLAIN[mode])
+        if disturbed and step == LOST and not is_lost:
+            is_lost = True
+            lose(optimizer)
+        optimizer.zero_grad()
+        backward(model, *batch(0, step))
+        optimizer.step()
+    psworker.shutdown()
+    return weights_of(model)
+
+
+def disturb(me: Station) -> None:
+    for mode in PLAIN:
+        me.tell([draw_by_steps(mode, new_job(), disturbed) for disturbed in (False, True)])
+
+
+def test_a_change_of_the_mode_and_a_return_leave_the_bits(shards: Shards) -> None:
+    """The step that was lost is drawn again: its number comes twice."""
+    with shards.workers(disturb, num_workers=1) as (worker,):
+        found = {mode: worker.hear(COMPILED_S) for mode in PLAIN}
+    for mode, (undisturbed, disturbed) in found.items():
+        assert same(undisturbed, found["ssgd"][0]), mode
+        assert same(disturbed, undisturbed), mode

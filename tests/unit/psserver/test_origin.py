@@ -12,11 +12,13 @@ from pscore.types import Origin
 from psserver import snapshot
 from psserver.driver import Driver
 from psserver.shard import Shard
+from psserver.table import COUNT_MAX
 from psserver.vault import Vault
 from tests.unit.psserver.front import (
     JOB,
     Context,
     Front,
+    Refused,
     grad,
     play,
     pull_header,
@@ -98,6 +100,20 @@ def test_it_outlives_a_killed_shard_and_a_lost_machine(tmp_path: Path, mode: str
         anew = Driver(Shard(0, 1, 10.0), num_threads=1)
         assert anew.restore(folder) == [JOB]
         assert anew.shard.jobs[JOB].table(0).spec.origin == Origin(0, 40)
+
+    play(scene)
+
+
+def test_a_step_that_nobody_comes_to_is_refused() -> None:
+    """It could not be read back from a file."""
+
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        with pytest.raises(Refused, match=f"a state of step {COUNT_MAX + 1}, beyond"):
+            await load(front, COUNT_MAX + 1)
+        with pytest.raises(Refused, match=f"worker 0 is at step {COUNT_MAX + 1}, beyond"):
+            await change(front, 0, COUNT_MAX + 1)
+        assert await origin(front) == (0, 0)
 
     play(scene)
 
