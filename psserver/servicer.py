@@ -234,12 +234,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Declares a table, or checks that this worker's is the job's."""
         try:
             job = self._heard(request)
-            table, created = self._driver.define(job, _spec(request.table))
+            with self._driver.lock:
+                table, created = self._driver.define(job, _spec(request.table))
+                origin = table.spec.origin
         except PacelineError as error:
             await refuse(context, error)
             raise
-        with self._driver.lock:
-            origin = table.spec.origin
         return pb.DefineReply(
             table=table.index, created=created, clock=origin.clock, step=origin.step
         )
