@@ -234,7 +234,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PacelineError: A shard refused something, or nobody answers.
         """
         self._require_open("step")
-        self.session.require_own()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -261,6 +260,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _require_open(self, name: str) -> None:
         if self._end:
             raise ConfigError(f"training has ended: {name}() after {self._end}")
+        self.session.require_own()
 
     def _run(self, grad_scaler: GradScaler | None, *, skips: bool = False) -> None:
         """Makes one step, or leaves it out."""

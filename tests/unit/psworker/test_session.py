@@ -4,7 +4,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +28,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
 from pscore.types import Origin, TensorSpec
 from psworker import session as module
+from psworker import waits
 from psworker.environment import Environment
 from psworker.session import Session
 
@@ -237,10 +237,9 @@ def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_t
 ) -> None:
     assert not links
     seconds = itertools.count(0, 4)
-    clock = SimpleNamespace(
-        monotonic=lambda: float(next(seconds)), sleep=lambda _: None, time_ns=time.time_ns
-    )
-    monkeypatch.setattr(module, "time", clock)
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    monkeypatch.setattr(waits, "time", clock)
+    monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
 
     def answers(made: list[FakeLink]) -> None:
         made[0].answers["Join"] = RankTakenError("all 2 ranks of the job are taken")
