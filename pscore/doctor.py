@@ -359,7 +359,7 @@ def disk(folder: Path) -> list[Finding]:
         return [wrong("disk", str(folder), "this user cannot write there", do)]
     free = shutil.disk_usage(there).free
     what = f"{free >> 20} MiB left"
-    do = "make room, or give --state-dir another place: a snapshot is as large as the model's state"
+    do = "make room, or give --state-dir another place: a checkpoint is as large as a job's state"
     if free < DISK_NBYTES_MIN:
         return [wrong("disk", str(folder), what, do)]
     if free < DISK_NBYTES_WANTED:

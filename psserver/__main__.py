@@ -25,9 +25,16 @@ def main() -> None:
 
         schedule.main(sys.argv[2])
     else:
-        from psserver import cli
+        from pscore import commandline
 
-        cli.main()
+        commandline.open_standard_streams()
+        try:
+            from psserver import cli
+
+            cli.main()
+        except KeyboardInterrupt:
+            commandline.tell_interrupted("psserver")
+            sys.exit(commandline.INTERRUPTED)
 
 
 if __name__ == "__main__":

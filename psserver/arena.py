@@ -2,7 +2,7 @@
 
 A file is mapped and shared, so the kernel has what was written as soon as it was written: after a
 SIGKILL the next process finds all of it, without a system call per write. It is not safe from the
-death of the machine; the snapshots are for that. Room is reserved before it is used: a full disk is
+death of the machine; checkpoints are for that. Room is reserved before it is used: a full disk is
 an error when memory is asked for, and never a signal when it is touched.
 
     offset 0     magic and format, 8 bytes; bytes in use, int64

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -26,9 +26,9 @@ from pscore.partition import Layout, make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
 from pscore.rpc import error_of
-from pscore.types import FloatArray
+from pscore.types import FloatArray, SliceSpec
 from psserver import records, remote
-from psserver.checkpoint_files import Checkpoint, TableState
+from psserver.checkpoint_files import Checkpoint, TableState, Tensors
 from psserver.debts import is_owed
 from psserver.exits import CommandError, Exit
 from psserver.membership import Presence
@@ -292,9 +292,8 @@ def restore(
     try:
         for shard in chosen:
             shards.call(shard, "Prepare", request)
-        for shard, message in messages(name, checkpoint, len(addresses)):
-            if shard in chosen:
-                shards.call(shard, "Write", message)
+        for shard, message in messages(name, checkpoint, len(addresses), chosen):
+            shards.call(shard, "Write", message)
         for shard in chosen:
             shards.call(shard, "Finish", pb.FinishRequest(id=name))
     finally:
@@ -320,13 +319,47 @@ def preparation(name: str, checkpoint: Checkpoint, job: str, num_shards: int) ->
 
 
 def messages(
-    name: str, checkpoint: Checkpoint, num_shards: int
+    name: str, checkpoint: Checkpoint, num_shards: int, chosen: Container[int]
 ) -> Iterator[tuple[int, pb.WriteRequest]]:
-    """Returns the messages that bring the numbers to their shards, each with the shard's index."""
+    """Returns the messages that bring numbers to chosen shards, each with the shard's index."""
     for number, table in enumerate(checkpoint.tables):
         layout = make_layout(table.spec.tensors, num_shards)
-        for array in table.arrays:
-            yield from _messages_of(name, number, layout, table, array)
+        parts = [part for part in layout.slices if part.shard in chosen]
+        for array, tensors in table.arrays.items():
+            known_as = _name_on_shards(table.spec, array)
+            for part, flat in _flattened(layout, parts, tensors, only_compressed=is_owed(array)):
+                data = flat.view(np.uint8)
+                for offset in range(0, data.nbytes, CHUNK_NBYTES):
+                    yield (
+                        part.shard,
+                        pb.WriteRequest(
+                            id=name,
+                            table=number,
+                            slice=part.index,
+                            array=known_as,
+                            offset=offset,
+                            data=data[offset : offset + CHUNK_NBYTES].tobytes(),
+                        ),
+                    )
+
+
+def _flattened(
+    layout: Layout, parts: Sequence[SliceSpec], tensors: Tensors, *, only_compressed: bool
+) -> Iterator[tuple[SliceSpec, FloatArray]]:
+    """Returns slices with their numbers, and reads each tensor once."""
+    index, tensor = -1, np.zeros(0, dtype=np.float32)
+    for part in parts:
+        if only_compressed and not part.compress:
+            continue
+        flat = np.zeros(part.numel, dtype=np.float32)
+        for segment in part.segments:
+            if segment.tensor != index:
+                index = segment.tensor
+                tensor = tensors[layout.tensors[index].name].reshape(-1)
+            start = segment.tensor_start
+            stop = start + segment.stop - segment.start
+            flat[segment.start : segment.stop] = tensor[start:stop]
+        yield part, flat
 
 
 def _about(table: TableState, num_shards: int) -> dict[str, Any]:
@@ -346,29 +379,3 @@ def _name_on_shards(spec: TableSpec, array: str) -> str:
     if array == "weights" or is_owed(array):
         return array
     return f"state.{states.index(array)}" if array in states else f"memory.{array}"
-
-
-def _messages_of(
-    name: str, number: int, layout: Layout, table: TableState, array: str
-) -> Iterator[tuple[int, pb.WriteRequest]]:
-    tensors = table.arrays[array]
-    flat = np.zeros(layout.numel, dtype=np.float32)
-    for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
-        if tensor.compress or not is_owed(array):
-            flat[offset : offset + tensor.numel] = tensors[tensor.name].ravel()
-    for part in layout.slices:
-        if is_owed(array) and not part.compress:
-            continue
-        data = flat[part.start : part.stop].view(np.uint8)
-        for offset in range(0, data.nbytes, CHUNK_NBYTES):
-            yield (
-                part.shard,
-                pb.WriteRequest(
-                    id=name,
-                    table=number,
-                    slice=part.index,
-                    array=_name_on_shards(table.spec, array),
-                    offset=offset,
-                    data=data[offset : offset + CHUNK_NBYTES].tobytes(),
-                ),
-            )

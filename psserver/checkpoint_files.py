@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from pscore.errors import ConfigError
 from pscore.types import FloatArray
@@ -373,28 +373,31 @@ def verified(found: Found) -> Checkpoint:
             version=int(entry["version"]),
             slices=entry["slices"],
             counts=[int(count) for count in entry["counts"]],
-            arrays=_Files(files),
+            arrays={array: _File(file) for array, file in files.items()},
         )
         _ = table.updates, table.clock  # They are numbers, or this raises.
         checkpoint.tables.append(table)
     return checkpoint
 
 
-class _Files(Mapping[str, Tensors]):
-    """Arrays in files, each read when it is asked for: a job may be larger than memory."""
+class _File(Mapping[str, FloatArray]):
+    """Tensors in a file, each read when it is asked for: a job may be larger than memory."""
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
+    def __init__(self, path: Path) -> None:
+        with safe_open(path, framework="numpy") as content:
+            self._names = list(content.keys())
+        self._path = path
 
-    def __getitem__(self, array: str) -> Tensors:
-        tensors: Tensors = load_file(self._files[array])
-        return tensors
+    def __getitem__(self, name: str) -> FloatArray:
+        with safe_open(self._path, framework="numpy") as content:
+            tensor: FloatArray = content.get_tensor(name)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._names)
 
 
 def _look(path: Path) -> Found:

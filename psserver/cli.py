@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pscore import commandline
 from pscore.errors import ConfigError
 from psserver.exits import MEANINGS, CommandError, Exit
 
 if TYPE_CHECKING:
     from psserver.settings import Settings
 
-EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>2}  {MEANINGS[code]}" for code in Exit)
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
 
 app = typer.Typer(
     help="Parameter server of Paceline: starts shards, and shows how they do.",
     epilog=EPILOG,
-    add_completion=False,
+    context_settings=commandline.CONTEXT,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -42,6 +43,30 @@ Servers = Annotated[
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=commandline.show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=commandline.set_debug,
+            help="Show the traceback of an error [PACELINE_DEBUG].",
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
 
 
 @app.command()
@@ -382,20 +407,13 @@ def _setting(flag: str) -> str:
     return f"{section}.{field}" if section in ("metrics", "log") else f"server.{flag}"
 
 
-def _say(message: str) -> None:
-    from pscore.text import printable
-
-    shown = printable(message, keep="\n")
-    sys.stderr.write(f"psserver: {shown}\n")
-
-
 def main() -> None:
     """Runs one command; an error ends the process with its code and one line."""
     try:
-        app()
+        commandline.run(app, "psserver")
     except CommandError as problem:
-        _say(problem.message)
+        commandline.tell_error("psserver", problem)
         sys.exit(problem.code)
     except ConfigError as problem:
-        _say(str(problem))
+        commandline.tell_error("psserver", problem)
         sys.exit(Exit.USAGE)

@@ -137,9 +137,9 @@ class SliceClock:
         return self.recheck()
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
-        """Goes on from a snapshot: its version, and the clock of each worker.
+        """Goes on from a checkpoint: its version, and the clock of each worker.
 
-        What had entered an open step is not in the snapshot's weights, so it is not counted.
+        What had entered an open step is not in the checkpoint's weights, so it is not counted.
         """
         self.version = version
         for rank, clock in clocks.items():
@@ -206,7 +206,7 @@ class SliceClock:
         """Returns how many pushes lie behind the job: its slowest worker's, or the last one's."""
         if self.rule.by_step:
             return max(self.version, 0)
-        if self._expected():
+        if self._expected(max(self.version, 0)):
             return self.clock_min()
         return max((counted.clock for counted in self.counted.values()), default=0)
 

@@ -22,6 +22,7 @@ class Exit(enum.IntEnum):
     BUG = 9
     HOST = 10
     ACCESS = 11
+    INTERRUPTED = 130
 
 
 MEANINGS: dict[Exit, str] = {
@@ -37,6 +38,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.BUG: "an invariant broke: please report it with the log",
     Exit.HOST: "the host is not an address of this machine",
     Exit.ACCESS: "a shard did not let us in: token, certificate, or TLS on one side only",
+    Exit.INTERRUPTED: "ended by Ctrl-C",
 }
 
 

@@ -32,7 +32,7 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
         self._is_ending = threading.Event()
-        self._lock = threading.Lock()  # Of `_process`.
+        self._lock = threading.Lock()  # Of `_process`, the one that runs, and of its input.
 
     def start(self, plan: Callable[[], str]) -> None:
         """Starts the process, unless that has been done; `plan` returns what it is told."""
@@ -47,17 +47,16 @@ class Keeper:
         with self._lock:
             self._is_ending.set()
             process = self._process
-        if process is None or process.poll() is not None:
-            return
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write("last\n")
-            process.stdin.flush()
+            if process is not None and process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write("last\n")
+                    process.stdin.flush()
         try:
-            process.wait(self._last_s)
+            if process is not None:
+                process.wait(self._last_s)
         except subprocess.TimeoutExpired:
             log.warning("no last checkpoint in time; those before it stay", waited_s=self._last_s)
-            self.close()
+        self.close()
 
     def close(self) -> None:
         """Ends the process at once; again is of no effect."""
@@ -71,10 +70,27 @@ class Keeper:
     def _keep(self, plan: str) -> None:
         """Starts the process again whenever it has died, until the end is wanted."""
         pause_s = PAUSE_S_MIN
-        while True:
+        while not self._is_ending.is_set():
+            started_s = time.monotonic()
+            how = self._run(plan)
+            if self._is_ending.is_set():
+                return
+            if time.monotonic() - started_s > SETTLED_S:
+                pause_s = PAUSE_S_MIN
+            log.error(
+                "the process that takes checkpoints died, it is started again",
+                how=how,
+                pause_s=pause_s,
+            )
+            self._is_ending.wait(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def _run(self, plan: str) -> str:
+        """Runs the process to its end; returns how it ended, in words."""
+        try:
             with self._lock:
                 if self._is_ending.is_set():
-                    return
+                    return "was not wanted any more"
                 self._process = process = subprocess.Popen(
                     [sys.executable, *SAFE, "-m", "psserver", "schedule", plan],
                     stdin=subprocess.PIPE,
@@ -82,17 +98,12 @@ class Keeper:
                     process_group=0,
                     text=True,
                 )
-            started_s = time.monotonic()
-            status = process.wait()
-            if self._is_ending.is_set():
-                return
-            if time.monotonic() - started_s > SETTLED_S:
-                pause_s = PAUSE_S_MIN
-            log.error(
-                "the process that takes checkpoints died, it is started again",
-                pid=process.pid,
-                how=ended(status),
-                pause_s=pause_s,
-            )
-            self._is_ending.wait(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+        except OSError as problem:  # No memory or descriptors are left for it.
+            return f"could not be started: {problem}"
+        status = process.wait()
+        with self._lock:
+            self._process = None
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        return ended(status)

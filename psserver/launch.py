@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import structlog
 
 from pscore import faults
+from pscore.boot import began
 from psserver import logs, runfile
 from psserver.exits import CommandError, Exit
 from psserver.keeper import Keeper
@@ -26,6 +26,7 @@ from psserver.supervisor import Post, Supervisor
 from psserver.vault import ShortLived
 
 log = structlog.get_logger()
+READ_RATE = 50e6  # Bytes of checkpoints that a shard reads in a second, at the least.
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -90,6 +91,7 @@ class Launch:
         journal_dir = short_lived
         if server.durability == "journal" and server.state_dir is not None:
             journal_dir = server.state_dir.absolute() / "journal"
+        folder = self._checkpoint_dir()
         return [
             ShardPlan(
                 index=index,
@@ -102,7 +104,8 @@ class Launch:
                 lease_s=server.lease_s,
                 grace_s=server.grace_s,
                 state_dir=None if server.state_dir is None else str(server.state_dir.absolute()),
-                checkpoint_dir=self._checkpoint_dir(),
+                checkpoint_dir=folder,
+                loading_s=0.0 if folder is None else _nbytes(Path(folder)) / READ_RATE,
                 addresses=server.other_addresses,
                 trust=server.trust,
                 memory_mb=server.memory_mb,
@@ -120,14 +123,15 @@ class Launch:
     def _checkpoint_dir(self) -> str | None:
         """Returns where scheduled checkpoints are taken and loaded; None: nowhere."""
         server = self.settings.server
-        if server.state_dir is None or server.why_no_checkpoints:
+        if server.state_dir is None or not server.takes_checkpoints:
             return None
         return str(server.state_dir.absolute() / FOLDER)
 
     def _say_without_checkpoints(self) -> None:
         """Warns who has given a state directory and gets no checkpoints in it."""
         server = self.settings.server
-        if server.state_dir is not None and server.checkpoint_s and server.why_no_checkpoints:
+        is_wanted = server.state_dir is not None and server.checkpoint_s
+        if is_wanted and server.shard_index in (None, 0) and server.why_no_checkpoints:
             log.warning("no scheduled checkpoints", reason=server.why_no_checkpoints)
 
     def _schedule(self, folder: str, addresses: list[str]) -> SchedulePlan:
@@ -171,7 +175,7 @@ class Launch:
         host = WILDCARDS.get(server.host, server.host)
         return Run(
             pid=os.getpid(),
-            created_s=psutil.Process().create_time(),
+            began=began(os.getpid()),
             cluster=self.cluster,
             host=server.host,
             port=entries[0].port,
@@ -232,6 +236,11 @@ class Launch:
 
     def _log_file(self, name: str) -> Path | None:
         return self.folder / f"{name}.log" if self.detached and self.folder is not None else None
+
+
+def _nbytes(folder: Path) -> int:
+    """Returns the bytes of the files in the folders of a folder."""
+    return sum(path.stat().st_size for path in folder.glob("[!.]*/*") if path.is_file())
 
 
 def launch(settings: Settings, *, detach: bool) -> Exit:

@@ -90,11 +90,10 @@ def deliver(driver: Driver, checkpoint: Checkpoint, job: str) -> None:
     Raises:
         PacelineError: The shard cannot hold it.
     """
-    num_shards = driver.shard.num_shards
+    index, num_shards = driver.shard.index, driver.shard.num_shards
     delivery = Delivery(shards.preparation("", checkpoint, job, num_shards), driver, 0)
-    for shard, message in shards.messages("", checkpoint, num_shards):
-        if shard == driver.shard.index:
-            delivery.write(message)
+    for _, message in shards.messages("", checkpoint, num_shards, [index]):
+        delivery.write(message)
     with driver.lock:
         delivery.finish()
 

@@ -126,7 +126,7 @@ class Membership:
         return member.rank
 
     def restore(self, members: list[Member]) -> None:
-        """Takes the workers of a snapshot in; those that were live have a new lease."""
+        """Takes the workers of a record in; those that were live have a new lease."""
         for member in members:
             member.lease_ends_s = member.heard_s + self.lease_s
             self.members[member.rank] = member

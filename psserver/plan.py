@@ -34,6 +34,7 @@ class ShardPlan:
     log_level: str
     state_dir: str | None = None
     checkpoint_dir: str | None = None  # Of checkpoints that are loaded at the start.
+    loading_s: float = 0.0  # Time that this may take, beyond that of a start without any.
     # Of all shards, in order, where shard 0 brings the others what it has loaded; else empty.
     addresses: list[str] = field(default_factory=list)
     trust: Trust = field(default_factory=Trust)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -128,6 +129,8 @@ def main(text: str) -> None:
     """Runs the process; `text` is its plan."""
     plan = SchedulePlan.from_json(text)
     logs.configure(plan.log_format, plan.log_level, shard="all")
+    for number in (signal.SIGTERM, signal.SIGINT):  # The supervisor decides when it ends.
+        signal.signal(number, signal.SIG_IGN)
     schedule = Schedule(plan)
     threading.Thread(target=schedule.listen, name="listen", daemon=True).start()
     schedule.run()

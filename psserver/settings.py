@@ -121,14 +121,20 @@ class ServerSettings(BaseSettings):
         return [address.strip() for address in self.shard_addresses.split(",")]
 
     @property
+    def takes_checkpoints(self) -> bool:
+        """Whether scheduled checkpoints are taken here: by who starts shard 0."""
+        return bool(
+            self.checkpoint_s
+            and self.state_dir is not None
+            and self.shard_index in (None, 0)
+            and not self.why_no_checkpoints
+        )
+
+    @property
     def why_no_checkpoints(self) -> str:
-        """Why no scheduled checkpoints are taken here; empty if they are."""
-        if self.checkpoint_s == 0:
-            return "server.checkpoint_s is 0"
+        """Why scheduled checkpoints cannot be taken by who starts shard 0; empty if they can."""
         if self.state_dir is None:
             return "there is no place for them: give --state-dir"
-        if self.shard_index not in (None, 0):
-            return "they are taken where shard 0 is started: give --checkpoint-s there"
         if self.shard_index == 0 and self.shards > 1 and self.shard_addresses is None:
             return "shard 0 does not know the others: give --shard-addresses HOST:PORT,HOST:PORT"
         if self.tls_cert is not None and not os.environ.get("PACELINE_TLS_CA"):
@@ -306,7 +312,8 @@ def _refuse_former(
 def _check_checkpoints(settings: Settings) -> None:
     """Raises a `ConfigError` if checkpoints are asked for that cannot be taken."""
     server, origin = settings.server, settings.origins["server.checkpoint_s"]
-    if origin != "default" and server.checkpoint_s and (reason := server.why_no_checkpoints):
+    is_wanted = origin != "default" and server.checkpoint_s and server.shard_index in (None, 0)
+    if is_wanted and (reason := server.why_no_checkpoints):
         raise ConfigError(
             f"server.checkpoint_s is {server.checkpoint_s:g} ({origin}), and {reason}"
         )

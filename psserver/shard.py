@@ -177,7 +177,7 @@ class Shard:
     def restore(
         self, name: str, num_workers: int, members: list[Member], min_workers: int = 0
     ) -> Job:
-        """Makes a job from a snapshot; its tables are defined next."""
+        """Makes a job from a record of it; its tables are defined next."""
         require_name("job", name)
         job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
         job.membership.restore(members)

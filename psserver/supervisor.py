@@ -104,16 +104,15 @@ class ShardProcess:
         if isinstance(self.report, Refused):
             return CommandError(self.report.code, f"shard {self.plan.index} {self.report.message}")
         where = "the lines above" if self.log_file is None else str(self.log_file)
+        start_s = START_S_MAX + self.plan.loading_s
+        how = f"did not answer within {start_s:g} s" if status is None else ended(status)
         return CommandError(
-            Exit.SHARD_DIED,
-            f"shard {self.plan.index} {ended(status)} before it was ready; see {where}",
+            Exit.SHARD_DIED, f"shard {self.plan.index} {how} before it was ready; see {where}"
         )
 
 
-def ended(status: int | None) -> str:
+def ended(status: int) -> str:
     """Returns how a process ended, in words."""
-    if status is None:
-        return f"did not answer within {START_S_MAX:g} s"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit code {status}"
@@ -125,7 +124,8 @@ def wait_ready(shards: Sequence[ShardProcess], wake_fd: int | None = None) -> bo
     Raises:
         CommandError: One of them cannot start, or takes too long.
     """
-    deadline_s = time.monotonic() + START_S_MAX
+    loading_s = max((shard.plan.loading_s for shard in shards), default=0.0)
+    deadline_s = time.monotonic() + START_S_MAX + loading_s
     with selectors.DefaultSelector() as selector:
         for shard in shards:
             selector.register(shard, selectors.EVENT_READ)
@@ -278,6 +278,7 @@ class Supervisor:
             return True
         if time.monotonic() - process.started_s > SETTLED_S:
             post.num_restarts = 0
+        assert status is not None
         how = ended(status)
         if isinstance(process.report, Refused):
             how = process.report.message

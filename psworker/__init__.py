@@ -48,6 +48,7 @@ from psworker.lowlevel import (
 )
 from psworker.modes import modes
 from psworker.optimizer import DistributedOptimizer
+from psworker.script_errors import install as _install
 
 __all__ = [
     "ASGD",
@@ -84,3 +85,5 @@ __all__ = [
     "TransportError",
     "UnsupportedOptimizerError",
 ]
+
+_install()  # An error of ours that ends a script is one sentence.

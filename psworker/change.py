@@ -48,5 +48,5 @@ def change_mode(wrapper: DistributedOptimizer, rule: Rule, grads: Sequence[torch
     wrapper.rule = rule
     replica.change(rule)
     exchange.run(replica.begin(exchange))
-    wrapper.locate()
+    wrapper.progress.locate()
     wrapper.show_weights()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import inspect
 import json
@@ -12,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from pscore import commandline
 from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.rules import RULES
 from pscore.text import printable
@@ -22,13 +24,12 @@ from psworker.launch import (
     Launch,
     LaunchPlan,
     OnFailure,
-    Prefixed,
     new_job,
     parse_elastic,
-    plain,
     worker_command,
 )
 from psworker.modes import modes as list_modes
+from psworker.output import Prefixed, plain
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
 RUN_EPILOG = (
@@ -40,7 +41,7 @@ RUN_EPILOG = (
 app = typer.Typer(
     help="Worker side of Paceline: starts workers, lists modes, and trains a demo.",
     epilog=EPILOG,
-    add_completion=False,
+    context_settings=commandline.CONTEXT,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -50,6 +51,30 @@ bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_
 app.add_typer(bench, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=commandline.show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=commandline.set_debug,
+            help="Show tracebacks of errors, of workers too [PACELINE_DEBUG].",
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
 
 
 @app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False})
@@ -288,12 +313,10 @@ def version(*, as_json: AsJson = False) -> None:
 def main() -> None:
     """Runs one command; an error ends the process with its code and one line."""
     try:
-        app()
+        commandline.run(app, "psworker")
     except PacelineError as problem:
-        _tell(str(problem))
+        commandline.tell_error("psworker", problem)
         sys.exit(exit_code(problem))
-    except KeyboardInterrupt:
-        sys.exit(Exit.INTERRUPTED)
 
 
 def exit_code(problem: PacelineError) -> Exit:
@@ -322,8 +345,9 @@ def _show_modes() -> None:
 
 def _tell(line: str) -> None:
     shown = printable(line, keep="\n")
-    sys.stderr.write(f"psworker: {shown}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # A closed standard error ends no job.
+        sys.stderr.write(f"psworker: {shown}\n")
+        sys.stderr.flush()
 
 
 def _servers_around() -> tuple[str, ...]:

@@ -137,6 +137,7 @@ def join(
         raise ConfigError(f"num_workers is {num_workers} and max_workers {max_workers}: give one")
     num_workers = num_workers or max_workers
     if _current is not None:
+        _current.session.require_own()
         given = {"job": job, "rank": rank, "num_workers": num_workers, "min_workers": min_workers}
         _check_same(_current.session, servers, **given)
         return _current
@@ -196,6 +197,7 @@ def current() -> Context:
     """
     if _current is None:
         raise ConfigError("call psworker.init() or make a DistributedOptimizer first")
+    _current.session.require_own()
     return _current
 
 

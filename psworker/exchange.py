@@ -263,6 +263,7 @@ class Exchange:
             self._timeline.span("wait", begin_ns, what=f"{what} of slice {index}")
 
     def _await(self, future: Future[T], index: int, what: str) -> T:
+        self.session.require_own()
         started_s, say_s = time.monotonic(), SAY_AFTER_S
         try:
             while True:
@@ -434,6 +435,7 @@ class Exchange:
     # ----- inside
 
     def _transport(self, index: int) -> Transport:
+        self.session.require_own()
         return self.session.links[self.layout.slices[index].shard].transport
 
     def _sender(self) -> data_pb2.Sender:

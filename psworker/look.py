@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pscore.errors import ReplacedError, UnknownJobError
 from pscore.types import IntArray
 from psworker.outbox import Landing
 
@@ -33,10 +34,23 @@ class Seen:
 def look(wrapper: DistributedOptimizer, num_state: int | None = None) -> Seen:
     """Returns the shards' weights, with this worker's last push in them.
 
+    A worker that the shards have declared lost comes back first, as it would with its next step.
+
     Args:
         wrapper: Of this worker.
         num_state: State arrays of the shards' optimizer, which come along; None: without them.
+
+    Raises:
+        PacelineError: Nobody answers, or the worker cannot come back.
     """
+    try:
+        return _look(wrapper, num_state)
+    except (ReplacedError, UnknownJobError) as problem:
+        wrapper.return_between_steps(problem)
+        return _look(wrapper, num_state)
+
+
+def _look(wrapper: DistributedOptimizer, num_state: int | None) -> Seen:
     exchange, replica, layout = wrapper.exchange, wrapper.replica, wrapper.bucket.layout
     flats = [torch.zeros(layout.numel) for _ in range(1 + (num_state or 0))]
     landings = [
@@ -63,7 +77,6 @@ def global_weights(
     """
     bucket, replica = wrapper.bucket, wrapper.replica
     bucket.warn_of_changes()
-    wrapper.exchange.flush()
     is_there = wrapper.rule.by_step and not (replica.drifts or wrapper.exchange.compresses_pulls)
     other = None if is_there else look(wrapper).weights.to(bucket.device)
     with contextlib.ExitStack() as undo:

@@ -6,7 +6,7 @@ joins, comes back or was too late is where the others are, in every mode.
 
 from __future__ import annotations
 
-from pscore.types import Origin
+from psworker.exchange import Exchange
 from psworker.replica import Replica
 
 
@@ -19,27 +19,21 @@ class Progress:
             joined, or while it was away, count with `samples` as it was when it learned of them.
     """
 
-    def __init__(self, samples: float) -> None:
-        """Begins at step 0."""
+    def __init__(self, samples: float, replica: Replica, exchange: Exchange) -> None:
+        """Begins at step 0 of the replica; the exchange knows where steps are counted from."""
         self.samples = samples
         self.seen = 0.0
+        self._replica = replica
+        self._exchange = exchange
 
-    def locate(
-        self,
-        replica: Replica,
-        origin: Origin,
-        former: int | None = None,
-        seen: float | None = None,
-    ) -> None:
-        """Takes a replica to its step, and counts the samples of the steps since.
+    def locate(self, former: int | None = None, seen: float | None = None) -> None:
+        """Takes the replica to its step, and counts the samples of the steps since.
 
         Args:
-            replica: It.
-            origin: Where steps are counted from.
             former: The step that it was at; None: the one that it has noted.
             seen: Samples that were behind it then; None: those that are noted here.
         """
-        former = replica.step if former is None else former
-        replica.locate(origin)
+        former = self._replica.step if former is None else former
+        self._replica.locate(self._exchange.origin)
         seen = self.seen if seen is None else seen
-        self.seen = max(0.0, seen + (replica.step - former) * self.samples)
+        self.seen = max(0.0, seen + (self._replica.step - former) * self.samples)

@@ -20,6 +20,7 @@ from pscore.access import ANYONE, Credentials
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.errors import (
+    ConfigError,
     PacelineError,
     ProtocolVersionError,
     RankTakenError,
@@ -42,6 +43,7 @@ BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
 FORMER_MAX = 32  # Incarnations of this process that a shard is told.
+SAY_AFTER_S = 5.0  # A wait for a place is reported after this, and each time it has doubled.
 RAW = NoCompression()
 # Called once by every worker at its start: who comes late goes through where others have been.
 AT_START = ("begin", "load_state_dict")
@@ -102,6 +104,7 @@ class Session:
             RemoteProtocolError: A shard refuses this worker.
         """
         self.job = job
+        self._pid = os.getpid()
         self.num_workers = num_workers
         self.min_workers = min_workers
         self.incarnation = 0  # None yet.
@@ -286,6 +289,19 @@ class Session:
             )
         return float(reply.value)
 
+    def require_own(self) -> None:
+        """Refuses a process that was forked from the worker: their connections are one.
+
+        Raises:
+            ConfigError: This is such a process.
+        """
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"process {os.getpid()} was forked from worker {self.rank} of job {self.job!r} "
+                f"(process {self._pid}), which alone takes part in it; start processes that train "
+                'with `psworker run`, or with multiprocessing.get_context("spawn")'
+            )
+
     def check(self) -> None:
         """Raises what a heartbeat was refused with, if one was.
 
@@ -393,7 +409,7 @@ class Session:
             RankTakenError: No rank has become free in time.
             PacelineError: A shard refuses this worker for another reason, or does not answer.
         """
-        until_s = time.monotonic() + self._patience_s
+        started_s, say_s = time.monotonic(), SAY_AFTER_S
         while True:
             self.rank = -1
             self._renew()
@@ -401,9 +417,19 @@ class Session:
                 link.patience.limit_s = self._patience_s  # Else as it was when it took its leave.
             try:
                 self._join_all(returns=returns)
-            except RankTakenError:
-                if time.monotonic() >= until_s:
-                    raise
+            except RankTakenError as problem:
+                waited_s = time.monotonic() - started_s
+                if waited_s >= self._patience_s:
+                    raise RankTakenError(
+                        f"job {self.job!r} has had no free place for {waited_s:.0f} s: {problem}; "
+                        "wait longer with PACELINE_TIMEOUT_S, or allow more with --elastic MIN:MAX"
+                    ) from problem
+                if waited_s >= say_s:
+                    say_s *= 2
+                    log.warning(
+                        "this worker has waited %.0f s for a free place in job %r: %s",
+                        *(waited_s, self.job, problem),
+                    )
                 time.sleep(RANK_RETRY_S * random.uniform(0.5, 1.0))
             else:
                 return

@@ -86,7 +86,7 @@ def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) 
     wrapper.session.barrier("load_state_dict")
     wrapper.exchange.ask_origin()
     wrapper.exchange.run(wrapper.replica.fetch(0, wrapper.exchange))
-    wrapper.locate(step, float(own.get("samples_seen", step * wrapper.samples)))
+    wrapper.progress.locate(step, float(own.get("samples_seen", step * wrapper.samples)))
     wrapper.show_weights()
     _load_compressor_state(wrapper, own.get("compressor_state", {}))
 

@@ -1,5 +1,6 @@
 """Who looks at the weights changes nothing and sees the shards' own, in every mode and phase."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -144,3 +145,29 @@ def test_looks_change_nothing_and_show_the_weights_of_the_shards(
     without, with_looks = paths[name, pair]
     for step, (one, other) in enumerate(zip(without, with_looks, strict=True)):
         assert same(one, other), step
+
+
+def look_when_lost(me: Station, job: str) -> None:
+    """A worker that was lost looks, and goes on."""
+    for number, (mode, has_state) in enumerate(
+        (mode, has_state) for mode in ("asgd", "ssd(steps=2, warmup=0)") for has_state in (0, 1)
+    ):
+        psworker.init(job=f"{job}-{number}")
+        model = make_model()
+        optimizer = wrap(model, mode, RAW)
+        for step in range(8):
+            if step == 4:
+                lose(optimizer)
+                with contextlib.nullcontext() if has_state else optimizer.global_weights():
+                    optimizer.state_dict()
+            assert optimizer.steps == step
+            optimizer.zero_grad()
+            backward(model, *batch(0, step))
+            optimizer.step()
+        with optimizer.global_weights():
+            assert same(weights_of(model), at_shards(f"{job}-{number}"))
+        psworker.shutdown()
+
+
+def test_a_worker_that_was_lost_comes_back_to_look(shards: Shards) -> None:
+    shards.run(look_when_lost, new_job(), num_workers=1)

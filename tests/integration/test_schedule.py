@@ -5,9 +5,10 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
@@ -15,9 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
+from pscore import wire
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver import checkpoint_files as files
 from tests.integration.cluster import Station, Worker, WorkerError
-from tests.integration.command import Command, eventually, gone
+from tests.integration.command import Command, eventually, gone, taken_port
 
 DEADLINE_S = 90.0
 JOB = "survivor"
@@ -92,12 +96,31 @@ class Start:
 def start(tmp_path: Path, *options: object, state: str = "state") -> Iterator[Start]:
     """Starts two shards with a checkpoint now and then, or as `options` say."""
     command = Command(tmp_path)
-    ports = ("--port", 0, "--metrics-port", 0, "--state-dir", tmp_path / state)
+    port = () if "--port" in options else ("--port", 0)
+    ports = (*port, "--metrics-port", 0, "--state-dir", tmp_path / state)
     log = tmp_path / f"{state}.log"
     with log.open("a") as file, command.spawn("start", *ports, *options, stderr=file) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("PACELINE_SERVERS="), log.read_text()
         yield Start(command, tmp_path / state, log)
+
+
+@contextlib.contextmanager
+def part(
+    tmp_path: Path, index: int, ports: Sequence[int], cluster: str, *options: object
+) -> Iterator[Start]:
+    """Starts one shard of two, as on a machine of its own."""
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+    which = ("--shards", 2, "--shard-index", index, "--cluster", cluster)
+    where = ("--port", ports[index], "--shard-addresses", addresses)
+    with start(tmp_path, *which, *where, *options, state=f"machine-{index}") as started:
+        started.addresses = addresses.split(",")
+        yield started
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as taken:
+        return [taken.enter_context(taken_port()).getsockname()[1] for _ in range(number)]
 
 
 def train(station: Station, mode: str = "ssgd", compressor: str = "none") -> list[float]:
@@ -224,3 +247,36 @@ def test_weights_that_were_not_saved_are_not_begun_anew_in_silence(tmp_path: Pat
         with pytest.raises(WorkerError, match=r"StateLostError: .* without the weights"):
             run_until(worker, 30)
         worker.close()
+
+
+def test_shards_of_several_machines_start_from_the_checkpoints_of_shard_0(tmp_path: Path) -> None:
+    """Each has a folder of its own; workers wait until shard 1 has its part again."""
+    ports = free_ports(2)
+    with (
+        part(tmp_path, 1, ports, "c") as other,
+        part(tmp_path, 0, ports, "c", "--checkpoint-s", 0.3) as first,
+    ):
+        worker = first.worker()
+        run_until(worker, 4)
+        found = first.newest()
+        while version_of(found) < 4:
+            found = first.newest(found.sequence)
+        for machine in (first, other):
+            machine.power_cut()
+        worker.kill()
+        worker.close()
+    assert not other.folder.exists()
+    with part(tmp_path, 0, ports, "d", "--checkpoint-s", 3600) as first:
+        first.said("job taken up from its newest checkpoint")
+        first.said("workers wait until all shards have the checkpoints")
+        with grpc.insecure_channel(first.addresses[0]) as channel:
+            request = pb.JoinRequest(job=JOB, num_workers=1, protocol=wire.PROTOCOL)
+            with pytest.raises(grpc.RpcError) as refusal:
+                control_pb2_grpc.ControlStub(channel).Join(request, timeout=DEADLINE_S)
+        assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE  # A worker asks again.
+        with part(tmp_path, 1, ports, "d"):
+            worker = first.worker()
+            clock, _ = worker.hear(DEADLINE_S)
+            assert clock == 5
+            first.said("checkpoint brought to other shards")
+            ended(worker)

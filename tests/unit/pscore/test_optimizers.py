@@ -427,8 +427,16 @@ def test_what_has_no_counterpart_is_refused_by_name(optimizer: Any, named: str) 
 
 
 def test_a_refused_class_comes_with_the_supported_ones() -> None:
-    with pytest.raises(UnsupportedOptimizerError, match=r"Adam, torch\.optim\.AdamW, .*\.SGD$"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"Adam, torch\.optim\.AdamW, .*\.SGD; "):
         from_torch(torch.optim.RMSprop(parameter()))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.RMSprop(parameter()), torch.optim.Adam(parameter(), amsgrad=True)]
+)
+def test_a_refusal_names_the_modes_that_run_any_optimizer(optimizer: Any) -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=r"modes diloco, local, slowmo run any"):
+        from_torch(optimizer)
 
 
 def test_an_argument_of_a_later_torch_is_refused_unless_it_has_its_default() -> None:

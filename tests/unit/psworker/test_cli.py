@@ -91,6 +91,20 @@ def test_the_version_is_printed(
     assert {"paceline", "torch", "python"} <= json.loads(capsys.readouterr().out).keys()
 
 
+def test_help_and_version_have_their_usual_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert psworker(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("paceline ")
+    assert psworker(monkeypatch, "bench", "-h") == 0
+    # Whole, on a terminal that is wide enough.
+    summary = "Say what each compressor costs and saves on this machine and link, if it does."
+    assert f"compressors  {summary}\n" in capsys.readouterr().out
+    assert psworker(monkeypatch, "--show-completion", "bash") == 0
+    assert "_PSWORKER_COMPLETE=complete_bash" in capsys.readouterr().out
+
+
 def test_every_exit_code_is_documented(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,8 @@ class FakeSession:
         self.left: list[str] = []
         self.has_failed = False
 
+    def require_own(self) -> None: ...
+
     def leave(self, reason: str, *, failed: bool = False) -> None:
         self.left.append(reason)
         self.has_failed = failed

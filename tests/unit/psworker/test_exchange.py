@@ -71,6 +71,8 @@ class Session:
         self.defined.append(declaration)
         return 5, Origin()
 
+    def require_own(self) -> None: ...
+
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure

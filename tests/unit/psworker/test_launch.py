@@ -10,15 +10,8 @@ import pytest
 
 from pscore.errors import ConfigError
 from psworker import launch
-from psworker.launch import (
-    Exit,
-    Launch,
-    LaunchPlan,
-    Prefixed,
-    plain,
-    worker_command,
-    worker_environment,
-)
+from psworker.launch import Exit, Launch, LaunchPlan, worker_command, worker_environment
+from psworker.output import Prefixed, plain
 
 
 def plan(num_workers: int = 2) -> LaunchPlan:
@@ -103,10 +96,11 @@ def test_nothing_around_tells_a_worker_another_place() -> None:
 
 def test_the_shards_give_the_ranks_of_an_elastic_job() -> None:
     elastic = replace(plan(), elastic=(2, 8))
-    given = worker_environment(elastic, 1, ["a:1"], {"RANK": "7", "WORLD_SIZE": "9"})
+    given = worker_environment(elastic, 1, ["a:1"], {})
     assert (given["PACELINE_MIN_WORKERS"], given["PACELINE_MAX_WORKERS"]) == ("2", "8")
     assert (given["LOCAL_RANK"], given["LOCAL_WORLD_SIZE"]) == ("1", "2")
-    assert not {"RANK", "WORLD_SIZE"} & given.keys()
+    around = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    assert not around.keys() & worker_environment(elastic, 1, ["a:1"], around).keys()
 
 
 def test_no_more_workers_start_than_an_elastic_job_may_have() -> None:

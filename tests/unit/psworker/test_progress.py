@@ -1,7 +1,7 @@
 """The samples behind a worker: of its own steps, and of those that it was told of."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from pscore.types import Origin
 from psworker.progress import Progress
@@ -14,11 +14,11 @@ def test_each_step_counts_with_its_samples_and_others_steps_with_those_of_then()
         replica.step = replica.to
 
     replica.locate = locate
-    progress = Progress(4.0)
+    progress = Progress(4.0, replica, cast(Any, SimpleNamespace(origin=Origin())))
 
     def go(step: int, **known: Any) -> float:
         replica.to = step
-        progress.locate(replica, Origin(), **known)
+        progress.locate(**known)
         return progress.seen
 
     assert go(10) == 40.0  # It has joined at step 10.

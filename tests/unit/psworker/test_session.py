@@ -1,7 +1,10 @@
 """A worker's part in a job, at shards that the test answers itself."""
 
+import itertools
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from pscore import wire
 from pscore.access import ANYONE, Credentials
 from pscore.compressors.none import NoCompression
 from pscore.errors import (
+    ConfigError,
     JobMismatchError,
     ProtocolVersionError,
     RankTakenError,
@@ -225,6 +229,40 @@ def test_a_rank_that_is_not_free_everywhere_yet_is_asked_for_again(
     assert {request.min_workers for request in first} == {2}
     assert [request.failed for request in links[0].sent("Leave")] == [True, True]
     assert {link.patience.limit_s for link in links} == {30.0}
+    session.leave()
+
+
+def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_the_time(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not links
+    seconds = itertools.count(0, 4)
+    clock = SimpleNamespace(
+        monotonic=lambda: float(next(seconds)), sleep=lambda _: None, time_ns=time.time_ns
+    )
+    monkeypatch.setattr(module, "time", clock)
+
+    def answers(made: list[FakeLink]) -> None:
+        made[0].answers["Join"] = RankTakenError("all 2 ranks of the job are taken")
+
+    prepare(answers, monkeypatch)
+    wanted = "job 'job' has had no free place for 32 s: all 2 ranks of the job are taken; wait"
+    with pytest.raises(RankTakenError, match=wanted):
+        begin(rank=-1, min_workers=2)
+    told = [record.message for record in caplog.records]
+    assert [line.partition(" s ")[0].rpartition(" ")[2] for line in told] == ["8", "12", "20"]
+    assert all("for a free place in job 'job': all 2 ranks" in line for line in told)
+
+
+def test_a_process_that_was_forked_from_the_worker_is_refused(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = begin()
+    session.require_own()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(ConfigError, match=r"forked from worker 3 of job .*spawn"):
+            session.require_own()
     session.leave()
 
 

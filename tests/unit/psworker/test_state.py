@@ -93,6 +93,7 @@ class FakeWrapper:
         fakes = FakeShards(layout, len(self.plugin.state_names), counts)
         self.exchange = self.replica = self.session = self.shards = fakes
         self.samples, self.samples_seen = 2.0, 8.0
+        self.progress = self
 
     def plain_state_dict(self) -> dict[str, Any]:
         return dict(self.inner.state_dict())
