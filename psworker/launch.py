@@ -408,13 +408,6 @@ def worker_environment(
     }
 
 
-def free_port() -> int:
-    """Returns a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((MASTER_ADDR, 0))
-        return int(probe.getsockname()[1])
-
-
 def unreachable(servers: Sequence[str]) -> list[str]:
     """Returns the addresses at which nobody listens."""
     found = []
@@ -425,6 +418,13 @@ def unreachable(servers: Sequence[str]) -> list[str]:
         except OSError:
             found.append(address)
     return found
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((MASTER_ADDR, 0))
+        return int(probe.getsockname()[1])
 
 
 def parse_elastic(text: str) -> tuple[int, int]:

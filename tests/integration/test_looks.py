@@ -52,7 +52,7 @@ def at_shards(job: str) -> Weights:
     """Returns the weights of a job as `psserver export` writes them."""
     addresses = os.environ["PACELINE_SERVERS"].split(",")
     found = checkpoint.capture(addresses, ANYONE, job, weights_only=True)
-    return found.tables[0].arrays["weights"]
+    return dict(found.tables[0].arrays["weights"])
 
 
 def look(model: Any, optimizer: psworker.DistributedOptimizer, captured: Weights | None) -> None:

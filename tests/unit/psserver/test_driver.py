@@ -79,8 +79,8 @@ def test_what_a_worker_says_of_itself_is_escaped_and_cut() -> None:
                 assert shown.isprintable()
                 assert len(shown) < 4096
         with capture_logs() as lines:
-            request = pb.LeaveRequest(job=JOB, worker=1, incarnation=101, reason="\x07" * 3_000_000)
-            await front.control.Leave(request, Context())
+            leaving = pb.LeaveRequest(job=JOB, worker=1, incarnation=101, reason="\x07" * 3_000_000)
+            await front.control.Leave(leaving, Context())
         (reason,) = [line["reason"] for line in lines if line["event"] == "worker left"]
         assert reason.isprintable()
         assert len(reason) < 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psserver import cli, daemon, find
+from psserver import __main__, cli, daemon, find, remote
 from psserver.exits import MEANINGS, CommandError, Exit
 from psserver.runfile import Run
 from tests.house.source import ROOT
@@ -27,13 +27,15 @@ ELSEWHERE = {
 }
 
 
-def psserver(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+def psserver(
+    monkeypatch: pytest.MonkeyPatch, *arguments: object, main: Callable[[], None] = cli.main
+) -> int:
     """Runs a command in this process and returns its exit code."""
     for name in [name for name in os.environ if name.startswith("PACELINE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "argv", ["psserver", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main()
     return int(ended.value.code or 0)
 
 
@@ -88,7 +90,7 @@ def test_a_process_of_another_user_is_not_ours_to_end(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "kill", deny)
     run = Run(
         pid=1,
-        created_s=0.0,
+        began="",
         cluster="c",
         host="h",
         port=1,
@@ -101,11 +103,20 @@ def test_a_process_of_another_user_is_not_ours_to_end(monkeypatch: pytest.Monkey
     assert refusal(lambda: find.end(run)) is Exit.NOT_PERMITTED
 
 
+def test_ctrl_c_has_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(remote, "answers", interrupted)
+    assert psserver(monkeypatch, "status", *NOBODY, main=__main__.main) == Exit.INTERRUPTED
+
+
 def test_every_code_has_a_meaning_a_test_and_a_row_in_the_readme() -> None:
-    assert {code for code, _ in COMMANDS} | {Exit.NOT_PERMITTED} | set(ELSEWHERE) == set(Exit)
+    here = {code for code, _ in COMMANDS} | {Exit.NOT_PERMITTED, Exit.INTERRUPTED}
+    assert here | set(ELSEWHERE) == set(Exit)
     assert set(MEANINGS) == set(Exit)
     for code, path in ELSEWHERE.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         assert f"code={int(code)}" in text or f"Exit.{code.name}" in text or f"== {code}" in text
     rows = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"| {int(code)} |" in rows for code in Exit)
+    assert all(f"| {int(code)} |" in rows or f"| {int(code)}, " in rows for code in Exit)
