@@ -254,8 +254,8 @@ def leave_out(me: Station) -> int:
     return step
 
 
-def test_a_step_that_one_worker_leaves_out_is_said_to_all() -> None:
-    with Shards(1, lease_s=1.0) as shards, shards.workers(leave_out) as workers:
+def test_a_step_that_one_worker_leaves_out_is_said_to_all(shards: Shards) -> None:
+    with shards.workers(leave_out) as workers:
         for worker in workers:
             wait_until(lambda: "has left out" in worker.written())  # noqa: B023
         for worker in workers:
@@ -288,8 +288,8 @@ def stop_in_the_middle(me: Station) -> float:
     return scaler.get_scale()
 
 
-def test_the_others_agree_without_a_worker_that_dies() -> None:
-    with Shards(1, lease_s=1.0) as shards, shards.workers(stop_in_the_middle) as (first, second):
+def test_the_others_agree_without_a_worker_that_dies(shards: Shards) -> None:
+    with shards.workers(stop_in_the_middle) as (first, second):
         second.hear()
         second.kill()
         assert first.result() == 4.0
