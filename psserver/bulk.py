@@ -316,14 +316,18 @@ class Connection:
             raise LimitError(
                 f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
             )
+        if self._writer is None:
+            writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
+            try:
+                writer.start()
+            except RuntimeError as problem:
+                raise LimitError(f"nothing can send them: {problem}") from problem
+            self._writer = writer
         budget.take(unsent.nbytes, "an answer")
         self._unsent_nbytes += unsent.nbytes
         if unsent.release is None:
             unsent.parts = [memoryview(bytes(part)) for part in unsent.parts]
         self._unsent.append(unsent)
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
-            self._writer.start()
         self._has_unsent.set()
 
     def _send_faulty(

@@ -99,8 +99,10 @@ class BulkServer:
             (self._unix, self._serve),
             (self._attaching, self._attach),
         ):
+            poll = select.poll()  # Made here: `stop` may close the listener before a thread runs.
+            poll.register(listener, select.POLLIN)
             thread = threading.Thread(
-                target=self._accept, args=(listener, take), name="bulk-accept", daemon=True
+                target=self._accept, args=(listener, poll, take), name="bulk-accept", daemon=True
             )
             self._threads.append(thread)
             thread.start()
@@ -121,10 +123,10 @@ class BulkServer:
         for connection in list(self._connections):
             connection.close()
 
-    def _accept(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
+    def _accept(
+        self, listener: socket.socket, poll: select.poll, take: Callable[[socket.socket], None]
+    ) -> None:
         spare = descriptors.Spare()
-        poll = select.poll()
-        poll.register(listener, select.POLLIN)
         while not self._is_closing:
             poll.poll()  # `accept` without a descriptor left would not wait for anybody.
             try:

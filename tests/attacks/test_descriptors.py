@@ -253,3 +253,12 @@ def test_known_workers_may_send_long_headers_while_strangers_may_not(
                 peer.socket.close()
 
     play(scene)
+
+
+def test_a_listener_may_be_closed_before_its_threads_run() -> None:
+    async def scene(front: Front) -> None:
+        for _ in range(20):
+            with listening(front):
+                pass
+
+    play(scene)
