@@ -21,13 +21,17 @@ QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
 
-setup: $(STAMP) ## install everything into .venv
+setup: $(STAMP) ## make .venv with everything in it, if that is due
+	@echo "$(VENV) is up to date with pyproject.toml and constraints.txt"
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; set PYTHON=" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "making $(VENV) with $$($(PYTHON) --version), the versions of constraints.txt, and Paceline as it is here"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing: torch alone is hundreds of megabytes, so this may take minutes and says nothing meanwhile"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+	@echo "done: $(BIN)/psserver and $(BIN)/psworker are there; next: make run, make test"
 
 run: $(STAMP) ## train a small model on two shards and two workers
 	$(BIN)/psworker demo --json

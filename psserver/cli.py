@@ -125,6 +125,9 @@ def start(
     ] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    log_max_mb: Annotated[
+        int | None, typer.Option(help="MiB of a log file until the next is begun [64]; 0: never.")
+    ] = None,
     config: Config = None,
 ) -> None:
     """Start shards, one process each, on ports P..P+N-1."""
@@ -140,6 +143,7 @@ def status(
     port: Port = None,
     state_dir: StateDir = None,
     servers: Servers = None,
+    job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show shards, jobs, workers, and what waits for whom."""
@@ -150,6 +154,8 @@ def status(
     found = find(servers, port, state_dir)
     replies = remote.answers(found.addresses, found.credentials)
     combined = picture.combine(found.addresses, replies)
+    if job is not None:
+        combined = picture.only(combined, job)
     if as_json:
         sys.stdout.write(json.dumps(combined, indent=1) + "\n")
     else:
@@ -183,17 +189,24 @@ def stop(
     state_dir: StateDir = None,
     servers: Servers = None,
     grace_s: Annotated[
-        float, typer.Option(help="With --servers: time for requests under way.", min=0.0)
-    ] = 10.0,
+        float | None,
+        typer.Option(help="With --servers: time for requests under way [10].", min=0.0),
+    ] = None,
 ) -> None:
     """End shards once the requests under way are answered."""
     from psserver import remote
     from psserver.find import end, find
 
     found = find(servers, port, state_dir)
+    if found.run is not None and grace_s is not None:
+        raise ConfigError(
+            f"--grace-s {grace_s:g} has no effect on servers that were started here: they take "
+            f"{found.run.grace_s:g} s, as `psserver start --grace-s` says; leave it out"
+        )
     if found.run is not None:
         end(found.run)
     else:
+        grace_s = 10.0 if grace_s is None else grace_s
         remote.drain(found.addresses, grace_s, found.credentials)
     sys.stdout.write(f"stopped {', '.join(found.addresses)}\n")
 
@@ -309,6 +322,8 @@ def export(
     from psserver import checkpoint_files as files
     from psserver.find import find
 
+    if source is not None and (port is not None or state_dir is not None):
+        raise ConfigError("--from reads a checkpoint: --port and --state-dir have no effect on it")
     if source is not None:
         _, taken = files.read(source, job, _warn)
     else:

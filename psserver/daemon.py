@@ -449,7 +449,8 @@ def log_crash(
 def main(text: str) -> None:
     """Is the process of one shard; `text` is its plan."""
     plan = ShardPlan.from_json(text)
-    logs.configure(plan.log_format, plan.log_level, shard=plan.index)
+    stream = logs.rotating(plan.log_file, plan.log_max_mb)
+    logs.configure(plan.log_format, plan.log_level, stream, shard=plan.index)
     sys.excepthook = log_crash
     descriptors.raise_limit()
     code = asyncio.run(serve(plan))

@@ -216,7 +216,7 @@ class Intake:
                 if request.clock.forget(request):
                     self.waiting.discard(request)
                     text = self.shard.waiting_for(request.job, request.address)
-                    self.tally.num_pulls_put_off += 1
+                    self.tally.pulled(request.job.name, is_answered=False)
                     request.reply.pulled(
                         data_pb2.PullReply(ready=False, waiting_for=text), (), None
                     )
@@ -279,11 +279,11 @@ class Intake:
         elif isinstance(action, Answer):
             assert isinstance(action.token, Request)
             self.waiting.discard(action.token)
-            self.tally.num_pulls_answered += 1
+            self.tally.pulled(action.token.job.name, is_answered=True)
         elif isinstance(action, Acknowledge):
-            self.tally.pushes[action.verdict] += 1
             request = action.token
             assert isinstance(request, Request)
+            self.tally.pushed(request.job.name, action.verdict)
             if request.step >= 0:
                 self.debts.pushed(request.job, request.address, request.worker)
             if action.verdict is Verdict.ACCEPTED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -62,7 +63,8 @@ class Launch:
             CommandError: They cannot be started.
         """
         settings = self.settings
-        logs.configure(settings.log.format, settings.log.level, shard="all")
+        stream = logs.rotating(self._log_file("supervisor"), settings.log.max_mb)
+        logs.configure(settings.log.format, settings.log.level, stream, shard="all")
         state_dir, journals = settings.server.state_dir, None
         if settings.server.durability == "journal" and state_dir is None:
             journals = ShortLived(self._unique())
@@ -114,6 +116,10 @@ class Launch:
                 journal_dir=None if journal_dir is None else str(journal_dir),
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,
+                log_file=None
+                if (log_file := self._log_file(f"shard-{index}")) is None
+                else str(log_file),
+                log_max_mb=self.settings.log.max_mb,
             )
             for place, (index, metrics_port) in enumerate(
                 zip(server.indices, metrics_ports(self.settings), strict=True)
@@ -167,7 +173,7 @@ class Launch:
                 pid=None if post.process is None else post.process.pid,
                 port=post.plan.port,
                 metrics_port=post.plan.metrics_port,
-                log=None if post.log_file is None else str(post.log_file),
+                log=_text(post.log_file),
             )
             for post in posts
         ]
@@ -183,7 +189,7 @@ class Launch:
             grace_s=server.grace_s,
             token_file=server.trust.token_file,
             detached=self.detached,
-            supervisor_log=None if supervisor_log is None else str(supervisor_log),
+            supervisor_log=_text(supervisor_log),
             shards=entries,
         )
 
@@ -196,18 +202,22 @@ class Launch:
             for shard in run.shards
             if shard.metrics_port is not None
         )
+        which = f"--port {run.port}"
+        if self.settings.server.state_dir is not None:
+            which += f" --state-dir {shlex.quote(str(self.settings.server.state_dir.absolute()))}"
         hints = [
             f"shards ready: {self._which()} (cluster {run.cluster}, process {run.pid})",
             "connect: set the variable above for the workers, or pass servers= in the script"
             if self.settings.server.shard_index is None
             else "connect: give workers the addresses of all shards, in the order of their index",
-            f"look and end: psserver status --port {run.port}, psserver stop --port {run.port}",
+            f"look: psserver status {which}",
+            f"end: psserver stop {which}",
             *self._access(),
         ]
         if pages:
             hints.append(f"metrics: {pages}")
         if self.detached:
-            hints.append(f"logs: psserver logs --port {run.port} ({self.folder})")
+            hints.append(f"logs, in {self.folder}: psserver logs {which}")
         elif self.settings.log.format == "json":
             hints = []  # Standard error is for machines.
         return Started(servers=servers, hints=hints)
@@ -236,6 +246,10 @@ class Launch:
 
     def _log_file(self, name: str) -> Path | None:
         return self.folder / f"{name}.log" if self.detached and self.folder is not None else None
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _nbytes(folder: Path) -> int:

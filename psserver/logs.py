@@ -11,12 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from pscore.text import printable
 from psserver.floods import Floods
+from psserver.rotation import RotatingLog
 
 TRACEBACK_LENGTH_MAX = 1 << 16
 KIND_LENGTH_MAX = 256
@@ -74,12 +76,20 @@ def tell_left_out() -> None:
         structlog.get_logger().warning(event, peer=peer, left_out=left_out)
 
 
-def configure(log_format: str, level: str, **always: object) -> None:
+def rotating(file: str | Path | None, max_mb: int) -> RotatingLog | None:
+    """Returns a stream for a log file of bounded size; None if there is no file."""
+    return None if file is None else RotatingLog(Path(file), max_mb << 20)
+
+
+def configure(
+    log_format: str, level: str, stream: RotatingLog | None = None, **always: object
+) -> None:
     """Sets up logging for this process.
 
     Args:
         log_format: `text` or `json`.
         level: The lowest level that is written.
+        stream: Where lines go; else standard error.
         always: Keys that every line carries, such as `shard=0`.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
@@ -93,7 +103,7 @@ def configure(log_format: str, level: str, **always: object) -> None:
             *_renderers(log_format),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(stream or sys.stderr),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     root = logging.getLogger()

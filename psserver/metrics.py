@@ -19,7 +19,7 @@ from pscore.errors import AccessError
 from pscore.types import Verdict
 from psserver.driver import Driver
 from psserver.gate import Gate
-from psserver.tally import Histogram
+from psserver.tally import Histogram, Tally
 
 if TYPE_CHECKING:
     from prometheus_client.core import HistogramMetricFamily, Metric
@@ -43,19 +43,7 @@ class ShardCollector:
 
         shard, figures = self._driver.shard, self._driver.figures()
         tally = figures.tally
-        pushes = CounterMetricFamily(
-            "paceline_push_requests", "Pushes answered, by verdict.", labels=["verdict"]
-        )
-        for verdict in Verdict:
-            pushes.add_metric([verdict.name.lower()], tally.pushes[verdict])
-        pushes.add_metric(["refused"], tally.num_pushes_refused)
-        yield pushes
-        pulls = CounterMetricFamily(
-            "paceline_pull_requests", "Pulls answered, with weights or not yet.", labels=["answer"]
-        )
-        pulls.add_metric(["weights"], tally.num_pulls_answered)
-        pulls.add_metric(["not_yet"], tally.num_pulls_put_off)
-        yield pulls
+        yield from _requests(tally)
         wire_bytes = CounterMetricFamily(
             "paceline_wire_bytes", "Bytes of push and pull frames.", labels=["direction"]
         )
@@ -89,6 +77,39 @@ class ShardCollector:
             "num_shards": str(shard.num_shards),
         }
         yield InfoMetricFamily("paceline_build", "What runs here.", value=about)
+
+
+def _requests(tally: Tally) -> Iterator[Metric]:
+    """Yields the pushes and pulls of each job; those of ended ones are counted under no name.
+
+    So there are as many series as jobs in which somebody trains, and no sum ever falls.
+    """
+    from prometheus_client.core import CounterMetricFamily
+
+    shares = tally.jobs.values()
+    pushes = CounterMetricFamily(
+        "paceline_push_requests", "Pushes answered, by job and verdict.", labels=["job", "verdict"]
+    )
+    for verdict in Verdict:
+        rest = tally.pushes[verdict] - sum(share.pushes[verdict] for share in shares)
+        pushes.add_metric(["", verdict.name.lower()], rest)
+        for name, share in tally.jobs.items():
+            pushes.add_metric([name, verdict.name.lower()], share.pushes[verdict])
+    pushes.add_metric(["", "refused"], tally.num_pushes_refused)
+    yield pushes
+    pulls = CounterMetricFamily(
+        "paceline_pull_requests",
+        "Pulls answered, by job, with weights or not yet.",
+        labels=["job", "answer"],
+    )
+    answered = sum(share.num_pulls_answered for share in shares)
+    put_off = sum(share.num_pulls_put_off for share in shares)
+    pulls.add_metric(["", "weights"], tally.num_pulls_answered - answered)
+    pulls.add_metric(["", "not_yet"], tally.num_pulls_put_off - put_off)
+    for name, share in tally.jobs.items():
+        pulls.add_metric([name, "weights"], share.num_pulls_answered)
+        pulls.add_metric([name, "not_yet"], share.num_pulls_put_off)
+    yield pulls
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:

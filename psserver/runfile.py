@@ -1,7 +1,7 @@
 """The run directory: where a running `psserver start` can be found, and its logs.
 
     DIR/7070/run.json       who runs: processes, addresses, log files
-    DIR/7070/shard-0.log    log lines of a detached shard
+    DIR/7070/shard-0.log    log lines of a detached shard; shard-0.log.1 has those before
     DIR/7070/supervisor.log
 
 DIR is the state directory if one is given, else `paceline` in $XDG_RUNTIME_DIR, else a directory of
@@ -110,7 +110,7 @@ class RunDirectory:
             if is_used or (run is not None and run.is_alive()):
                 continue
             with contextlib.suppress(OSError):
-                for file in [*folder.glob("*.log"), folder / FILE]:
+                for file in [*folder.glob("*.log*"), folder / FILE]:
                     file.unlink(missing_ok=True)
                 folder.rmdir()
 

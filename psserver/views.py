@@ -107,6 +107,7 @@ class Figures:
 def figures_of(shard: Shard, tally: Tally) -> Figures:
     """Returns a copy of the numbers; called under the lock."""
     live = {job.name: len(job.membership.live()) for job in shard.jobs.values()}
+    tally.keep({name for name, count in live.items() if count})
     return Figures(tally=tally.copy(), live=live)
 
 

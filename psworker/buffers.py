@@ -37,6 +37,8 @@ class Buffers:
         """
         if policy not in CHOICES:
             raise ConfigError(f"buffers is {policy!r}, must be one of {', '.join(CHOICES)}")
+        if model is None and policy != CHOICES[0]:
+            raise ConfigError(f"buffers={policy!r} has no effect without model=")
         named = [] if model is None else list(model.named_buffers())
         kept = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
         self._buffers = [buffer for _, buffer in kept]

@@ -223,7 +223,9 @@ def compressors(
     gbit: Annotated[
         float | None, typer.Option(help="Take the link as so many 10^9 bit/s.", min=1e-6, max=1e6)
     ] = None,
-    latency_ms: Annotated[float, typer.Option(help="With --gbit: there and back.", min=0.0)] = 0.2,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="With --gbit: there and back [0.2].", min=0.0)
+    ] = None,
     workers: Annotated[int, typer.Option(help="Workers of the job.", min=1, max=1 << 20)] = 1,
     shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
     compute_ms: Annotated[
@@ -239,11 +241,15 @@ def compressors(
     from psworker import bench as measuring
     from psworker.plan import shapes_of
 
+    if gbit is None and latency_ms is not None:
+        raise ConfigError("--latency-ms has no effect without --gbit: the link is measured")
+    if gbit is not None and servers is not None:
+        raise ConfigError("--servers has no effect with --gbit: no link is measured")
     shapes = shapes_of(model)
     if gbit is None:
         wire = measuring.measure_wire_to(parse_servers(servers) or _servers_around())
     else:
-        wire = measuring.Wire.given(gbit, latency_ms / 1e3)
+        wire = measuring.Wire.given(gbit, (0.2 if latency_ms is None else latency_ms) / 1e3)
     report = measuring.make_report(
         model,
         shapes,

@@ -1,12 +1,15 @@
 """The commands and scripts as a person meets them in a terminal: ends, sentences, closed pipes."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.command import Command
 
 KEPT = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "MASTER_"))}
 NO_SHARD = {"PACELINE_SERVERS": "127.0.0.1:1", "PACELINE_TIMEOUT_S": "0"}
@@ -140,3 +143,30 @@ def test_a_forked_child_is_told_that_it_takes_no_part(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     assert all(" was forked from worker 0 of job 'default' (process " in line for line in lines)
+
+
+def test_the_commands_that_start_prints_work_as_they_stand(tmp_path: Path) -> None:
+    psserver = Command(tmp_path)
+    words = ("start", "--port", 0, "--detach", "--state-dir", tmp_path / "my state")
+    told = psserver.run(*words).stderr
+    hints = [
+        line.partition(": psserver ")[2] for line in told.splitlines() if ": psserver " in line
+    ]
+    verbs = [shlex.split(hint) for hint in hints]
+    assert sorted(verb[0] for verb in verbs) == ["logs", "status", "stop"]
+    for verb in sorted(verbs):  # `stop` comes last.
+        shown = psserver.run(*verb).stdout
+        assert "ready" in shown or verb[0] != "logs"
+
+
+def test_both_commands_have_a_version_and_say_where_they_are_wrong(tmp_path: Path) -> None:
+    psserver = Command(tmp_path)
+    assert psserver.run("--version").stdout.startswith("paceline ")
+    assert psserver.run("status", "-h").stdout == psserver.run("status", "--help").stdout
+    assert "_PSSERVER_COMPLETE" in psserver.run("--show-completion", "bash").stdout
+    silent = psserver.run("status", "--servers", "127.0.0.1:1", code=6).stderr
+    assert silent.startswith("psserver: nobody answers at 127.0.0.1:1")
+    assert "Traceback" not in silent
+    debugged = psserver.run("--debug", "status", "--servers", "127.0.0.1:1", code=6).stderr
+    assert "Traceback" in debugged
+    assert debugged.endswith(silent.partition("(waited")[2][-40:])

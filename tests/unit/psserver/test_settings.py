@@ -226,4 +226,4 @@ def test_every_setting_is_shown_with_its_origin() -> None:
     rows = resolve({"server.port": 8000}).rows()
     assert ("server.port", "8000", "flag --port") in rows
     assert ("metrics.port", "auto", "default") in rows
-    assert len({name for name, _, _ in rows}) == len(rows) == 24
+    assert len({name for name, _, _ in rows}) == len(rows) == 25

@@ -32,6 +32,11 @@ def _no_place(monkeypatch: pytest.MonkeyPatch) -> None:
         (("run", "--workers", "0", "env"), "psworker: --workers is 0, must be in 1..1024"),
         (("run", "--servers", "here", "env"), "psworker: server address 'here'"),
         (("run", "--servers", "a:1", "--shards", "2", "env"), "psworker: --shards 2 starts"),
+        (("bench", "compressors", "lenet", "--latency-ms", "1"), "psworker: --latency-ms has no"),
+        (
+            ("bench", "compressors", "lenet", "--gbit", "1", "--servers", "a:1"),
+            "psworker: --servers has no effect",
+        ),
         (("demo", "--modes", "ssdg"), "psworker: no mode 'ssdg'; there are asgd"),
         (("demo", "--modes", "ssd(k=5)"), "psworker: mode 'ssd' has no argument 'k'; it has "),
         (("demo", "--data", "nowhere"), "psworker: Fashion-MNIST is needed, and none at nowhere"),
