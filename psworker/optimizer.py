@@ -8,7 +8,6 @@ brings the weights for the next forward pass into the model.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +40,6 @@ from psworker.replica import Replica
 from psworker.spans import timed_step
 from psworker.state import load_torch_state, torch_state
 
-log = logging.getLogger("paceline")
 TABLE = "model"
 
 
@@ -248,8 +246,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _come_back(self, problem: PacelineError, number: int) -> None:
         """Joins anew after having been declared lost; of step `number` counts what has arrived."""
-        came = self.exchange.give_up_step(self.clock)
-        log.warning("worker %d comes back, %s: %s", self.session.rank, came, problem)
+        self.exchange.give_up_step(self.clock, problem)
         self._lost = None
         self.session.rejoin()
         self.exchange.restart()

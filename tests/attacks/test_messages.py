@@ -3,6 +3,7 @@
 import asyncio
 import random
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,7 +143,7 @@ def test_a_step_far_ahead_does_no_harm(rule: str, step: int) -> None:
     ],
     ids=["no sender", "rank", "incarnation", "table", "slice", "no estimate", "begins"],
 )
-def test_a_hostile_pull_is_refused(fields: dict[str, object]) -> None:
+def test_a_hostile_pull_is_refused(fields: dict[str, Any]) -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         with pytest.raises(Refused):
