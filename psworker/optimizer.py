@@ -319,8 +319,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _come_back(self, problem: PacelineError, number: int) -> None:
         """Joins anew after having been declared lost; of step `number` counts what has arrived."""
-        came = self.exchange.give_up_step(self.clock)
-        log.warning("worker %d comes back, %s: %s", self.session.rank, came, problem)
+        self.exchange.give_up_step(self.clock, problem)
         self.gradients.lost = None
         self.session.rejoin()
         self.exchange.restart()
