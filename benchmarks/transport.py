@@ -88,6 +88,7 @@ def _keys_rounds(rounds: int) -> None:
         torch.optim.SGD(model.parameters(), **HYPER),
         named_parameters=model.named_parameters(),
         overlap=True,
+        gradient_as_bucket_view=True,
     )
     torch.autograd.backward([parameter.sum() for parameter in model.parameters()])
     measured.report(measured.timed(optimizer.step, rounds))

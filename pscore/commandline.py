@@ -9,6 +9,8 @@ import sys
 import traceback
 from typing import Any
 
+from pscore.text import printable
+
 DEBUG = "PACELINE_DEBUG"  # A variable, so that the processes that a command starts have it too.
 WIDTH_MAX = 240  # Of help, in columns; less where the terminal has less.
 INTERRUPTED = 130  # As in a shell: 128 and the number of SIGINT.
@@ -77,5 +79,6 @@ def tell_error(name: str, problem: BaseException) -> None:
     """Writes `name: problem` to standard error, below its traceback if that is wanted."""
     if is_debugging():
         traceback.print_exception(problem)
-    sys.stderr.write(f"{name}: {problem}\n")
+    shown = printable(str(problem), keep="\n")
+    sys.stderr.write(f"{name}: {shown}\n")
     sys.stderr.flush()

@@ -30,6 +30,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from pscore.rpc import RETRYABLE, error_of
 from pscore.segment import Segment
+from pscore.text import printable
 
 OK, WARNING, WRONG = "ok", "warning", "wrong"
 ASK_TIMEOUT_S = 5.0
@@ -392,7 +393,8 @@ def show(findings: Sequence[Finding]) -> None:
         text = f"{finding.what}\n-> {finding.do}" if finding.do else finding.what
         color = colors[finding.state]
         grid.add_row(
-            f"[{color}]{finding.state}[/]", finding.check, escape(finding.about), escape(text)
+            *(f"[{color}]{finding.state}[/]", finding.check),
+            *(escape(printable(words, keep="\n")) for words in (finding.about, text)),
         )
     console = Console(highlight=False)
     console.print(grid)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import grpc
 
 from pscore import errors
+from pscore.text import printable
 
 MESSAGE_NBYTES_MAX = 80 << 20  # A frame's largest header and payload (wire.py) and then some.
 # What a shard takes: a slice of 4 MiB with four arrays of state, and the longest header.
@@ -76,7 +77,7 @@ def code_of(error: errors.PacelineError) -> grpc.StatusCode:
 def error_of(failure: grpc.RpcError, address: str) -> errors.PacelineError:
     """Returns the error that the peer at `address` raised, or a `TransportError`."""
     assert isinstance(failure, grpc.Call)
-    details = failure.details() or ""
+    details = printable(failure.details() or "", keep="\n")
     for key, value in failure.trailing_metadata() or ():
         if key == ERROR_KEY and isinstance(value, str):
             kind = getattr(errors, value, errors.RemoteProtocolError)

@@ -7,6 +7,7 @@ connection does all the time. `TLSSocket` keeps OpenSSL's state under a lock for
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import os
@@ -276,8 +277,8 @@ def _begins(der: bytes | None, ca: Path | None) -> datetime.datetime | None:
     from cryptography import x509  # A tenth of a second, which only this message needs.
 
     found = [] if der is None else [x509.load_der_x509_certificate(der)]
-    if ca is not None:
-        found += x509.load_pem_x509_certificates(ca.read_bytes())
+    with contextlib.suppress(OSError, ValueError):  # It was read before; this is for the message.
+        found += [] if ca is None else x509.load_pem_x509_certificates(ca.read_bytes())
     return max((certificate.not_valid_before_utc for certificate in found), default=None)
 
 
@@ -285,7 +286,10 @@ def _validity(cert: Path) -> str:
     """Returns between which times a certificate is valid, in words."""
     from cryptography import x509
 
-    found = x509.load_pem_x509_certificates(cert.read_bytes())
+    try:
+        found = x509.load_pem_x509_certificates(cert.read_bytes())
+    except (OSError, ValueError):
+        return "of dates that cannot be read any more"
     since = max(certificate.not_valid_before_utc for certificate in found)
     until = min(certificate.not_valid_after_utc for certificate in found)
     return f"valid from {since:%Y-%m-%d %H:%M} to {until:%Y-%m-%d %H:%M} UTC"

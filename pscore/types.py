@@ -31,7 +31,6 @@ class Verdict(enum.IntEnum):
     ACCEPTED = 0
     DUPLICATE = 1  # Counted before; nothing changed.
     TOO_LATE = 2  # The step closed without it (backup workers); the payload is the worker's again.
-    STALE = 3  # The worker is not expected at this step (it was declared dead, or joined later).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ from pscore.errors import (
     TransportError,
 )
 from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from psserver import logs
 from psserver.driver import Driver
@@ -315,14 +316,18 @@ class Connection:
             raise LimitError(
                 f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
             )
+        if self._writer is None:
+            writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
+            try:
+                writer.start()
+            except RuntimeError as problem:
+                raise LimitError(f"nothing can send them: {problem}") from problem
+            self._writer = writer
         budget.take(unsent.nbytes, "an answer")
         self._unsent_nbytes += unsent.nbytes
         if unsent.release is None:
             unsent.parts = [memoryview(bytes(part)) for part in unsent.parts]
         self._unsent.append(unsent)
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
-            self._writer.start()
         self._has_unsent.set()
 
     def _send_faulty(
@@ -429,7 +434,7 @@ class SocketReply:
 
     def failed(self, error: PacelineError) -> None:
         """Refuses a request."""
-        failure = pb.Failure(kind=type(error).__name__, message=str(error))
+        failure = pb.Failure(kind=type(error).__name__, message=printable(str(error), keep="\n"))
         self.connection.send(pb.Envelope(id=self._id, failed=failure))
 
 

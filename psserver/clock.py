@@ -206,7 +206,7 @@ class SliceClock:
         """Returns how many pushes lie behind the job: its slowest worker's, or the last one's."""
         if self.rule.by_step:
             return max(self.version, 0)
-        if self._expected():
+        if self._expected(max(self.version, 0)):
             return self.clock_min()
         return max((counted.clock for counted in self.counted.values()), default=0)
 

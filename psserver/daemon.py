@@ -365,7 +365,7 @@ def _open_vault(plan: ShardPlan) -> Vault | None:
         ) from problem
     except OSError as problem:
         raise CommandError(
-            Exit.HOST,
+            Exit.STATE_DIR,
             f"cannot keep journals in {folder}: {problem}; give another --state-dir, or "
             "--durability memory",
         ) from problem
@@ -406,7 +406,10 @@ def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandErro
             f"cannot listen on {address}: {os.strerror(problem.errno).lower()}; ports below 1024 "
             f"need rights that this user lacks, choose one above with {flag}",
         )
-    return CommandError(Exit.HOST, f"cannot listen on {address}: {problem.strerror or problem}")
+    what = f"cannot listen on {address}: {problem.strerror or problem}"
+    if problem.errno in descriptors.EXHAUSTED:
+        what += f"; {descriptors.limit()} file descriptors are allowed (ulimit -n)"
+    return CommandError(Exit.SHARD_DIED, what)
 
 
 async def serve(plan: ShardPlan) -> Exit:

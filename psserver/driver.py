@@ -338,18 +338,9 @@ class Driver:
     async def barrier(
         self, job: Job, name: str, number: int, rank: int, wait_s: float, value: float = 0.0
     ) -> tuple[bool, str, float]:
-        """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`.
+        """Arrives at a barrier with `value`, and waits up to `wait_s` for the others.
 
-        Args:
-            job: Whose barrier.
-            name: Of the barrier.
-            number: Of the round.
-            rank: Of the worker.
-            wait_s: How long it waits, in seconds.
-            value: What it brings along, 0 or more.
-
-        Returns:
-            Whether the barrier is open, what it waits for, and the largest value of all workers.
+        Returns whether it is open, what it waits for, and the largest value of all workers.
         """
         with self.lock:
             awaited = self.shard.barrier(job, name, number, rank, value)

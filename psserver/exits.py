@@ -31,7 +31,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.USAGE: "a flag, variable or configuration file is wrong",
     Exit.PORT_TAKEN: "another process listens on a port",
     Exit.NOT_PERMITTED: "no rights for a port or a signal",
-    Exit.STATE_DIR: "the state or run directory cannot be used",
+    Exit.STATE_DIR: "a directory cannot be used: of state, runs, checkpoints or certificates",
     Exit.NO_ANSWER: "nobody answers at an address, or nothing runs here",
     Exit.ALREADY_RUNNING: "servers already run on this port",
     Exit.SHARD_DIED: "a shard died, or did not start or stop in time",

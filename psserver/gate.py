@@ -21,6 +21,7 @@ from pscore.access import EVERY, TOKEN_KEY, Token, read_tokens
 from pscore.errors import AccessError, DecodeError, PacelineError, RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rpc import DATA_SERVICE, ERROR_KEY, SENDER_KEY, code_of
+from pscore.text import printable
 from psserver import logs
 
 if TYPE_CHECKING:
@@ -218,7 +219,9 @@ def _refusal(error: PacelineError) -> Handler:
 
 
 async def _abort(context: Any, error: PacelineError) -> None:
-    await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+    await context.abort(
+        code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
+    )
 
 
 def _digest(secret: str) -> bytes:

@@ -32,7 +32,7 @@ from psserver.pool import Buffer
 from psserver.shard import Actions, Address, Job, Shard
 from psserver.spans import note_push
 from psserver.store import Payload, SliceStore
-from psserver.table import Table
+from psserver.table import COUNT_MAX, Table
 from psserver.tally import Tally
 
 RAW = NoCompression()
@@ -427,6 +427,8 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
     num_segments = len(table.specs[header.slice].segments)
     if len(header.counts) not in (0, num_segments):
         raise DecodeError(f"{len(header.counts)} counts of steps for {num_segments} segments")
+    if role is Role.STATE and header.step > COUNT_MAX:
+        raise DecodeError(f"a state of step {header.step}, beyond {COUNT_MAX}")
     if not 0 <= header.samples <= SAMPLES_MAX:
         raise DecodeError(f"weight of a push is {header.samples}, must be 0..{SAMPLES_MAX:g}")
     num_hyper = len(table.optimizer.hyper_names)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import structlog
 
 from pscore import faults
+from pscore.boot import began
 from psserver import logs, runfile
 from psserver.exits import CommandError, Exit
 from psserver.keeper import Keeper
@@ -181,7 +181,7 @@ class Launch:
         host = WILDCARDS.get(server.host, server.host)
         return Run(
             pid=os.getpid(),
-            created_s=psutil.Process().create_time(),
+            began=began(os.getpid()),
             cluster=self.cluster,
             host=server.host,
             port=entries[0].port,

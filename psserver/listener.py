@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError as ProtobufDecodeError
 from pscore import sockets, tls, wire
 from pscore.errors import DecodeError, PacelineError
 from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.text import printable
 from psserver import bulk, descriptors, logs
 from psserver.bulk import Connection
 from psserver.driver import Driver
@@ -98,8 +99,10 @@ class BulkServer:
             (self._unix, self._serve),
             (self._attaching, self._attach),
         ):
+            poll = select.poll()  # Made here: `stop` may close the listener before a thread runs.
+            poll.register(listener, select.POLLIN)
             thread = threading.Thread(
-                target=self._accept, args=(listener, take), name="bulk-accept", daemon=True
+                target=self._accept, args=(listener, poll, take), name="bulk-accept", daemon=True
             )
             self._threads.append(thread)
             thread.start()
@@ -120,10 +123,10 @@ class BulkServer:
         for connection in list(self._connections):
             connection.close()
 
-    def _accept(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
+    def _accept(
+        self, listener: socket.socket, poll: select.poll, take: Callable[[socket.socket], None]
+    ) -> None:
         spare = descriptors.Spare()
-        poll = select.poll()
-        poll.register(listener, select.POLLIN)
         while not self._is_closing:
             poll.poll()  # `accept` without a descriptor left would not wait for anybody.
             try:
@@ -234,7 +237,7 @@ class BulkServer:
         copied = accepted.dup()
         try:
             return tls.secure(copied, self._context, deadline_s=deadline_s)
-        except BaseException:
+        except OSError:
             copied.close()  # Of no effect once TLS has taken it.
             raise
 
@@ -257,7 +260,10 @@ class BulkServer:
                 answer = wire.encode(reply.SerializeToString())
                 socket.send_fds(accepted, [answer], [weights.fd])
             except PacelineError as error:
-                reply.failed.kind, reply.failed.message = type(error).__name__, str(error)
+                reply.failed.kind, reply.failed.message = (
+                    type(error).__name__,
+                    printable(str(error), keep="\n"),
+                )
                 with contextlib.suppress(OSError):  # It may have gone.
                     accepted.sendall(wire.encode(reply.SerializeToString()))
             except (OSError, ProtobufDecodeError) as problem:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 REQUEST_NBYTES_MAX = 8 << 10
 REQUEST_S_MAX = 5.0
+CONNECTIONS_MAX = 32
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -144,6 +145,7 @@ class MetricsPage:
         self._context = context
         self._is_ready = is_ready
         self._server: asyncio.Server | None = None
+        self._num_open = 0
 
     async def start(self, host: str, port: int) -> int:
         """Listens, and returns the port.
@@ -163,6 +165,15 @@ class MetricsPage:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_open < CONNECTIONS_MAX:
+            self._num_open += 1
+            try:
+                await self._serve_one(reader, writer)
+            finally:
+                self._num_open -= 1
+        writer.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(
             OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
         ):
@@ -170,7 +181,6 @@ class MetricsPage:
                 request = await reader.readuntil(b"\r\n\r\n")
                 writer.write(await self._answer(request))
                 await writer.drain()
-        writer.close()
 
     async def _answer(self, request: bytes) -> bytes:
         method, _, rest = request.partition(b" ")

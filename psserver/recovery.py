@@ -46,11 +46,6 @@ class Recovery:
         self._roots: dict[tuple[int, int], dict[int, int]] = {}  # By job and table: by slice.
         self._without: set[int] = set()  # Jobs for which there was no room.
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is kept."""
-        return self._vault is not None
-
     # ----- writing
 
     def note(self, job: Job) -> None:

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import psutil
 
+from pscore.boot import began
 from psserver.exits import CommandError, Exit
 
 FILE = "run.json"
 FREE = "free-"  # Begins the name of a run on free ports; the number of its process follows.
-CREATED_S = 1.0  # Two clocks' readings of one process's start differ by less.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Run:
     """One `psserver start` that runs on this machine."""
 
     pid: int  # Of the supervisor.
-    created_s: float  # When that process began: process numbers are used again.
+    began: str  # When that process began (pscore/boot.py): process numbers are used again.
     cluster: str
     host: str
     port: int
@@ -58,12 +58,10 @@ class Run:
     def is_alive(self) -> bool:
         """Returns whether the supervisor still runs."""
         try:
-            process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            return abs(process.create_time() - self.created_s) < CREATED_S
+            is_zombie = psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+        return not is_zombie and began(self.pid) == self.began
 
 
 class RunDirectory:

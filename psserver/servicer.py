@@ -25,17 +25,19 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rpc import DATA_SERVICE, ERROR_KEY, code_of
 from pscore.rules import make_rule
+from pscore.text import printable
 from pscore.types import ByteArray, FloatArray, TensorSpec
 from psserver.driver import WAIT_S_MAX, Driver
 from psserver.gate import Gate
 from psserver.listener import BulkServer
 from psserver.membership import Member
-from psserver.shard import Job
+from psserver.shard import Job, require_name
 from psserver.table import TableSpec, make_spec
 from psserver.views import JobView, Shared, TableView
 
 RAW = pb.Plugin(name="none")
-WAITS_LENGTH_MAX = 512  # Of what a worker says that it waits for.
+TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
+HOST_LENGTH_MAX = 256
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
 
 async def refuse(context: Context, error: PacelineError) -> None:
     """Ends a call with the status code and the class name of `error`."""
-    await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+    await context.abort(
+        code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
+    )
 
 
 class GrpcReply:
@@ -208,7 +212,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 incarnation=request.incarnation,
                 former=tuple(request.former),
                 restart=request.restart,
-                host=request.host,
+                host=printable(request.host, HOST_LENGTH_MAX),
                 pid=request.pid,
                 heard_s=self._driver.now(),
                 returns=request.returns or request.restart > 0,
@@ -230,12 +234,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Declares a table, or checks that this worker's is the job's."""
         try:
             job = self._heard(request)
-            table, created = self._driver.define(job, _spec(request.table))
+            with self._driver.lock:
+                table, created = self._driver.define(job, _spec(request.table))
+                origin = table.spec.origin
         except PacelineError as error:
             await refuse(context, error)
             raise
-        with self._driver.lock:
-            origin = table.spec.origin
         return pb.DefineReply(
             table=table.index, created=created, clock=origin.clock, step=origin.step
         )
@@ -261,7 +265,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         try:
             with driver.lock:
                 job = self._heard(request)
-                driver.waits.note(job, request.worker, request.waiting_for[:WAITS_LENGTH_MAX])
+                text = printable(request.waiting_for, TEXT_LENGTH_MAX)
+                driver.waits.note(job, request.worker, text)
                 left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
                 uneven = job.membership.report(request.worker, left_out)
                 asked = driver.intake.debts.asked_of(job, request.worker)
@@ -318,6 +323,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
         """Waits until all workers of the job are here."""
         try:
+            require_name("barrier", request.name)
             job = self._heard(request)
         except PacelineError as error:
             await refuse(context, error)
@@ -333,7 +339,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             request.job,
             request.worker,
             request.incarnation,
-            request.reason,
+            printable(request.reason, TEXT_LENGTH_MAX),
             failed=request.failed,
         )
         return pb.LeaveReply()
@@ -417,6 +423,7 @@ def _spec(table: pb.Table) -> TableSpec:
     Raises:
         ConfigError: Its arguments are not JSON objects, or name no plug-in there is.
     """
+    require_name("table", table.name)
     has_pulls = table.HasField("pull_compressor")
     return make_spec(
         name=table.name,

@@ -30,7 +30,7 @@ from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.limits import Limits
 from psserver.membership import Member, Membership
-from psserver.table import Change, Table, TableSpec
+from psserver.table import COUNT_MAX, Change, Table, TableSpec
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
@@ -119,8 +119,7 @@ class Shard:
             JobMismatchError: The job has another number of workers.
             LimitError: There are too many jobs.
         """
-        if not name or len(name) > NAME_LENGTH_MAX:
-            raise ConfigError(f"job name {name!r} must have 1..{NAME_LENGTH_MAX} characters")
+        require_name("job", name)
         job = self.jobs.get(name)
         if job is None or (job.membership.is_over and not self._belongs(job, num_workers, member)):
             job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
@@ -179,6 +178,7 @@ class Shard:
         self, name: str, num_workers: int, members: list[Member], min_workers: int = 0
     ) -> Job:
         """Makes a job from a record of it; its tables are defined next."""
+        require_name("job", name)
         job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
         job.membership.restore(members)
         job.met = {member.rank for member in members}
@@ -269,6 +269,8 @@ class Shard:
     def step_aside(self, job: Job, index: int, rank: int, change: Change) -> Actions:
         """Lets the steps of a table close without `rank`, until its mode has been changed."""
         table = job.table(index)
+        if change[-1] > COUNT_MAX:
+            raise RemoteProtocolError(f"worker {rank} is at step {change[-1]}, beyond {COUNT_MAX}")
         known = table.changed.get(rank, ())
         if change[:1] == known[:1] and change <= known:
             return []  # Sent twice, and this one was under way for long.
@@ -426,6 +428,19 @@ class Shard:
         if over is None:
             raise LimitError(f"{JOBS_MAX} jobs have live workers on shard {self.index} already")
         del self.jobs[over]
+
+
+def require_name(what: str, name: str) -> None:
+    """Refuses a name that people could not read where it is shown to them.
+
+    Raises:
+        ConfigError: It is empty, too long, or has characters that are not printed.
+    """
+    if not 1 <= len(name) <= NAME_LENGTH_MAX or not name.isprintable():
+        raise ConfigError(
+            f"{what} name {name[:NAME_LENGTH_MAX]!a} must have 1..{NAME_LENGTH_MAX} "
+            "characters, all of them printable (no line ends, no escape sequences)"
+        )
 
 
 def _count(job: Job, actions: Sequence[Action]) -> None:

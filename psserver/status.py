@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.text import printable
 from psserver.exits import CommandError, Exit
 
 ENDED = 2  # The place of ended jobs in the list.
@@ -211,7 +212,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
     waiting = dict.fromkeys(job["waiting_for"])
     waiting |= dict.fromkeys(text for table in job["tables"] for text in table["waiting_for"])
     for text in list(waiting)[:LISTED_MAX]:
-        console.print(f"waits for {text}", markup=False)
+        console.print(f"waits for {printable(text)}", markup=False)
 
 
 def _grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
@@ -219,11 +220,13 @@ def _grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[obj
     from rich.markup import escape
     from rich.table import Table
 
-    grid = Table(box=box.SIMPLE_HEAD, title=title and escape(title), title_justify="left")
+    grid = Table(
+        box=box.SIMPLE_HEAD, title=title and escape(printable(title)), title_justify="left"
+    )
     for column in columns:
         grid.add_column(column)
     for row in rows:
-        grid.add_row(*(escape(str(cell)) for cell in row))
+        grid.add_row(*(escape(printable(str(cell))) for cell in row))
     return grid
 
 

@@ -7,6 +7,7 @@ that a change of these is a change of the model; parameters of another type are 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +23,8 @@ from psworker.lent import LentGrads, is_plain
 from psworker.screen import not_finite
 
 log = logging.getLogger("paceline")
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def trained(
@@ -252,15 +255,10 @@ class Bucket:
             parameter, start = self.parameters[index], self.layout.offsets[index]
             grad, part = parameter.grad, self.grads[start : start + parameter.numel()]
             assert grad is not None
-            values = grad.detach().to(part.dtype)
             if is_on_device(part):
-                flat = part.view(parameter.shape)
+                flat, values = part.view(parameter.shape), grad.detach().to(part.dtype)
                 flags[index] = ((flat != values) & (flat == flat)).any()  # NaN: screen.py refuses.
-            elif not (
-                self.lent.is_stamped(index)
-                if self.lent.has(index)
-                else torch.equal(part.view(parameter.shape), values)
-            ):
+            elif not self._is_as_gathered(index, grad, part):
                 return index
         if flags:
             for index, has_changed in zip(
@@ -269,6 +267,14 @@ class Bucket:
                 if has_changed:
                     return index
         return None
+
+    def _is_as_gathered(self, index: int, grad: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether a gradient on the CPU holds what its part of the vector does."""
+        if self.lent.has(index):
+            return self.lent.is_stamped(index)
+        if is_plain(grad, part.numel()):  # In less than half of the time that torch takes.
+            return bool(_compare(grad.data_ptr(), part.data_ptr(), part.nbytes) == 0)
+        return torch.equal(part.view(grad.shape), grad.detach().to(part.dtype))
 
     def _cast_grad(self, index: int, grad: torch.Tensor, step: int) -> None:
         """Copies a gradient of another kind into the flat vector.

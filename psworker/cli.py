@@ -16,6 +16,7 @@ import typer
 from pscore import commandline
 from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.rules import RULES
+from pscore.text import printable
 from psworker.environment import Environment, parse_servers
 from psworker.launch import (
     MEANINGS,
@@ -349,8 +350,9 @@ def _show_modes() -> None:
 
 
 def _tell(line: str) -> None:
+    shown = printable(line, keep="\n")
     with contextlib.suppress(OSError, ValueError):  # A closed standard error ends no job.
-        sys.stderr.write(f"psworker: {line}\n")
+        sys.stderr.write(f"psworker: {shown}\n")
         sys.stderr.flush()
 
 

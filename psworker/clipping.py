@@ -48,6 +48,7 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
         )
     optimizer.gradients.overlap.changed("a gradient")
     grads = [weight.grad for weight in optimizer.bucket.parameters if weight.grad is not None]
+    norm: torch.Tensor
     if session.num_workers == 1:
         norm = torch.linalg.vector_norm(_flat(optimizer)[:-1])
     else:
@@ -75,7 +76,10 @@ def _norm_of_mean(optimizer: DistributedOptimizer) -> torch.Tensor:
     except (ReplacedError, UnknownJobError):
         drop_named(name)
         raise
-    return torch.linalg.vector_norm(mean[:-1]) if mean[-1] == 0 else torch.tensor(math.inf)
+    if mean[-1].item() > 0:
+        return torch.tensor(math.inf)
+    norm: torch.Tensor = torch.linalg.vector_norm(mean[:-1])
+    return norm
 
 
 def _flat(optimizer: DistributedOptimizer) -> torch.Tensor:

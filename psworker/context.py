@@ -252,6 +252,7 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards
         )
     path = _rendezvous(environment)
     if environment.local_rank == 0:
+        _sweep(path.parent)
         shards = dataclasses.replace(start_shards(), rendezvous=path)
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps([shards.addresses, shards.token_file]))
@@ -301,6 +302,14 @@ def _rendezvous(environment: Environment) -> Path:
         raise ConfigError(f"{folder} must belong to this user, with no rights for others")
     launch = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{environment.restart}"
     return folder / f"{urllib.parse.quote(environment.job, safe='')}-{launch}.json"
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what launches have left whose process is gone: their first worker was killed."""
+    for file in folder.glob("*-*-*-*.json"):
+        launcher = file.stem.rsplit("-", 3)[1]
+        if launcher.isdecimal() and not Path("/proc", launcher).exists():
+            file.unlink(missing_ok=True)
 
 
 def _await_others(session: Session) -> None:

@@ -248,10 +248,11 @@ class Exchange:
         for index in list(self._pushes):
             self.acknowledged(index)
 
-    def give_up_step(self, step: int) -> str:
-        """Gives up the step under way (`Missed.give_up`)."""
-        pushes = self._pushes.items()
-        return self.missed.give_up(step, [i for i, push in pushes if not _is_answered(push)])
+    def give_up_step(self, step: int, problem: PacelineError) -> None:
+        """Gives up the step under way, and says what came of it (`Missed.give_up`)."""
+        unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
+        came = self.missed.give_up(step, unanswered)
+        log.warning("worker %d comes back, %s: %s", self.session.rank, came, problem)
 
     def _wait(self, future: Future[T], index: int, what: str) -> T:
         if self._timeline is None or future.done():

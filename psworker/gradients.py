@@ -32,7 +32,7 @@ class Gradients:
         bucket: Bucket,
         exchange: Exchange,
         replica: Replica,
-        overlap: bool,
+        overlap: Overlap,
         progress: Progress,
         begin: Callable[[], None],
     ) -> None:
@@ -45,12 +45,9 @@ class Gradients:
             overlap: Whether gradients leave during backward.
             progress: Knows the weight of this worker's gradient in the mean.
             begin: Called before the first gradient of a step leaves during backward.
-
-        Raises:
-            ConfigError: `overlap` is neither True nor False.
         """
         self.lost: PacelineError | None = None
-        self.overlap = Overlap(overlap, [spec.name for spec in bucket.layout.tensors])
+        self.overlap = overlap
         self._bucket = bucket
         self._exchange = exchange
         self._replica = replica
@@ -82,8 +79,9 @@ class Gradients:
     def watch(self) -> None:
         """Starts to send gradients during backward, if that is wanted."""
         if self.overlap.is_wanted:
+            hook = self._hook
             self._handles = [
-                parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 for parameter in self._bucket.parameters
             ]
 

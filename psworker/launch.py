@@ -31,6 +31,7 @@ from psworker.output import Drain, Write
 
 WORKERS_MAX = 1024
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
+PROBE_TIMEOUT_S = 2.0
 READERS_TIMEOUT_S = 2.0  # What a worker has started may hold its output open after it has ended.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHARDS = -1  # In the place of a rank: the shards that were started for this job.
@@ -308,9 +309,19 @@ class Launch:
         others = "the others go on" if goes_on else "stopping the others"
         rest = f"; {others} (--on-failure {self.plan.on_failure})" if self._running else ""
         self._tell(f"worker {rank} (process {process.pid}) {how}{rest}")
-        self._code = self._code or (SIGNAL_BASE - status if status < 0 else status)
+        self._code = self._code or self._code_for(status)
         if not goes_on:
             self._end_all(signal.SIGTERM)
+
+    def _code_for(self, status: int) -> int:
+        """Returns how the job ends because of a worker's status: a missing shard has its own."""
+        if status < 0:
+            return SIGNAL_BASE - status
+        silent = unreachable(self.plan.servers) if status == Exit.FAILED else []
+        if silent:
+            self._tell(f"nobody listens at {', '.join(silent)}; start shards with psserver start")
+            return Exit.NO_SHARDS
+        return status
 
     # ----- ending
 
@@ -395,6 +406,18 @@ def worker_environment(
         "PACELINE_JOB": plan.job,
         "PACELINE_SERVERS": ",".join(servers),
     }
+
+
+def unreachable(servers: Sequence[str]) -> list[str]:
+    """Returns the addresses at which nobody listens."""
+    found = []
+    for address in servers:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+        except OSError:
+            found.append(address)
+    return found
 
 
 def free_port() -> int:

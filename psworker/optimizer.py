@@ -40,6 +40,7 @@ from psworker.feedback import choose
 from psworker.gradients import Gradients
 from psworker.leftout import LeftOut
 from psworker.look import global_weights
+from psworker.overlap import Overlap
 from psworker.progress import Progress
 from psworker.replica import Replica
 from psworker.spans import timed_step
@@ -85,17 +86,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
                 are started on this machine and end with the job.
             job: Name of the job; else PACELINE_JOB; else torchrun's run id.
-            timeout_s: How long a shard may not answer before that is an error, in seconds; else
-                PACELINE_TIMEOUT_S; else 30.
+            timeout_s: Seconds without an answer that are an error; else PACELINE_TIMEOUT_S or 30.
             model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
             buffers: What `global_weights` puts into the float buffers of `model`: `rank0` (rank
                 0's), `mean` (of all workers), or `local` (each worker its own).
-            overlap: Whether gradients leave during backward, none waiting for others. The script
-                must not change them between backward and `step` then: no clipping, no loss
-                scaling, no accumulation. A change is an error.
-            gradient_as_bucket_view: With `overlap`: whether a large `.grad` becomes a view of the
-                flat vector, which saves its memory; the next backward pass overwrites it. As of
-                DDP.
+            overlap: Whether gradients leave during backward, where the script changes none between
+                backward and `step`: no clipping, loss scaling, accumulation. A change is an error.
+            gradient_as_bucket_view: With `overlap`: a large `.grad` becomes a view of the vector
+                that is sent, which saves its memory; the next backward overwrites it (as in DDP).
             samples: Weight of this worker's gradient in the mean; its batch size if workers'
                 batches differ. May be set anew before each step (`optimizer.samples = 17`).
             compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
@@ -115,43 +113,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         outer = self.rule.outer_optimizer
         self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
         names, parameters, groups = trained(optimizer, named_parameters)
+        early = Overlap(overlap, names, lends=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
         self.session = self._context.session
-        tensors = describe(list(zip(names, parameters, strict=True)), groups)
-        compressors = (self.compressor, self.pull_compressor)
         chosen = choose(
-            tensors, *compressors, min_nbytes=compress_min_nbytes, exclude=compress_exclude
+            describe(list(zip(names, parameters, strict=True)), groups),
+            *(self.compressor, self.pull_compressor),
+            min_nbytes=compress_min_nbytes,
+            exclude=compress_exclude,
         )
-        if gradient_as_bucket_view and not overlap:
-            raise ConfigError("gradient_as_bucket_view=True needs overlap=True")
-        self._replace_others(parameters)
-        self._make_table(parameters, chosen, lends=gradient_as_bucket_view)
-        self.progress = Progress(samples, self.replica, self.exchange)
-        self.gradients = Gradients(
-            self.bucket, self.exchange, self.replica, overlap, self.progress, self._set_hyper
-        )
-        trained_ids = {id(parameter) for parameter in parameters}
-        self._frozen = [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in trained_ids
-        ]
-        self._end = ""  # Why training has ended.
-        self._left_out = LeftOut()
-        if self.rule.takes_all and not self.session.min_workers:
-            self.session.left_out[self.exchange.table] = self._left_out
+        self._make_table(parameters, chosen, early, samples)
         self._buffers = Buffers(model, buffers, self.session)
-        self._upload()
-        self.gradients.watch()
-        self._context.at_close(self.close)
-        _open.add(self)
+        self._start()
 
     def _make_table(
-        self, parameters: list[torch.nn.Parameter], tensors: Sequence[TensorSpec], *, lends: bool
+        self,
+        parameters: list[torch.nn.Parameter],
+        tensors: Sequence[TensorSpec],
+        overlap: Overlap,
+        samples: float,
     ) -> None:
         """Declares the parameters at the shards, and lays them out here."""
+        self._replace_others(parameters)
         layout = make_layout(tensors, len(self.session.links))
         num_groups = len(self.param_groups)
         self._table_name = self._context.table_name(TABLE)
@@ -167,10 +151,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             share=True,
         )
         self.missed = self.exchange.missed  # Steps of this worker that did not count whole.
-        self.bucket = Bucket(parameters, layout, self.exchange.grads, lends=lends)
+        self.bucket = Bucket(parameters, layout, self.exchange.grads, lends=overlap.lends)
         weights, rank = self.bucket.weights, self.session.rank
         self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank)
         self.replica.timeline = self.session.timeline
+        self.progress = Progress(samples, self.replica, self.exchange)
+        self.gradients = Gradients(
+            self.bucket, self.exchange, self.replica, overlap, self.progress, self._set_hyper
+        )
+        ours = {id(parameter) for parameter in parameters}
+        given = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._frozen = [parameter for parameter in given if id(parameter) not in ours]
+        self._end = ""  # Why training has ended.
+        self._left_out = LeftOut()
+        if self.rule.takes_all and not self.session.min_workers:
+            self.session.left_out[self.exchange.table] = self._left_out
 
     def _replace_others(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Ends training with former wrappers of the same parameters: a notebook's cell run again.
@@ -324,8 +319,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _come_back(self, problem: PacelineError, number: int) -> None:
         """Joins anew after having been declared lost; of step `number` counts what has arrived."""
-        came = self.exchange.give_up_step(self.clock)
-        log.warning("worker %d comes back, %s: %s", self.session.rank, came, problem)
+        self.exchange.give_up_step(self.clock, problem)
         self.gradients.lost = None
         self.session.rejoin()
         self.exchange.restart()
@@ -450,8 +444,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for part in self.replica.parts:
             part.hyper = rows
 
-    def _upload(self) -> None:
-        """Rank 0 uploads its weights; everybody takes them."""
+    def _start(self) -> None:
+        """Uploads rank 0's weights, takes them on every worker, and begins to train."""
         if self.session.rank == 0:
             upload(self, Role.WEIGHTS)
         self._set_hyper()
@@ -460,6 +454,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.show_weights()
         if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
             self.session.barrier("begin")
+        self.gradients.watch()
+        self._context.at_close(self.close)
+        _open.add(self)
 
     def show_weights(self) -> None:
         """Brings the flat weights into the model; a round begins from what the model holds."""

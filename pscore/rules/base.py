@@ -102,15 +102,6 @@ class Rule(ABC):
         """Whether only pushes of one step go into one update."""
         return False
 
-    def fan_in(self, num_expected: int, num_workers: int) -> int:
-        """Returns how many pushes make one update.
-
-        Args:
-            num_expected: Workers whose push is in or still expected, 1 or more.
-            num_workers: Workers that the job was made for.
-        """
-        return 1
-
     @property
     def takes_all(self) -> bool:
         """Whether an update takes each worker's gradient of its step, so that all make it or none.
@@ -120,6 +111,15 @@ class Rule(ABC):
         everybody = 2
         is_mean = self.fan_in(everybody, everybody) == everybody
         return self.by_step and is_mean and not self.outer_optimizer
+
+    def fan_in(self, num_expected: int, num_workers: int) -> int:
+        """Returns how many pushes make one update.
+
+        Args:
+            num_expected: Workers whose push is in or still expected, 1 or more.
+            num_workers: Workers that the job was made for.
+        """
+        return 1
 
     def steps_open(self) -> int:
         """Returns how many steps beyond the newest update a push may be; more waits (in steps)."""

@@ -15,7 +15,7 @@ import grpc
 import psutil
 import pytest
 
-from pscore import wire
+from pscore import sockets, wire
 from pscore.access import read_credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
@@ -158,7 +158,7 @@ def test_a_listener_goes_on_when_there_is_nothing_to_accept_with(
         server.listen()
         return server, b""
 
-    monkeypatch.setattr(listener.sockets, "listen", listen)
+    monkeypatch.setattr(sockets, "listen", listen)
     monkeypatch.setattr(BulkServer, "_note_refusal", lambda self, reason: reasons.append(reason))
 
     async def scene(front: Front) -> None:
@@ -251,5 +251,14 @@ def test_known_workers_may_send_long_headers_while_strangers_may_not(
             assert stranger.is_cut()
             for peer in (known, stranger):
                 peer.socket.close()
+
+    play(scene)
+
+
+def test_a_listener_may_be_closed_before_its_threads_run() -> None:
+    async def scene(front: Front) -> None:
+        for _ in range(20):
+            with listening(front):
+                pass
 
     play(scene)

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,11 +143,12 @@ def test_a_step_far_ahead_does_no_harm(rule: str, step: int) -> None:
     ],
     ids=["no sender", "rank", "incarnation", "table", "slice", "no estimate", "begins"],
 )
-def test_a_hostile_pull_is_refused(fields: dict[str, object]) -> None:
+def test_a_hostile_pull_is_refused(fields: dict[str, Any]) -> None:
     async def scene(front: Front) -> None:
         await front.ready()
+        named: dict[str, Any] = {"sender": sender(0)} | fields
         with pytest.raises(Refused):
-            await front.pull(data_pb2.PullHeader(**{"sender": sender(0)} | fields))
+            await front.pull(data_pb2.PullHeader(**named))
         assert not front.driver.intake.waiting
         await still_serves(front)
 

@@ -90,6 +90,19 @@ def test_a_worker_can_be_stopped(name: str) -> None:
     assert SERVICES[name]["healthcheck"] == {"disable": True}
 
 
+@pytest.mark.parametrize("name", [*SHARDS, *WORKERS])
+def test_whatever_fails_is_started_again(name: str) -> None:
+    """With a pause that doubles; one that has come to its end (0) or is stopped is not."""
+    assert SERVICES[name]["restart"] == "on-failure"
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_waits_longer_than_a_shard_is_away(name: str) -> None:
+    """Longer than the default, and than a container needs that its engine starts again."""
+    place = Environment.read(SERVICES[name]["environment"])
+    assert place.timeout_s >= 300 > Environment.read({}).timeout_s
+
+
 @pytest.mark.parametrize("profiles", [[], ["gpu"]])
 def test_the_workers_of_a_job_have_every_rank_once(profiles: list[str]) -> None:
     places = [Environment.read(SERVICES[name]["environment"]) for name in workers(profiles)]

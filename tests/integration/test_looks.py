@@ -17,6 +17,7 @@ from psserver import checkpoint
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
+pytestmark = pytest.mark.timeout(400)
 Weights = dict[str, np.ndarray]
 
 # Each mode by its name, and then the one that it is changed to in the middle of training.
@@ -41,8 +42,10 @@ PAIRS = [
     (first, PULLED[number % len(PULLED)])
     for number, first in enumerate(name for name in COMPRESSORS if name != "none")
 ]
+# What is raw is tested for every mode in tests/unit/psworker/test_looks.py.
 CASES = [
-    (name, pair) for number, name in enumerate(MODES) for pair in (RAW, PAIRS[number % len(PAIRS)])
+    *((name, PAIRS[number % len(PAIRS)]) for number, name in enumerate(MODES)),
+    ("dcasgd", RAW),
 ]
 CHANGE, LOST, STEPS = 5, 8, 12  # The loss is noticed in that step or in the next.
 CAPTURED = (0, 4, CHANGE + 1, STEPS - 1)
@@ -52,7 +55,7 @@ def at_shards(job: str) -> Weights:
     """Returns the weights of a job as `psserver export` writes them."""
     addresses = os.environ["PACELINE_SERVERS"].split(",")
     found = checkpoint.capture(addresses, ANYONE, job, weights_only=True)
-    return found.tables[0].arrays["weights"]
+    return dict(found.tables[0].arrays["weights"])
 
 
 def look(model: Any, optimizer: psworker.DistributedOptimizer, captured: Weights | None) -> None:
@@ -171,3 +174,98 @@ def look_when_lost(me: Station, job: str) -> None:
 
 def test_a_worker_that_was_lost_comes_back_to_look(shards: Shards) -> None:
     shards.run(look_when_lost, new_job(), num_workers=1)
+
+
+# With one worker each of them makes the steps of plain SGD, and so does what it is changed to.
+PLAIN = {
+    "ssgd": "ssp(bound=0)",
+    "ssp(bound=0)": "ssd(steps=3, warmup=50)",
+    "ssd(steps=3, warmup=50)": "od(warmup=50)",
+    "cd(warmup=50)": "ssgd",
+    "asgd": "dcasgd",
+    "dcasgd(adaptive=True)": "staleness",
+    "staleness": "asgd",
+}
+
+
+def draw_by_steps(mode: str, job: str, disturbed: bool) -> Weights:
+    """Trains on a batch of each step; returns the weights in the end."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = wrap(model, mode, RAW)
+    is_lost = False
+    while (step := optimizer.steps) < STEPS:
+        if disturbed and step == CHANGE:
+            look(model, optimizer, at_shards(job))
+            optimizer.set_mode(PLAIN[mode])
+        if disturbed and step == LOST and not is_lost:
+            is_lost = True
+            lose(optimizer)
+        optimizer.zero_grad()
+        backward(model, *batch(0, step))
+        optimizer.step()
+    psworker.shutdown()
+    return weights_of(model)
+
+
+def disturb(me: Station) -> None:
+    for mode in PLAIN:
+        me.tell([draw_by_steps(mode, new_job(), disturbed) for disturbed in (False, True)])
+
+
+def test_a_change_of_the_mode_and_a_return_leave_the_bits(shards: Shards) -> None:
+    """The step that was lost is drawn again: its number comes twice."""
+    with shards.workers(disturb, num_workers=1) as (worker,):
+        found = {mode: worker.hear(COMPILED_S) for mode in PLAIN}
+    for mode, (undisturbed, disturbed) in found.items():
+        assert same(undisturbed, found["ssgd"][0]), mode
+        assert same(disturbed, undisturbed), mode
+
+
+def take_turns(me: Station, mode: str, looks: bool, job: str) -> tuple[list[Weights], int]:
+    """Makes each step when the test says so; returns the weights, what is owed, and late pushes."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = wrap(model, mode, ("2bit", "2bit"))
+    path = []
+    for step in range(6):
+        me.hear()
+        if looks:
+            look(model, optimizer, at_shards(job))
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+        path.append(weights_of(model))
+        settle(optimizer)
+        me.tell()
+    optimizer.exchange.flush()
+    path.append(optimizer.exchange.compressor_state())
+    num_late = optimizer.exchange.traffic.num_too_late
+    me.hear()
+    psworker.shutdown()
+    return path, num_late
+
+
+def late_ones(me: Station, modes: list[str], job: str) -> list[Any]:
+    return [
+        [take_turns(me, mode, looks, f"{job}-{number}") for looks in (False, True)]
+        for number, mode in enumerate(modes)
+    ]
+
+
+def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shards) -> None:
+    """Worker 1 is behind in each step: what it pushed is owed again, and stays so."""
+    modes = ["ssgd(backup=1)", "local(steps=2, backup=1)"]
+    with shards.workers(late_ones, modes, new_job()) as workers:
+        for _ in range(2 * len(modes)):
+            for _ in range(6):
+                for worker in workers:
+                    worker.tell()
+                    worker.hear(COMPILED_S)
+            for worker in workers:
+                worker.tell()
+        (_, late) = (worker.result() for worker in workers)
+    for (without, num_late), (with_looks, again) in late:
+        assert num_late == again > 0
+        assert any(owed.any() for owed in without[-1].values())
+        assert all(same(*pair) for pair in zip(without, with_looks, strict=True))

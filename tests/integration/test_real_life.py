@@ -358,7 +358,8 @@ def cell(
 
 
 def run_again(me: Station, mode: str) -> tuple[Weights, str]:
-    model, optimizers = make_model(), []
+    model = make_model()
+    optimizers: list[Any] = []
     cell(model, 0, mode, optimizers)
     with pytest.raises(psworker.ConfigError):
         cell(model, 4, "ssgd(bakcup=1)", optimizers)

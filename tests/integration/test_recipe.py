@@ -16,6 +16,7 @@ from psserver import checkpoint
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.models import batch, make_model, sgd
 
+pytestmark = pytest.mark.timeout(400)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "elastic.md"
 RESUMED, JOINED, NUM_STEPS = 5, 10, 19
 

@@ -126,6 +126,7 @@ def test_a_scaler_changes_no_bit_and_an_overflow_is_left_out_by_all(
 def together(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Weights:
     """Trains in one process on the mean gradient of both workers, with a scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # It wraps the optimizer's step.
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(2):
@@ -138,6 +139,7 @@ def together(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Weight
 
 def alone(me: Station, make: str) -> Weights:
     model, optimizer = wrap(make, "ssgd")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
     train_scaled(model, optimizer, me.rank, "plain", 1024.0)
     return weights_of(model)
 
@@ -150,6 +152,64 @@ def test_two_workers_with_scalers_train_as_one_process_does(shards: Shards, make
     assert same(first, second)
     for name, weight in plain.items():
         assert relative_error(first[name], weight) <= 1e-5, name
+
+
+# ----- gradients that have left during backward
+
+
+def unscale(model: torch.nn.Module, _: torch.optim.Optimizer) -> None:
+    """Unscales as `torch.amp.GradScaler` does, which leaves no trace in a version."""
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    half = torch.full((1,), 0.5)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.zeros(1), half)
+
+
+def change_data(model: torch.nn.Module, _: torch.optim.Optimizer) -> None:
+    grad = model.get_parameter("2.weight").grad
+    assert grad is not None
+    grad.data[0, 0] += 1e-3
+
+
+def use_scaler(_: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+
+
+Change = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
+CHANGES: dict[str, tuple[Change, str]] = {
+    "unscaled": (unscale, r"the gradient of '.*' was changed after it had been pushed"),
+    "data": (change_data, r"the gradient of '2.weight' was changed after it had been pushed"),
+    "scaler": (use_scaler, r"gradients were pushed during backward, before GradScaler could"),
+}
+
+
+def change_late(me: Station, job: str) -> dict[str, str]:
+    """Returns what a step says whose gradients were changed after they had left."""
+    told = {}
+    for name, (change, _) in CHANGES.items():
+        psworker.shutdown()
+        psworker.init(job=f"{job}-{name}", num_workers=1, rank=0)
+        model, optimizer = wrap("sgd", "ssgd", overlap=True)
+        for step in range(6):
+            optimizer.zero_grad()
+            torch.autograd.backward(next(losses(model, 0, step, "plain")))
+            try:
+                if step == 5:
+                    change(model, optimizer)
+                optimizer.step()
+            except psworker.GradientError as problem:
+                told[name] = f"{step}: {problem}"
+    return told
+
+
+def test_a_change_of_what_has_left_is_an_error_also_where_it_leaves_no_trace(
+    shards: Shards,
+) -> None:
+    (told,) = shards.run(change_late, new_job(), num_workers=1)
+    for name, (_, message) in CHANGES.items():
+        assert re.match(f"5: {message}", told[name]), name
+        assert "pass overlap=False to DistributedOptimizer" in told[name]
 
 
 # ----- where an update does not take every worker's gradient
@@ -194,8 +254,8 @@ def leave_out(me: Station) -> int:
     return step
 
 
-def test_a_step_that_one_worker_leaves_out_is_said_to_all() -> None:
-    with Shards(1, lease_s=1.0) as shards, shards.workers(leave_out) as workers:
+def test_a_step_that_one_worker_leaves_out_is_said_to_all(shards: Shards) -> None:
+    with shards.workers(leave_out) as workers:
         for worker in workers:
             wait_until(lambda: "has left out" in worker.written())  # noqa: B023
         for worker in workers:
@@ -208,3 +268,28 @@ def test_a_step_that_one_worker_leaves_out_is_said_to_all() -> None:
                 r"made, the last of them before the end of step 5: .*call optimizer.skip_step\(\)",
                 line,
             ), line
+
+
+# ----- a worker that dies while others wait to agree
+
+
+def stop_in_the_middle(me: Station) -> float:
+    """Trains with a scaler; rank 1 does not come to the end of its step 2."""
+    model, optimizer = wrap("sgd", "ssgd")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(next(losses(model, 0, step, "plain"))))
+        if (me.rank, step) == (1, 2):
+            me.tell()
+            me.hear()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+def test_the_others_agree_without_a_worker_that_dies(shards: Shards) -> None:
+    with shards.workers(stop_in_the_middle) as (first, second):
+        second.hear()
+        second.kill()
+        assert first.result() == 4.0

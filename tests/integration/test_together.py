@@ -108,9 +108,7 @@ def test_pushing_during_backward_changes_no_bit(shards: Shards, mode: str) -> No
 )
 def test_evaluation_does_not_change_training_by_a_bit(shards: Shards, mode: str) -> None:
     """The workers evaluate at different steps."""
-    with_it, without = (
-        shards.run(train, mode, "auto", 0.0, evaluate) for evaluate in (True, False)
-    )
+    with_it, without = (shards.run(train, mode, False, 0.0, evaluate) for evaluate in (True, False))
     for rank in range(2):
         assert all(same(*pair) for pair in zip(with_it[rank], without[rank], strict=True))
 
@@ -267,10 +265,10 @@ def test_half_precision_weights_are_float32_between_pulls(shards: Shards) -> Non
 
 
 def test_jobs_on_the_same_shards_do_not_see_each_other(shards: Shards) -> None:
-    alone = [shards.run(train, mode, "auto", 0.0) for mode in ("ssgd", "ssd(steps=2, warmup=1)")]
+    alone = [shards.run(train, mode, False, 0.0) for mode in ("ssgd", "ssd(steps=2, warmup=1)")]
     with (
-        shards.workers(train, "ssgd", "auto", 0.0) as first,
-        shards.workers(train, "ssd(steps=2, warmup=1)", "auto", 0.0) as second,
+        shards.workers(train, "ssgd", False, 0.0) as first,
+        shards.workers(train, "ssd(steps=2, warmup=1)", False, 0.0) as second,
     ):
         together = [[worker.result() for worker in job] for job in (first, second)]
     for one, other in zip(alone, together, strict=True):

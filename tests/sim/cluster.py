@@ -174,7 +174,8 @@ class Cluster:
                 self._check_final(worker)
                 if not worker.num_returns:
                     late = self.ledger.late(worker.rank, worker.incarnation)
-                    assert worker.exchange.missed.num_steps == late
+                    told = worker.exchange.missed.num_steps
+                    assert told == late, f"{late} steps were late, {worker.name} knows of {told}"
 
     def _check_final(self, worker: Worker) -> None:
         """A worker that finished has the shards' weights, with its own last push in them."""

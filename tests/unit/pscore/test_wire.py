@@ -79,10 +79,10 @@ def test_a_frame_shorter_than_its_prefix_is_refused(nbytes: int) -> None:
         decode(encode(b"")[:nbytes])
 
 
-@pytest.mark.parametrize("magic", [b"PL\x00\x00", b"PL\x01\x00", b"XL\x02\x00", b"\0\0\0\0"])
+@pytest.mark.parametrize("magic", [b"PL\x00\x00", b"PL\x02\x00", b"XL\x03\x00", b"\0\0\0\0"])
 def test_another_magic_or_version_is_refused(magic: bytes) -> None:
     frame = sealed(CHECKED.pack(magic, 1, 1), b"hp")
-    with pytest.raises(DecodeError, match=r"frame begins with .*, b'PL\\x02\\x00' wanted"):
+    with pytest.raises(DecodeError, match=r"frame begins with .*, b'PL\\x03\\x00' wanted"):
         decode(frame)
 
 

@@ -86,7 +86,8 @@ def _watch(cls: Any, drivers: Sequence[Driver], found: list[str]) -> None:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename in MACHINES:
                 frame = frame.f_back  # A test may play with a machine of its own.
-            if frame is not None and Path(frame.f_code.co_filename).parent == PACKAGE:
+            is_ours = frame is not None and Path(frame.f_code.co_filename).parent == PACKAGE
+            if frame is not None and is_ours and frame.f_code.co_name != "__init__":
                 where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 found.append(f"{cls.__name__}.{name} is read without the lock at {where}")
         return plain(self, name)

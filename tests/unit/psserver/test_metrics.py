@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pscore.types import Verdict
 from psserver.driver import Driver
 from psserver.membership import Member
-from psserver.metrics import REQUEST_NBYTES_MAX, MetricsPage
+from psserver.metrics import CONNECTIONS_MAX, REQUEST_NBYTES_MAX, MetricsPage
 from psserver.shard import Shard
 
 
@@ -117,6 +117,29 @@ def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
     except ConnectionResetError:
         answer = b""
     assert answer[: len(begins) or None] == begins
+
+
+def test_one_connection_too_many_is_closed_and_the_page_goes_on() -> None:
+    async def scene() -> None:
+        page = MetricsPage(make_driver(), lambda: True)
+        port = await page.start("127.0.0.1", 0)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
+        while page._num_open < CONNECTIONS_MAX:
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b""
+        writer.close()
+        for _, writer in silent:
+            writer.close()
+        while page._num_open:
+            await asyncio.sleep(0)
+        (answer,) = [await asyncio.open_connection("127.0.0.1", port)]
+        answer[1].write(get("/healthz"))
+        assert (await answer[0].read()).startswith(b"HTTP/1.1 200")
+        answer[1].close()
+        await page.stop()
+
+    asyncio.run(scene())
 
 
 def test_head_has_no_body() -> None:

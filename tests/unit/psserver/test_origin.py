@@ -9,14 +9,14 @@ from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Origin
-from psserver import snapshot
-from psserver.driver import Driver
-from psserver.shard import Shard
+from psserver import records
+from psserver.table import COUNT_MAX
 from psserver.vault import Vault
 from tests.unit.psserver.front import (
     JOB,
     Context,
     Front,
+    Refused,
     grad,
     play,
     pull_header,
@@ -82,22 +82,31 @@ def test_the_worker_that_is_furthest_says_where_a_new_mode_begins() -> None:
 
 
 @pytest.mark.parametrize("mode", ["asgd", "ssgd"])
-def test_it_outlives_a_killed_shard_and_a_lost_machine(tmp_path: Path, mode: str) -> None:
+def test_it_outlives_a_killed_shard(tmp_path: Path, mode: str) -> None:
     async def scene(_: Front) -> None:
         rule = pb.Plugin(name=mode)
-        vault, folder = Vault(tmp_path / "vault"), tmp_path / "snapshots"
+        vault = Vault(tmp_path / "vault")
         front = Front(vault)
         await front.ready(num_workers=1, rule=rule)
         await load(front, 40)
-        folder.mkdir()
-        front.driver.snapshot(folder)
         vault.close()
         after = Front(Vault(tmp_path / "vault"))
         after.driver.take_up()
         assert await origin(after, rule=rule) == (0, 40)
-        anew = Driver(Shard(0, 1, 10.0), num_threads=1)
-        assert anew.restore(folder) == [JOB]
-        assert anew.shard.jobs[JOB].table(0).spec.origin == Origin(0, 40)
+
+    play(scene)
+
+
+def test_a_step_that_nobody_comes_to_is_refused() -> None:
+    """It could not be read back from a file."""
+
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        with pytest.raises(Refused, match=f"a state of step {COUNT_MAX + 1}, beyond"):
+            await load(front, COUNT_MAX + 1)
+        with pytest.raises(Refused, match=f"worker 0 is at step {COUNT_MAX + 1}, beyond"):
+            await change(front, 0, COUNT_MAX + 1)
+        assert await origin(front) == (0, 0)
 
     play(scene)
 
@@ -105,13 +114,13 @@ def test_it_outlives_a_killed_shard_and_a_lost_machine(tmp_path: Path, mode: str
 def test_what_a_file_says_of_it_is_checked() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        entry = {"spec": snapshot.spec_to_json(front.job.table(0).spec)}
-        assert snapshot.spec_of(entry).origin == Origin()
+        entry = {"spec": records.spec_to_json(front.job.table(0).spec)}
+        assert records.spec_of(entry).origin == Origin()
         entry["spec"]["origin"] = [0, -1]
         with pytest.raises(ConfigError, match=r"steps are counted from \[?\(?0, -1"):
-            snapshot.spec_of(entry)
+            records.spec_of(entry)
         del entry["spec"]["origin"]  # Of a former version.
-        assert snapshot.spec_of(entry).origin == Origin()
+        assert records.spec_of(entry).origin == Origin()
 
     play(scene)
 

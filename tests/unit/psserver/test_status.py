@@ -98,6 +98,22 @@ def test_markup_in_a_name_is_only_text(
     assert "[red]x[/nonesuch]" in capsys.readouterr().out
 
 
+def test_what_peers_wrote_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards refuse and escape such names; one of another version may not."""
+    evil = "\x1b[2J\x9b31m\u202e\n[ok]"
+    job = pb.JobStatus(
+        job=evil,
+        num_workers=1,
+        workers=[worker(0, host=evil, state=evil)],
+        tables=[table(name=evil, mode=evil, waiting_for=evil)],
+        waiting_for=[evil],
+    )
+    status.show(status.combine([evil], [reply(0, job)]))
+    shown = capsys.readouterr().out
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert r"\x1b[2J" in shown
+
+
 def test_tables_beyond_a_few_are_only_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,3 +98,9 @@ def test_it_is_as_the_user_says(overlap: bool) -> None:
 def test_another_word_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=f"overlap is '{word}', must be True .* or False"):
         Overlap(word, [])  # type: ignore[arg-type]
+
+
+def test_a_view_of_what_is_sent_needs_overlap() -> None:
+    assert Overlap(True, [], lends=True).lends
+    with pytest.raises(ConfigError, match="gradient_as_bucket_view=True needs overlap=True"):
+        Overlap(False, [], lends=True)

@@ -19,7 +19,6 @@ class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERDICT_ACCEPTED: _ClassVar[Verdict]
     VERDICT_DUPLICATE: _ClassVar[Verdict]
     VERDICT_TOO_LATE: _ClassVar[Verdict]
-    VERDICT_STALE: _ClassVar[Verdict]
 ROLE_GRADIENT: Role
 ROLE_WEIGHTS: Role
 ROLE_DELTA: Role
@@ -27,7 +26,6 @@ ROLE_STATE: Role
 VERDICT_ACCEPTED: Verdict
 VERDICT_DUPLICATE: Verdict
 VERDICT_TOO_LATE: Verdict
-VERDICT_STALE: Verdict
 
 class Sender(_message.Message):
     __slots__ = ("job", "table", "worker", "incarnation")
