@@ -9,24 +9,43 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13; do \
 	2>/dev/null && echo $$name && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check proto bench bench-peers soak fuzz test-gpu clean
+# Of `test-lowest`. Wheels of torch for Linux on PyPI bring gigabytes of CUDA, so its lowest version is
+# asked for by name: TORCH=2.4.0.
+LOWEST_PYTHON ?= $(BIN)/python
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
+	tests/integration/test_launch.py tests/integration/test_training.py
+
+.PHONY: help setup run test test-lowest check proto bench bench-peers soak fuzz test-gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
 
-setup: $(STAMP) ## install everything into .venv
+setup: $(STAMP) ## make .venv with everything in it, if that is due
+	@echo "$(VENV) is up to date with pyproject.toml and constraints.txt"
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; set PYTHON=" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@echo "making $(VENV) with $$($(PYTHON) --version), the versions of constraints.txt, and Paceline as it is here"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing: torch alone is hundreds of megabytes, so this may take minutes and says nothing meanwhile"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+	@echo "done: $(BIN)/psserver and $(BIN)/psworker are there; next: make run, make test"
 
 run: $(STAMP) ## train a small model on two shards and two workers
 	$(BIN)/psworker demo --json
 
 test: $(STAMP) ## the whole test suite
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+test-lowest: $(STAMP) ## the quick tests on the lowest version of everything (LOWEST_PYTHON=, TORCH=)
+	rm -rf .venv-lowest && $(LOWEST_PYTHON) -m venv .venv-lowest
+	$(BIN)/python scripts/lowest.py --replace torch==$(TORCH) --python "$$(.venv-lowest/bin/python \
+		-c 'import sys; print("%d.%d" % sys.version_info[:2])')" > .venv-lowest/lowest.txt
+	.venv-lowest/bin/python -m pip install --quiet --only-binary :all: \
+		--constraint .venv-lowest/lowest.txt --editable '.[dev]'
+	.venv-lowest/bin/python -m pytest -n 2 -W ignore::DeprecationWarning $(QUICK)
 
 check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/ruff check .
@@ -58,5 +77,5 @@ test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for
 	$(BIN)/python -m benchmarks.compressors --json
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

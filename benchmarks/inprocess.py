@@ -170,11 +170,11 @@ class Shards:
         reply = data_pb2.PullReply(version=action.version)
         arrays: Sequence[FloatArray | ByteArray]
         if message.held is None:
-            arrays = store.read(action.worker, with_state=action.with_state)
+            arrays = store.read(action)
             reply.counts.extend(store.counts.tolist() if action.with_state else ())
         else:
             pulls = self.cluster.job.pull_compressor
-            estimate = store.estimate(action.worker, action.version, pulls)
+            estimate = store.estimate(action, pulls)
             arrays = estimate.answer(message.held, reply)
         copies = [array.copy() for array in arrays]
         nbytes = sum(array.nbytes for array in copies) + REQUEST_NBYTES
@@ -309,7 +309,7 @@ class Worker:
 
     def _live(self) -> Life:
         job, replica = self.cluster.job, self.replica
-        yield from self._wait(replica.fetch(0, self))
+        yield from self._wait(replica.begin(self))
         for step in range(job.steps):
             self.bucket.grads.zero_()
             loss = job.gradient(self.model, self.rank, step)

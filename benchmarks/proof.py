@@ -7,7 +7,13 @@ the weights say of each ticket how often it was added: an acknowledged one must 
 that was sent and not acknowledged at most once, and both halves must agree.
 
 In an asynchronous mode a push adds 1. In `ssgd` the n pushes of a step make one update, their mean:
-each adds UNIT / n, so the n of a step must be equal and their sum UNIT.
+each adds UNIT / n, so the n of a step must be equal and their sum UNIT. A step that a worker has
+sent whole, and of which every push was answered, is in all slices or in none.
+
+After a power cut the shards go on from a checkpoint, which is older than the newest pushes. The
+books are then checked in two parts: up to the cut against the weights that were loaded, where the
+newest pushes may be missing, but none from the middle and none from some slices only; and behind
+the cut against what has been added since.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import itertools
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +48,12 @@ class Entry(NamedTuple):
     time_s: float  # Of the machine's monotonic clock.
 
 
-def read(path: Path, offset: int = 0) -> Iterator[Entry]:
-    """Reads the entries behind `offset` bytes; half of one at the end is left for the next time."""
+def read(path: Path, offset: int = 0, end: int | None = None) -> Iterator[Entry]:
+    """Reads the entries from byte `offset` to `end`; half a record at the end is left out."""
     if path.exists():
         with path.open("rb") as file:
             file.seek(offset)
-            data = file.read()
+            data = file.read(-1 if end is None else end - offset)
         whole = len(data) - len(data) % RECORD.size
         for kind, index, ticket, step, time_s in RECORD.iter_unpack(data[:whole]):
             yield Entry(kind, index, ticket, step, time_s)
@@ -112,14 +118,16 @@ class Proof:
     lost: int = 0  # Acknowledged, and not in the weights.
     double: int = 0  # More often in the weights than they were sent.
     torn: int = 0  # In one half of the slice and not, or differently, in the other.
+    partial: int = 0  # Steps of a worker in some slices and not in others, all of them answered.
     open_in: int = 0  # Never acknowledged, and in the weights: their worker or shard had died.
     open_out: int = 0  # Never acknowledged, and not in the weights.
+    rolled_back: int = 0  # Acknowledged after the checkpoint that a power cut went back to.
     told: list[str] = field(default_factory=list)  # The first few findings, in words.
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing was lost, counted twice or torn."""
-        return self.lost == self.double == self.torn == 0
+        """Whether nothing was lost, counted twice, torn or counted in part."""
+        return self.lost == self.double == self.torn == self.partial == 0
 
     def say(self, text: str) -> None:
         """Keeps a finding, if there are not many yet."""
@@ -127,13 +135,49 @@ class Proof:
             self.told.append(text)
 
 
-def check(books: Sequence[Path], slices: Sequence[np.ndarray], *, by_step: bool) -> Proof:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Era:
+    """A stretch of the books that ends with a power cut."""
+
+    ends: list[int]  # Byte of each worker's book up to which it reaches.
+    loaded: list[np.ndarray]  # Weights of each slice with which the shards came back.
+
+
+def check(
+    books: Sequence[Path],
+    slices: Sequence[np.ndarray],
+    *,
+    by_step: bool,
+    eras: Sequence[Era] = (),
+) -> Proof:
     """Compares the workers' files with the weights of each slice, which began with zeros."""
     proof = Proof()
-    for index, weights in enumerate(slices):
-        entries = [[entry for entry in read(path) if entry.slice == index] for path in books]
-        room = len(weights) // COPIES // len(books)
-        grid = weights[: COPIES * len(books) * room].astype(np.float64)
+    begins, base = [0] * len(books), [np.zeros_like(weights) for weights in slices]
+    for era in eras:
+        parts = zip(books, begins, era.ends, strict=True)
+        entries = [list(read(path, begin, end)) for path, begin, end in parts]
+        _check_era(proof, entries, base, era.loaded, by_step=by_step, is_cut=True)
+        begins, base = era.ends, era.loaded
+    entries = [list(read(path, begin)) for path, begin in zip(books, begins, strict=True)]
+    _check_era(proof, entries, base, slices, by_step=by_step, is_cut=False)
+    return proof
+
+
+def _check_era(
+    proof: Proof,
+    books: Sequence[Sequence[Entry]],
+    before: Sequence[np.ndarray],
+    after: Sequence[np.ndarray],
+    *,
+    by_step: bool,
+    is_cut: bool,
+) -> None:
+    """Compares what one stretch of the books holds with what the weights gained in it."""
+    counted: dict[Push, bool] = {}
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        entries = [[entry for entry in book if entry.slice == index] for book in books]
+        room = len(new) // COPIES // len(books)
+        grid = (new.astype(np.float64) - old)[: COPIES * len(books) * room]
         grid = grid.reshape(COPIES, len(books), room)
         differs = np.abs(grid - grid[0]).max(axis=0) > 1e-3
         proof.torn += int(differs.sum())
@@ -141,14 +185,20 @@ def check(books: Sequence[Path], slices: Sequence[np.ndarray], *, by_step: bool)
             values = grid[:, rank, ticket].tolist()
             proof.say(f"slice {index}: ticket {ticket} of worker {rank} is torn: {values}")
         if by_step:
-            _check_steps(proof, index, entries, grid[0])
+            _check_steps(proof, index, entries, grid[0], counted, is_cut=is_cut)
         else:
-            _check_units(proof, index, entries, grid[0])
-    return proof
+            _check_units(proof, index, entries, grid[0], is_cut=is_cut)
+    if by_step:
+        _check_whole(proof, books, counted, range(len(after)))
 
 
 def _check_units(
-    proof: Proof, index: int, books: Sequence[Sequence[Entry]], found: np.ndarray
+    proof: Proof,
+    index: int,
+    books: Sequence[Sequence[Entry]],
+    found: np.ndarray,
+    *,
+    is_cut: bool,
 ) -> None:
     """An asynchronous mode: the weights hold how often each ticket was added."""
     for rank, entries in enumerate(books):
@@ -160,7 +210,9 @@ def _check_units(
                 answered[entry.ticket % len(sent)] += 1
         counts = np.rint(found[rank]).astype(int)
         proof.torn += int((np.abs(found[rank] - counts) > 1e-3).sum())
-        lost, double = np.maximum(answered - counts, 0), np.maximum(counts - sent, 0)
+        missing, double = np.maximum(answered - counts, 0), np.maximum(counts - sent, 0)
+        lost = _lost_before_the_last(entries, counts) if is_cut else missing
+        proof.rolled_back += int((missing - lost).sum())
         proof.pushes += int(answered.sum())
         proof.lost += int(lost.sum())
         proof.double += int(double.sum())
@@ -173,11 +225,35 @@ def _check_units(
             )
 
 
+def _lost_before_the_last(entries: Sequence[Entry], counts: np.ndarray) -> np.ndarray:
+    """Counts by room the acknowledged tickets that are missing although a later one is there."""
+    room, lost = len(counts), np.zeros(len(counts), int)
+    acknowledged = {entry.ticket for entry in entries if entry.kind == ACKNOWLEDGED}
+    sent: dict[int, list[int]] = {}
+    for entry in entries:
+        if entry.kind == SENT:
+            sent.setdefault(entry.ticket % room, []).append(entry.ticket)
+    last = max(
+        (tickets[: counts[at]][-1] for at, tickets in sent.items() if counts[at] > 0), default=-1
+    )
+    for at, tickets in sent.items():
+        missing = acknowledged.intersection(tickets[max(0, counts[at]) :])
+        lost[at] = sum(ticket < last for ticket in missing)
+    return lost
+
+
 Ticket = tuple[int, int]  # Worker and number.
+Push = tuple[int, int, int]  # Slice, worker and ticket.
 
 
 def _check_steps(
-    proof: Proof, index: int, books: Sequence[Sequence[Entry]], found: np.ndarray
+    proof: Proof,
+    index: int,
+    books: Sequence[Sequence[Entry]],
+    found: np.ndarray,
+    counted: dict[Push, bool],
+    *,
+    is_cut: bool,
 ) -> None:
     """A mode by step: the pushes of one step are equal shares of one unit, or not there."""
     steps: dict[int, list[Ticket]] = {}
@@ -191,15 +267,19 @@ def _check_steps(
             else:
                 raise ValueError(f"no room for {entry.ticket} pushes: raise --numel")
     proof.pushes += sum(kind == ACKNOWLEDGED for kind in answers.values())
+    last = max(
+        (step for step, tickets in steps.items() if any(abs(found[t]) > NEAR for t in tickets)),
+        default=-1,
+    )
     for step, tickets in steps.items():
         inside = [ticket for ticket in tickets if abs(found[ticket]) > NEAR]
         for ticket in tickets:
+            counted[(index, *ticket)] = ticket in inside
+            if is_cut and step > last and answers.get(ticket) == ACKNOWLEDGED:
+                proof.rolled_back += 1
+                continue
             _check_ticket(proof, (index, *ticket), answers.get(ticket), is_in=ticket in inside)
-        values = [float(found[ticket]) for ticket in inside]
-        wrong = sum(abs(value * len(inside) - UNIT) > len(inside) for value in values)
-        proof.double += wrong
-        if wrong:
-            proof.say(f"slice {index}: step {step} holds {values}, not shares of {UNIT:g}")
+        _check_shares(proof, index, step, [float(found[ticket]) for ticket in inside])
     left = found.copy()
     for ticket in itertools.chain(*steps.values()):
         left[ticket] = 0.0
@@ -209,10 +289,18 @@ def _check_steps(
         proof.say(f"slice {index}: {unknown} elements hold what nobody sent")
 
 
+def _check_shares(proof: Proof, index: int, step: int, values: Sequence[float]) -> None:
+    """The pushes of one step that are in the weights are equal shares of UNIT."""
+    wrong = sum(abs(value * len(values) - UNIT) > len(values) for value in values)
+    proof.double += wrong
+    if wrong:
+        proof.say(f"slice {index}: step {step} holds {values}, not shares of {UNIT:g}")
+
+
 def _check_ticket(
     proof: Proof, name: tuple[int, int, int], answer: int | None, *, is_in: bool
 ) -> None:
-    """Compares what a worker was told of one push with whether it is in the weights."""
+    """Compares the answer to one push with whether it is in the weights."""
     if answer is None:
         proof.open_in += is_in
         proof.open_out += not is_in
@@ -221,3 +309,32 @@ def _check_ticket(
         proof.double += is_in
         told = "refused, and counted" if is_in else "acknowledged, and is lost"
         proof.say(f"slice {name[0]}: ticket {name[2]} of worker {name[1]} was {told}")
+
+
+def _check_whole(
+    proof: Proof,
+    books: Sequence[Sequence[Entry]],
+    counted: Mapping[Push, bool],
+    slices: Iterable[int],
+) -> None:
+    """Each step that a worker sent whole, and had answered whole, is in all slices or in none.
+
+    A worker that was killed within a step begins it anew with other tickets: of each slice the last
+    ticket of a step is looked at.
+    """
+    for rank, entries in enumerate(books):
+        tickets: dict[int, dict[int, int]] = {}  # By step and slice.
+        answered: set[tuple[int, int]] = set()
+        for entry in entries:
+            if entry.kind == SENT:
+                tickets.setdefault(entry.step, {})[entry.slice] = entry.ticket
+            else:
+                answered.add((entry.slice, entry.ticket))
+        for step, of_slice in tickets.items():
+            pushes = [(index, of_slice.get(index, -1)) for index in slices]
+            if not all(push in answered for push in pushes):
+                continue
+            inside = [index for index, ticket in pushes if counted[index, rank, ticket]]
+            if 0 < len(inside) < len(pushes):
+                proof.partial += 1
+                proof.say(f"step {step} of worker {rank} is in slices {inside} only")

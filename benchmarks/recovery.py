@@ -5,9 +5,10 @@
     python -m benchmarks.recovery --seconds 90 --numel 100000000 --workers 2 --kinds shard --json
 
 Workers push whole numbers to real shards (`stage.py`), without a pause but what stands for
-computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows links, and
-fills the shards' disk; the next fault comes a while after the job has recovered from the last one.
-In the end the weights tell of every single push whether it is in them (`proof.py`).
+computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows links, fills
+the shards' disk, uses up their descriptors, polls their status, and kills everything at once
+(`strikes.py`); the next fault comes a while after the job has recovered from the last one. In the
+end the weights tell of every single push whether it is in them (`proof.py`).
 
 Recovery is the time from a fault (where it lasts, from its end) until every worker that it concerns
 has had a push of every slice that it concerns acknowledged. Of a killed worker that includes the
@@ -20,13 +21,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ import numpy as np
 
 from benchmarks import kit, measured, proof
 from benchmarks.stage import Setup, Stage
+from benchmarks.strikes import KILLS, ROLES, STRIKES, Fault, Saboteur, possible
 
 CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
 MEASURED_S_MIN = 400.0  # A run of this length has a stretch with one fault a minute.
@@ -69,145 +69,6 @@ def work(folder: str, rank: int, workers: int, numel: int, mode: str, think_s: f
     psworker.shutdown()
 
 
-# ----- faults
-
-
-@dataclass(slots=True, kw_only=True)
-class Fault:
-    """One thing that went wrong on purpose."""
-
-    kind: str
-    what: str
-    at_s: float  # When it struck, or ended if it lasts.
-    recovery_s: float = float("nan")
-
-
-@dataclass(slots=True)
-class Saboteur:
-    """Breaks a stage as a seeded plan says."""
-
-    stage: Stage
-    rng: random.Random
-    kinds: Sequence[str]
-    faults: list[Fault] = field(default_factory=list)
-
-    def strike(self, kind: str) -> None:
-        """Makes one fault, waits until it is over, and until the job has recovered from it."""
-        what, wanted = STRIKES[kind](self)
-        if what:
-            fault = Fault(kind=kind, what=what, at_s=self.stage.progress.since_s)
-            self.faults.append(fault)
-            fault.recovery_s = self.stage.await_all(wanted) - fault.at_s
-
-    def everything(self, ranks: Sequence[int] = (), shard: int = -1) -> set[tuple[int, int]]:
-        """Returns what must go on: `(worker, slice)` of these workers and that shard, or all."""
-        slices = range(len(self.stage.layout.slices)) if shard < 0 else self.stage.slices_of(shard)
-        return {(r, s) for r in ranks or range(self.stage.setup.workers) for s in slices}
-
-    def kill_worker(self) -> tuple[str, set[tuple[int, int]]]:
-        """SIGKILL of a worker."""
-        rank = self.rng.randrange(self.stage.setup.workers)
-        self.stage.progress.mark(time.monotonic())
-        self.stage.roles[rank].popen.kill()
-        return f"worker {rank}", self.everything([rank])
-
-    def kill_shard(self, index: int = -1) -> tuple[str, set[tuple[int, int]]]:
-        """SIGKILL of a shard."""
-        if index < 0:
-            index = self.rng.randrange(1, self.stage.setup.shards)
-        self.stage.progress.mark(time.monotonic())
-        there = self.stage.signal_shard(index, signal.SIGKILL)
-        return f"shard {index}" if there else "", self.everything(shard=index)
-
-    def kill_coordinator(self) -> tuple[str, set[tuple[int, int]]]:
-        """SIGKILL of the first shard."""
-        return self.kill_shard(0)
-
-    def kill_both(self) -> tuple[str, set[tuple[int, int]]]:
-        """SIGKILL of a worker and of any shard, at once."""
-        who, _ = self.kill_worker()
-        what, _ = self.kill_shard(self.rng.randrange(self.stage.setup.shards))
-        return f"{who}, {what}", self.everything()
-
-    def stop_worker(self) -> tuple[str, set[tuple[int, int]]]:
-        """SIGSTOP of a worker, perhaps beyond its lease, then SIGCONT."""
-        rank = self.rng.randrange(self.stage.setup.workers)
-        process = self.stage.roles[rank].popen
-        process.send_signal(signal.SIGSTOP)
-        self.stage.watch(self.rng.uniform(0.2, 2.0 * self.stage.setup.lease_s))
-        self.stage.progress.mark(time.monotonic())
-        process.send_signal(signal.SIGCONT)
-        return f"worker {rank}", self.everything([rank])
-
-    def stop_shard(self) -> tuple[str, set[tuple[int, int]]]:
-        """SIGSTOP of any shard, perhaps beyond the leases, then SIGCONT."""
-        index = self.rng.randrange(self.stage.setup.shards)
-        if not self.stage.signal_shard(index, signal.SIGSTOP):
-            return "", set()
-        self.stage.watch(self.rng.uniform(0.2, 1.5 * self.stage.setup.lease_s))
-        self.stage.progress.mark(time.monotonic())
-        self.stage.signal_shard(index, signal.SIGCONT)
-        return f"shard {index}", self.everything(shard=index)
-
-    def cut_link(self) -> tuple[str, set[tuple[int, int]]]:
-        """Cuts the link of a host: of the shards, or of a third of the workers."""
-        lab = self.stage.lab
-        assert lab is not None
-        host = self.rng.randrange(lab.num_hosts)
-        lab.cut(host)
-        self.stage.watch(self.rng.uniform(0.3, 1.5 * self.stage.setup.lease_s))
-        self.stage.progress.mark(time.monotonic())
-        lab.cut(host, mend=True)
-        return f"host {host}", self.everything()
-
-    def slow_link(self) -> tuple[str, set[tuple[int, int]]]:
-        """Gives the link of a host a hundredth of its rate for a while."""
-        lab = self.stage.lab
-        assert lab is not None
-        host = self.rng.randrange(lab.num_hosts)
-        lab.slow(host, "100mbit")
-        self.stage.watch(self.rng.uniform(1.0, 3.0))
-        self.stage.progress.mark(time.monotonic())
-        lab.slow(host)
-        return f"host {host}", self.everything()
-
-    def fill_disk(self) -> tuple[str, set[tuple[int, int]]]:
-        """Leaves no byte on the shards' disk for a while."""
-        free = os.statvfs(self.stage.state)
-        with self.stage.ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize))
-        self.stage.watch(self.rng.uniform(1.0, 3.0))
-        self.stage.progress.mark(time.monotonic())
-        self.stage.ballast.unlink()
-        return "the disk", self.everything()
-
-
-STRIKES: dict[str, Callable[[Saboteur], tuple[str, set[tuple[int, int]]]]] = {
-    "worker": Saboteur.kill_worker,
-    "shard": Saboteur.kill_shard,
-    "coordinator": Saboteur.kill_coordinator,
-    "worker stopped": Saboteur.stop_worker,
-    "shard stopped": Saboteur.stop_shard,
-    "link cut": Saboteur.cut_link,
-    "link slow": Saboteur.slow_link,
-    "disk full": Saboteur.fill_disk,
-    "worker and shard": Saboteur.kill_both,
-}
-KILLS = ("worker", "shard", "coordinator")
-
-
-def possible(stage: Stage, wanted: Sequence[str]) -> list[str]:
-    """Returns the kinds of faults that can be made here."""
-    found = [kind for kind in STRIKES if not wanted or kind in wanted]
-    if stage.lab is None:
-        found = [kind for kind in found if not kind.startswith("link")]
-    if not stage.has_small_disk:
-        found = [kind for kind in found if kind != "disk full"]
-    if stage.setup.shards == 1:
-        found = [kind for kind in found if kind != "shard"]
-    return found
-
-
 # ----- a run
 
 
@@ -222,6 +83,8 @@ class Outcome:
     is_measured: bool  # Whether `kept` was measured with one fault a minute.
     skipped: list[str]
     failures: list[str]
+    bystanders: list[str]  # Healthy processes that ended.
+    num_status: int
 
 
 def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[str]) -> Outcome:
@@ -246,13 +109,15 @@ def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[s
         weights = stage.finish()
         by_step = setup.mode.partition("(")[0] == "ssgd"
         return Outcome(
-            proof=proof.check(stage.books, weights, by_step=by_step),
+            proof=proof.check(stage.books, weights, by_step=by_step, eras=stage.eras),
             faults=saboteur.faults,
             rate=rate,
             kept=kept,
             is_measured=is_measured,
             skipped=stage.skipped,
             failures=stage.failures,
+            bystanders=saboteur.bystanders,
+            num_status=saboteur.num_status,
         )
 
 
@@ -304,8 +169,28 @@ def show(outcome: Outcome, setup: Setup) -> None:
     found = outcome.proof
     kit.show(
         "pushes by slice",
-        ["acknowledged", "lost", "double", "torn", "open, in", "open, out"],
-        [[found.pushes, found.lost, found.double, found.torn, found.open_in, found.open_out]],
+        [
+            "acknowledged",
+            "lost",
+            "double",
+            "torn",
+            "partial",
+            "open, in",
+            "open, out",
+            "rolled back",
+        ],
+        [
+            [
+                found.pushes,
+                found.lost,
+                found.double,
+                found.torn,
+                found.partial,
+                found.open_in,
+                found.open_out,
+                found.rolled_back,
+            ]
+        ],
     )
     how = "measured" if outcome.is_measured else "from the cost of each fault"
     print(f"{outcome.rate:.0f} pushes/s without faults; one fault a minute keeps "
@@ -314,6 +199,10 @@ def show(outcome: Outcome, setup: Setup) -> None:
         print(text)
     for text in sorted(set(outcome.failures)):
         print(f"ended with an error: {text}")
+    for text in outcome.bystanders:
+        print(f"healthy, and ended: {text}")
+    if outcome.num_status:
+        print(f"{outcome.num_status:,} answers to status while it was polled")
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
@@ -324,6 +213,10 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "lost": found.lost,
         "double": found.double,
         "torn": found.torn,
+        "partial": found.partial,
+        "rolled_back": found.rolled_back,
+        "healthy_ended": len(outcome.bystanders),
+        "status_answers": outcome.num_status,
         "faults": len(outcome.faults),
         "recovery_s": {kind: summary(outcome.faults, kind)["median"] for kind in KILLS},
         "recovery": {kind: summary(outcome.faults, kind) for kind in KILLS},
@@ -336,7 +229,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 def main() -> None:
     """Runs it."""
-    if measured.serve(sys.argv[1:], {"worker": work}):
+    if measured.serve(sys.argv[1:], {"worker": work, **ROLES}):
         return
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="length of the run, about")
@@ -371,7 +264,7 @@ def main() -> None:
     kit.plot_bars(args.out / "recovery.png", "recovery, median", "seconds", bars)
     if args.json:
         print(json.dumps(figures(outcome)))
-    sys.exit(0 if outcome.proof.is_exact else 1)
+    sys.exit(0 if outcome.proof.is_exact and not outcome.bystanders else 1)
 
 
 if __name__ == "__main__":

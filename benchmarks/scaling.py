@@ -47,7 +47,11 @@ def worker(widths: list[int], mode: str, steps: int) -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     if mode:
         optimizer = psworker.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), mode=mode
+            optimizer,
+            named_parameters=model.named_parameters(),
+            mode=mode,
+            overlap=True,
+            gradient_as_bucket_view=True,
         )
 
     def step() -> None:

@@ -101,7 +101,10 @@ class Trainer:
             import psworker
 
             self.optimizer = psworker.DistributedOptimizer(
-                self.optimizer, named_parameters=self.model.named_parameters(), mode=mode
+                self.optimizer,
+                named_parameters=self.model.named_parameters(),
+                mode=mode,
+                overlap=True,
             )
 
     def step(self) -> None:

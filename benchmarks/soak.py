@@ -78,7 +78,7 @@ def count(stage: Stage, absent: dict[int, Path]) -> list[dict[str, float]]:
     for index in range(stage.setup.shards):
         samples = []
         for _ in range(5):
-            samples.append(sample(stage.shard_pid(index)))
+            samples.append(sample(stage.shard_pids()[index]))
             stage.watch(0.2)
         found.append({what: statistics.median(one[what] for one in samples) for what in COLUMNS})
     return found

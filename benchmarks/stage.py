@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,13 +27,21 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import psutil
+from safetensors.numpy import load_file
 
 from benchmarks import kit, netlab, proof
 from pscore.partition import Layout, make_layout
 from pscore.types import TensorSpec
+from psserver.sealed import read_json, write_json
 
 RATE = "10gbit"
 NUM_HOSTS = 3  # The shards' one, and two more.
+PORT = 7070  # Of shard 0, in a namespace of its own.
+NUM_FILES = 512  # That a shard may have open: few, so that a benchmark can use them up.
+CHECKPOINT_S = 5.0
+JOB = "recovery"
+TCP_LISTEN = "0A"  # In /proc/net/tcp.
 PATIENCE_S = 120.0  # Until a cluster that was mended must have come to its end.
 POLL_S = 0.02
 SETTLE_S = 0.05  # What was under way when a fault struck has arrived by then.
@@ -103,6 +114,7 @@ class Stage:
         self.layout = setup.layout
         self.roles: list[kit.Role] = []
         self.lab: netlab.Lab | None = None
+        self.eras: list[proof.Era] = []  # Stretches of the books that ended with a power cut.
         self._restarts = [0] * setup.workers
         self._undo = contextlib.ExitStack()
 
@@ -133,19 +145,69 @@ class Stage:
 
     # ----- what a fault needs
 
-    def shard_pid(self, index: int) -> int:
-        """Returns the process of a shard, as the supervisor last wrote it down."""
-        path = next(self.state.glob("*/run.json"))
-        return int(json.loads(path.read_text())["shards"][index]["pid"] or 0)
+    def shard_pids(self) -> dict[int, int]:
+        """Returns the process of each shard that runs, as the kernel lists them."""
+        found: dict[int, int] = {}
+        for child in psutil.Process(self._supervisor.pid).children():
+            with contextlib.suppress(psutil.Error):
+                *command, last = child.cmdline()
+                if command[-1:] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
+                    found[int(json.loads(last)["index"])] = child.pid
+        return found
+
+    def alive(self) -> dict[str, int]:
+        """Returns the processes that run, by name: the supervisor, shards and workers."""
+        workers = {
+            f"worker {rank}": role.popen.pid
+            for rank, role in enumerate(self.roles)
+            if role.popen.poll() is None
+        }
+        shards = {f"shard {index}": pid for index, pid in self.shard_pids().items()}
+        supervisor = self._supervisor
+        return (
+            workers | shards | ({"supervisor": supervisor.pid} if supervisor.poll() is None else {})
+        )
 
     def signal_shard(self, index: int, number: signal.Signals) -> bool:
         """Sends a signal to a shard; returns whether it was there."""
+        pid = self.shard_pids().get(index)
         with contextlib.suppress(ProcessLookupError):
-            pid = self.shard_pid(index)
-            if pid:
+            if pid is not None:
                 os.kill(pid, number)
                 return True
         return False
+
+    def ports_of(self, shard: int) -> list[int]:
+        """Returns the TCP ports on which a shard listens."""
+        pid = self.shard_pids().get(shard)
+        if pid is None:
+            return []
+        return listening(pid)
+
+    def cut_power(self) -> None:
+        """Kills all processes at once, changes the boot, and starts all again as before.
+
+        Processes are stopped first, so that none sees another's death. The stamps in the shards'
+        folder then name another boot, so that nothing is believed that a power cut may have taken.
+        """
+        pids = list(self.alive().values())
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        self._supervisor.wait()
+        for role in self.roles:
+            role.end()
+        psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 30.0)
+        self.progress.read()
+        ends = [path.stat().st_size for path in self.books]
+        for path in self.state.rglob("stamp.json"):
+            write_json(path, read_json(path) | {"boot": secrets.token_hex(8)})
+        self._start_shards()
+        self.eras.append(proof.Era(ends=ends, loaded=self._exported()))
+        for rank in range(self.setup.workers):
+            self._restarts[rank] += 1
+            self.roles[rank] = self._worker(rank)
 
     def host_of(self, rank: int) -> int:
         """Returns the host of a worker; the shards are on host 0."""
@@ -225,9 +287,7 @@ class Stage:
     # ----- building
 
     def _worker(self, rank: int) -> kit.Role:
-        environment = kit.worker_environment(
-            self.addresses, rank, self.setup.workers, "auto", "recovery"
-        )
+        environment = kit.worker_environment(self.addresses, rank, self.setup.workers, "auto", JOB)
         environment["TORCHELASTIC_RESTART_COUNT"] = str(self._restarts[rank])
         arguments = {
             "folder": str(self.folder),
@@ -283,36 +343,99 @@ class Stage:
 
     @contextlib.contextmanager
     def _shards(self) -> Iterator[None]:
-        where: list[str] = ["--host", "127.0.0.1"]
-        prefix: list[str] = []
-        if self.lab is not None:
-            where, prefix = ["--host", self.lab.address(0), "--insecure"], self.lab.inside(0)
-        command = [
-            *prefix, sys.executable, "-m", "psserver", "start", "--shards", str(self.setup.shards),
-            "--port", "0", "--metrics-port", "0", "--state-dir", str(self.state), "--lease-s",
-            str(self.setup.lease_s), "--grace-s", "2", "--log-level", "warning", *where,
-            *self.setup.options,
-        ]  # fmt: skip
-        with (self.folder / "shards.log").open("wb") as errors:
-            popen = subprocess.Popen(
-                command, cwd=kit.ROOT, env=_clean(os.environ), stdout=subprocess.PIPE,
-                stderr=errors, text=True, preexec_fn=kit.end_with_parent,
-            )  # fmt: skip
-        assert popen.stdout is not None
+        """Shards on fixed ports, so that the same commands find them after a power cut."""
+        self.host, self.prefix, self.port = "127.0.0.1", [], 0
+        if self.lab is None:
+            self.port = _free_ports(self.setup.shards)
+        else:
+            self.host, self.prefix, self.port = self.lab.address(0), self.lab.inside(0), PORT
         try:
-            line = popen.stdout.readline()
-            if not line.startswith("PACELINE_SERVERS="):
-                raise RuntimeError(f"shards did not start\n{self.shard_log()}")
-            self.addresses = line.strip().partition("=")[2].split(",")
+            self._start_shards()
             yield
         finally:
-            popen.terminate()
-            try:
-                popen.wait(30.0)
-            except subprocess.TimeoutExpired:
-                popen.kill()
-                popen.wait()
-            popen.stdout.close()
+            self._end_shards()
+
+    def _start_shards(self) -> None:
+        command = [
+            *self.prefix, sys.executable, "-m", "psserver", "start", "--host", self.host,
+            "--shards", str(self.setup.shards), "--port", str(self.port), "--metrics-port", "0",
+            "--state-dir", str(self.state), "--checkpoint-s", str(CHECKPOINT_S),
+            "--lease-s", str(self.setup.lease_s), "--grace-s", "2", "--log-level", "warning",
+            *(() if self.lab is None else ("--insecure",)), *self.setup.options,
+        ]  # fmt: skip
+        with (self.folder / "shards.log").open("ab") as errors:
+            self._supervisor = subprocess.Popen(
+                command, cwd=kit.ROOT, env=_clean(os.environ), stdout=subprocess.PIPE,
+                stderr=errors, text=True, preexec_fn=_with_few_files,
+            )  # fmt: skip
+        assert self._supervisor.stdout is not None
+        line = self._supervisor.stdout.readline()
+        if not line.startswith("PACELINE_SERVERS="):
+            raise RuntimeError(f"shards did not start\n{self.shard_log()}")
+        self.addresses = line.strip().partition("=")[2].split(",")
+
+    def _end_shards(self) -> None:
+        supervisor = self._supervisor
+        supervisor.terminate()
+        try:
+            supervisor.wait(30.0)
+        except subprocess.TimeoutExpired:
+            supervisor.kill()
+            supervisor.wait()
+        assert supervisor.stdout is not None
+        supervisor.stdout.close()
+
+    def _exported(self) -> list[np.ndarray]:
+        """Returns the weights with which the shards have come back, before any worker has."""
+        path = self.folder / "exported.safetensors"
+        command = [
+            *self.prefix,
+            sys.executable,
+            "-m",
+            "psserver",
+            "export",
+            str(path),
+            "--job",
+            JOB,
+        ]
+        command += ["--servers", ",".join(self.addresses)]
+        done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{done.stderr}\n{self.shard_log()[-3000:]}")
+        flat = load_file(path)["w"]
+        return [flat[spec.start : spec.stop].copy() for spec in self.layout.slices]
+
+
+def listening(pid: int) -> list[int]:
+    """Returns the TCP ports on which a process listens, in whatever network namespace it is."""
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # Closed meanwhile.
+            sockets.add(os.readlink(link))
+    ports = set()
+    for name in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{name}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, _, state, *rest = line.split()
+            if state == TCP_LISTEN and f"socket:[{rest[5]}]" in sockets:
+                ports.add(int(local.rpartition(":")[2], 16))
+    return sorted(ports)
+
+
+def _with_few_files() -> None:
+    kit.end_with_parent()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, NUM_FILES))
+
+
+def _free_ports(count: int) -> int:
+    """Returns the first of so many free ports of loopback, one after the other."""
+    while True:
+        with contextlib.ExitStack() as held:
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                for port in range(first + 1, first + count):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+                return int(first)
 
 
 def _clean(environment: Mapping[str, str]) -> dict[str, str]:

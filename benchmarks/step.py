@@ -46,7 +46,7 @@ MODES = {
 # ----- the simulated GPU
 
 
-def train(mode: str, compression: str, compute_s: float, rounds: int) -> None:
+def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap: bool) -> None:
     """Is the worker."""
     import torch
 
@@ -61,7 +61,7 @@ def train(mode: str, compression: str, compute_s: float, rounds: int) -> None:
         named_parameters=model.named_parameters(),
         mode=mode,
         compression=compression,
-        overlap=True,
+        overlap=overlap,
     )
     gpu = _Gpu(list(model.parameters()), grads, compute_s)
     for _ in range(WARMUP_STEPS + ROUND_STEPS):
@@ -206,7 +206,9 @@ def measure_link(lab: Lab) -> float:
             return min(one.line()["bytes_per_s"], two.line()["bytes_per_s"])
 
 
-def measure_mode(lab: Lab, name: str, compute_s: float, rounds: int) -> dict[str, Any]:
+def measure_mode(
+    lab: Lab, name: str, compute_s: float, rounds: int, *, overlap: bool
+) -> dict[str, Any]:
     """Returns what the worker measured in one mode, with the shard's CPU seconds per step."""
     mode, compression = MODES[name]
     shard = kit.Role(MODULE, "serve", {"host": lab.address(0)}, prefix=lab.inside(0))
@@ -218,6 +220,7 @@ def measure_mode(lab: Lab, name: str, compute_s: float, rounds: int) -> dict[str
             "compression": compression,
             "compute_s": compute_s,
             "rounds": rounds,
+            "overlap": overlap,
         }
         worker = kit.Role(MODULE, "train", arguments, env, lab.inside(1))
         with kit.roles(worker):
@@ -274,7 +277,7 @@ def measure_rate(rate: str, options: argparse.Namespace) -> tuple[list[list[Any]
         link_s = 4 * kit.numel_of(kit.resnet50_shapes()) / bytes_per_s
         compute_s = options.compute_s or link_s
         for name in options.modes.split(","):
-            result = measure_mode(lab, name, compute_s, options.rounds)
+            result = measure_mode(lab, name, compute_s, options.rounds, overlap=options.overlap)
             times_s[name] = kit.median(result["times_s"])
             best = best_s(name, compute_s, bytes_per_s, result)
             rows.append(
@@ -295,6 +298,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rates", default="100mbit,1gbit,10gbit")
+    overlap = argparse.BooleanOptionalAction
+    parser.add_argument("--overlap", action=overlap, default=True, help="push during backward")
     parser.add_argument("--modes", default=",".join(MODES), help="of these")
     parser.add_argument("--compute-s", type=float, help="of a step; default: as the link takes")
     parser.add_argument("--rounds", type=int, default=2, help="of five steps each")

@@ -64,7 +64,7 @@ def _flat_rounds(rounds: int) -> None:
         for part in layout.slices:
             exchange.load(part.index, Role.WEIGHTS, [np.zeros(part.numel, np.float32)], [])
         exchange.flush()
-    exchange.run(replica.fetch(0, exchange))
+    exchange.run(replica.begin(exchange))
     assert exchange.grads is not None
     flat = torch.from_numpy(exchange.grads).fill_(1.0)
     grads = [flat[part.start : part.stop] for part in layout.slices]
@@ -88,6 +88,7 @@ def _keys_rounds(rounds: int) -> None:
         torch.optim.SGD(model.parameters(), **HYPER),
         named_parameters=model.named_parameters(),
         overlap=True,
+        gradient_as_bucket_view=True,
     )
     torch.autograd.backward([parameter.sum() for parameter in model.parameters()])
     measured.report(measured.timed(optimizer.step, rounds))

@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import socket
-import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +30,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from pscore.rpc import RETRYABLE, error_of
 from pscore.segment import Segment
+from pscore.text import printable
 
 OK, WARNING, WRONG = "ok", "warning", "wrong"
 ASK_TIMEOUT_S = 5.0
@@ -122,7 +122,7 @@ def reach(address: str, credentials: Credentials) -> list[Finding]:
     if reason := tls.diagnose(address, credentials):
         what, _, do = str(reason).partition("; ")
         findings.append(wrong("TLS", address, what, do))
-    if credentials.ca is not None and (der := _shown(host, int(port), credentials)):
+    if credentials.ca is not None and (der := tls.shown(host, int(port), credentials)):
         findings += judge_certificate(address, x509.load_der_x509_certificate(der))
     elif credentials.ca is None and not _is_near(found):
         do = "psserver certs makes certificates; docs/security.md"
@@ -235,13 +235,12 @@ def judge_certificate(
     what = f"good until {until:%Y-%m-%d %H:%M} UTC"
     if has_names:
         what += f", for {', '.join(names_of(certificate)) or 'no name'}"
-    do = f"{tls.NEW} (it begins {since:%Y-%m-%d %H:%M} UTC)"
-    if now > until:
-        return [wrong("certificate", about, f"expired: {what}", do)]
     if now < since:
-        return [wrong("certificate", about, "is not good yet", f"{do}, or set the clock")]
+        return [wrong("certificate", about, tls.not_yet_valid(since, now), tls.CLOCKS)]
+    if now > until:
+        return [wrong("certificate", about, f"expired: {what}", tls.NEW)]
     if until - now < SOON:
-        return [doubtful("certificate", about, f"expires soon: {what}", do)]
+        return [doubtful("certificate", about, f"expires soon: {what}", tls.NEW)]
     return [good("certificate", about, what)]
 
 
@@ -255,22 +254,6 @@ def names_of(certificate: x509.Certificate) -> list[str]:
         return []
     value: Any = extension.value
     return [str(name.value) for name in value]
-
-
-def _shown(host: str, port: int, credentials: Credentials) -> bytes | None:
-    """Returns the certificate that a port shows, believed or not."""
-    context = tls.client_context(credentials)
-    assert context is not None
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    try:
-        with (
-            socket.create_connection((host, port), tls.PROBE_TIMEOUT_S) as plain,
-            context.wrap_socket(plain, server_hostname=host) as wrapped,
-        ):
-            return wrapped.getpeercert(binary_form=True)
-    except OSError:
-        return None
 
 
 # ----- a job
@@ -376,7 +359,7 @@ def disk(folder: Path) -> list[Finding]:
         return [wrong("disk", str(folder), "this user cannot write there", do)]
     free = shutil.disk_usage(there).free
     what = f"{free >> 20} MiB left"
-    do = "make room, or give --state-dir another place: a snapshot is as large as the model's state"
+    do = "make room, or give --state-dir another place: a checkpoint is as large as a job's state"
     if free < DISK_NBYTES_MIN:
         return [wrong("disk", str(folder), what, do)]
     if free < DISK_NBYTES_WANTED:
@@ -410,7 +393,8 @@ def show(findings: Sequence[Finding]) -> None:
         text = f"{finding.what}\n-> {finding.do}" if finding.do else finding.what
         color = colors[finding.state]
         grid.add_row(
-            f"[{color}]{finding.state}[/]", finding.check, escape(finding.about), escape(text)
+            *(f"[{color}]{finding.state}[/]", finding.check),
+            *(escape(printable(words, keep="\n")) for words in (finding.about, text)),
         )
     console = Console(highlight=False)
     console.print(grid)

@@ -4,7 +4,6 @@
     |-- ConfigError                 a setting or argument is wrong; nothing was started
     |   `-- UnsupportedOptimizerError   the wrapped torch optimizer has no counterpart on the shards
     |-- GradientError               a gradient is not usable: NaN, Inf, or changed after its push
-    |-- LocalProtocolError          this side broke the protocol: a bug in Paceline
     |-- RemoteProtocolError         the peer sent something that this side refuses
     |   |-- DecodeError             bytes that are not what their header declares
     |   |   `-- DamagedError        a frame that was changed on its way; a retry may help
@@ -19,8 +18,7 @@
     |   |-- ReplacedError           the shards go on without this incarnation of the worker
     |   `-- StateLostError          a shard has lost the job's weights
     `-- TransportError              the network or the peer's process failed; a retry may help
-        |-- ServerUnavailableError  nobody answers at this address
-        `-- StalledError            nothing arrived within the time the user allowed
+        `-- ServerUnavailableError  nobody answers at this address
 
 The table from these classes to gRPC status codes is in `rpc.py`; this module imports nothing.
 """
@@ -40,10 +38,6 @@ class UnsupportedOptimizerError(ConfigError):
 
 class GradientError(PacelineError):
     """A gradient holds NaN or Inf, or was changed after it had been pushed."""
-
-
-class LocalProtocolError(PacelineError):
-    """This side broke the protocol."""
 
 
 class RemoteProtocolError(PacelineError):
@@ -104,7 +98,3 @@ class TransportError(PacelineError):
 
 class ServerUnavailableError(TransportError):
     """Nobody answers at this address."""
-
-
-class StalledError(TransportError):
-    """Nothing arrived within the time that the user allowed."""

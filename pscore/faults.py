@@ -188,8 +188,8 @@ def caller(line: Line | None, call: Call) -> Call:
     if line is None:
         return call
 
-    def make(frame: bytes, timeout: float | None = None) -> bytes:
-        return line.call(lambda sent: call(sent, timeout=timeout), frame)
+    def make(frame: bytes, **options: object) -> bytes:
+        return line.call(lambda sent: call(sent, **options), frame)
 
     return make
 

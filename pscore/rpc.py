@@ -20,9 +20,14 @@ from __future__ import annotations
 import grpc
 
 from pscore import errors
+from pscore.text import printable
 
 MESSAGE_NBYTES_MAX = 80 << 20  # A frame's largest header and payload (wire.py) and then some.
+# What a shard takes: a slice of 4 MiB with four arrays of state, and the longest header.
+REQUEST_NBYTES_MAX = 24 << 20
+CONNECTIONS_MAX = 4096  # Of gRPC on one shard; fewer where there are few file descriptors.
 DATA_SERVICE = "ps.v1.Data"
+SENDER_KEY = "paceline-sender-bin"  # Of the metadata of a push or pull: its `Sender`.
 ERROR_KEY = "paceline-error"
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -36,7 +41,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
-    ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
+    ("grpc.max_receive_message_length", REQUEST_NBYTES_MAX),
+    ("grpc.max_concurrent_streams", 256),  # On one connection.
+    ("grpc.max_connection_idle_ms", 300_000),  # Workers send heartbeats; the next call connects.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.server_handshake_timeout_ms", 10_000),  # Whoever only connects is not kept.
     ("grpc.so_reuseport", 0),  # A port that is taken is an error, not a second listener.
@@ -70,7 +77,7 @@ def code_of(error: errors.PacelineError) -> grpc.StatusCode:
 def error_of(failure: grpc.RpcError, address: str) -> errors.PacelineError:
     """Returns the error that the peer at `address` raised, or a `TransportError`."""
     assert isinstance(failure, grpc.Call)
-    details = failure.details() or ""
+    details = printable(failure.details() or "", keep="\n")
     for key, value in failure.trailing_metadata() or ():
         if key == ERROR_KEY and isinstance(value, str):
             kind = getattr(errors, value, errors.RemoteProtocolError)

@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -285,6 +285,7 @@ def read_header(
     header_nbytes_max: int = HEADER_NBYTES_MAX,
     payload_nbytes_max: int = PAYLOAD_NBYTES_MAX,
     deadline_s: float | None = None,
+    reserve: Callable[[int], None] | None = None,
 ) -> Incoming | None:
     """Reads up to a frame's header; returns None if the peer has closed between two frames.
 
@@ -293,6 +294,7 @@ def read_header(
         header_nbytes_max: A longer header is refused.
         payload_nbytes_max: A longer payload is refused.
         deadline_s: Of the monotonic clock, for all of it, however slowly it trickles in.
+        reserve: Called with the header's length before memory is taken for it; may raise.
 
     Raises:
         DecodeError: What comes is not a frame; nothing has been allocated for it.
@@ -311,6 +313,8 @@ def read_header(
             f"frame declares {header_nbytes} bytes of header and {payload_nbytes} of payload, "
             f"at most {header_nbytes_max} and {payload_nbytes_max}"
         )
+    if reserve is not None:
+        reserve(header_nbytes)
     header = bytearray(header_nbytes)
     receive_into(connection, memoryview(header), deadline_s=deadline_s)
     if isinstance(connection, Ahead):

@@ -7,6 +7,8 @@ connection does all the time. `TLSSocket` keeps OpenSSL's state under a lock for
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import errno
 import os
 import select
@@ -23,7 +25,9 @@ from pscore.errors import ConfigError, TLSError
 
 HANDSHAKE_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
-EXPIRED, HOST_MISMATCH, ADDRESS_MISMATCH = 10, 62, 64  # OpenSSL's X509_V_ERR_ numbers.
+# OpenSSL's X509_V_ERR_ numbers.
+NOT_YET_VALID, EXPIRED, HOST_MISMATCH, ADDRESS_MISMATCH = 9, 10, 62, 64
+CLOCKS = "check the clocks of both machines (timedatectl status; psworker doctor compares them)"
 NEW = "make new ones with `psserver certs` and start the shards again"
 OWN = (
     "set PACELINE_TLS_CERT and PACELINE_TLS_KEY to ones that its --tls-client-ca has signed, the "
@@ -223,13 +227,72 @@ def diagnose(address: str, credentials: Credentials) -> TLSError | None:
                 return _speaks_tls(plain, address)
         # A shard that does not take our certificate closes; so does one that ends just now, once.
         closed = [_is_closed(host, int(port), context) for _ in range(2)]
+    except ssl.SSLCertVerificationError as problem:
+        begins = None
+        if problem.verify_code == NOT_YET_VALID:
+            begins = _begins(shown(host, int(port), credentials), credentials.ca)
+        return explain(problem, address, begins)
     except OSError as problem:
         return explain(problem, address)
     if not all(closed):
         return None
     if credentials.cert is None:
         return TLSError(f"{address} asks for a certificate of this side; {OWN}")
-    return TLSError(f"{address} does not take this side's certificate {credentials.cert}; {OWN}")
+    return TLSError(
+        f"{address} does not take this side's certificate {credentials.cert} "
+        f"({_validity(credentials.cert)} by the clock there); {OWN}"
+    )
+
+
+def shown(host: str, port: int, credentials: Credentials) -> bytes | None:
+    """Returns the certificate that a port shows, believed or not, as DER; None: it shows none."""
+    context = client_context(credentials)
+    assert context is not None
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((host, port), PROBE_TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as wrapped,
+        ):
+            return wrapped.getpeercert(binary_form=True)
+    except OSError:
+        return None
+
+
+def not_yet_valid(begins: datetime.datetime | None, now: datetime.datetime | None = None) -> str:
+    """Returns that a certificate is not valid yet, with both times.
+
+    Args:
+        begins: When it will be; None: that is not known.
+        now: The time of this machine's clock, if not that of now.
+    """
+    since = "yet" if begins is None else f"before {begins:%Y-%m-%d %H:%M} UTC"
+    now = now or datetime.datetime.now(datetime.UTC)
+    return f"is not valid {since}, and this machine's clock says {now:%Y-%m-%d %H:%M} UTC"
+
+
+def _begins(der: bytes | None, ca: Path | None) -> datetime.datetime | None:
+    """Returns since when both a certificate and the CA that has to have signed it are valid."""
+    from cryptography import x509  # A tenth of a second, which only this message needs.
+
+    found = [] if der is None else [x509.load_der_x509_certificate(der)]
+    with contextlib.suppress(OSError, ValueError):  # It was read before; this is for the message.
+        found += [] if ca is None else x509.load_pem_x509_certificates(ca.read_bytes())
+    return max((certificate.not_valid_before_utc for certificate in found), default=None)
+
+
+def _validity(cert: Path) -> str:
+    """Returns between which times a certificate is valid, in words."""
+    from cryptography import x509
+
+    try:
+        found = x509.load_pem_x509_certificates(cert.read_bytes())
+    except (OSError, ValueError):
+        return "of dates that cannot be read any more"
+    since = max(certificate.not_valid_before_utc for certificate in found)
+    until = min(certificate.not_valid_after_utc for certificate in found)
+    return f"valid from {since:%Y-%m-%d %H:%M} to {until:%Y-%m-%d %H:%M} UTC"
 
 
 def _is_closed(host: str, port: int, context: ssl.SSLContext) -> bool:
@@ -249,13 +312,23 @@ def _is_closed(host: str, port: int, context: ssl.SSLContext) -> bool:
             return True
 
 
-def explain(problem: OSError, address: str) -> TLSError | None:
-    """Returns what a failed handshake means and what to do; None if it was not TLS that failed."""
+def explain(
+    problem: OSError, address: str, begins: datetime.datetime | None = None
+) -> TLSError | None:
+    """Returns what a failed handshake means and what to do; None if it was not TLS that failed.
+
+    Args:
+        problem: With which it failed.
+        address: Of the peer.
+        begins: Since when its certificate and CA are valid, if that is known.
+    """
     if not isinstance(problem, ssl.SSLError):
         return None
     text = (problem.reason or str(problem)).upper()
     if isinstance(problem, ssl.SSLCertVerificationError):
-        if problem.verify_code == EXPIRED:
+        if problem.verify_code == NOT_YET_VALID:
+            what = f"{not_yet_valid(begins)}; {CLOCKS}"
+        elif problem.verify_code == EXPIRED:
             what = f"has expired; {NEW}"
         elif problem.verify_code in (HOST_MISMATCH, ADDRESS_MISMATCH):
             what = (

@@ -31,7 +31,6 @@ class Verdict(enum.IntEnum):
     ACCEPTED = 0
     DUPLICATE = 1  # Counted before; nothing changed.
     TOO_LATE = 2  # The step closed without it (backup workers); the payload is the worker's again.
-    STALE = 3  # The worker is not expected at this step (it was declared dead, or joined later).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +98,17 @@ class SegmentTable:
         return len(self.groups)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the steps of a job's training are counted from: its mode was changed or it was loaded.
+
+    A worker that has pushed n times since is at step `rule.step_after(step, n)`.
+    """
+
+    clock: int = 0  # Pushes of each worker, as the shards count them.
+    step: int = 0  # Steps of training that lay behind each worker then.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
     """What a shard decides about one push; the payload stays with whoever received it."""
@@ -121,3 +131,5 @@ class Pull:
     clock: int  # Steps this worker has pushed before it asked.
     min_version: int  # Never answered with an older version.
     with_state: bool = False  # The optimizer's state travels with the weights.
+    begins: bool = False  # It has come anew, and pushes no step before `clock`.
+    is_look: bool = False  # Only to be seen: it changes nothing, and nobody trains on the answer.

@@ -20,10 +20,21 @@ def main() -> None:
         from psserver import daemon
 
         daemon.main(sys.argv[2])
-    else:
-        from psserver import cli
+    elif sys.argv[1:2] == ["schedule"] and len(sys.argv) == 3:  # noqa: PLR2004
+        from psserver import schedule
 
-        cli.main()
+        schedule.main(sys.argv[2])
+    else:
+        from pscore import commandline
+
+        commandline.open_standard_streams()
+        try:
+            from psserver import cli
+
+            cli.main()
+        except KeyboardInterrupt:
+            commandline.tell_interrupted("psserver")
+            sys.exit(commandline.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,14 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """Give the weights as they are another version: nobody pushes the steps in between."""
+
+    former: int  # Their version before.
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledge:
     """Answer a push."""
 
@@ -71,6 +79,7 @@ class Answer:
     version: int
     with_state: bool
     clock: int = 0  # Where that worker goes on counting if it has come anew.
+    is_look: bool = False  # Only to be seen (`Pull.is_look`).
 
 
-Action = Load | Hold | Add | Update | Acknowledge | Answer
+Action = Load | Hold | Add | Update | Skip | Acknowledge | Answer

@@ -8,7 +8,9 @@ may pass, on a connection of its own, the file descriptor of its gradients and g
 weights (pscore/segment.py); then pushes and answers carry notices only.
 
 The first message is `Hello` with a token, where a token is asked for: small, and in time; before it
-nothing else is read, and nothing allocated. Who is accepted is the affair of psserver/listener.py.
+nothing else is read, and nothing allocated. Until a peer has named a live worker, its long headers
+count against a budget that all such peers share; payloads are only read for known workers.
+psserver/listener.py decides which connections to accept.
 
 One thread reads each connection. Short answers are sent by whoever has them, as far as the peer
 takes them at once; the rest, and long ones, are left to a thread of the connection, so that a slow
@@ -19,6 +21,7 @@ few cores the reading thread makes the step too, of what it has just received.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -28,7 +31,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import structlog
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore import faults, sockets, tls, wire
@@ -42,11 +44,13 @@ from pscore.errors import (
     TransportError,
 )
 from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
+from psserver import logs
 from psserver.driver import Driver
 from psserver.gate import Gate, Pass
+from psserver.limits import Budget
 
-log = structlog.get_logger()
 KEPT_BUFFERS = 4  # Receive buffers that a connection keeps for the next payloads.
 HELLO_TIMEOUT_S = 10.0  # From being accepted to a whole first message; then it is closed.
 HELLO_NBYTES_MAX = 4 << 10
@@ -82,6 +86,9 @@ class Connection:
         connection: tls.Stream,
         gate: Gate | None = None,
         greeted: Callable[[], None] = lambda: None,
+        *,
+        peer: str = "",
+        unknown: Budget | None = None,
     ) -> None:
         """Takes an accepted connection over.
 
@@ -90,6 +97,8 @@ class Connection:
             connection: With TLS, if there is any.
             gate: Who may do what; None: everybody everything.
             greeted: Called when the peer has said who it is.
+            peer: The host at the other end, for the log.
+            unknown: Bytes of headers that peers may have under way before they are known.
         """
         self._driver = driver
         self._socket = connection
@@ -103,7 +112,10 @@ class Connection:
         self._has_unsent = threading.Event()
         self._writer: threading.Thread | None = None
         self._is_closed = False
-        self._sender: pb.Sender | None = None  # Who has spoken here.
+        self._peer = peer
+        self._unknown = unknown
+        self._reserved_nbytes = 0  # Of `unknown`, for the header that is being read.
+        self._sender: pb.Sender | None = None  # The worker that has spoken here, once it is known.
         self._buffers: deque[ByteArray] = deque(maxlen=KEPT_BUFFERS)
         wanted = faults.from_environment()
         self._faults = {point: wanted.at(point) for point in ("pushed", "pulled")}
@@ -123,14 +135,17 @@ class Connection:
             incoming = self._first(deadline_s)
             while incoming is not None:
                 self._take(incoming)
-                incoming = sockets.read_header(self._reader)
+                self._give_header_back()
+                incoming = sockets.read_header(self._reader, reserve=self._reserve)
         except AccessError as problem:
-            self._gate.refused(problem, "bulk")
+            self._gate.refused(problem, "bulk", self._peer)
         except TransportError as problem:
-            log.info("bulk connection ended", reason=str(problem))
-        except DecodeError as problem:
-            log.warning("bulk connection refused", reason=str(problem))
+            reason = str(problem)
+            logs.sparsely("bulk connection ended", self._peer, level=logging.INFO, reason=reason)
+        except (DecodeError, LimitError) as problem:
+            logs.sparsely("bulk connection refused", self._peer, reason=str(problem))
         finally:
+            self._give_header_back()
             self.close()
             if self._sender is not None:
                 self._driver.suspect(self._sender)
@@ -144,7 +159,9 @@ class Connection:
             TransportError: The connection broke.
         """
         if self._gate.is_open:
-            incoming = sockets.read_header(self._reader, deadline_s=deadline_s)
+            incoming = sockets.read_header(
+                self._reader, deadline_s=deadline_s, reserve=self._reserve
+            )
         else:
             incoming = sockets.read_header(
                 self._reader,
@@ -162,6 +179,21 @@ class Connection:
             raise TransportError(f"connection closed: {problem}") from problem
         self._greeted()
         return incoming
+
+    def _reserve(self, nbytes: int) -> None:
+        """Takes room for a long header of a peer that is not known yet.
+
+        Raises:
+            LimitError: Such peers have too much under way.
+        """
+        if self._unknown is not None and self._sender is None and nbytes > HELLO_NBYTES_MAX:
+            self._unknown.take(nbytes, "a header of a peer that is not known yet")
+            self._reserved_nbytes = nbytes
+
+    def _give_header_back(self) -> None:
+        if self._unknown is not None and self._reserved_nbytes:
+            self._unknown.give(self._reserved_nbytes)
+            self._reserved_nbytes = 0
 
     def _admit(self, envelope: pb.Envelope) -> None:
         try:
@@ -181,9 +213,9 @@ class Connection:
                 self._push(envelope.push, incoming, reply)
             elif kind == "pull":
                 self._pass.require(envelope.pull.sender.job)
-                self._sender = envelope.pull.sender
                 wait_s = min(envelope.pull.wait_ms / 1000, 10.0)
                 self._driver.intake.pull(envelope.pull, reply, wait_s)
+                self._sender = envelope.pull.sender
             elif kind == "hello":
                 self.send(pb.Envelope(id=envelope.id, hello=pb.Hello()))
             else:
@@ -192,15 +224,15 @@ class Connection:
             raise  # Not even whom to answer is sure; the peer sends it again.
         except PacelineError as error:
             if kind == "push":
-                self._driver.tally.num_pushes_refused += 1
+                self._driver.intake.note_refused()
             reply.failed(error)
 
     def _push(self, header: pb.PushHeader, incoming: sockets.Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
         try:
             self._pass.require(header.sender.job)
-            self._sender = header.sender
             self._driver.intake.admit(header, nbytes)
+            self._sender = header.sender
         except PacelineError:
             incoming.skip()  # So that the next frame can be read.
             raise
@@ -263,7 +295,8 @@ class Connection:
                     self._leave(Unsent(parts=parts, release=release))
                     return
                 except LimitError as problem:
-                    log.warning("connection closed, its peer does not read", reason=str(problem))
+                    event = "connection closed, its peer does not read"
+                    logs.sparsely(event, self._peer, reason=str(problem))
                     self._is_closed = True
                     self._cut()
         if release is not None:
@@ -283,14 +316,18 @@ class Connection:
             raise LimitError(
                 f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
             )
+        if self._writer is None:
+            writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
+            try:
+                writer.start()
+            except RuntimeError as problem:
+                raise LimitError(f"nothing can send them: {problem}") from problem
+            self._writer = writer
         budget.take(unsent.nbytes, "an answer")
         self._unsent_nbytes += unsent.nbytes
         if unsent.release is None:
             unsent.parts = [memoryview(bytes(part)) for part in unsent.parts]
         self._unsent.append(unsent)
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
-            self._writer.start()
         self._has_unsent.set()
 
     def _send_faulty(
@@ -397,7 +434,7 @@ class SocketReply:
 
     def failed(self, error: PacelineError) -> None:
         """Refuses a request."""
-        failure = pb.Failure(kind=type(error).__name__, message=str(error))
+        failure = pb.Failure(kind=type(error).__name__, message=printable(str(error), keep="\n"))
         self.connection.send(pb.Envelope(id=self._id, failed=failure))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ import structlog
 from pscore.errors import ConfigError, LimitError, PacelineError, RemoteProtocolError
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
-from pscore.types import ANY_STEP
-from psserver import snapshot
+from pscore.types import ANY_STEP, Origin
+from psserver import records
 from psserver.debts import Ask
 from psserver.delivery import DELIVERIES_MAX, Delivery
 from psserver.driver import WAIT_S_MAX, Driver
@@ -54,6 +54,7 @@ class Cut:
     job: Job
     table: Table
     version: int
+    step: int = 0  # Of training, at that moment.
     touched_s: float
     state: pb.CaptureState = pb.CAPTURE_WAITING
     slices: dict[int, Arrays] = field(default_factory=dict)
@@ -97,15 +98,17 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         capture.touched_s = self._driver.now()
         with self._driver.lock:
             versions = [clock.version for clock in capture.table.clocks.values()] or [-1]
-            waiting_for = self._driver.waiting_for(capture.job, capture.table)
-        is_done = state == pb.CAPTURE_DONE
+            waiting_for = self._driver.waits.of_table(capture.job, capture.table)
+            is_done = state == pb.CAPTURE_DONE
+            about = json.dumps(self._describe(capture)) if is_done else ""
+            by_step = capture.table.spec.rule.by_step
         return pb.CaptureReply(
             state=state,
             owing=owing,
             version_min=min(versions),
             version_max=max(versions),
-            about=json.dumps(self._describe(capture)) if is_done else "",
-            by_step=capture.table.spec.rule.by_step,
+            about=about,
+            by_step=by_step,
             waiting_for=waiting_for,
         )
 
@@ -185,6 +188,8 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         if any(clock.version > wanted >= 0 for clock in table.clocks.values()):
             capture.state = pb.CAPTURE_PASSED
             return
+        at = [wanted] if wanted >= 0 else [clock.progress() for clock in table.clocks.values()]
+        capture.step = table.spec.step_at(min(at, default=0))
         if not table.clocks:
             capture.state = pb.CAPTURE_DONE
         for index, clock in table.clocks.items():
@@ -201,8 +206,10 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
                 self._driver.intake.armed.setdefault(key, []).append(capture.armed[index])
 
     def _describe(self, capture: Cut) -> dict[str, Any]:
+        # Whoever restores it says from which count of pushes on: not all modes have one.
+        spec = replace(capture.table.spec, origin=Origin(0, capture.step))
         return {
-            "spec": snapshot.spec_to_json(capture.table.spec),
+            "spec": records.spec_to_json(spec),
             "num_workers": capture.job.membership.num_workers,
             "slices": {
                 str(index): {

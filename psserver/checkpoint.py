@@ -1,38 +1,24 @@
-"""Checkpoints: one consistent step of a job over all its shards, as files that anybody can read.
-
-    DIR/step-000000001200/
-        manifest.json                   mode, optimizer, tensors, versions, and a hash of each file
-        model.safetensors               the weights, by the tensors' names
-        momentum_buffer.safetensors     the optimizer's state, one file for each array, likewise
-        weights_backup.0.safetensors    what the mode remembers (dcasgd), likewise
-        owed.0.residual.safetensors     what error feedback owes at worker 0, likewise
+"""Checkpoints of a job: all its numbers out of the shards at one step, and back into shards.
 
 A slice is copied right behind the update that makes the wanted version, in a mode that counts by
 steps; training goes on meanwhile. In an asynchronous mode slices have no step in common: they are
 copied at one moment, each with the steps of each worker that are in it. What error feedback owes is
-each worker's own, and is asked of it as it was after its last push in that step (debts.py). All
-files are written into a draft folder, synced, and then the folder is given its name: a full disk or
-a kill in the middle leaves the last checkpoint as it was.
+each worker's own, and is asked of it as it was after its last push in that step (debts.py). How all
+this lies in files is said in checkpoint_files.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import secrets
-import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
 from pscore.access import Credentials
 from pscore.optimizers import OPTIMIZERS
@@ -40,48 +26,23 @@ from pscore.partition import Layout, make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
 from pscore.rpc import error_of
-from pscore.types import FloatArray
-from psserver import remote, snapshot
+from pscore.types import FloatArray, SliceSpec
+from psserver import records, remote
+from psserver.checkpoint_files import Checkpoint, TableState, Tensors
 from psserver.debts import is_owed
 from psserver.exits import CommandError, Exit
+from psserver.job import State
 from psserver.table import TableSpec
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-PREFIX = "step-"
-DRAFT = ".draft-"
 CHUNK_NBYTES = 4 << 20
 CALL_TIMEOUT_S = 30.0
 WAIT_MS = 2000
 OWED_WAIT_S = 60.0  # Workers that have stopped are asked at each of their heartbeats.
 ATTEMPTS = 8
 
-Arrays = dict[str, dict[str, FloatArray]]  # By array and tensor.
-
-
-@dataclass(slots=True, kw_only=True)
-class TableState:
-    """One table of a job, whole."""
-
-    spec: TableSpec
-    version: int  # Of all slices; -1 if they have none in common.
-    slices: dict[str, Any]  # By index: version, and steps of each worker.
-    counts: list[int]  # Optimizer steps of each tensor.
-    arrays: Arrays
-
-
-@dataclass(slots=True, kw_only=True)
-class Checkpoint:
-    """A job as it was at one step."""
-
-    job: str
-    num_workers: int
-    min_workers: int = 0  # Of an elastic job (`Membership`).
-    tables: list[TableState] = field(default_factory=list)
-
 
 class Shards:
-    """The shards that a checkpoint is of."""
+    """Connections to the shards of a job."""
 
     def __init__(self, addresses: Sequence[str], credentials: Credentials) -> None:
         """Connects lazily."""
@@ -129,7 +90,10 @@ def capture(
     shards = Shards(addresses, credentials)
     try:
         checkpoint = Checkpoint(
-            job=found.job, num_workers=found.num_workers, min_workers=found.min_workers
+            job=found.job,
+            num_workers=found.num_workers,
+            min_workers=found.min_workers,
+            is_finished=is_finished(found),
         )
         for table in found.tables:
             versions = [
@@ -146,6 +110,11 @@ def capture(
         return checkpoint
     finally:
         shards.close()
+
+
+def is_finished(job: control_pb2.JobStatus) -> bool:
+    """Returns whether a job has ended: its name is free for another one."""
+    return job.state == State.ENDED.value
 
 
 def _choose(status: control_pb2.StatusReply, name: str | None) -> control_pb2.JobStatus:
@@ -172,7 +141,9 @@ def _capture_table(
             )
             replies = _capture_at(shards, request, gone)
             if all(reply.state == pb.CAPTURE_DONE for reply in replies):
-                return _read(shards, name, replies, weights_only)
+                state = _read(shards, name, replies, weights_only)
+                _require_weights(state, job)
+                return state
         finally:
             for shard in range(len(shards.stubs)):
                 shards.call(shard, "Release", pb.ReleaseRequest(id=name))
@@ -190,6 +161,16 @@ def _capture_table(
         "attempts: a worker has stopped in the middle of a step (psserver status says which), or "
         "steps are too fast",
     )
+
+
+def _require_weights(state: TableState, job: str) -> None:
+    """Raises a `CommandError` if a slice has been declared, and has no weights yet."""
+    if state.updates[0] < 0:
+        raise CommandError(
+            Exit.NO_ANSWER,
+            f"table {state.spec.name!r} of job {job!r} has no weights yet; worker 0 brings them "
+            "when it has joined",
+        )
 
 
 def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
@@ -233,7 +214,7 @@ def _read(
     shards: Shards, name: str, replies: Sequence[pb.CaptureReply], weights_only: bool
 ) -> TableState:
     about = [json.loads(reply.about) for reply in replies]
-    spec = snapshot.spec_of(about[0])
+    spec = records.spec_of(about[0])
     layout = make_layout(spec.tensors, spec.num_shards)
     flats: dict[str, FloatArray] = {}
     counts = [0] * len(spec.tensors)
@@ -281,177 +262,111 @@ def _by_tensor(layout: Layout, flat: FloatArray, *, only_compressed: bool) -> di
     }
 
 
-# ----- files
-
-
-def write(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Writes a checkpoint below `folder`, and deletes the oldest beyond `keep`.
-
-    Raises:
-        OSError: It cannot be written; those that are there stay.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{DRAFT}*"):  # Of one that was killed.
-        shutil.rmtree(left, ignore_errors=True)
-    draft = folder / f"{DRAFT}{secrets.token_hex(4)}"
-    draft.mkdir()
-    try:
-        hashes: dict[str, str] = {}
-        for number, table in enumerate(checkpoint.tables):
-            for array, tensors in table.arrays.items():
-                path = draft / _file_name(number, array)
-                _save(tensors, path)
-                hashes[path.name] = _hash(path)
-        path = draft / MANIFEST
-        path.write_text(json.dumps(_manifest(checkpoint, hashes), indent=1), encoding="utf-8")
-        snapshot.sync(path)
-        snapshot.sync(draft)
-        target = folder / f"{PREFIX}{max(checkpoint.tables[0].version, 0):012d}"
-        if target.exists():
-            shutil.rmtree(target)
-        draft.replace(target)
-        snapshot.sync(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    for old in sorted(folder.glob(f"{PREFIX}*"))[:-keep]:
-        if old != target:
-            shutil.rmtree(old, ignore_errors=True)
-    return target
-
-
-def read(path: Path) -> Checkpoint:
-    """Reads a checkpoint, or the newest one in a folder of several, and checks every hash.
-
-    Raises:
-        CommandError: There is none, or it is not whole.
-    """
-    path = path if (path / MANIFEST).exists() else max(path.glob(f"{PREFIX}*"), default=path)
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']}, {FORMAT} wanted")
-        checkpoint = Checkpoint(
-            job=manifest["job"],
-            num_workers=manifest["num_workers"],
-            min_workers=manifest.get("min_workers", 0),
-        )
-        for number, entry in enumerate(manifest["tables"]):
-            arrays: Arrays = {}
-            for array in entry["arrays"]:
-                file = path / _file_name(number, array)
-                if _hash(file) != manifest["sha256"][file.name]:
-                    raise ValueError(f"{file.name} has changed since it was written")
-                arrays[array] = load_file(file)
-            checkpoint.tables.append(
-                TableState(
-                    spec=snapshot.spec_of(entry),
-                    version=entry["version"],
-                    slices=entry["slices"],
-                    counts=entry["counts"],
-                    arrays=arrays,
-                )
-            )
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as problem:
-        raise CommandError(Exit.STATE_DIR, f"{path} is not a checkpoint: {problem}") from problem
-    return checkpoint
-
-
-def export(path: Path, checkpoint: Checkpoint) -> None:
-    """Writes the weights of a job as one safetensors file.
-
-    Raises:
-        OSError: It cannot be written; a former file stays.
-    """
-    draft = path.with_name(f"{DRAFT}{path.name}")
-    try:
-        _save(checkpoint.tables[0].arrays["weights"], draft)
-        draft.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-
-
-def _manifest(checkpoint: Checkpoint, hashes: dict[str, str]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "job": checkpoint.job,
-        "num_workers": checkpoint.num_workers,
-        "min_workers": checkpoint.min_workers,
-        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "tables": [
-            {
-                "spec": snapshot.spec_to_json(table.spec),
-                "version": table.version,
-                "slices": table.slices,
-                "counts": table.counts,
-                "arrays": sorted(table.arrays),
-            }
-            for table in checkpoint.tables
-        ],
-        "sha256": hashes,
-    }
-
-
-def _file_name(table: int, array: str) -> str:
-    stem = "model" if array == "weights" else array
-    return f"{stem}.safetensors" if table == 0 else f"table-{table}.{stem}.safetensors"
-
-
-def _save(tensors: dict[str, FloatArray], path: Path) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as problem:
-        raise OSError(str(problem)) from problem
-    snapshot.sync(path)
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # ----- back into shards
 
 
 def restore(
-    addresses: Sequence[str], credentials: Credentials, checkpoint: Checkpoint, job: str
+    addresses: Sequence[str],
+    credentials: Credentials,
+    checkpoint: Checkpoint,
+    job: str,
+    only: Sequence[int] | None = None,
 ) -> None:
     """Makes a job of a checkpoint, on any number of shards; workers then join it.
+
+    Args:
+        addresses: Of all shards, in order.
+        credentials: With the token for everything.
+        checkpoint: What was read.
+        job: Name of the job to make.
+        only: The shards that get their part; None: all of them.
 
     Raises:
         CommandError: A shard does not answer, or has a job of that name with live workers.
     """
     name = secrets.token_hex(8)
-    specs = [replace(table.spec, num_shards=len(addresses)) for table in checkpoint.tables]
-    layouts = [make_layout(spec.tensors, spec.num_shards) for spec in specs]
+    chosen = range(len(addresses)) if only is None else only
+    request = preparation(name, checkpoint, job, len(addresses))
     shards = Shards(addresses, credentials)
     try:
-        about = [
-            json.dumps(_about(spec, table))
-            for spec, table in zip(specs, checkpoint.tables, strict=True)
-        ]
-        request = pb.PrepareRequest(
-            job=job,
-            id=name,
-            num_workers=checkpoint.num_workers,
-            min_workers=checkpoint.min_workers,
-            tables=about,
-        )
-        for shard in range(len(addresses)):
+        for shard in chosen:
             shards.call(shard, "Prepare", request)
-        for number, (layout, table) in enumerate(zip(layouts, checkpoint.tables, strict=True)):
-            for shard, message in _messages(name, number, layout, table):
-                shards.call(shard, "Write", message)
-        for shard in range(len(addresses)):
+        for shard, message in messages(name, checkpoint, len(addresses), chosen):
+            shards.call(shard, "Write", message)
+        for shard in chosen:
             shards.call(shard, "Finish", pb.FinishRequest(id=name))
     finally:
         shards.close()
 
 
-def _about(spec: TableSpec, table: TableState) -> dict[str, Any]:
+def preparation(name: str, checkpoint: Checkpoint, job: str, num_shards: int) -> pb.PrepareRequest:
+    """Returns the message that declares a job to each of its shards.
+
+    Args:
+        name: Of this delivery.
+        checkpoint: What is delivered.
+        job: Name of the job to make.
+        num_shards: Of the cluster.
+    """
+    return pb.PrepareRequest(
+        job=job,
+        id=name,
+        num_workers=checkpoint.num_workers,
+        min_workers=checkpoint.min_workers,
+        tables=[json.dumps(_about(table, num_shards)) for table in checkpoint.tables],
+    )
+
+
+def messages(
+    name: str, checkpoint: Checkpoint, num_shards: int, chosen: Container[int]
+) -> Iterator[tuple[int, pb.WriteRequest]]:
+    """Returns the messages that bring numbers to chosen shards, each with the shard's index."""
+    for number, table in enumerate(checkpoint.tables):
+        layout = make_layout(table.spec.tensors, num_shards)
+        parts = [part for part in layout.slices if part.shard in chosen]
+        for array, tensors in table.arrays.items():
+            known_as = _name_on_shards(table.spec, array)
+            for part, flat in _flattened(layout, parts, tensors, only_compressed=is_owed(array)):
+                data = flat.view(np.uint8)
+                for offset in range(0, data.nbytes, CHUNK_NBYTES):
+                    yield (
+                        part.shard,
+                        pb.WriteRequest(
+                            id=name,
+                            table=number,
+                            slice=part.index,
+                            array=known_as,
+                            offset=offset,
+                            data=data[offset : offset + CHUNK_NBYTES].tobytes(),
+                        ),
+                    )
+
+
+def _flattened(
+    layout: Layout, parts: Sequence[SliceSpec], tensors: Tensors, *, only_compressed: bool
+) -> Iterator[tuple[SliceSpec, FloatArray]]:
+    """Returns slices with their numbers, and reads each tensor once."""
+    index, tensor = -1, np.zeros(0, dtype=np.float32)
+    for part in parts:
+        if only_compressed and not part.compress:
+            continue
+        flat = np.zeros(part.numel, dtype=np.float32)
+        for segment in part.segments:
+            if segment.tensor != index:
+                index = segment.tensor
+                tensor = tensors[layout.tensors[index].name].reshape(-1)
+            start = segment.tensor_start
+            stop = start + segment.stop - segment.start
+            flat[segment.start : segment.stop] = tensor[start:stop]
+        yield part, flat
+
+
+def _about(table: TableState, num_shards: int) -> dict[str, Any]:
+    spec = replace(table.spec, num_shards=num_shards)
     return {
-        "spec": snapshot.spec_to_json(spec),
-        "version": max(table.version, 0),  # An asynchronous mode has none for all slices.
+        "spec": records.spec_to_json(spec),
+        "version": max(table.updates[1], 0),
+        "clock": table.clock,
         "counts": table.counts,
         "arrays": [_name_on_shards(spec, array) for array in table.arrays],
     }
@@ -463,30 +378,3 @@ def _name_on_shards(spec: TableSpec, array: str) -> str:
     if array == "weights" or is_owed(array):
         return array
     return f"state.{states.index(array)}" if array in states else f"memory.{array}"
-
-
-def _messages(
-    name: str, number: int, layout: Layout, table: TableState
-) -> Iterator[tuple[int, pb.WriteRequest]]:
-    """Returns the messages that bring a table to its shards, each with the shard's index."""
-    for array, tensors in table.arrays.items():
-        flat = np.zeros(layout.numel, dtype=np.float32)
-        for tensor, offset in zip(layout.tensors, layout.offsets, strict=True):
-            if tensor.compress or not is_owed(array):
-                flat[offset : offset + tensor.numel] = tensors[tensor.name].ravel()
-        for part in layout.slices:
-            if is_owed(array) and not part.compress:
-                continue
-            data = flat[part.start : part.stop].view(np.uint8)
-            for offset in range(0, data.nbytes, CHUNK_NBYTES):
-                yield (
-                    part.shard,
-                    pb.WriteRequest(
-                        id=name,
-                        table=number,
-                        slice=part.index,
-                        array=_name_on_shards(table.spec, array),
-                        offset=offset,
-                        data=data[offset : offset + CHUNK_NBYTES].tobytes(),
-                    ),
-                )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pscore import commandline
 from pscore.errors import ConfigError
 from psserver.exits import MEANINGS, CommandError, Exit
 
 if TYPE_CHECKING:
     from psserver.settings import Settings
 
-EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>2}  {MEANINGS[code]}" for code in Exit)
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
 
 app = typer.Typer(
     help="Parameter server of Paceline: starts shards, and shows how they do.",
     epilog=EPILOG,
-    add_completion=False,
+    context_settings=commandline.CONTEXT,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -32,7 +34,8 @@ app.add_typer(config_app, name="config")
 
 Port = Annotated[int | None, typer.Option(help="Port of shard 0 [7070]; 0 takes free ports.")]
 StateDir = Annotated[
-    Path | None, typer.Option(help="Directory of run file, logs and (if given) snapshots.")
+    Path | None,
+    typer.Option(help="Directory of run file and logs; if given, of journals and checkpoints."),
 ]
 Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
 Servers = Annotated[
@@ -41,6 +44,30 @@ Servers = Annotated[
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=commandline.show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=commandline.set_debug,
+            help="Show the traceback of an error [PACELINE_DEBUG].",
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
 
 
 @app.command()
@@ -57,9 +84,14 @@ def start(
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
     state_dir: StateDir = None,
-    snapshot_s: Annotated[
-        float | None, typer.Option(help="Seconds between snapshots into --state-dir [30].")
+    checkpoint_s: Annotated[
+        float | None, typer.Option(help="Seconds between checkpoints into --state-dir [300].")
     ] = None,
+    shard_addresses: Annotated[
+        str | None,
+        typer.Option(help="Of all shards, in order; for checkpoints where each starts by itself."),
+    ] = None,
+    snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
     durability: Annotated[
         str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
     ] = None,
@@ -97,6 +129,9 @@ def start(
     ] = None,
     log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    log_max_mb: Annotated[
+        int | None, typer.Option(help="MiB of a log file until the next is begun [64]; 0: never.")
+    ] = None,
     config: Config = None,
 ) -> None:
     """Start shards, one process each, on ports P..P+N-1."""
@@ -112,6 +147,7 @@ def status(
     port: Port = None,
     state_dir: StateDir = None,
     servers: Servers = None,
+    job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show shards, jobs, workers, and what waits for whom."""
@@ -122,6 +158,8 @@ def status(
     found = find(servers, port, state_dir)
     replies = remote.answers(found.addresses, found.credentials)
     combined = picture.combine(found.addresses, replies)
+    if job is not None:
+        combined = picture.only(combined, job)
     if as_json:
         sys.stdout.write(json.dumps(combined, indent=1) + "\n")
     else:
@@ -162,14 +200,19 @@ def forget(
     state_dir: StateDir = None,
     servers: Servers = None,
 ) -> None:
-    """Throw away a job and all that the shards keep of it."""
+    """Throw away a job and all that the shards keep of it; its checkpoints are moved aside."""
     from psserver import jobs as lister
     from psserver.find import find
     from psserver.status import in_bytes
 
     found = find(servers, port, state_dir)
-    nbytes = lister.forget(found.addresses, found.credentials, job, is_forced=force)
+    nbytes, folders = lister.forget(found.addresses, found.credentials, job, is_forced=force)
     sys.stdout.write(f"forgot job {job} ({in_bytes(nbytes)} on {len(found.addresses)} shards)\n")
+    for folder in folders:
+        sys.stdout.write(
+            f"its checkpoints are in {folder} now: psserver restore {shlex.quote(folder)} "
+            "brings it back\n"
+        )
 
 
 @app.command()
@@ -197,17 +240,24 @@ def stop(
     state_dir: StateDir = None,
     servers: Servers = None,
     grace_s: Annotated[
-        float, typer.Option(help="With --servers: time for requests under way.", min=0.0)
-    ] = 10.0,
+        float | None,
+        typer.Option(help="With --servers: time for requests under way [10].", min=0.0),
+    ] = None,
 ) -> None:
     """End shards once the requests under way are answered."""
     from psserver import remote
     from psserver.find import end, find
 
     found = find(servers, port, state_dir)
+    if found.run is not None and grace_s is not None:
+        raise ConfigError(
+            f"--grace-s {grace_s:g} has no effect on servers that were started here: they take "
+            f"{found.run.grace_s:g} s, as `psserver start --grace-s` says; leave it out"
+        )
     if found.run is not None:
         end(found.run)
     else:
+        grace_s = 10.0 if grace_s is None else grace_s
         remote.drain(found.addresses, grace_s, found.credentials)
     sys.stdout.write(f"stopped {', '.join(found.addresses)}\n")
 
@@ -254,27 +304,34 @@ def checkpoint(
     *,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where checkpoints go.")],
     job: Job = None,
-    keep: Annotated[int, typer.Option(help="Delete the oldest beyond so many.", min=1)] = 3,
+    keep: Annotated[int, typer.Option(help="Delete this job's oldest beyond so many.", min=1)] = 3,
     port: Port = None,
     state_dir: StateDir = None,
     servers: Servers = None,
 ) -> None:
     """Write a job as it is at one step of all shards; training goes on meanwhile."""
-    from psserver import checkpoint as files
+    from psserver.checkpoint import capture
+    from psserver.checkpoint_files import write
     from psserver.find import find
 
     found = find(servers, port, state_dir)
-    taken = files.capture(found.addresses, found.credentials, job, weights_only=False)
+    taken = capture(found.addresses, found.credentials, job, weights_only=False)
     with _disk(folder):
-        path = files.write(folder, taken, keep=keep)
+        path = write(folder, taken, keep=keep)
     sys.stdout.write(f"{path}\n")
+    sys.stderr.write(f"job {taken.job} at {taken.position}\n")
 
 
 @app.command()
 def restore(
     *,
     path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or its folder.")],
-    job: Annotated[str | None, typer.Option(help="Name of the job [as it was].")] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the job [as it was]; chooses where DIR has checkpoints of several."
+        ),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Workers that will join [as many as there were].", min=1)
     ] = None,
@@ -283,15 +340,20 @@ def restore(
     servers: Servers = None,
 ) -> None:
     """Make a job of a checkpoint, on any number of shards; workers then join it."""
-    from psserver import checkpoint as files
+    from psserver import checkpoint as shards
+    from psserver.checkpoint_files import read
     from psserver.find import find
 
     found = find(servers, port, state_dir)
-    read = files.read(path)
-    name = read.job if job is None else job
-    read.num_workers = read.num_workers if workers is None else workers
-    files.restore(found.addresses, found.credentials, read, name)
-    sys.stdout.write(f"restored job {name} on {len(found.addresses)} shards\n")
+    chosen, taken = read(path, job, _warn)
+    name = taken.job if job is None else job
+    taken.num_workers = taken.num_workers if workers is None else workers
+    shards.restore(found.addresses, found.credentials, taken, name)
+    number = len(found.addresses)
+    sys.stdout.write(
+        f"restored job {name} from {chosen} ({taken.position}) on {number} "
+        f"{'shard' if number == 1 else 'shards'}\n"
+    )
 
 
 @app.command()
@@ -307,17 +369,25 @@ def export(
     servers: Servers = None,
 ) -> None:
     """Write a job's weights as one safetensors file."""
-    from psserver import checkpoint as files
+    from psserver import checkpoint as shards
+    from psserver import checkpoint_files as files
     from psserver.find import find
 
+    if source is not None and (port is not None or state_dir is not None):
+        raise ConfigError("--from reads a checkpoint: --port and --state-dir have no effect on it")
     if source is not None:
-        taken = files.read(source)
+        _, taken = files.read(source, job, _warn)
     else:
         found = find(servers, port, state_dir)
-        taken = files.capture(found.addresses, found.credentials, job, weights_only=True)
+        taken = shards.capture(found.addresses, found.credentials, job, weights_only=True)
     with _disk(path):
         files.export(path, taken)
     sys.stdout.write(f"{path}\n")
+    sys.stderr.write(f"weights of job {taken.job} at {taken.position}\n")
+
+
+def _warn(sentence: str) -> None:
+    sys.stderr.write(f"psserver: {sentence}\n")
 
 
 @contextlib.contextmanager
@@ -406,10 +476,10 @@ def _setting(flag: str) -> str:
 def main() -> None:
     """Runs one command; an error ends the process with its code and one line."""
     try:
-        app()
+        commandline.run(app, "psserver")
     except CommandError as problem:
-        sys.stderr.write(f"psserver: {problem.message}\n")
+        commandline.tell_error("psserver", problem)
         sys.exit(problem.code)
     except ConfigError as problem:
-        sys.stderr.write(f"psserver: {problem}\n")
+        commandline.tell_error("psserver", problem)
         sys.exit(Exit.USAGE)

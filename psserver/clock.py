@@ -17,6 +17,13 @@ and closing step t makes version t+1. In an asynchronous mode there is one bin, 
 `fan_in` arrivals. A push too far ahead is parked: its worker gets no acknowledgement, and so it
 waits (back-pressure, not memory). So is any push while an elastic job has fewer workers than it
 needs; pulls of what there is are answered.
+
+A worker that comes to a job which has begun is waited for from its first pull on. The open steps
+of slices and shards differ, and a step of a worker counts in all slices or in none. So the worker
+takes the newest of the steps that the answers name, says so with a second pull (`Pull.begins`), and
+no slice waits for it before. A step that nobody is left to push is left out: the weights as they
+are get the next version. The worker pushes when every slice has come to its step, so nothing of
+this has to outlive a shard's process: until then that pull is unanswered, and is sent again.
 """
 
 from __future__ import annotations
@@ -24,9 +31,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pscore.errors import RemoteProtocolError
-from pscore.rules.base import Rule
+from pscore.rules.base import UNBOUNDED, Rule
 from pscore.types import Pull, Push, Role, Verdict
-from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Update
+from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
 from psserver.counted import LATE_KEPT, Bin, Counted, Token
 
 AHEAD_MAX = 4096  # Steps of a worker that are in while an earlier one is not.
@@ -62,7 +69,8 @@ class SliceClock:
         self.staleness: dict[int, int] = {}  # Of each worker's newest push, in updates.
         self._members = expected
         self._wanted = wanted
-        self._absent: set[int] = set()  # Came back, and have not pulled yet.
+        # The first step that waits for a worker which has come anew; UNBOUNDED until it pulls.
+        self._begins: dict[int, int] = {}
         self._first_version = 0  # At which the job began, or went on with other workers.
         self._first_clock = 0  # The newest of any worker then.
         self._num_workers = num_workers
@@ -96,7 +104,8 @@ class SliceClock:
         self._parked.pop((push.step, push.worker), None)  # This one takes its place.
         if self.is_short or not self._has_room(push):
             self._park(push, token)
-            is_last = push.may_wait and self._arrived(push.step).issuperset(self._expected())
+            expected = self._expected(push.step)
+            is_last = push.may_wait and self._arrived(push.step).issuperset(expected)
             return self._proceed() if is_last else []
         if len(counted.ahead) >= AHEAD_MAX:
             raise RemoteProtocolError(
@@ -108,7 +117,11 @@ class SliceClock:
     def pull(self, pull: Pull, token: Token) -> list[Action]:
         """Takes one pull: answered now, or by a later message's actions."""
         self._waiting[token] = pull
-        return self._answers()
+        if not (pull.begins and self.rule.by_step):
+            return self._answers()
+        known = self._begins.get(pull.worker, 0)
+        self._begins[pull.worker] = pull.clock if known == UNBOUNDED else max(known, pull.clock)
+        return self.recheck()
 
     def resume(
         self, version: int, counted: Mapping[int, Counted], bins: Mapping[int, Bin]
@@ -126,9 +139,9 @@ class SliceClock:
         return self.recheck()
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
-        """Goes on from a snapshot: its version, and the clock of each worker.
+        """Goes on from a checkpoint: its version, and the clock of each worker.
 
-        What had entered an open step is not in the snapshot's weights, so it is not counted.
+        What had entered an open step is not in the checkpoint's weights, so it is not counted.
         """
         self.version = version
         for rank, clock in clocks.items():
@@ -141,7 +154,7 @@ class SliceClock:
         parked was sent by a former worker, whose memory may be in use again.
         """
         self._parked.clear()
-        self._absent.clear()
+        self._begins.clear()
         self._first_version = max(self.version, 0)
         self._first_clock = max((steps.clock for steps in self.counted.values()), default=0)
         if self.rule.by_step:  # Whoever comes begins at the newest version.
@@ -160,7 +173,7 @@ class SliceClock:
         What waits for room was sent by its former self, whose memory may be in use again.
         """
         if self.version >= 0:
-            self._absent.add(worker)
+            self._begins[worker] = UNBOUNDED
             for key in [key for key in self._parked if key[1] == worker]:
                 del self._parked[key]
 
@@ -184,6 +197,7 @@ class SliceClock:
             actions.append(self._close(key))
         self.rule = rule
         self._parked.clear()
+        self._begins.clear()
         for rank in {*self._members(), *self.counted}:
             self.counted[rank] = Counted(clock=max(self.version, 0))
         return actions + self._answers()
@@ -207,7 +221,16 @@ class SliceClock:
 
     def clock_min(self) -> int:
         """Returns the smallest clock of all workers that are still expected."""
-        return min((self.clock(rank) for rank in self._expected()), default=0)
+        expected = self._expected(max(self.version, 0))
+        return min((self.clock(rank) for rank in expected), default=0)
+
+    def progress(self) -> int:
+        """Returns how many pushes lie behind the job: its slowest worker's, or the last one's."""
+        if self.rule.by_step:
+            return max(self.version, 0)
+        if self._expected(max(self.version, 0)):
+            return self.clock_min()
+        return max((counted.clock for counted in self.counted.values()), default=0)
 
     # ----- for people
 
@@ -220,10 +243,10 @@ class SliceClock:
         """Returns the step that is open, and the expected ranks that have not pushed it."""
         if not self.rule.by_step:
             slowest = self.clock_min()
-            return slowest, [rank for rank in self._expected() if self.clock(rank) <= slowest]
+            return slowest, [rank for rank in self._expected(0) if self.clock(rank) <= slowest]
         step = max(self.version, 0)
         ranks = self._arrived(step)
-        return step, [rank for rank in self._expected() if rank not in ranks]
+        return step, [rank for rank in self._expected(step) if rank not in ranks]
 
     @property
     def num_waiting(self) -> int:
@@ -237,18 +260,21 @@ class SliceClock:
 
     # ----- decisions
 
-    def _expected(self) -> list[int]:
-        """Returns the ranks that a step waits for, in order."""
-        return [rank for rank in self._members() if rank not in self._absent]
+    def _expected(self, step: int) -> list[int]:
+        """Returns the ranks that a step waits for, in order; in an asynchronous mode any step."""
+        ranks = self._members()
+        return [r for r in ranks if self._begins.get(r, 0) <= step] if self._begins else ranks
 
     def _begin(self, worker: int) -> None:
         """Counts on a worker that has come back, from the weights on that it is about to get."""
-        self._absent.discard(worker)
+        if self.rule.by_step:
+            self._begins[worker] = self._next_step(worker)
+            return
+        del self._begins[worker]
         counted = self.counted.setdefault(worker, Counted())
-        if not self.rule.by_step:
-            others = [self.clock(rank) for rank in self._expected() if rank != worker]
-            counted.clock = max(counted.clock, min(others, default=self._first_clock))
-            counted.ahead.clear()
+        others = [self.clock(rank) for rank in self._expected(0) if rank != worker]
+        counted.clock = max(counted.clock, min(others, default=self._first_clock))
+        counted.ahead.clear()
 
     def _next_step(self, worker: int) -> int:
         """Returns the step of the next push that is not in: its former life may have sent some.
@@ -256,9 +282,9 @@ class SliceClock:
         In a mode by step that life, or this one, may have left out steps that have closed.
         """
         step = self.clock(worker)
-        if self.rule.by_step and worker in self.counted:
-            step = max(step, self.version)
-            while step in self.counted[worker]:
+        if self.rule.by_step:
+            step, counted = max(step, self.version), self.counted.get(worker, Counted())
+            while step in counted:
                 step += 1
         return step
 
@@ -294,7 +320,7 @@ class SliceClock:
         if not self.rule.by_step:
             return self._arrive(push, token)
         bin_ = self._bins.get(push.step, Bin())
-        if push.step < self.version or self._is_full(bin_, push.worker):
+        if push.step < self.version or self._is_full(push.step, bin_, push.worker):
             counted.late.add(push.step)
             counted.late -= {step for step in counted.late if step < push.step - LATE_KEPT}
             late = Verdict.TOO_LATE
@@ -328,7 +354,7 @@ class SliceClock:
     def _close_if_full(self) -> list[Action]:
         """An asynchronous mode: updates if the bin holds as many as there are workers left."""
         bin_ = self._bins.get(0)
-        fan_in = self._fan_in(len(self._expected()))
+        fan_in = self._fan_in(len(self._expected(0)))
         return [self._close(0)] if bin_ is not None and len(bin_.added) >= fan_in else []
 
     def _fan_in(self, num_expected: int) -> int:
@@ -338,15 +364,15 @@ class SliceClock:
             num_expected, self._num_workers if self._wanted is None else num_expected
         )
 
-    def _is_full(self, bin_: Bin, *others: int) -> bool:
+    def _is_full(self, step: int, bin_: Bin, *others: int) -> bool:
         """Whether a step has all that it takes."""
-        num_expected = len(bin_.ranks().union(others, self._expected()))
+        num_expected = len(bin_.ranks().union(others, self._expected(step)))
         return len(bin_.added) >= self._fan_in(num_expected)
 
     def _fill(self, step: int) -> list[Action]:
         """Adds what is held of a step: in the order of the ranks if all of them are waited for."""
         bin_ = self._bins[step]
-        ranks = sorted(bin_.ranks() | set(self._expected()))
+        ranks = sorted(bin_.ranks() | set(self._expected(step)))
         fan_in = self._fan_in(len(ranks))
         in_order = fan_in >= len(ranks)
         added = {push.worker for push, _ in bin_.added}
@@ -375,11 +401,29 @@ class SliceClock:
         actions: list[Action] = []
         while self.version >= 0 and not self.is_short:
             bin_ = self._bins.get(self.version) if self.rule.by_step else None
-            if bin_ is not None and bin_.added and self._is_full(bin_):
+            if bin_ is not None and bin_.added and self._is_full(self.version, bin_):
                 actions.append(self._close(self.version))
-            elif not self._unpark(actions):
+            elif not (self._unpark(actions) or self._skip(actions)):
                 break
         return actions + self._answers()
+
+    def _skip(self, actions: list[Action]) -> bool:
+        """Leaves out the steps that nobody pushes any more; returns whether there were any."""
+        if not (self.rule.by_step and self._begins):
+            return False
+        begins = [self._begins.get(rank, 0) for rank in self._members()]
+        step = min([*(begin for begin in begins if begin < UNBOUNDED), *self._bins], default=0)
+        if step <= self.version:
+            return False
+        actions.append(Skip(former=self.version, version=step))
+        self._advance(step)
+        return True
+
+    def _advance(self, version: int) -> None:
+        """Goes on to a version; whoever begins there, or before, is waited for like anybody."""
+        self.version = version
+        if self._begins:
+            self._begins = {rank: step for rank, step in self._begins.items() if step > version}
 
     def _has_room(self, push: Push) -> bool:
         """Whether a push can be counted: it is not too far ahead, and would not have to be kept.
@@ -394,7 +438,7 @@ class SliceClock:
             return True
         bin_ = self._bins.get(push.step, Bin())
         ranks = bin_.ranks()
-        expected = ranks.union(self._expected(), [push.worker])
+        expected = ranks.union(self._expected(push.step), [push.worker])
         if self._fan_in(len(expected)) < len(expected):
             return True  # The order is that of arrival.
         if any(rank not in ranks for rank in expected if rank < push.worker):
@@ -424,20 +468,8 @@ class SliceClock:
         """Turns a bin into one update of the weighted mean."""
         bin_ = self._bins.pop(key)
         assert not bin_.held, f"step {key} closed without {sorted(bin_.held)}"
-        first = min((push for push, _ in bin_.added), key=lambda push: push.worker)
-        assert first.hyper is not None
-        total = sum(weight for _, weight in bin_.added)
-        present = 0
-        for push, weight in bin_.added:
-            present |= push.present if weight > 0 else 0
-        self.version += 1
-        return Update(
-            bin=key,
-            scale=1.0 / total if total > 0 else 0.0,
-            present=present,
-            hyper=first.hyper,
-            version=self.version,
-        )
+        self._advance(self.version + 1)
+        return _update_of(key, bin_, self.version)
 
     def _answers(self) -> list[Action]:
         """Answers the pulls that have become answerable, in the order in which they came."""
@@ -450,7 +482,7 @@ class SliceClock:
         ]
         for token, pull in ready:
             del self._waiting[token]
-            if pull.worker in self._absent:
+            if self._begins.get(pull.worker) == UNBOUNDED and not pull.is_look:
                 self._begin(pull.worker)
         return [
             Answer(
@@ -459,9 +491,27 @@ class SliceClock:
                 version=self.version,
                 with_state=pull.with_state,
                 clock=self._next_step(pull.worker),
+                is_look=pull.is_look,
             )
             for token, pull in ready
         ]
 
     def _acknowledge(self, token: Token, verdict: Verdict) -> Acknowledge:
         return Acknowledge(token=token, verdict=verdict, version=self.version)
+
+
+def _update_of(key: int, bin_: Bin, version: int) -> Update:
+    """Returns the update by the weighted mean of what is in a bin."""
+    first = min((push for push, _ in bin_.added), key=lambda push: push.worker)
+    assert first.hyper is not None
+    total = sum(weight for _, weight in bin_.added)
+    present = 0
+    for push, weight in bin_.added:
+        present |= push.present if weight > 0 else 0
+    return Update(
+        bin=key,
+        scale=1.0 / total if total > 0 else 0.0,
+        present=present,
+        hyper=first.hyper,
+        version=version,
+    )

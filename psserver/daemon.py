@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -28,16 +29,19 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pscore.errors import ConfigError
+from pscore.access import read_credentials
+from pscore.errors import ConfigError, PacelineError
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
-from pscore.rpc import SERVER_OPTIONS
+from pscore.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.timeline import open_timeline
-from psserver import logs
+from psserver import descriptors, logs
 from psserver.capture import Checkpointer
+from psserver.checkpoint_files import Checkpoint, set_aside
 from psserver.driver import Driver
 from psserver.exits import CommandError, Exit
 from psserver.gate import Door
 from psserver.listener import BulkServer
+from psserver.loading import bring, load
 from psserver.metrics import MetricsPage
 from psserver.plan import Ready, Refused, Report, ShardPlan, join_address, report_to_json
 from psserver.servicer import ControlServicer, data_handler
@@ -50,9 +54,11 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 TICK_S = 1.0
+BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
 POLL_S = 0.05
 MOMENT_S = 0.002
+GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
 STATUS = health_pb2.HealthCheckResponse
 NAMES = ("", "liveness", "readiness")
 
@@ -105,6 +111,7 @@ class Daemon:
         self.plan = plan
         self.code = Exit.OK
         self._loop = asyncio.get_running_loop()
+        self._is_short = False  # Of descriptors: newcomers are refused.
         self._ending = asyncio.Event()
         self._grace_s = plan.grace_s
         self._parent = os.getppid()
@@ -121,23 +128,33 @@ class Daemon:
         self._gate = plan.trust.gate()
         self._instance = secrets.randbits(63)
         self._bulk: BulkServer | None = None
+        self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._page = MetricsPage(
             self.driver,
-            is_ready=lambda: not self._ending.is_set(),
+            is_ready=lambda: not (self._ending.is_set() or self._is_short),
             gate=self._gate,
             context=plan.trust.context(mutual=False),
         )
 
     def _make_server(self) -> grpc.aio.Server:
+        connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         server = grpc.aio.server(
-            options=SERVER_OPTIONS, interceptors=[Door(self._gate), Guard(self.broke)]
+            options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
+            interceptors=[Door(self._gate, self.driver.heard), Guard(self.broke)],
         )
         server.add_generic_rpc_handlers((data_handler(self.driver, self._gate),))
-        servicer = ControlServicer(
-            self.driver, self.plan.cluster, self._instance, self.drain, self._bulk
+        self._servicer = ControlServicer(
+            self.driver,
+            self.plan.cluster,
+            self._instance,
+            self.drain,
+            self._bulk,
+            partial(_set_aside, self.plan.checkpoint_dir),
         )
-        control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+        if self._to_bring:
+            self._servicer.closed = "it brings the newest checkpoints to the other shards first"
+        control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
         checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.driver), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
@@ -191,11 +208,11 @@ class Daemon:
         self._watch()
         ticking = asyncio.create_task(self._tick())
         ticking.add_done_callback(self._check)
-        saving = asyncio.create_task(self._save())
-        saving.add_done_callback(self._check)
+        bringing = asyncio.create_task(self._bring())
+        bringing.add_done_callback(self._check)
         await self._ending.wait()
         ticking.cancel()
-        saving.cancel()
+        bringing.cancel()
         if self.code is not Exit.BUG:
             await self.end()
 
@@ -206,7 +223,6 @@ class Daemon:
             await self._health.set(name, STATUS.NOT_SERVING)
         await self._finish()
         await self._page.stop()
-        await self._snapshot()
         if self._timeline is not None:
             self._timeline.write()
         if self.plan.state_dir is None:
@@ -251,9 +267,29 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_S)
             self.driver.tick()
+            logs.tell_left_out()
+            await self._look_at_doors()
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
                 self._ending.set()
+
+    async def _look_at_doors(self) -> None:
+        """Says in the health service, and once in the log, whether newcomers can be let in."""
+        bulk_is_well = self._bulk is None or self._bulk.is_well
+        is_short = not (bulk_is_well and descriptors.are_there_any())
+        if is_short == self._is_short or self._ending.is_set():
+            return
+        self._is_short = is_short
+        for name in ("", "readiness"):
+            await self._health.set(name, STATUS.NOT_SERVING if is_short else STATUS.SERVING)
+        if is_short:
+            log.error(
+                "shard not ready, it cannot let anybody in",
+                descriptors=descriptors.limit(),
+                do="raise the limit (ulimit -n, LimitNOFILE=), or find who holds connections open",
+            )
+        else:
+            log.warning("shard ready again")
 
     def _restore(self) -> None:
         """Takes up the jobs that a former process of this shard has left."""
@@ -261,35 +297,29 @@ class Daemon:
             log.warning("job taken up where it was", job=name)
         if self._vault is not None:
             self._instance = self._vault.instance
-        folder = self._folder()
-        if folder is None:
+        if self.plan.checkpoint_dir is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in self.driver.restore(folder):
-            log.warning("job taken up from its last snapshot", job=name)
+        vault = None if self._vault is None else self._vault.folder
+        loaded = load(self.driver, Path(self.plan.checkpoint_dir), vault)
+        if self.plan.addresses:
+            self._to_bring = loaded
 
-    async def _save(self) -> None:
-        """Writes a snapshot every few seconds."""
-        while self._folder() is not None:
-            await asyncio.sleep(self.plan.snapshot_s)
-            await self._snapshot()
-
-    async def _snapshot(self) -> None:
-        folder = self._folder()
-        if folder is None:
-            return
-        try:
-            await asyncio.to_thread(self.driver.snapshot, folder)
-        except OSError as problem:
-            log.error(
-                "snapshot failed; the last one stays", folder=str(folder), reason=str(problem)
-            )
-
-    def _folder(self) -> Path | None:
-        """Returns where this shard's snapshots lie, or None if it writes none."""
-        if self.plan.state_dir is None or not self.plan.snapshot_s:
-            return None
-        return Path(self.plan.state_dir) / folder_name(self.plan)
+    async def _bring(self) -> None:
+        """Brings the other shards their parts of what was loaded, and lets workers in then."""
+        pause_s = BRING_S_MIN
+        while self._to_bring:
+            try:
+                credentials = read_credentials(token_file=self.plan.trust.token_file)
+                await asyncio.to_thread(bring, self.plan.addresses, credentials, self._to_bring)
+            except PacelineError as problem:
+                log.warning(
+                    "workers wait until all shards have the checkpoints", reason=str(problem)
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, BRING_S_MAX)
+            else:
+                self._to_bring = {}
+        self._servicer.closed = ""
 
     def _on_thread(self, failed: threading.ExceptHookArgs) -> None:
         assert failed.exc_value is not None
@@ -342,6 +372,22 @@ def _claim(plan: ShardPlan) -> Lock | None:
         raise CommandError(
             Exit.STATE_DIR, f"cannot use {folder}: {problem}; give another --state-dir"
         ) from problem
+
+
+def _set_aside(folder: str | None, job: str) -> str:
+    """Moves the checkpoints of a forgotten job aside; returns where they are, or nothing.
+
+    Raises:
+        ConfigError: They cannot be moved.
+    """
+    try:
+        moved = None if folder is None else set_aside(Path(folder), job)
+    except OSError as problem:
+        raise ConfigError(
+            f"job {job!r} is forgotten, but its checkpoints in {folder} cannot be moved aside: "
+            f"{problem}; move them away, or the next start begins with them"
+        ) from problem
+    return "" if moved is None else str(moved)
 
 
 def _in_use(plan: ShardPlan, folder: Path) -> CommandError:
@@ -408,7 +454,10 @@ def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandErro
             f"cannot listen on {address}: {os.strerror(problem.errno).lower()}; ports below 1024 "
             f"need rights that this user lacks, choose one above with {flag}",
         )
-    return CommandError(Exit.HOST, f"cannot listen on {address}: {problem.strerror or problem}")
+    what = f"cannot listen on {address}: {problem.strerror or problem}"
+    if problem.errno in descriptors.EXHAUSTED:
+        what += f"; {descriptors.limit()} file descriptors are allowed (ulimit -n)"
+    return CommandError(Exit.SHARD_DIED, what)
 
 
 async def serve(plan: ShardPlan) -> Exit:
@@ -448,8 +497,10 @@ def log_crash(
 def main(text: str) -> None:
     """Is the process of one shard; `text` is its plan."""
     plan = ShardPlan.from_json(text)
-    logs.configure(plan.log_format, plan.log_level, shard=plan.index)
+    stream = logs.rotating(plan.log_file, plan.log_max_mb)
+    logs.configure(plan.log_format, plan.log_level, stream, shard=plan.index)
     sys.excepthook = log_crash
+    descriptors.raise_limit()
     code = asyncio.run(serve(plan))
     with contextlib.suppress(OSError):  # Of a full disk.
         sys.stderr.flush()

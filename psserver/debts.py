@@ -72,7 +72,7 @@ class Ask:
         """Whether the acknowledgement of a push asks for what is owed after it."""
         if not self.table.specs[address.slice].compress:
             return False
-        held = self.steps.get((address.slice, rank))  # One look: `take` runs beside the lanes.
+        held = self.steps.get((address.slice, rank))
         if self.step == ANY_STEP or (held is not None and held >= step):
             return held is None
         return step == self.step or (self.may_skip and step < self.step)
@@ -109,11 +109,11 @@ class Ask:
 
 
 class Debts:
-    """What the workers of one shard owe; but for `is_asked`, called under the driver's lock."""
+    """What the workers of one shard owe; but for `is_asking`, called under the engine's lock."""
 
     def __init__(self) -> None:
         """Asks for nothing."""
-        self._asks: tuple[Ask, ...] = ()  # Replaced, never changed: lanes read it.
+        self._asks: tuple[Ask, ...] = ()  # Replaced, never changed.
         self._kept: dict[tuple[int, int, int, int], Arrays] = {}  # Job id, table, slice, rank.
         self._first: dict[tuple[int, int], int] = {}  # Step of each table's first push since.
 
@@ -132,8 +132,13 @@ class Debts:
         """Asks no more."""
         self._asks = tuple(other for other in self._asks if other is not ask)
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether anything is asked for; may be read from any thread, without the lock."""
+        return bool(self._asks)
+
     def is_asked(self, job: Job, address: Address, rank: int, step: int) -> bool:
-        """Whether a worker is to send what it owes of a slice after `step`; from any thread."""
+        """Whether a worker is to send what it owes of a slice after `step`."""
         return any(
             ask.job is job and ask.table.index == address.table and ask.is_for(address, rank, step)
             for ask in self._asks

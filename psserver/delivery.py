@@ -7,7 +7,7 @@ sent any more of it for a while (capture.py); room for all of it is asked for wh
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -16,8 +16,8 @@ from pscore.errors import ConfigError, LimitError, RemoteProtocolError
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
-from pscore.types import SliceSpec
-from psserver import snapshot
+from pscore.types import Origin, SliceSpec
+from psserver import records
 from psserver.debts import is_owed
 from psserver.driver import Driver
 from psserver.table import TableSpec
@@ -32,7 +32,8 @@ class Declared:
     """One table, as it was declared."""
 
     spec: TableSpec
-    version: int  # Which the job goes on from.
+    version: int  # Of all slices, from which the job goes on.
+    clock: int  # Steps from which its workers go on: in an asynchronous mode not the version.
     counts: list[int]  # Optimizer steps of each tensor.
     arrays: frozenset[str]  # By their names in `SliceStore.restore`.
     parts: dict[int, SliceSpec]  # This shard's slices.
@@ -122,17 +123,19 @@ class Delivery:
         job = driver.begin_restored(self.job, self.num_workers, self.min_workers)
         for number, declared in enumerate(self._tables):
             table, _ = driver.define(job, declared.spec)
-            version = declared.version
+            version, first = declared.version, declared.clock
             # Who joins goes on where everybody was: drawn numbers are of a step, and so the same.
-            clocks = dict.fromkeys(range(self.num_workers), version)
+            clocks = dict.fromkeys(range(self.num_workers), first)
             for index, clock in table.clocks.items():
                 arrays = self._arrays[number, index]
                 for name in [name for name in arrays if is_owed(name)]:
-                    driver.intake.debts.keep(job, table, index, name, arrays.pop(name), version)
+                    driver.intake.debts.keep(job, table, index, name, arrays.pop(name), first)
                 segments = table.specs[index].segments
                 counts = [declared.counts[segment.tensor] for segment in segments]
                 arrays["counts"] = np.array(counts, dtype=np.int64)
-                driver.intake.lanes[id(job), table.index, index].store.restore(arrays, version)
+                driver.intake.lanes[id(job), table.index, index].store.restore(
+                    arrays, version, clocks
+                )
                 clock.restore(version, clocks)
         driver.note_owed(job)
 
@@ -154,8 +157,10 @@ def _declared(text: str, driver: Driver) -> Declared:
     """
     try:
         about = json.loads(text)
-        spec = snapshot.spec_of(about)
+        spec = records.spec_of(about)
         version = int(about["version"])
+        clock = int(about.get("clock", version))
+        spec = replace(spec, origin=Origin(clock, spec.origin.step))
         counts = [int(count) for count in about["counts"]]
         names = frozenset(str(name) for name in about["arrays"])
     except (ValueError, KeyError, TypeError) as problem:
@@ -168,8 +173,10 @@ def _declared(text: str, driver: Driver) -> Declared:
             f"table {spec.name!r} of the checkpoint: optimizer {spec.optimizer!r}, {len(counts)} "
             f"counts for {len(spec.tensors)} tensors"
         )
-    if not 0 <= version <= VERSION_MAX:
-        raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint has version {version}")
+    if not (0 <= version <= VERSION_MAX and 0 <= clock <= VERSION_MAX):
+        raise RemoteProtocolError(
+            f"table {spec.name!r} of the checkpoint has version {version} and clock {clock}"
+        )
     wanted = {
         "weights",
         *(f"state.{i}" for i in range(len(OPTIMIZERS[spec.optimizer].state_names))),
@@ -187,6 +194,7 @@ def _declared(text: str, driver: Driver) -> Declared:
     return Declared(
         spec=spec,
         version=version,
+        clock=clock,
         counts=counts,
         arrays=names,
         parts={part.index: part for part in parts},

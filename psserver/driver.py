@@ -10,9 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -22,20 +19,20 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.segment import Segment, WeightsMap
 from pscore.timeline import Timeline
-from psserver import snapshot
 from psserver.host_memory import require_host_memory
 from psserver.intake import Intake
 from psserver.lanes import Change, Lane
 from psserver.limits import Budget
-from psserver.membership import Member, Presence
+from psserver.membership import Member
 from psserver.recovery import Recovery, Room, resume
 from psserver.shard import Address, Job, Shard
 from psserver.spans import TimedStore
-from psserver.stalls import Key, Stalls
 from psserver.store import SliceStore
 from psserver.table import Table, TableSpec
 from psserver.tally import Tally
 from psserver.vault import Vault
+from psserver.views import Figures, JobView, figures_of, view_of
+from psserver.waits import Waits
 
 log = structlog.get_logger()
 WAIT_S_MAX = 10.0
@@ -77,12 +74,11 @@ class Driver:
         self.intake.has_few_threads = num_threads <= FEW_THREADS
         self._timeline = self.intake.timeline = timeline
         self.recovery = Recovery(vault, shard)
+        self.intake.note_table = self.recovery.note_table
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
-        self._owing: dict[int, Job] = {}  # By id: what their workers claim may be in the vault.
-        self._ended: set[int] = set()  # Ids of jobs that were over at the last snapshot.
         self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
-        self._stalls: dict[int, Stalls] = {}  # By the id of the job.
+        self.waits = Waits(shard, self._barriers)
 
     # ----- workers and tables
 
@@ -97,9 +93,10 @@ class Driver:
             self._owners[id(job)] = job
             self.recovery.note(job)
             self.intake.carry_out(job, self.shard.recheck(job))
+            news = member.news if len(job.life.told) == 1 else ""
         self._ring(job)
-        if member.news and len(job.life.told) == 1:
-            log.warning(member.news)
+        if news:
+            log.warning(news)
         log.info("worker joined", job=name, worker=member.rank, host=member.host, pid=member.pid)
         return job
 
@@ -142,7 +139,7 @@ class Driver:
         )
         return table, True
 
-    def step_aside(self, job: Job, index: int, rank: int, change: tuple[int, int]) -> None:
+    def step_aside(self, job: Job, index: int, rank: int, change: tuple[int, ...]) -> None:
         """Lets the steps of a table close without a worker that waits for a change of its mode."""
         with self.lock:
             actions = self.shard.step_aside(job, index, rank, change)
@@ -161,7 +158,8 @@ class Driver:
             self.intake.carry_out(job, actions)
             for part in job.table(index).clocks:
                 self._change_lane(job, job.table(index), part)
-        log.info("mode changed", job=job.name, table=job.table(index).spec.name, mode=str(rule))
+            name = job.table(index).spec.name
+        log.info("mode changed", job=job.name, table=name, mode=str(rule))
 
     def _change_lane(self, job: Job, table: Table, index: int) -> None:
         clocks = {rank: steps.clock for rank, steps in table.clocks[index].counted.items()}
@@ -251,10 +249,9 @@ class Driver:
                         if is_behind:
                             self._change_lane(job, table, index)
                 self.intake.debts.take_up(job, self.recovery.owed(job))
-                self._owing[id(job)] = job
         return [job.name for job in jobs]
 
-    # ----- checkpoints and snapshots
+    # ----- checkpoints
 
     def begin_restored(self, name: str, num_workers: int, min_workers: int) -> Job:
         """Makes a job without workers, whose tables come from a checkpoint."""
@@ -267,77 +264,28 @@ class Driver:
     def note_owed(self, job: Job) -> None:
         """Writes down what the workers of a restored job have still to claim."""
         self.recovery.note_owed(job, self.intake.debts.kept_of(id(job)))
-        self._owing[id(job)] = job
-
-    def snapshot(self, folder: Path) -> int:
-        """Writes every job that has weights into `folder`; returns how many.
-
-        Raises:
-            OSError: One could not be written; its last snapshot is still there.
-        """
-        with self.lock:
-            over = {id(job) for job in self.shard.jobs.values() if job.membership.is_idle}
-            # Of one that is over the end is written once: that nobody of it is live any more.
-            jobs = [job for job in self.shard.jobs.values() if id(job) not in over & self._ended]
-            waits = [
-                snapshot.copy(self._lanes_of(job), partial(self._describe, job)) for job in jobs
-            ]
-        for wait in waits:
-            snapshot.write(folder, wait())
-        self._ended = over
-        return len(waits)
-
-    def restore(self, folder: Path) -> list[str]:
-        """Takes the jobs in `folder` up again; returns their names."""
-        names = []
-        for found in snapshot.read_all(folder):
-            meta = found.meta
-            mine = (self.shard.index, self.shard.num_shards)
-            if (meta["shard"], meta["num_shards"]) != mine:
-                log.error("snapshot of another shard is left alone", job=meta["job"], folder=folder)
-                continue
-            if meta["job"] in self.shard.jobs:
-                continue  # What the vault had is newer.
-            job = snapshot.job_of(meta, self.shard, self.now())
-            self._owners[id(job)] = job
-            self.recovery.note(job)
-            for entry in meta["tables"]:
-                table, _ = self.define(job, snapshot.spec_of(entry))
-                for index, clock in table.clocks.items():
-                    saved = entry["slices"][str(index)]
-                    clocks = {int(rank): clock for rank, clock in saved["clocks"].items()}
-                    arrays = found.arrays_of(table.index, index)
-                    if saved["version"] >= 0:
-                        lane = self.intake.lanes[id(job), table.index, index]
-                        lane.store.restore(arrays, saved["version"], clocks)
-                        clock.restore(saved["version"], clocks)
-            names.append(job.name)
-        return names
-
-    def _describe(self, job: Job) -> dict[str, Any]:
-        return snapshot.describe(job, self.shard.index, self.shard.num_shards)
-
-    def _lanes_of(self, job: Job) -> dict[tuple[int, int], Lane]:
-        return {key[1:]: lane for key, lane in self.intake.lanes.items() if key[0] == id(job)}
 
     def forget_ended(self) -> None:
         """Frees the numbers of jobs that have been replaced."""
-        for key, job in list(self._owners.items()):
-            if self.shard.jobs.get(job.name) is not job:
-                del self._owners[key]
-                self.intake.forget_job(key)
-                self.recovery.forget(key)
-                for entry in [entry for entry in self._weights if entry[0] == key]:
-                    del self._weights[entry]
+        with self.lock:
+            for key, job in list(self._owners.items()):
+                if self.shard.jobs.get(job.name) is not job:
+                    del self._owners[key]
+                    self.intake.forget_job(key)
+                    self.recovery.forget(key)
+                    for entry in [entry for entry in self._weights if entry[0] == key]:
+                        del self._weights[entry]
 
     @property
     def is_busy(self) -> bool:
         """Whether any lane has work."""
-        return any(lane.is_busy for lane in self.intake.lanes.values())
+        with self.lock:
+            return any(lane.is_busy for lane in self.intake.lanes.values())
 
     def stores(self, job: Job) -> list[SliceStore]:
-        """Returns the slices of a job, for its status."""
-        return [lane.store for key, lane in self.intake.lanes.items() if key[0] == id(job)]
+        """Returns the slices of a job."""
+        with self.lock:
+            return [lane.store for key, lane in self.intake.lanes.items() if key[0] == id(job)]
 
     # ----- membership
 
@@ -365,8 +313,8 @@ class Driver:
 
     def tick(self) -> None:
         """Declares silent workers lost and tells who waits for what; called once a second."""
-        self.tally.settle()
         with self.lock:
+            self.tally.settle()
             lost, actions = self.shard.tick(self.now())
             for job, member in lost:
                 log.warning(
@@ -384,11 +332,8 @@ class Driver:
                 self.intake.carry_out(job, own)
                 self._ring(job)
             self.forget_ended()
-            for key, job in list(self._owing.items()):
-                if not self.intake.debts.kept_of(key):
-                    self.recovery.note_owed(job, {})
-                    del self._owing[key]
-            self._tell_stalls()
+            self.recovery.settle(self.intake.debts.kept_of)
+            self.waits.look(self.now())
             self.intake.put_off()
 
     def _part_with(self, job: Job, rank: int) -> None:
@@ -397,30 +342,36 @@ class Driver:
             del self.intake.shared[key]
 
     async def barrier(
-        self, job: Job, name: str, number: int, rank: int, wait_s: float
-    ) -> tuple[bool, str]:
-        """Arrives at a barrier and waits for the others; returns what is missing after `wait_s`."""
+        self, job: Job, name: str, number: int, rank: int, wait_s: float, value: float = 0.0
+    ) -> tuple[bool, str, float]:
+        """Arrives at a barrier with `value`, and waits up to `wait_s` for the others.
+
+        Returns whether it is open, what it waits for, and the largest value of all workers.
+        """
         with self.lock:
-            awaited = self.shard.barrier(job, name, number, rank)
+            awaited = self.shard.barrier(job, name, number, rank, value)
             self.recovery.note(job)
         deadline_s = self.now() + min(wait_s, WAIT_S_MAX)
         if not awaited:
             self._ring(job)
         while awaited and (left_s := deadline_s - self.now()) > 0:
             bell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            bells = self._barriers.setdefault((id(job), name), [])
+            with self.lock:
+                bells = self._barriers.setdefault((id(job), name), [])
             bells.append(bell)
             try:
                 await asyncio.wait([bell], timeout=left_s)
             finally:
                 bells.remove(bell)
                 if not bells:
-                    del self._barriers[id(job), name]
+                    with self.lock:
+                        del self._barriers[id(job), name]
             with self.lock:
-                awaited = self.shard.barrier(job, name, number, rank)
+                awaited = self.shard.barrier(job, name, number, rank, value)
                 if not awaited:
                     self.recovery.note(job)
-        return not awaited, awaited
+        with self.lock:
+            return not awaited, awaited, job.barriers.agreed(name, number)
 
     def _ring(self, job: Job) -> None:
         """Wakes everybody who waits at a barrier of `job`."""
@@ -429,70 +380,19 @@ class Driver:
                 if not bell.done():
                     bell.set_result(True)
 
-    # ----- stalls
+    # ----- for people
 
-    def waiting_for(self, job: Job, table: Table) -> str:
-        """Returns what the slice that is furthest behind waits for; empty if none does."""
-        found = self._behind(table)
-        return "" if found is None else self._in_words(job, table, found[1])
+    def status(self) -> list[JobView]:
+        """Returns every job as it is at this moment."""
+        with self.lock:
+            now_s = self.now()
+            return [view_of(job, self.waits, now_s) for job in self.shard.jobs.values()]
 
-    def others_awaited(self, job: Job) -> list[str]:
-        """Returns at which barriers workers wait, and for which other shards, in words."""
-        members = job.membership.members.values()
-        waiting = [m for m in members if m.waits and m.presence is Presence.LIVE]
-        barriers = [text for key, text in self._standing(job).items() if key[0] == "barrier"]
-        return [*barriers, *(f"worker {member.rank}, for {member.waits}" for member in waiting)]
-
-    def waits(self, job: Job, rank: int, text: str) -> None:
-        """Takes for which other shard, one that does not answer, a worker waits; empty: none."""
-        member = job.membership.members[rank]
-        if text and not member.waits:
-            log.warning("worker waits", job=job.name, worker=rank, waiting_for=text)
-        member.waits = text
-
-    def stalled(self, job: Job) -> str:
-        """Returns what a job has waited for longest, in words; empty if that is not long."""
-        stalls = self._stalls.get(id(job))
-        return "" if stalls is None else stalls.told
-
-    def _tell_stalls(self) -> None:
-        jobs = {id(job): job for job in self.shard.jobs.values()}
-        self._stalls = {key: self._stalls.get(key) or Stalls() for key in jobs}
-        for key, stalls in self._stalls.items():
-            for text, waited_s in stalls.look(self._standing(jobs[key]), self.now()):
-                log.warning(
-                    "job waits", job=jobs[key].name, waited_s=round(waited_s, 1), waiting_for=text
-                )
-
-    def _standing(self, job: Job) -> dict[Key, str]:
-        """Returns what waits, in words, by what changes when it goes on."""
-        found: dict[Key, str] = {}
-        if job.membership.is_idle:
-            return found
-        for table in job.tables.values():
-            behind = self._behind(table)
-            if behind is not None:
-                step, index = behind
-                found["table", table.index, index, step] = self._in_words(job, table, index)
-        for key, name in self._barriers:
-            barrier = job.barriers.by_name.get(name)
-            if key != id(job) or barrier is None:
-                continue
-            if awaited := self.shard.at_barrier(job, name, barrier):
-                found["barrier", name, barrier.number] = awaited
-        return found
-
-    def _behind(self, table: Table) -> tuple[int, int] | None:
-        """Returns step and index of the slice that is furthest behind of those that wait."""
-        found: tuple[int, int] | None = None
-        for index, clock in table.clocks.items():
-            step, ranks = clock.missing() if clock.is_awaited else (0, [])
-            if (ranks or clock.version < 0 or clock.is_short) and clock.is_awaited:
-                found = min(found or (step, index), (step, index))
-        return found
-
-    def _in_words(self, job: Job, table: Table, index: int) -> str:
-        return self.shard.waiting_for(job, Address(job.name, table.index, index))
+    def figures(self) -> Figures:
+        """Returns the numbers of the metrics page, all of one moment."""
+        with self.lock:
+            self.tally.settle()
+            return figures_of(self.shard, self.tally)
 
     def broke(self, problem: BaseException | None) -> None:
         """Passes on that a lane has failed."""

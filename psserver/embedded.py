@@ -8,7 +8,6 @@ import secrets
 import select
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from types import TracebackType
 
@@ -141,9 +140,8 @@ def serve_parent(
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when its servers may go.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.OK))
-    with tempfile.TemporaryDirectory(prefix="paceline-token-") as folder:
-        trust = Trust(token_file=write_token(Path(folder)) if has_token else None)
-        _serve(num_shards, lease_s, log_level, trust, parent)
+    trust = Trust(token_file=make_token() if has_token else None)
+    _serve(num_shards, lease_s, log_level, trust, parent)
 
 
 def _serve(num_shards: int, lease_s: float, log_level: str, trust: Trust, parent: int) -> None:
@@ -158,9 +156,13 @@ def _serve(num_shards: int, lease_s: float, log_level: str, trust: Trust, parent
             servers.require_alive()
 
 
-def write_token(folder: Path) -> str:
-    """Writes a new token for everything into `folder`; returns the file's path."""
-    path = folder / "token"
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{secrets.token_hex(32)}\n")
-    return str(path)
+def make_token() -> str:
+    """Makes a token for everything; returns the path of a file that holds it.
+
+    The file is in memory, and processes of this user open it by the number of this process. So it
+    goes with this process, however that ends, and leaves nothing behind.
+    """
+    fd = os.memfd_create("paceline-token")
+    os.fchmod(fd, 0o600)
+    os.write(fd, f"{secrets.token_hex(32)}\n".encode())
+    return f"/proc/{os.getpid()}/fd/{fd}"

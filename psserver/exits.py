@@ -22,6 +22,7 @@ class Exit(enum.IntEnum):
     BUG = 9
     HOST = 10
     ACCESS = 11
+    INTERRUPTED = 130
 
 
 MEANINGS: dict[Exit, str] = {
@@ -30,13 +31,14 @@ MEANINGS: dict[Exit, str] = {
     Exit.USAGE: "a flag, variable or configuration file is wrong",
     Exit.PORT_TAKEN: "another process listens on a port",
     Exit.NOT_PERMITTED: "no rights for a port or a signal",
-    Exit.STATE_DIR: "the state or run directory cannot be used",
+    Exit.STATE_DIR: "a directory cannot be used: of state, runs, checkpoints or certificates",
     Exit.NO_ANSWER: "nobody answers at an address, or nothing runs here",
     Exit.ALREADY_RUNNING: "servers already run on this port",
     Exit.SHARD_DIED: "a shard died, or did not start or stop in time",
     Exit.BUG: "an invariant broke: please report it with the log",
     Exit.HOST: "the host is not an address of this machine",
     Exit.ACCESS: "a shard did not let us in: token, certificate, or TLS on one side only",
+    Exit.INTERRUPTED: "ended by Ctrl-C",
 }
 
 

@@ -96,12 +96,13 @@ def end(run: Run) -> None:
         raise CommandError(
             Exit.NOT_PERMITTED, f"process {run.pid} belongs to another user"
         ) from problem
-    deadline_s = time.monotonic() + run.grace_s + STOP_MARGIN_S
+    wait_s = 2 * run.grace_s + STOP_MARGIN_S  # For last checkpoints, and for the shards.
+    deadline_s = time.monotonic() + wait_s
     while run.is_alive():
         if time.monotonic() > deadline_s:
             raise CommandError(
                 Exit.SHARD_DIED,
-                f"process {run.pid} has not ended within {run.grace_s + STOP_MARGIN_S:g} s",
+                f"process {run.pid} has not ended within {wait_s:g} s",
             )
         time.sleep(POLL_S)
 

@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
-import structlog
+from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore.access import EVERY, TOKEN_KEY, Token, read_tokens
-from pscore.errors import AccessError
-from pscore.rpc import DATA_SERVICE, ERROR_KEY, code_of
+from pscore.errors import AccessError, DecodeError, PacelineError, RemoteProtocolError
+from pscore.pb.ps.v1 import data_pb2
+from pscore.rpc import DATA_SERVICE, ERROR_KEY, SENDER_KEY, code_of
+from pscore.text import printable
+from psserver import logs
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
+    Metadata = Sequence[tuple[str, str | bytes]] | None
 
-log = structlog.get_logger()
 HEALTH = "/grpc.health.v1.Health/"
 CONTROL = "/ps.v1.Control/"
+DATA = f"/{DATA_SERVICE}/"
 # What a worker calls, and who ends its job; all but Describe name one, which has to be the token's.
 JOINED = ("Describe", "Join", "Define", "Change", "Heartbeat", "Owe", "Claim", "Barrier", "Leave")
 WORKERS_METHODS = {
     *(CONTROL + name for name in (*JOINED, "Forget")),
-    *(f"/{DATA_SERVICE}/{name}" for name in ("Push", "Pull")),
+    *(DATA + name for name in ("Push", "Pull")),
 }
 HOW = "set PACELINE_TOKEN_FILE (or token_file=) to a file with the token"
-SAY_EVERY_S = 1.0  # Refusals are logged no more often: whoever is refused may try all day.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,6 @@ class Gate:
     def __init__(self, tokens: Iterable[Token] = ()) -> None:
         """Keeps digests, which have one length whatever the tokens have."""
         self._known = [(_digest(token.secret), token.job) for token in tokens]
-        self._said_s = 0.0
-        self.num_refused = 0
 
     @classmethod
     def of(cls, token_file: str | None) -> Gate:
@@ -117,21 +117,26 @@ class Gate:
         shown = [value for key, value in metadata or () if key == TOKEN_KEY]
         return self.admit(str(shown[0]) if len(shown) == 1 else "")
 
-    def refused(self, error: AccessError, where: str) -> None:
-        """Logs a refusal, unless one was logged just now."""
-        self.num_refused += 1
-        now_s = time.monotonic()
-        if now_s - self._said_s >= SAY_EVERY_S:
-            self._said_s = now_s
-            log.warning("refused", where=where, reason=str(error), num_refused=self.num_refused)
+    def refused(self, error: PacelineError, where: str, peer: str = "") -> None:
+        """Logs a refusal, unless one of this peer was logged just now."""
+        reason = str(error)
+        logs.sparsely("refused", peer, kind=f"refused at {where}", where=where, reason=reason)
+
+
+Heard = Callable[[str, int, int], object]  # Job, rank, incarnation; raises if there is none.
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets calls in by their token, before their message is read."""
+    """Lets calls in by their token, before their message is read.
 
-    def __init__(self, gate: Gate) -> None:
-        """Asks `gate`."""
+    A push or pull also names its worker beside the message, which may be of many megabytes: one of
+    a worker that is not live here is refused unread, where no token is asked for too.
+    """
+
+    def __init__(self, gate: Gate, heard: Heard) -> None:
+        """Asks `gate`, and `heard` whether a worker is live."""
         self._gate = gate
+        self._heard = heard
         self._handlers: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -141,16 +146,23 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Handler:
         """Returns the method's handler, or one that refuses."""
         method = str(handler_call_details.method)
-        if self._gate.is_open or method.startswith(HEALTH):
+        if method.startswith(HEALTH):
             return cast("Handler", await continuation(handler_call_details))
         try:
-            metadata = cast("Sequence[tuple[str, str]]", handler_call_details.invocation_metadata)
+            metadata = cast("Metadata", handler_call_details.invocation_metadata)
             visitor = self._gate.admit_call(metadata)
             if method not in WORKERS_METHODS:
                 visitor.require_control(method.rpartition("/")[2])
-        except AccessError as error:
-            self._gate.refused(error, method)
+            if method.startswith(DATA):
+                sender = _sender(metadata)
+                visitor.require(sender.job)
+                self._heard(sender.job, sender.worker, sender.incarnation)
+        except PacelineError as error:
+            if not method.startswith(DATA) or isinstance(error, AccessError | DecodeError):
+                self._gate.refused(error, method)
             return _refusal(error)
+        if self._gate.is_open:
+            return cast("Handler", await continuation(handler_call_details))
         if method not in self._handlers:
             handler = await continuation(handler_call_details)
             if handler is None or not method.startswith(CONTROL):
@@ -176,7 +188,25 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
 
-def _refusal(error: AccessError) -> Handler:
+def _sender(metadata: Metadata) -> data_pb2.Sender:
+    """Returns the worker that a push or pull is of.
+
+    Raises:
+        RemoteProtocolError: The call does not name one.
+    """
+    shown = [value for key, value in metadata or () if key == SENDER_KEY]
+    if len(shown) != 1 or not isinstance(shown[0], bytes):
+        raise RemoteProtocolError(
+            f"a push or pull by gRPC names its worker in {SENDER_KEY}, and this one does not; "
+            "install one version of paceline everywhere"
+        )
+    try:
+        return data_pb2.Sender.FromString(shown[0])
+    except ProtobufDecodeError as problem:
+        raise DecodeError(f"{SENDER_KEY} holds no worker") from problem
+
+
+def _refusal(error: PacelineError) -> Handler:
     """Returns a handler that ends the call and reads nothing.
 
     As one of a stream, because a unary one is only called with the message, all of it.
@@ -188,8 +218,10 @@ def _refusal(error: AccessError) -> Handler:
     return grpc.stream_unary_rpc_method_handler(cast("Any", refuse))
 
 
-async def _abort(context: Any, error: AccessError) -> None:
-    await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+async def _abort(context: Any, error: PacelineError) -> None:
+    await context.abort(
+        code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
+    )
 
 
 def _digest(secret: str) -> bytes:

@@ -2,7 +2,7 @@
 
 Transports (gRPC in servicer.py, sockets in bulk.py) bring headers and payloads from any thread and
 get their answers through a `Reply`. All decisions are made under the driver's lock; the numeric
-work is not.
+work of large slices is not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.timeline import Timeline
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
-from psserver.actions import Acknowledge, Action, Answer, Update
+from psserver.actions import Acknowledge, Action, Answer, Skip, Update
 from psserver.clock import SliceClock
 from psserver.counted import Token
 from psserver.debts import Debts
@@ -32,11 +32,12 @@ from psserver.pool import Buffer
 from psserver.shard import Actions, Address, Job, Shard
 from psserver.spans import note_push
 from psserver.store import Payload, SliceStore
-from psserver.table import Table
+from psserver.table import COUNT_MAX, Table
 from psserver.tally import Tally
 
 RAW = NoCompression()
 SAMPLES_MAX = 1e12
+STEPS_MAX = 1 << 48  # Of a job.
 VERDICTS = {verdict: data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict}
 LOADS = (Role.WEIGHTS, Role.STATE)
 
@@ -105,6 +106,8 @@ class Intake:
     armed: dict[tuple[int, int, int], list[Armed]] = field(default_factory=dict)
     debts: Debts = field(default_factory=Debts)
     waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
+    # Told of a table whose steps are counted from elsewhere now.
+    note_table: Callable[[Job, Table], None] = lambda job, table: None
     timeline: Timeline | None = None
     has_few_threads: bool = False  # In the pool: no more than a worker's connections have already.
 
@@ -118,9 +121,10 @@ class Intake:
         """
         with self.lock:
             _, table, address = self._address(header.sender, header.slice)
+            compressor = table.spec.compressor
         numel = table.specs[address.slice].numel
         num_arrays = 1 + len(table.optimizer.state_names)
-        longest = table.spec.compressor.payload_nbytes_max(numel)
+        longest = compressor.payload_nbytes_max(numel)
         if nbytes > max(longest, num_arrays * 4 * numel):
             raise DecodeError(f"{nbytes} bytes for a slice of {numel} elements ({_of(header)})")
 
@@ -163,7 +167,10 @@ class Intake:
                 raise DecodeError(f"{problem} ({_of(header)})") from None
             if push.role not in LOADS:
                 request.step = push.step
+            was = table.spec
             actions = self.shard.push(job, address, push, request)
+            if table.spec is not was:
+                self.note_table(job, table)
             if self.timeline is not None:
                 note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.counters.pushed_nbytes += data.nbytes
@@ -188,11 +195,15 @@ class Intake:
                 clock=header.clock,
                 min_version=header.min_version,
                 with_state=header.with_state,
+                begins=header.begins,
+                is_look=header.look,
             )
+            if pull.begins and pull.clock > STEPS_MAX:
+                raise DecodeError(f"worker {pull.worker} begins at step {pull.clock}")
             request = Request(job, address, table.clock(header.slice), pull.worker, reply)
             request.deadline_s = self.now() + wait_s
             request.is_shared = header.shared
-            if header.estimate and not header.with_state:
+            if header.estimate and not (header.with_state or header.look):
                 request.held = _held(header, table)
             self.waiting.add(request)
             self.carry_out(job, self.shard.pull(job, address, pull, request))
@@ -205,7 +216,7 @@ class Intake:
                 if request.clock.forget(request):
                     self.waiting.discard(request)
                     text = self.shard.waiting_for(request.job, request.address)
-                    self.tally.num_pulls_put_off += 1
+                    self.tally.pulled(request.job.name, is_answered=False)
                     request.reply.pulled(
                         data_pb2.PullReply(ready=False, waiting_for=text), (), None
                     )
@@ -252,9 +263,15 @@ class Intake:
         queue: list[Work] = []
         for action in batch:
             queue.append(action)
-            if isinstance(action, Update):
-                queue += [entry.work for entry in armed if entry.version == action.version]
+            if isinstance(action, Update | Skip):
+                former = action.former if isinstance(action, Skip) else action.version - 1
+                queue += [e.work for e in armed if former < e.version <= action.version]
         return queue
+
+    def note_refused(self) -> None:
+        """Counts a push that was refused."""
+        with self.lock:
+            self.tally.num_pushes_refused += 1
 
     def _count(self, action: Action) -> None:
         if isinstance(action, Update):
@@ -262,11 +279,11 @@ class Intake:
         elif isinstance(action, Answer):
             assert isinstance(action.token, Request)
             self.waiting.discard(action.token)
-            self.tally.num_pulls_answered += 1
+            self.tally.pulled(action.token.job.name, is_answered=True)
         elif isinstance(action, Acknowledge):
-            self.tally.pushes[action.verdict] += 1
             request = action.token
             assert isinstance(request, Request)
+            self.tally.pushed(request.job.name, action.verdict)
             if request.step >= 0:
                 self.debts.pushed(request.job, request.address, request.worker)
             if action.verdict is Verdict.ACCEPTED:
@@ -303,9 +320,12 @@ class Intake:
         """Answers a push."""
         assert isinstance(action.token, Request)
         request = action.token
-        is_asked = request.step >= 0 and self.debts.is_asked(
-            request.job, request.address, request.worker, request.step
-        )
+        is_asked = False
+        if request.step >= 0 and self.debts.is_asking:
+            with self.lock:
+                is_asked = self.debts.is_asked(
+                    request.job, request.address, request.worker, request.step
+                )
         request.reply.pushed(
             data_pb2.PushReply(
                 verdict=VERDICTS[action.verdict], version=max(0, action.version), owe=is_asked
@@ -319,7 +339,7 @@ class Intake:
         if request.held is not None:
             self._answer_estimate(action, store, request, request.held)
             return
-        arrays = store.read(action.worker, with_state=action.with_state, clock=action.clock)
+        arrays = store.read(action)
         self._note_sent(request, sum(array.nbytes for array in arrays))
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         if action.with_state:
@@ -339,9 +359,9 @@ class Intake:
         self, action: Answer, store: SliceStore, request: Request, held: int
     ) -> None:
         """Answers a compressed pull: by the deltas that the worker lacks, or by the whole."""
-        table = request.job.table(request.address.table)
-        compressor = table.spec.pull_compressor
-        estimate = store.estimate(action.worker, action.version, compressor, action.clock)
+        with self.lock:
+            compressor = request.job.table(request.address.table).spec.pull_compressor
+        estimate = store.estimate(action, compressor)
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         parts = estimate.answer(held, reply)
         self._note_sent(request, sum(part.nbytes for part in parts))
@@ -407,6 +427,8 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
     num_segments = len(table.specs[header.slice].segments)
     if len(header.counts) not in (0, num_segments):
         raise DecodeError(f"{len(header.counts)} counts of steps for {num_segments} segments")
+    if role is Role.STATE and header.step > COUNT_MAX:
+        raise DecodeError(f"a state of step {header.step}, beyond {COUNT_MAX}")
     if not 0 <= header.samples <= SAMPLES_MAX:
         raise DecodeError(f"weight of a push is {header.samples}, must be 0..{SAMPLES_MAX:g}")
     num_hyper = len(table.optimizer.hyper_names)

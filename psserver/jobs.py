@@ -71,8 +71,11 @@ def _cells(job: dict[str, Any]) -> Iterator[object]:
 
 def forget(
     addresses: Sequence[str], credentials: Credentials, name: str, *, is_forced: bool
-) -> int:
-    """Has every shard forget a job; returns the bytes that its tables took.
+) -> tuple[int, list[str]]:
+    """Makes every shard forget a job.
+
+    Returns:
+        The bytes that its tables took, and where its checkpoints are now.
 
     Raises:
         CommandError: No shard has it, workers take part in it, or one does not answer.
@@ -86,9 +89,10 @@ def forget(
             "end with an error",
         )
     replies = remote.forget(addresses, name, credentials, is_forced=is_forced)
-    if not any(reply.found for reply in replies):
+    folders = [reply.checkpoints for reply in replies if reply.checkpoints]
+    if not (folders or any(reply.found for reply in replies)):
         known = ", ".join(job["name"] for job in jobs) or "none"
         raise CommandError(
             Exit.USAGE, str(UnknownJobError(f"no job {name!r} on these shards; jobs: {known}"))
         )
-    return sum(reply.memory_nbytes for reply in replies)
+    return sum(reply.memory_nbytes for reply in replies), folders

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from pscore.rules.base import Rule
-from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Update
+from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
 from psserver.counted import Token
 from psserver.store import Payload, SliceStore
 
@@ -191,6 +191,10 @@ def _update(action: Update, store: SliceStore, desk: Desk) -> None:
     store.update(action)
 
 
+def _skip(action: Skip, store: SliceStore, desk: Desk) -> None:
+    store.skip(action)
+
+
 def _acknowledge(action: Acknowledge, store: SliceStore, desk: Desk) -> None:
     store.refuse(action)
     desk.acknowledge(action)
@@ -215,6 +219,7 @@ CARRIERS: dict[type[Work], Callable[..., None]] = {
     Load: _load,
     Hold: _hold,
     Update: _update,
+    Skip: _skip,
     Acknowledge: _acknowledge,
     Answer: _answer,
 }

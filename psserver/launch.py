@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import structlog
 
 from pscore import faults
+from pscore.boot import began
 from psserver import logs, runfile
 from psserver.exits import CommandError, Exit
-from psserver.plan import ShardPlan, join_address
+from psserver.keeper import Keeper
+from psserver.plan import FOLDER, SchedulePlan, ShardPlan, join_address
 from psserver.runfile import FREE, Run, RunDirectory, ShardRun
 from psserver.settings import Settings, metrics_ports
 from psserver.supervisor import Post, Supervisor
 from psserver.vault import ShortLived
 
 log = structlog.get_logger()
+READ_RATE = 50e6  # Bytes of checkpoints that a shard reads in a second, at the least.
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -46,10 +49,12 @@ class Launch:
     detached: bool
     cluster: str = ""
     is_told: bool = False
+    keeper: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
         """Gives a cluster without a name one that no other has."""
         self.cluster = self.settings.server.cluster or secrets.token_hex(4)
+        self.keeper = Keeper(self.settings.server.grace_s)
 
     def run(self) -> Exit:
         """Supervises the shards until they end.
@@ -58,20 +63,24 @@ class Launch:
             CommandError: They cannot be started.
         """
         settings = self.settings
-        logs.configure(settings.log.format, settings.log.level, shard="all")
+        stream = logs.rotating(self._log_file("supervisor"), settings.log.max_mb)
+        logs.configure(settings.log.format, settings.log.level, stream, shard="all")
         state_dir, journals = settings.server.state_dir, None
         if settings.server.durability == "journal" and state_dir is None:
             journals = ShortLived(self._unique())
+        self._say_without_checkpoints()
         supervisor = Supervisor(
             plans=self._plans(None if journals is None else journals.path),
             log_files=[self._log_file(f"shard-{i}") for i in settings.server.indices],
             restart=settings.server.restart,
             on_ready=self._on_ready,
             on_end=self._on_end,
+            before_stop=self.keeper.last,
         )
         try:
             return supervisor.run()
         finally:
+            self.keeper.close()
             if journals is not None:
                 journals.remove()
 
@@ -84,6 +93,7 @@ class Launch:
         journal_dir = short_lived
         if server.durability == "journal" and server.state_dir is not None:
             journal_dir = server.state_dir.absolute() / "journal"
+        folder = self._checkpoint_dir()
         return [
             ShardPlan(
                 index=index,
@@ -96,7 +106,9 @@ class Launch:
                 lease_s=server.lease_s,
                 grace_s=server.grace_s,
                 state_dir=None if server.state_dir is None else str(server.state_dir.absolute()),
-                snapshot_s=server.snapshot_s,
+                checkpoint_dir=folder,
+                loading_s=0.0 if folder is None else _nbytes(Path(folder)) / READ_RATE,
+                addresses=server.other_addresses,
                 trust=server.trust,
                 memory_mb=server.memory_mb,
                 under_way_mb=server.under_way_mb,
@@ -105,14 +117,45 @@ class Launch:
                 journal_dir=None if journal_dir is None else str(journal_dir),
                 log_format=self.settings.log.format,
                 log_level=self.settings.log.level,
+                log_file=None
+                if (log_file := self._log_file(f"shard-{index}")) is None
+                else str(log_file),
+                log_max_mb=self.settings.log.max_mb,
             )
             for place, (index, metrics_port) in enumerate(
                 zip(server.indices, metrics_ports(self.settings), strict=True)
             )
         ]
 
+    def _checkpoint_dir(self) -> str | None:
+        """Returns where scheduled checkpoints are taken and loaded; None: nowhere."""
+        server = self.settings.server
+        if server.state_dir is None or not server.takes_checkpoints:
+            return None
+        return str(server.state_dir.absolute() / FOLDER)
+
+    def _say_without_checkpoints(self) -> None:
+        """Warns who has given a state directory and gets no checkpoints in it."""
+        server = self.settings.server
+        is_wanted = server.state_dir is not None and server.checkpoint_s
+        if is_wanted and server.shard_index in (None, 0) and server.why_no_checkpoints:
+            log.warning("no scheduled checkpoints", reason=server.why_no_checkpoints)
+
+    def _schedule(self, folder: str, addresses: list[str]) -> SchedulePlan:
+        server = self.settings.server
+        return SchedulePlan(
+            addresses=server.other_addresses or addresses,
+            folder=folder,
+            every_s=server.checkpoint_s,
+            token_file=server.trust.token_file,
+            log_format=self.settings.log.format,
+            log_level=self.settings.log.level,
+        )
+
     def _on_ready(self, posts: Sequence[Post]) -> None:
         run = self._run(posts)
+        if (folder := self._checkpoint_dir()) is not None:
+            self.keeper.start(lambda: self._schedule(folder, run.addresses).to_json())
         if self.folder is not None:
             self._write(self.folder, run)
         if not self.is_told:
@@ -146,7 +189,7 @@ class Launch:
                 pid=None if post.process is None else post.process.pid,
                 port=post.plan.port,
                 metrics_port=post.plan.metrics_port,
-                log=None if post.log_file is None else str(post.log_file),
+                log=_text(post.log_file),
             )
             for post in posts
         ]
@@ -154,7 +197,7 @@ class Launch:
         host = WILDCARDS.get(server.host, server.host)
         return Run(
             pid=os.getpid(),
-            created_s=psutil.Process().create_time(),
+            began=began(os.getpid()),
             cluster=self.cluster,
             host=server.host,
             port=entries[0].port,
@@ -162,7 +205,7 @@ class Launch:
             grace_s=server.grace_s,
             token_file=server.trust.token_file,
             detached=self.detached,
-            supervisor_log=None if supervisor_log is None else str(supervisor_log),
+            supervisor_log=_text(supervisor_log),
             shards=entries,
         )
 
@@ -175,18 +218,22 @@ class Launch:
             for shard in run.shards
             if shard.metrics_port is not None
         )
+        which = f"--port {run.port}"
+        if self.settings.server.state_dir is not None:
+            which += f" --state-dir {shlex.quote(str(self.settings.server.state_dir.absolute()))}"
         hints = [
             f"shards ready: {self._which()} (cluster {run.cluster}, process {run.pid})",
             "connect: set the variable above for the workers, or pass servers= in the script"
             if self.settings.server.shard_index is None
             else "connect: give workers the addresses of all shards, in the order of their index",
-            f"look and end: psserver status --port {run.port}, psserver stop --port {run.port}",
+            f"look: psserver status {which}",
+            f"end: psserver stop {which}",
             *self._access(),
         ]
         if pages:
             hints.append(f"metrics: {pages}")
         if self.detached:
-            hints.append(f"logs: psserver logs --port {run.port} ({self.folder})")
+            hints.append(f"logs, in {self.folder}: psserver logs {which}")
         elif self.settings.log.format == "json":
             hints = []  # Standard error is for machines.
         return Started(servers=servers, hints=hints)
@@ -215,6 +262,15 @@ class Launch:
 
     def _log_file(self, name: str) -> Path | None:
         return self.folder / f"{name}.log" if self.detached and self.folder is not None else None
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _nbytes(folder: Path) -> int:
+    """Returns the bytes of the files in the folders of a folder."""
+    return sum(path.stat().st_size for path in folder.glob("[!.]*/*") if path.is_file())
 
 
 def launch(settings: Settings, *, detach: bool) -> Exit:

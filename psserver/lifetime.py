@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 
-from pscore.errors import ConfigError, StateLostError
+from pscore.errors import ConfigError, LimitError, StateLostError
 from psserver.job import Job, Life, State
 from psserver.limits import Limits
 from psserver.membership import Member
@@ -144,6 +144,18 @@ class Lifetimes:
         if ended:
             self._free(ended[0])
         return bool(ended)
+
+    def make_room(self, name: str, most: int) -> None:
+        """Forgets the numbers of the job that ended first if there are `most` beside this one.
+
+        Raises:
+            LimitError: None of them has ended.
+        """
+        if name not in self.jobs and len(self.jobs) >= most and not self.free_one():
+            raise LimitError(
+                f"{most} jobs have not ended on shard {self._index}: `psserver jobs` lists them, "
+                "`psserver forget JOB` frees one"
+            )
 
     def forget(self, name: str, *, is_forced: bool) -> tuple[bool, int]:
         """Forgets a job and all that is known of it; returns whether it was here, and its memory.

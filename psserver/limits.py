@@ -63,8 +63,9 @@ class Budget:
         left: Those that nobody has taken.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        """Starts with all of them free."""
+    def __init__(self, nbytes: int, setting: str = "under_way_mb") -> None:
+        """Starts with all of them free; `setting` is what changes their number, for messages."""
+        self._about = f" ({setting})" if setting else ""
         self._lock = threading.Lock()
         self.nbytes = nbytes
         self.left = nbytes
@@ -79,7 +80,7 @@ class Budget:
             if nbytes > self.left:
                 raise LimitError(
                     f"{what} wants {nbytes} bytes under way, {self.left} of {self.nbytes} are "
-                    "left (under_way_mb)"
+                    f"left{self._about}"
                 )
             self.left -= nbytes
 

@@ -1,13 +1,18 @@
 """Where workers' bulk connections arrive: on TCP, and on an abstract Unix socket of the same host.
 
-Who connects has a few seconds for the TLS handshake, where there is TLS, and for its first message;
-where too many are at that, the one that has been longest has to go, so that slow ones stall nobody.
+A peer has a few seconds for the TLS handshake, where there is TLS, and for its first message. If
+too many are at that, the oldest is closed, so that slow peers stall nobody. Without descriptors or
+threads for one more, newcomers are refused, the log says so once, and the listener goes on: it ends
+with the daemon, and in no other way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
+import select
 import socket
 import ssl
 import struct
@@ -15,20 +20,24 @@ import threading
 import time
 from collections.abc import Callable
 
-import structlog
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore import sockets, tls, wire
 from pscore.errors import DecodeError, PacelineError
 from pscore.pb.ps.v1 import data_pb2 as pb
-from psserver import bulk
+from pscore.text import printable
+from psserver import bulk, descriptors, logs
 from psserver.bulk import Connection
 from psserver.driver import Driver
 from psserver.gate import Gate
+from psserver.limits import Budget
 
-log = structlog.get_logger()
 CONNECTIONS_MAX = 4096
 PENDING_MAX = 256  # Connections that have not said hello yet.
+PENDING_SHARE = 4  # They get one of so many descriptors at most.
+UNKNOWN_NBYTES = 32 << 20  # Of long headers from peers that have not named a live worker yet.
+RECOVERED_S = 3.0  # After the last refusal for lack of means.
+PAUSE_S = 0.1
 ATTACH_SUFFIX = ".attach"  # Of the local socket over which file descriptors travel.
 ATTACH_NBYTES_MAX = 1 << 16
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of a Unix socket's peer.
@@ -70,6 +79,12 @@ class BulkServer:
         self._context = context
         self._pending: dict[socket.socket, None] = {}  # In the order of their coming.
         self._pending_lock = threading.Lock()
+        share = PENDING_SHARE if context is None else 2 * PENDING_SHARE  # TLS takes a copy.
+        self._pending_max = min(PENDING_MAX, descriptors.limit() // share)
+        self._threads: list[threading.Thread] = []
+        self._is_closing = False
+        self._refused_s = -math.inf  # When somebody was last refused for lack of means.
+        self._unknown = Budget(UNKNOWN_NBYTES, "")
         self._connections: set[Connection] = set()
         self._tcp, self._congestion = sockets.listen(host, port)
         self.port = int(self._tcp.getsockname()[1])
@@ -84,12 +99,23 @@ class BulkServer:
             (self._unix, self._serve),
             (self._attaching, self._attach),
         ):
-            threading.Thread(
-                target=self._accept, args=(listener, take), name="bulk-accept", daemon=True
-            ).start()
+            poll = select.poll()  # Made here: `stop` may close the listener before a thread runs.
+            poll.register(listener, select.POLLIN)
+            thread = threading.Thread(
+                target=self._accept, args=(listener, poll, take), name="bulk-accept", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether newcomers are accepted, and none was refused just now for lack of means."""
+        is_late = time.monotonic() - self._refused_s >= RECOVERED_S
+        return is_late and all(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
         """Closes the listeners and all connections."""
+        self._is_closing = True
         for listener in (self._tcp, self._unix, self._attaching):
             with contextlib.suppress(OSError):  # Closing alone would not wake `accept`.
                 listener.shutdown(socket.SHUT_RDWR)
@@ -97,27 +123,75 @@ class BulkServer:
         for connection in list(self._connections):
             connection.close()
 
-    def _accept(self, listener: socket.socket, take: Callable[[socket.socket], None]) -> None:
-        while True:
+    def _accept(
+        self, listener: socket.socket, poll: select.poll, take: Callable[[socket.socket], None]
+    ) -> None:
+        spare = descriptors.Spare()
+        while not self._is_closing:
+            poll.poll()  # `accept` without a descriptor left would not wait for anybody.
             try:
                 accepted, _ = listener.accept()
-            except OSError:
-                return  # The listener is closed: the daemon ends.
-            if len(self._connections) >= CONNECTIONS_MAX or not _is_welcome(accepted):
-                accepted.close()
+            except OSError as problem:
+                self._on_accept_failed(problem, listener, spare)
                 continue
+            self._admit(accepted, take)
+        spare.close()
+
+    def _on_accept_failed(
+        self, problem: OSError, listener: socket.socket, spare: descriptors.Spare
+    ) -> None:
+        """Turns a newcomer away if there is nothing to accept it with; else it has gone itself."""
+        if self._is_closing:
+            return
+        if problem.errno not in descriptors.EXHAUSTED:
+            time.sleep(PAUSE_S)
+            return
+        self._note_refusal(problem.strerror or str(problem))
+        with contextlib.suppress(OSError):
+            if not spare.turn_away(listener):
+                time.sleep(PAUSE_S)
+
+    def _admit(self, accepted: socket.socket, take: Callable[[socket.socket], None]) -> None:
+        """Gives a newcomer a thread, or closes it."""
+        if len(self._connections) >= CONNECTIONS_MAX:
+            self._note_refusal(f"{CONNECTIONS_MAX} connections are there already")
+        elif descriptors.is_scarce(accepted.fileno()) and not self._drop_oldest():
+            self._note_refusal(f"few of the {descriptors.limit()} file descriptors are left")
+        elif _is_welcome(accepted):
             self._expect(accepted)
-            threading.Thread(target=take, args=(accepted,), name="bulk-read", daemon=True).start()
+            try:
+                threading.Thread(
+                    target=take, args=(accepted,), name="bulk-read", daemon=True
+                ).start()
+            except RuntimeError as problem:
+                self._greeted(accepted)
+                self._note_refusal(str(problem))
+            else:
+                return
+        accepted.close()
+
+    def _note_refusal(self, reason: str) -> None:
+        self._refused_s = time.monotonic()
+        logs.sparsely("bulk connection refused, the shard has no room", reason=reason)
+
+    def _drop_oldest(self) -> bool:
+        """Closes the one that has been longest about its hello; returns whether there was one."""
+        with self._pending_lock:
+            if not self._pending:
+                return False
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            with contextlib.suppress(OSError):  # It may have gone by itself.
+                oldest.shutdown(socket.SHUT_RDWR)
+        return True
 
     def _expect(self, accepted: socket.socket) -> None:
         """Notes one that has yet to say hello; the one that has been longest may have to go."""
         with self._pending_lock:
             self._pending[accepted] = None
-            if len(self._pending) > PENDING_MAX:
-                oldest = next(iter(self._pending))
-                del self._pending[oldest]
-                with contextlib.suppress(OSError):  # It may have gone by itself.
-                    oldest.shutdown(socket.SHUT_RDWR)
+            is_full = len(self._pending) > self._pending_max
+        if is_full:
+            self._drop_oldest()
 
     def _greeted(self, accepted: socket.socket) -> None:
         with self._pending_lock:
@@ -126,16 +200,23 @@ class BulkServer:
     def _serve(self, accepted: socket.socket) -> None:
         """Serves one connection to its end."""
         deadline_s = time.monotonic() + bulk.HELLO_TIMEOUT_S
-        sockets.tune(accepted, self._congestion)
+        peer = peer_of(accepted)
         with accepted:
             try:
+                sockets.tune(accepted, self._congestion)
                 stream = self._secured(accepted, deadline_s)
             except OSError as problem:
                 self._greeted(accepted)
-                log.info("bulk connection without TLS refused", reason=str(problem))
+                reason = str(problem)
+                logs.sparsely("bulk handshake failed", peer, level=logging.INFO, reason=reason)
                 return
             connection = Connection(
-                self._driver, stream, self._gate, lambda: self._greeted(accepted)
+                self._driver,
+                stream,
+                self._gate,
+                lambda: self._greeted(accepted),
+                peer=peer,
+                unknown=self._unknown,
             )
             self._connections.add(connection)
             try:
@@ -153,7 +234,12 @@ class BulkServer:
         if self._context is None or accepted.family == socket.AF_UNIX:
             return accepted
         # A copy: TLS takes its socket away, and this one must be there to be shut down.
-        return tls.secure(accepted.dup(), self._context, deadline_s=deadline_s)
+        copied = accepted.dup()
+        try:
+            return tls.secure(copied, self._context, deadline_s=deadline_s)
+        except OSError:
+            copied.close()  # Of no effect once TLS has taken it.
+            raise
 
     def _attach(self, accepted: socket.socket) -> None:
         """Takes the descriptor of a worker's gradients and gives that of the weights."""
@@ -174,10 +260,14 @@ class BulkServer:
                 answer = wire.encode(reply.SerializeToString())
                 socket.send_fds(accepted, [answer], [weights.fd])
             except PacelineError as error:
-                reply.failed.kind, reply.failed.message = type(error).__name__, str(error)
-                accepted.sendall(wire.encode(reply.SerializeToString()))
+                reply.failed.kind, reply.failed.message = (
+                    type(error).__name__,
+                    printable(str(error), keep="\n"),
+                )
+                with contextlib.suppress(OSError):  # It may have gone.
+                    accepted.sendall(wire.encode(reply.SerializeToString()))
             except (OSError, ProtobufDecodeError) as problem:
-                log.warning("attachment refused", reason=str(problem))
+                logs.sparsely("attachment refused", peer_of(accepted), reason=str(problem))
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -188,6 +278,16 @@ def _listen_locally(name: str) -> socket.socket:
     listener.bind(b"\0" + name.encode())
     listener.listen(256)
     return listener
+
+
+def peer_of(accepted: socket.socket) -> str:
+    """Returns the host at the other end, for the log."""
+    if accepted.family == socket.AF_UNIX:
+        return "this host"
+    try:
+        return str(accepted.getpeername()[0])
+    except OSError:
+        return "gone"
 
 
 def _is_welcome(accepted: socket.socket) -> bool:

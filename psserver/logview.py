@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from psserver.exits import CommandError, Exit
+from psserver.rotation import former
 from psserver.runfile import Run
 
 POLL_S = 0.2
@@ -38,15 +41,19 @@ class LogView:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Starts near the end of long files, else at the beginning."""
-        self._offsets = {
-            path: max(0, path.stat().st_size - TAIL_NBYTES_MAX) if path.exists() else 0
-            for path in paths
-        }
+        # Of each file: its inode, which stays when it is turned over, and where reading goes on.
+        self._at: dict[Path, tuple[int, int]] = {}
+        for path in paths:
+            oldest = former(path) if former(path).exists() else path
+            self._at[path] = (0, 0)
+            with contextlib.suppress(FileNotFoundError):
+                about = oldest.stat()
+                self._at[path] = (about.st_ino, max(0, about.st_size - TAIL_NBYTES_MAX))
 
     def read(self) -> list[str]:
         """Returns the lines that are new, oldest first."""
         stamped: list[tuple[str, str]] = []
-        for path in self._offsets:
+        for path in self._at:
             stamp = ""
             for line in self._lines(path):
                 match = STAMP.search(line)
@@ -66,11 +73,17 @@ class LogView:
                 time.sleep(POLL_S)
 
     def _lines(self, path: Path) -> list[str]:
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            file.seek(self._offsets[path])
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[path] += len(whole)
-        return whole.decode(errors="replace").splitlines(keepends=True)
+        """Returns the rest of the file, and all of the next if it has been turned over."""
+        lines: list[str] = []
+        for name in (former(path), path):
+            with contextlib.suppress(FileNotFoundError), name.open("rb") as file:
+                inode, offset = self._at[path]
+                number = os.fstat(file.fileno()).st_ino
+                if number != inode and name != path:
+                    continue  # Read long ago.
+                file.seek(offset if number == inode else 0)
+                data = file.read()
+                whole = data[: data.rfind(b"\n") + 1]
+                self._at[path] = (number, file.tell() - len(data) + len(whole))
+                lines += whole.decode(errors="replace").splitlines(keepends=True)
+        return lines

@@ -8,17 +8,22 @@ those who have not come yet are expected at every step, so that no step closes w
 An *elastic* job has a least and a largest number of workers: whoever is live is expected, anybody
 may join while there are fewer than the largest number, and no step closes while there are fewer
 than the least (`wanted`). A worker whose script has come to its end counts as there.
+
+Each time a process joins it draws an incarnation, a random number. Which of two came later is known
+here alone, from what has held each rank; no clock of another machine is asked, nor the wall clock.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
 
 WORKERS_MAX = 4096
 SUSPECT_SHARE = 0.4  # Of a lease: the time of two heartbeats.
+SPENT_MAX = 32  # Former incarnations that are remembered of each rank.
 
 
 class Presence(enum.Enum):
@@ -35,6 +40,8 @@ class Member:
 
     rank: int
     incarnation: int
+    former: tuple[int, ...] = ()  # Those of the same process, from before it came back.
+    spent: tuple[int, ...] = ()  # Those that have held the rank before, the oldest first.
     restart: int
     host: str
     pid: int
@@ -46,6 +53,8 @@ class Member:
     waits: str = ""  # For which shard, in its own words: one that does not answer.
     news: str = ""  # What it has to know of the job when it joins.
     is_suspect: bool = False  # Not heard since its connection broke, or since it was restored.
+    # By table: steps ended, begun and not ended, and those ended when the latter last changed.
+    left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 class Membership:
@@ -74,6 +83,7 @@ class Membership:
         self.lease_s = lease_s
         self.members: dict[int, Member] = {}
         self.has_ended = False  # The last worker to go has said that its part is done.
+        self.spent: dict[int, tuple[int, ...]] = {}  # Of ranks whose workers `begin_again` forgot.
 
     def join(self, member: Member) -> int:
         """Takes `member` in, at its rank or, with rank -1, at the lowest that is free.
@@ -83,8 +93,9 @@ class Membership:
 
         Raises:
             RankTakenError: Another live process holds the rank, or there is none free.
-            ReplacedError: A newer incarnation holds it, or this one was declared lost.
+            ReplacedError: Another process has taken it over since, or this incarnation is over.
         """
+        self.require_new(member)
         if member.rank < 0:
             member.rank = self._free_rank(member.incarnation)
         if member.rank >= self.num_workers:
@@ -94,23 +105,50 @@ class Membership:
             # The same request again; if it comes after the worker has gone, it stays gone.
             return self.heard(member.rank, member.incarnation, member.heard_s).rank
         if held is not None:
-            if self._is_older(member, held):
-                raise ReplacedError(f"rank {member.rank} is held by a newer incarnation")
             # Lost on another shard, but not yet on this one: the same process begins anew on all.
-            is_itself = member.returns and (held.host, held.pid) == (member.host, member.pid)
+            is_itself = held.incarnation in member.former
+            if not is_itself and self._was_replaced(member, held):
+                raise ReplacedError(
+                    f"rank {member.rank} was taken over by process {held.pid} on {held.host}, "
+                    "which was started later"
+                )
             is_live = held.presence is Presence.LIVE and not (is_itself or held.is_suspect)
             if is_live and held.restart >= member.restart:
                 raise RankTakenError(
                     f"rank {member.rank} is held by process {held.pid} on {held.host}, last heard "
                     f"{member.heard_s - held.heard_s:.1f} s ago"
                 )
+            member.spent = (*held.spent, held.incarnation)[-SPENT_MAX:]
+        else:
+            member.spent = self.spent.pop(member.rank, ())
         member.lease_ends_s = member.heard_s + self.lease_s
         self.members[member.rank] = member
         self.has_ended = False
         return member.rank
 
-    def restore(self, members: list[Member], *, has_ended: bool = False) -> None:
-        """Takes the workers of a former process in; those that were live have a new lease.
+    def require_new(self, member: Member) -> None:
+        """Refuses a request to join that comes again after its worker was replaced.
+
+        Raises:
+            ReplacedError: Its worker has joined again, or another in its place.
+        """
+        places = range(self.num_workers) if member.rank < 0 else (member.rank,)
+        former = [self.members[rank].spent for rank in places if rank in self.members]
+        former += [self.spent[rank] for rank in places if rank in self.spent]
+        if any(member.incarnation in spent for spent in former):
+            raise ReplacedError(
+                f"a request to join at rank {member.rank} came late: its worker has joined again, "
+                "or another in its place"
+            )
+
+    def restore(
+        self,
+        members: list[Member],
+        *,
+        has_ended: bool = False,
+        spent: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Takes the workers in a record in; those that were live have a new lease.
 
         Each of them is under suspicion until it is heard: it may have died together with the shard,
         and a new process may take its rank at once.
@@ -120,6 +158,7 @@ class Membership:
             member.is_suspect = True
             self.members[member.rank] = member
         self.has_ended = has_ended
+        self.spent = dict(spent or {})
 
     def begin_again(self) -> None:
         """Forgets the workers that have not ended by themselves: all ranks but theirs are to come.
@@ -127,6 +166,9 @@ class Membership:
         A job whose workers were all lost goes on so with new ones, and waits for all of them as it
         did at its start.
         """
+        for member in self.members.values():
+            if member.presence is not Presence.LEFT:
+                self.spent[member.rank] = (*member.spent, member.incarnation)[-SPENT_MAX:]
         self.members = {rank: self.members[rank] for rank in self._in(Presence.LEFT)}
         for member in self.members.values():
             member.restart = 0  # Its command may be given again too.
@@ -280,11 +322,11 @@ class Membership:
     def _in(self, presence: Presence) -> list[int]:
         return [rank for rank, member in self.members.items() if member.presence is presence]
 
-    def _is_older(self, member: Member, held: Member) -> bool:
-        """Whether a process has begun before the one that holds or held its rank."""
-        if self.is_elastic:  # Another worker may have the place, which was not restarted as often.
-            return member.incarnation < held.incarnation
-        return (member.restart, member.incarnation) < (held.restart, held.incarnation)
+    def _was_replaced(self, member: Member, held: Member) -> bool:
+        """Whether the process that holds or held a rank has taken it over from `member`'s."""
+        if self.is_elastic:  # Whoever finds its place free may have it, whoever had it meanwhile.
+            return False
+        return member.restart < held.restart or not set(held.spent).isdisjoint(member.former)
 
     def _free_rank(self, incarnation: int) -> int:
         """Returns the rank that this process has already, or the lowest that nobody has had.

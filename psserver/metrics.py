@@ -1,7 +1,7 @@
 """The metrics page of one shard, for Prometheus: `/metrics`, and `/healthz` beside it.
 
-Nothing is kept here. The page reads the driver's tally and the shard's state when it is asked for,
-inside the event loop that changes them, so that counting costs the pushes next to nothing.
+Nothing is kept here. The page shows a copy of the shard's numbers (`Driver.figures`) that is made
+when it is asked for, so that counting costs the pushes next to nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pscore.errors import AccessError
 from pscore.types import Verdict
 from psserver.driver import Driver
 from psserver.gate import Gate
-from psserver.membership import Presence
-from psserver.tally import Histogram
+from psserver.tally import Histogram, Tally
 
 if TYPE_CHECKING:
     from prometheus_client.core import HistogramMetricFamily, Metric
 
 REQUEST_NBYTES_MAX = 8 << 10
 REQUEST_S_MAX = 5.0
+CONNECTIONS_MAX = 32
 TEXT = "text/plain; charset=utf-8"
 
 
@@ -41,20 +41,9 @@ class ShardCollector:
         """Yields every metric of the shard."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-        tally, shard = self._driver.tally, self._driver.shard
-        pushes = CounterMetricFamily(
-            "paceline_push_requests", "Pushes answered, by verdict.", labels=["verdict"]
-        )
-        for verdict in Verdict:
-            pushes.add_metric([verdict.name.lower()], tally.pushes[verdict])
-        pushes.add_metric(["refused"], tally.num_pushes_refused)
-        yield pushes
-        pulls = CounterMetricFamily(
-            "paceline_pull_requests", "Pulls answered, with weights or not yet.", labels=["answer"]
-        )
-        pulls.add_metric(["weights"], tally.num_pulls_answered)
-        pulls.add_metric(["not_yet"], tally.num_pulls_put_off)
-        yield pulls
+        shard, figures = self._driver.shard, self._driver.figures()
+        tally = figures.tally
+        yield from _requests(tally)
         wire_bytes = CounterMetricFamily(
             "paceline_wire_bytes", "Bytes of push and pull frames.", labels=["direction"]
         )
@@ -74,14 +63,12 @@ class ShardCollector:
             "Updates between the weights a gradient was made from and those it is applied to.",
             tally.staleness,
         )
-        yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(shard.jobs))
+        yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(figures.live))
         workers = GaugeMetricFamily(
             "paceline_workers_live", "Workers that hold a lease.", labels=["job"]
         )
-        for job in shard.jobs.values():
-            members = job.membership.members.values()
-            live = sum(member.presence is Presence.LIVE for member in members)
-            workers.add_metric([job.name], live)
+        for name, live in figures.live.items():
+            workers.add_metric([name], live)
         yield workers
         about = {
             "version": metadata.version("paceline"),
@@ -90,6 +77,39 @@ class ShardCollector:
             "num_shards": str(shard.num_shards),
         }
         yield InfoMetricFamily("paceline_build", "What runs here.", value=about)
+
+
+def _requests(tally: Tally) -> Iterator[Metric]:
+    """Yields the pushes and pulls of each job; those of ended ones are counted under no name.
+
+    So there are as many series as jobs in which somebody trains, and no sum ever falls.
+    """
+    from prometheus_client.core import CounterMetricFamily
+
+    shares = tally.jobs.values()
+    pushes = CounterMetricFamily(
+        "paceline_push_requests", "Pushes answered, by job and verdict.", labels=["job", "verdict"]
+    )
+    for verdict in Verdict:
+        rest = tally.pushes[verdict] - sum(share.pushes[verdict] for share in shares)
+        pushes.add_metric(["", verdict.name.lower()], rest)
+        for name, share in tally.jobs.items():
+            pushes.add_metric([name, verdict.name.lower()], share.pushes[verdict])
+    pushes.add_metric(["", "refused"], tally.num_pushes_refused)
+    yield pushes
+    pulls = CounterMetricFamily(
+        "paceline_pull_requests",
+        "Pulls answered, by job, with weights or not yet.",
+        labels=["job", "answer"],
+    )
+    answered = sum(share.num_pulls_answered for share in shares)
+    put_off = sum(share.num_pulls_put_off for share in shares)
+    pulls.add_metric(["", "weights"], tally.num_pulls_answered - answered)
+    pulls.add_metric(["", "not_yet"], tally.num_pulls_put_off - put_off)
+    for name, share in tally.jobs.items():
+        pulls.add_metric([name, "weights"], share.num_pulls_answered)
+        pulls.add_metric([name, "not_yet"], share.num_pulls_put_off)
+    yield pulls
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
@@ -125,6 +145,7 @@ class MetricsPage:
         self._context = context
         self._is_ready = is_ready
         self._server: asyncio.Server | None = None
+        self._num_open = 0
 
     async def start(self, host: str, port: int) -> int:
         """Listens, and returns the port.
@@ -144,6 +165,15 @@ class MetricsPage:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_open < CONNECTIONS_MAX:
+            self._num_open += 1
+            try:
+                await self._serve_one(reader, writer)
+            finally:
+                self._num_open -= 1
+        writer.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(
             OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
         ):
@@ -151,7 +181,6 @@ class MetricsPage:
                 request = await reader.readuntil(b"\r\n\r\n")
                 writer.write(await self._answer(request))
                 await writer.drain()
-        writer.close()
 
     async def _answer(self, request: bytes) -> bytes:
         method, _, rest = request.partition(b" ")
@@ -191,7 +220,6 @@ class MetricsPage:
     async def _metrics(self) -> tuple[str, bytes]:
         # Its import takes longer than a push may wait.
         prometheus = await asyncio.to_thread(importlib.import_module, "prometheus_client")
-        self._driver.tally.settle()
         registry = prometheus.CollectorRegistry(auto_describe=False)
         registry.register(ShardCollector(self._driver))
         prometheus.ProcessCollector(registry=registry)

@@ -14,6 +14,8 @@ from psserver.exits import Exit
 from psserver.limits import KEEP_ENDED_S, Limits
 from psserver.trust import Trust
 
+FOLDER = "checkpoints"  # In the state directory.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlan:
@@ -30,8 +32,13 @@ class ShardPlan:
     grace_s: float
     log_format: str
     log_level: str
-    state_dir: str | None = None  # Where snapshots are written; None: nowhere.
-    snapshot_s: float = 0.0  # Seconds from one to the next; 0: never.
+    log_file: str | None = None  # Standard error, if that is a file that is turned over.
+    log_max_mb: int = 0  # Its size in MiB at that; 0: never.
+    state_dir: str | None = None
+    checkpoint_dir: str | None = None  # Of checkpoints that are loaded at the start.
+    loading_s: float = 0.0  # Time that this may take, beyond that of a start without any.
+    # Of all shards, in order, where shard 0 brings the others what it has loaded; else empty.
+    addresses: list[str] = field(default_factory=list)
     trust: Trust = field(default_factory=Trust)
     journal_dir: str | None = None  # Where the journals are; None: nowhere.
     memory_mb: int | None = None  # For tables; None: what is there.
@@ -59,6 +66,27 @@ class ShardPlan:
         """Returns the plan that `to_json` wrote."""
         values = json.loads(text)
         return ShardPlan(**{**values, "trust": Trust(**values["trust"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePlan:
+    """Everything that the process which takes scheduled checkpoints has to know."""
+
+    addresses: list[str]  # Of all shards, in order.
+    folder: str
+    every_s: float
+    token_file: str | None
+    log_format: str
+    log_level: str
+
+    def to_json(self) -> str:
+        """Returns the plan as an argument of a command line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> SchedulePlan:
+        """Returns the plan that `to_json` wrote."""
+        return SchedulePlan(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from pscore.errors import LimitError, PacelineError
 from pscore.rules import make_rule
 from pscore.segment import Segment, WeightsMap
 from pscore.types import FloatArray, IntArray, Push, SliceSpec
-from psserver import snapshot
+from psserver import records
 from psserver.barriers import Barrier
 from psserver.clock import SliceClock
 from psserver.counted import Bin, Token
@@ -59,11 +59,7 @@ class Recovery:
         self._jobs: dict[int, JobVault] = {}  # By the id of the job.
         self._roots: dict[tuple[int, int], dict[int, int]] = {}  # By job and table: by slice.
         self._without: set[int] = set()  # Jobs for which there was no room.
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is kept."""
-        return self._vault is not None
+        self._owing: dict[int, Job] = {}  # By id: what their workers claim may be in the vault.
 
     # ----- writing
 
@@ -138,6 +134,7 @@ class Recovery:
 
     def note_owed(self, job: Job, arrays: Mapping[str, FloatArray]) -> None:
         """Writes down what workers have still to claim, or that there is nothing more of it."""
+        self._owing[id(job)] = job
         kept = self._jobs.get(id(job))
         if kept is None:
             return
@@ -146,8 +143,20 @@ class Recovery:
         except OSError as problem:
             log.error("what workers owe is not journalled", job=job.name, reason=str(problem))
 
+    def settle(self, kept_of: Callable[[int], Mapping[str, FloatArray]]) -> None:
+        """Deletes what `note_owed` wrote of jobs whose workers have claimed all of it.
+
+        Args:
+            kept_of: Returns what is still to be claimed, by the id of the job.
+        """
+        for key, job in list(self._owing.items()):
+            if not kept_of(key):
+                self.note_owed(job, {})
+                del self._owing[key]
+
     def owed(self, job: Job) -> dict[str, FloatArray]:
         """Returns what `note_owed` wrote; nothing if that cannot be read."""
+        self._owing[id(job)] = job
         kept = self._jobs.get(id(job))
         try:
             return {} if kept is None else kept.read_owed()
@@ -158,6 +167,7 @@ class Recovery:
     def forget(self, key: int) -> None:
         """Deletes what is kept of the job with this id."""
         self._without.discard(key)
+        self._owing.pop(key, None)
         for entry in [entry for entry in self._roots if entry[0] == key]:
             del self._roots[entry]
         kept = self._jobs.pop(key, None)
@@ -214,7 +224,7 @@ class Recovery:
         allocate: Callable[[Job, Table, Room], None],
     ) -> Job:
         """Makes a job of its journal, once all of that is found to be usable."""
-        name, members = meta["name"], snapshot.members_of(meta, now_s)
+        name, members = meta["name"], records.members_of(meta, now_s)
         job = self._shard.restore(
             name,
             meta["num_workers"],
@@ -222,11 +232,12 @@ class Recovery:
             meta["min_workers"],
             has_ended=meta["ended"],
             is_restored=meta["restored"],
+            spent={int(rank): tuple(spent) for rank, spent in meta["spent"].items()},
         )
         job.life.number = meta["life"]
         try:
-            for name_, number, ranks, is_open in meta["barriers"]:
-                job.barriers.by_name[name_] = Barrier(number, set(ranks), is_open)
+            for name_, number, ranks, *rest in meta["barriers"]:
+                job.barriers.by_name[name_] = Barrier(number, set(ranks), *rest)
             rooms = [self._room_of(kept, job, entry) for entry in tables]
         except UNUSABLE:
             del self._shard.jobs[name]
@@ -239,7 +250,7 @@ class Recovery:
 
     def _room_of(self, kept: JobVault, job: Job, entry: Meta) -> tuple[Table, Room]:
         """Returns a table with its memory, which holds what the records say."""
-        table, _ = self._shard.define(job, snapshot.spec_of(entry))
+        table, _ = self._shard.define(job, records.spec_of(entry))
         roots = {int(index): root for index, root in entry["roots"].items()}
         self._roots[id(job), table.index] = roots
         table.epoch = entry["epoch"]
@@ -262,7 +273,7 @@ class Recovery:
     def _describe_table(self, job: Job, table: Table) -> Meta:
         former = table.former
         return {
-            "spec": snapshot.spec_to_json(table.spec),
+            "spec": records.spec_to_json(table.spec),
             "roots": self._roots[id(job), table.index],
             "epoch": table.epoch,
             "former": None if former is None else [former.name, former.arguments()],
@@ -388,10 +399,11 @@ def _describe(job: Job) -> Meta:
         "ended": job.state is State.ENDED,
         "restored": job.life.is_restored,
         "life": job.life.number,
-        "members": snapshot.members_to_json(job),
+        "members": records.members_to_json(job),
+        "spent": dict(job.membership.spent),
         "barriers": [
-            [name, barrier.number, sorted(barrier.arrived), barrier.is_open]
-            for name, barrier in job.barriers.by_name.items()
+            [name, one.number, sorted(one.arrived), one.is_open, one.largest, one.former]
+            for name, one in job.barriers.by_name.items()
         ],
     }
 

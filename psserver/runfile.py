@@ -1,7 +1,7 @@
 """The run directory: where a running `psserver start` can be found, and its logs.
 
     DIR/7070/run.json       who runs: processes, addresses, log files
-    DIR/7070/shard-0.log    log lines of a detached shard
+    DIR/7070/shard-0.log    log lines of a detached shard; shard-0.log.1 has those before
     DIR/7070/supervisor.log
 
 DIR is the state directory if one is given, else `paceline` in $XDG_RUNTIME_DIR, else a directory of
@@ -21,11 +21,11 @@ from pathlib import Path
 
 import psutil
 
+from pscore.boot import began
 from psserver.exits import CommandError, Exit
 
 FILE = "run.json"
 FREE = "free-"  # Begins the name of a run on free ports; the number of its process follows.
-CREATED_S = 1.0  # Two clocks' readings of one process's start differ by less.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Run:
     """One `psserver start` that runs on this machine."""
 
     pid: int  # Of the supervisor.
-    created_s: float  # When that process began: process numbers are used again.
+    began: str  # When that process began (pscore/boot.py): process numbers are used again.
     cluster: str
     host: str
     port: int
@@ -58,12 +58,10 @@ class Run:
     def is_alive(self) -> bool:
         """Returns whether the supervisor still runs."""
         try:
-            process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            return abs(process.create_time() - self.created_s) < CREATED_S
+            is_zombie = psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+        return not is_zombie and began(self.pid) == self.began
 
 
 class RunDirectory:
@@ -112,7 +110,7 @@ class RunDirectory:
             if is_used or (run is not None and run.is_alive()):
                 continue
             with contextlib.suppress(OSError):
-                for file in [*folder.glob("*.log"), folder / FILE]:
+                for file in [*folder.glob("*.log*"), folder / FILE]:
                     file.unlink(missing_ok=True)
                 folder.rmdir()
 

@@ -25,16 +25,20 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rpc import DATA_SERVICE, ERROR_KEY, code_of
 from pscore.rules import make_rule
+from pscore.text import printable
 from pscore.types import ByteArray, FloatArray, TensorSpec
 from psserver.driver import WAIT_S_MAX, Driver
 from psserver.gate import Gate
 from psserver.listener import BulkServer
 from psserver.membership import Member
-from psserver.shard import Job
-from psserver.table import Table, TableSpec, make_spec
+from psserver.shard import Job, require_name
+from psserver.table import TableSpec, make_spec
+from psserver.uneven import report
+from psserver.views import JobView, Shared, TableView
 
 RAW = pb.Plugin(name="none")
-WAITS_LENGTH_MAX = 512  # Of what a worker says that it waits for.
+TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
+HOST_LENGTH_MAX = 256
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -43,7 +47,9 @@ if TYPE_CHECKING:
 
 async def refuse(context: Context, error: PacelineError) -> None:
     """Ends a call with the status code and the class name of `error`."""
-    await context.abort(code_of(error), str(error), ((ERROR_KEY, type(error).__name__),))
+    await context.abort(
+        code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
+    )
 
 
 class GrpcReply:
@@ -93,7 +99,7 @@ def data_handler(driver: Driver, gate: Gate | None = None) -> grpc.GenericRpcHan
             require(header, context)
             driver.intake.push(header, np.frombuffer(payload, dtype=np.uint8), reply)
         except PacelineError as error:
-            driver.tally.num_pushes_refused += 1
+            driver.intake.note_refused()
             await refuse(context, error)
             raise
         return await reply.frame
@@ -156,6 +162,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         instance: int,
         drain: Callable[[float], None],
         bulk: BulkServer | None = None,
+        set_aside: Callable[[str], str] = lambda _: "",
     ) -> None:
         """Serves `driver`.
 
@@ -165,15 +172,24 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             instance: Random number of this start of this shard.
             drain: Called with the seconds of grace when somebody asks the shard to stop.
             bulk: The bulk data plane, if this shard has one.
+            set_aside: Called with the name of a job that was forgotten; moves its checkpoints
+                aside, and returns where they are, or nothing if there are none.
         """
+        self._set_aside = set_aside
         self._driver = driver
         self._cluster = cluster
         self._instance = instance
         self._drain = drain
         self._bulk = bulk
+        self._process = psutil.Process()
+        self._status = Shared(self._make_status)
+        self.closed = ""  # Why workers cannot join yet; empty if they can.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         """Says which shard of which cluster this is."""
+        return self._describe()
+
+    def _describe(self) -> pb.DescribeReply:
         return pb.DescribeReply(
             cluster=self._cluster,
             shard=self._driver.shard.index,
@@ -188,6 +204,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
         """Takes a worker into a job."""
+        if self.closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed)
         try:
             if request.protocol != wire.PROTOCOL:
                 raise ProtocolVersionError(
@@ -197,8 +215,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             member = Member(
                 rank=request.rank,
                 incarnation=request.incarnation,
+                former=tuple(request.former),
                 restart=request.restart,
-                host=request.host,
+                host=printable(request.host, HOST_LENGTH_MAX),
                 pid=request.pid,
                 heard_s=self._driver.now(),
                 returns=request.returns or request.restart > 0,
@@ -209,26 +228,35 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.JoinReply(
-            rank=member.rank,
-            num_workers=job.membership.num_workers,
-            lease_s=job.membership.lease_s,
-            instance=self._instance,
-            rounds=job.barriers.next_rounds(),
-            news=member.news,
-            progress=job.progress,
-            life=job.life.number,
-        )
+        with self._driver.lock:
+            return pb.JoinReply(
+                rank=member.rank,
+                num_workers=job.membership.num_workers,
+                lease_s=job.membership.lease_s,
+                instance=self._instance,
+                rounds=job.barriers.next_rounds(),
+                news=member.news,
+                progress=job.progress,
+                life=job.life.number,
+            )
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
         """Declares a table, or checks that this worker's is the job's."""
         try:
             job = self._heard(request)
-            table, created = self._driver.define(job, _spec(request.table))
+            with self._driver.lock:
+                table, created = self._driver.define(job, _spec(request.table))
+                origin, has_weights = table.spec.origin, table.has_weights
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.DefineReply(table=table.index, created=created, has_weights=table.has_weights)
+        return pb.DefineReply(
+            table=table.index,
+            created=created,
+            clock=origin.clock,
+            step=origin.step,
+            has_weights=has_weights,
+        )
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
         """Lets a worker step aside, or changes the mode of a table."""
@@ -238,7 +266,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 rule = make_rule(*_plugin(request.rule))
                 self._driver.change(job, request.table, request.worker, rule)
             else:
-                change = (request.incarnation, request.number)
+                change = (request.incarnation, request.number, request.step)
                 self._driver.step_aside(job, request.table, request.worker, change)
         except PacelineError as error:
             await refuse(context, error)
@@ -247,22 +275,28 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
+        driver = self._driver
         try:
-            job = self._heard(request)
+            with driver.lock:
+                job = self._heard(request)
+                text = printable(request.waiting_for, TEXT_LENGTH_MAX)
+                driver.waits.note(job, request.worker, text)
+                left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
+                text = report(job.membership, request.worker, left_out)
+                asked = driver.intake.debts.asked_of(job, request.worker)
+                return pb.HeartbeatReply(
+                    instance=self._instance,
+                    waiting_for=driver.waits.stalled(job),
+                    owing=[
+                        pb.Owing(table=number, step=step, slices=slices)
+                        for number, step, slices in asked
+                    ],
+                    live=job.membership.live() if request.wants_live else (),
+                    uneven=text,
+                )
         except PacelineError as error:
             await refuse(context, error)
             raise
-        self._driver.waits(job, request.worker, request.waiting_for[:WAITS_LENGTH_MAX])
-        with self._driver.lock:
-            asked = list(self._driver.intake.debts.asked_of(job, request.worker))
-        return pb.HeartbeatReply(
-            instance=self._instance,
-            waiting_for=self._driver.stalled(job),
-            owing=[
-                pb.Owing(table=number, step=step, slices=slices) for number, step, slices in asked
-            ],
-            live=job.membership.live() if request.wants_live else (),
-        )
 
     async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
         """Takes what a worker's error feedback owes of a slice."""
@@ -290,12 +324,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 job = self._heard(request)
                 table = job.table(request.table)
                 kept = self._driver.intake.debts.kept(job, table, request.worker)
+                arrays = dict(kept.get(request.slice, {})).items()
         except PacelineError as error:
             await refuse(context, error)
             raise
         if not request.HasField("slice"):
             return pb.ClaimReply(slices=sorted(kept))
-        arrays = kept.get(request.slice, {}).items()
         return pb.ClaimReply(
             arrays=[pb.Array(name=name, data=array.tobytes()) for name, array in arrays]
         )
@@ -303,14 +337,15 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
         """Waits until all workers of the job are here."""
         try:
+            require_name("barrier", request.name)
             job = self._heard(request)
         except PacelineError as error:
             await refuse(context, error)
             raise
-        done, missing = await self._driver.barrier(
-            job, request.name, request.round, request.worker, request.wait_ms / 1000
+        done, missing, value = await self._driver.barrier(
+            job, request.name, request.round, request.worker, request.wait_ms / 1000, request.value
         )
-        return pb.BarrierReply(done=done, waiting_for=missing)
+        return pb.BarrierReply(done=done, waiting_for=missing, value=value)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""
@@ -318,34 +353,37 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             request.job,
             request.worker,
             request.incarnation,
-            request.reason,
+            printable(request.reason, TEXT_LENGTH_MAX),
             failed=request.failed,
         )
         return pb.LeaveReply()
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         """Says how the jobs of this shard go."""
-        shard = self._driver.shard
+        reply: pb.StatusReply = await self._status.get()
+        return reply
+
+    def _make_status(self) -> pb.StatusReply:
+        with self._driver.lock:
+            lost = list(self._driver.shard.lifetimes.lost.values())
         return pb.StatusReply(
-            shard=await self.Describe(pb.DescribeRequest(), context),
-            jobs=[self._job_status(job) for job in shard.jobs.values()],
+            shard=self._describe(),
+            jobs=[_job_status(job) for job in self._driver.status()],
             uptime_s=self._driver.now() - self._driver.started_s,
-            memory_nbytes=psutil.Process().memory_info().rss,
+            memory_nbytes=self._process.memory_info().rss,
             pid=os.getpid(),
-            lost=[
-                pb.LostJob(job=name, reason=reason)
-                for name, reason in shard.lifetimes.lost.values()
-            ],
+            lost=[pb.LostJob(job=name, reason=reason) for name, reason in lost],
         )
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetReply:
         """Forgets a job and all that is kept of it."""
         try:
             found, nbytes = self._driver.forget(request.job, is_forced=request.force)
+            folder = await asyncio.to_thread(self._set_aside, request.job)
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.ForgetReply(found=found, memory_nbytes=nbytes)
+        return pb.ForgetReply(found=found, memory_nbytes=nbytes, checkpoints=folder)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
         """Stops the shard after what is under way is answered."""
@@ -363,53 +401,51 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> Job:
         return self._driver.heard(request.job, request.worker, request.incarnation)
 
-    def _job_status(self, job: Job) -> pb.JobStatus:
-        now_s = self._driver.now()
-        clocks = [clock for table in job.tables.values() for clock in table.clocks.values()]
-        workers = [
-            pb.WorkerStatus(
-                rank=member.rank,
-                host=member.host,
-                pid=member.pid,
-                step=job.steps.get(member.rank, 0),
-                staleness=max((c.staleness.get(member.rank, 0) for c in clocks), default=0),
-                state=member.presence.value,
-                last_heard_s=now_s - member.heard_s,
-            )
-            for _, member in sorted(job.membership.members.items())
-        ]
-        counters = job.counters
-        return pb.JobStatus(
-            job=job.name,
-            num_workers=job.membership.num_workers,
-            min_workers=job.membership.min_workers,
-            workers=workers,
-            tables=[self._table_status(job, table) for table in job.tables.values()],
-            pushed_nbytes=counters.pushed_nbytes,
-            pulled_nbytes=counters.pulled_nbytes,
-            num_pushes=counters.num_pushes,
-            num_updates=counters.num_updates,
-            waiting_for=self._driver.others_awaited(job),
-            state=job.state.value,
-            step=job.step,
-            memory_nbytes=job.memory_nbytes,
-            silent_s=min((worker.last_heard_s for worker in workers), default=0.0),
-        )
 
-    def _table_status(self, job: Job, table: Table) -> pb.TableStatus:
-        versions = [clock.version for clock in table.clocks.values()] or [-1]
-        return pb.TableStatus(
-            name=table.spec.name,
-            mode=str(table.spec.rule),
-            compressor=str(table.spec.compressor),
-            optimizer=table.spec.optimizer,
-            num_slices=len(table.specs),
-            nbytes=table.nbytes,
-            version_min=min(versions),
-            version_max=max(versions),
-            waiting_for=self._driver.waiting_for(job, table),
-            fingerprint=table.layout.fingerprint,
+def _job_status(job: JobView) -> pb.JobStatus:
+    workers = [
+        pb.WorkerStatus(
+            rank=worker.rank,
+            host=worker.host,
+            pid=worker.pid,
+            step=worker.step,
+            staleness=worker.staleness,
+            state=worker.state,
+            last_heard_s=worker.silent_s,
         )
+        for worker in job.workers
+    ]
+    return pb.JobStatus(
+        job=job.name,
+        num_workers=job.num_workers,
+        min_workers=job.min_workers,
+        state=job.state,
+        step=job.step,
+        memory_nbytes=job.memory_nbytes,
+        silent_s=min((worker.silent_s for worker in job.workers), default=0.0),
+        workers=workers,
+        tables=[_table_status(table) for table in job.tables],
+        pushed_nbytes=job.pushed_nbytes,
+        pulled_nbytes=job.pulled_nbytes,
+        num_pushes=job.num_pushes,
+        num_updates=job.num_updates,
+        waiting_for=job.waiting_for,
+    )
+
+
+def _table_status(table: TableView) -> pb.TableStatus:
+    return pb.TableStatus(
+        name=table.name,
+        mode=table.mode,
+        compressor=table.compressor,
+        optimizer=table.optimizer,
+        num_slices=table.num_slices,
+        nbytes=table.nbytes,
+        version_min=table.version_min,
+        version_max=table.version_max,
+        waiting_for=table.waiting_for,
+        fingerprint=table.fingerprint,
+    )
 
 
 def _spec(table: pb.Table) -> TableSpec:
@@ -418,6 +454,7 @@ def _spec(table: pb.Table) -> TableSpec:
     Raises:
         ConfigError: Its arguments are not JSON objects, or name no plug-in there is.
     """
+    require_name("table", table.name)
     has_pulls = table.HasField("pull_compressor")
     return make_spec(
         name=table.name,

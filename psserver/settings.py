@@ -61,11 +61,14 @@ class ServerSettings(BaseSettings):
     grace_s: float = Field(default=10.0, ge=0.0, le=600.0)
     """Seconds that requests under way may take when the shards end."""
     state_dir: Path | None = None
-    """Directory for the run file and logs. By default one below $XDG_RUNTIME_DIR or the
-    directory for temporary files."""
-    snapshot_s: float = Field(default=30.0, ge=0.0, le=86400.0)
-    """Seconds between snapshots into `state_dir`; a shard that died comes back with the last
-    one. Less loses less, and writes more. 0 is never. Without `state_dir` there are none."""
+    """Directory for the run file, logs, journals and scheduled checkpoints. By default one below
+    $XDG_RUNTIME_DIR or the directory for temporary files, for the run file and logs alone."""
+    checkpoint_s: float = Field(default=300.0, ge=0.0, le=86400.0)
+    """Seconds between checkpoints of each job into `state_dir`/checkpoints. After all machines
+    went down, shards start from the newest. Less loses less, and writes more. 0 is never."""
+    shard_addresses: str | None = None
+    """Addresses of all shards, in order, `host:port,host:port`: shard 0 needs them to take
+    checkpoints where each shard is started by itself, with `shard_index`."""
     memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
     """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
     refused. By default what the host has."""
@@ -78,7 +81,7 @@ class ServerSettings(BaseSettings):
     durability: Literal["journal", "memory"] = "journal"
     """What a killed shard comes back with. journal: everything it has acknowledged, from files in
     `state_dir` or in memory; it costs the optimizer's state a second time. memory: nothing but the
-    last snapshot, if there is one."""
+    newest checkpoint, if there is one."""
     timeline: Path | None = None
     """Where each shard writes at its end what it did when: `trace.json` becomes
     `trace.shard0.json` and so on, for `psworker timeline`. By default nothing is recorded."""
@@ -115,6 +118,34 @@ class ServerSettings(BaseSettings):
         return self.threads or max(1, (os.cpu_count() or 1) // len(self.indices))
 
     @property
+    def other_addresses(self) -> list[str]:
+        """Addresses of all shards, in order, at a shard 0 that is started by itself."""
+        if self.shard_index != 0 or self.shard_addresses is None:
+            return []
+        return [address.strip() for address in self.shard_addresses.split(",")]
+
+    @property
+    def takes_checkpoints(self) -> bool:
+        """Whether scheduled checkpoints are taken here: by who starts shard 0."""
+        return bool(
+            self.checkpoint_s
+            and self.state_dir is not None
+            and self.shard_index in (None, 0)
+            and not self.why_no_checkpoints
+        )
+
+    @property
+    def why_no_checkpoints(self) -> str:
+        """Why scheduled checkpoints cannot be taken by who starts shard 0; empty if they can."""
+        if self.state_dir is None:
+            return "there is no place for them: give --state-dir"
+        if self.shard_index == 0 and self.shards > 1 and self.shard_addresses is None:
+            return "shard 0 does not know the others: give --shard-addresses HOST:PORT,HOST:PORT"
+        if self.tls_cert is not None and not os.environ.get("PACELINE_TLS_CA"):
+            return "they are read over TLS: set PACELINE_TLS_CA to the CA that signed --tls-cert"
+        return ""
+
+    @property
     def indices(self) -> range:
         """The shards to start here."""
         if self.shard_index is None:
@@ -140,6 +171,9 @@ class LogSettings(BaseSettings):
     """Lines for people or for machines."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is written."""
+    max_mb: int = Field(default=64, ge=0, le=MB_MAX)
+    """Size of a detached process's log file in MiB; then it becomes `NAME.log.1`, in the place of
+    the one before, and a new one is begun. 0 lets it grow."""
 
 
 SECTIONS: dict[str, type[BaseSettings]] = {
@@ -179,6 +213,7 @@ def resolve(flags: Mapping[str, object] | None = None, file: Path | None = None)
     """
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     tables = _read(file)
+    _refuse_former(given, tables, file)
     sections: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for section, kind in SECTIONS.items():
@@ -247,6 +282,7 @@ def _check(settings: Settings) -> None:
         )
     server.trust.check()
     _check_part(server)
+    _check_checkpoints(settings)
     for name, first in (("server.port", server.port), ("metrics.port", settings.metrics.port)):
         num_shards = len(server.indices)
         last = (first or 0) + num_shards - 1
@@ -260,6 +296,47 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"metrics.port is by default server.port + {METRICS_OFFSET} = {last_metrics}, must be "
             f"at most {PORT_MAX}; give --metrics-port, 0 is off"
+        )
+
+
+def _refuse_former(
+    given: Mapping[str, object], tables: Mapping[str, Mapping[str, object]], file: Path | None
+) -> None:
+    """Raises a `ConfigError` if a setting is given that another one has replaced."""
+    for origin, is_given in (
+        ("flag --snapshot-s", "server.snapshot_s" in given),
+        ("environment PACELINE_SNAPSHOT_S", bool(os.environ.get("PACELINE_SNAPSHOT_S"))),
+        (f"file {file}", "snapshot_s" in tables.get("server", {})),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"server.snapshot_s ({origin}) is gone: there are no snapshots any more, but "
+                "checkpoints of all shards together; give server.checkpoint_s (--checkpoint-s, "
+                "PACELINE_CHECKPOINT_S), the seconds between two of them"
+            )
+
+
+def _check_checkpoints(settings: Settings) -> None:
+    """Raises a `ConfigError` if checkpoints are asked for that cannot be taken."""
+    server, origin = settings.server, settings.origins["server.checkpoint_s"]
+    is_wanted = origin != "default" and server.checkpoint_s and server.shard_index in (None, 0)
+    if is_wanted and (reason := server.why_no_checkpoints):
+        raise ConfigError(
+            f"server.checkpoint_s is {server.checkpoint_s:g} ({origin}), and {reason}"
+        )
+    if server.shard_addresses is None:
+        return
+    if server.shard_index is None:
+        raise ConfigError(
+            "server.shard_addresses is for shards that are started one by one, with --shard-index"
+        )
+    for address in (addresses := server.shard_addresses.split(",")):
+        host, _, port = address.strip().rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"server.shard_addresses has {address!r}, must be host:port")
+    if len(addresses) != server.shards:
+        raise ConfigError(
+            f"server.shard_addresses has {len(addresses)} addresses for {server.shards} shards"
         )
 
 

@@ -8,7 +8,7 @@ tensor of the low-level interface. Jobs share nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from pscore.errors import (
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules.base import Rule, require_sizes
-from pscore.types import Pull, Push
+from pscore.types import Origin, Pull, Push, Role
 from psserver.actions import Acknowledge, Action, Add, Hold, Update
 from psserver.barriers import Barrier
 from psserver.clock import SliceClock
@@ -32,7 +32,7 @@ from psserver.job import Job as Job  # Also from here, for those who drive a sha
 from psserver.lifetime import Lifetimes, is_repeated
 from psserver.limits import Limits
 from psserver.membership import Member, Membership
-from psserver.table import Change, Table, TableSpec
+from psserver.table import COUNT_MAX, Change, Table, TableSpec
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
@@ -94,8 +94,7 @@ class Shard:
             LimitError: There are too many jobs.
             StateLostError: The job was here, and its numbers cannot be used.
         """
-        if not name or len(name) > NAME_LENGTH_MAX:
-            raise ConfigError(f"job name {name!r} must have 1..{NAME_LENGTH_MAX} characters")
+        require_name("job", name)
         job = self.jobs.get(name)
         if job is None or self.lifetimes.is_gone(job, num_workers, member):
             news = self.lifetimes.begins_anew(name)
@@ -106,6 +105,7 @@ class Shard:
                 f"job {name!r} has {job.membership.size} workers, this one was started for {wanted}"
                 f"{job.hint()}"
             )
+        job.membership.require_new(member)
         repeated = is_repeated(job, member)
         if member.rank < num_workers:  # Else it is refused.
             self.lifetimes.meet(job, member, life)
@@ -117,7 +117,7 @@ class Shard:
                 if came_back or clock.is_under_way(is_elastic=job.membership.is_elastic):
                     clock.welcome(member.rank)
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
-            self._make_room(name)
+            self.lifetimes.make_room(name, JOBS_MAX)
             self.jobs[name] = job
         is_late = job.membership.is_elastic and job.step > job.life.first_step
         if not (member.returns or is_late):
@@ -170,10 +170,12 @@ class Shard:
         *,
         has_ended: bool = False,
         is_restored: bool = True,
+        spent: Mapping[int, tuple[int, ...]] | None = None,
     ) -> Job:
-        """Makes a job of what was saved of it; its tables are defined next."""
+        """Makes a job of a record of it; its tables are defined next."""
+        require_name("job", name)
         job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
-        job.membership.restore(members, has_ended=has_ended)
+        job.membership.restore(members, has_ended=has_ended, spent=spent)
         job.met = {member.rank for member in members}
         job.life.is_restored = is_restored
         self.lifetimes.forget(name, is_forced=True)
@@ -269,7 +271,10 @@ class Shard:
     def step_aside(self, job: Job, index: int, rank: int, change: Change) -> Actions:
         """Lets the steps of a table close without `rank`, until its mode has been changed."""
         table = job.table(index)
-        if change <= table.changed.get(rank, ()):
+        if change[-1] > COUNT_MAX:
+            raise RemoteProtocolError(f"worker {rank} is at step {change[-1]}, beyond {COUNT_MAX}")
+        known = table.changed.get(rank, ())
+        if change[:1] == known[:1] and change <= known:
             return []  # Sent twice, and this one was under way for long.
         table.aside[rank] = change
         return self._noted(job, table, lambda clock: clock.recheck())
@@ -299,7 +304,10 @@ class Shard:
         table.changed |= table.aside
         actions = self._noted(job, table, lambda clock: clock.change(rule))
         table.former, table.epoch = table.spec.rule, table.epoch + 1
-        table.spec = replace(table.spec, rule=rule)
+        # All go on from the newest version, and from the step of the worker that was furthest.
+        clock = max((max(clock.version, 0) for clock in table.clocks.values()), default=0)
+        step = max((step for *_, step in filter(None, table.aside.values())), default=0)
+        table.spec = replace(table.spec, rule=rule, origin=Origin(clock, step))
         table.aside.clear()
         return actions
 
@@ -334,7 +342,11 @@ class Shard:
 
     def push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
         """Takes one push (`SliceClock.push`)."""
-        actions = job.table(address.table).clock(address.slice).push(push, token)
+        table = job.table(address.table)
+        clock = table.clock(address.slice)
+        actions = clock.push(push, token)
+        if push.role is Role.STATE:  # The step is that of the state.
+            table.spec = replace(table.spec, origin=Origin(clock.progress(), push.step))
         job.counters.num_pushes += 1
         _count(job, actions)
         return [(address, action) for action in actions]
@@ -360,9 +372,9 @@ class Shard:
 
     # ----- barriers
 
-    def barrier(self, job: Job, name: str, number: int, rank: int) -> str:
+    def barrier(self, job: Job, name: str, number: int, rank: int, value: float = 0.0) -> str:
         """Arrives at round `number` of a barrier. Returns what that waits for; empty if open."""
-        barrier = job.barriers.arrive(name, number, rank)
+        barrier = job.barriers.arrive(name, number, rank, value)
         return "" if barrier is None else self.at_barrier(job, name, barrier)
 
     def at_barrier(self, job: Job, name: str, barrier: Barrier) -> str:
@@ -384,17 +396,18 @@ class Shard:
             for item in self._noted(job, table, lambda clock: clock.recheck())
         ]
 
-    def _make_room(self, name: str) -> None:
-        """Forgets the job that ended first if there are too many.
 
-        Raises:
-            LimitError: None of them has ended.
-        """
-        if name not in self.jobs and len(self.jobs) >= JOBS_MAX and not self.lifetimes.free_one():
-            raise LimitError(
-                f"{JOBS_MAX} jobs have not ended on shard {self.index}: `psserver jobs` lists "
-                "them, `psserver forget JOB` frees one"
-            )
+def require_name(what: str, name: str) -> None:
+    """Refuses a name that people could not read where it is shown to them.
+
+    Raises:
+        ConfigError: It is empty, too long, or has characters that are not printed.
+    """
+    if not 1 <= len(name) <= NAME_LENGTH_MAX or not name.isprintable():
+        raise ConfigError(
+            f"{what} name {name[:NAME_LENGTH_MAX]!a} must have 1..{NAME_LENGTH_MAX} "
+            "characters, all of them printable (no line ends, no escape sequences)"
+        )
 
 
 def _count(job: Job, actions: Sequence[Action]) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.text import printable
+from psserver.exits import CommandError, Exit
 
+ENDED = 2  # The place of ended jobs in the list.
+WIDTH = 200  # Of tables that nobody reads on a terminal.
 LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
 
 
@@ -103,10 +109,12 @@ def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
 
 
 def show(status: dict[str, Any]) -> None:
-    """Prints the picture as tables."""
+    """Prints the picture as tables: jobs in which somebody trains first, ended ones in a line."""
     from rich.console import Console
 
-    console = Console(soft_wrap=False, highlight=False)
+    # A file or a pipe has no width; there nothing is cut off.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH
+    console = Console(soft_wrap=False, highlight=False, width=width)
     about = f"cluster {status['cluster']}, paceline {status['version']}"
     console.print(
         grid(
@@ -126,10 +134,37 @@ def show(status: dict[str, Any]) -> None:
     )
     for shard in status["silent"]:
         console.print(f"shard {shard['index']} at {shard['address']} does not answer", markup=False)
-    for job in status["jobs"]:
+    jobs = sorted(status["jobs"], key=_rank)
+    ended = [job["name"] for job in jobs if _rank(job) == ENDED] if len(jobs) > 1 else []
+    for job in jobs[: len(jobs) - len(ended)]:
         _show_job(console, job)
+    if ended:
+        names = ", ".join(ended[:LISTED_MAX]) + (", ..." if len(ended) > LISTED_MAX else "")
+        what = f"{len(ended)} ended job{'s' if len(ended) > 1 else ''}: {names}"
+        console.print(f"{what} (--job NAME or --json shows more)", markup=False)
     if not status["jobs"]:
         console.print("no jobs yet")
+
+
+def only(status: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns the picture with one of its jobs.
+
+    Raises:
+        CommandError: There is no such job; names those that there are.
+    """
+    found = [job for job in status["jobs"] if job["name"] == name]
+    if not found:
+        names = ", ".join(job["name"] for job in sorted(status["jobs"], key=_rank)[:LISTED_MAX])
+        raise CommandError(Exit.USAGE, f"no job {name!r} here; there are {names or 'none'}")
+    return {**status, "jobs": found}
+
+
+def _rank(job: dict[str, Any]) -> int:
+    """Returns the place of a job in the list: training, then waiting or interrupted, then ended."""
+    states = {worker["state"] for worker in job["workers"]}
+    if "live" in states:
+        return 0
+    return ENDED if states == {"left"} else 1
 
 
 def _show_job(console: Any, job: dict[str, Any]) -> None:
@@ -177,7 +212,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
     waiting = dict.fromkeys(job["waiting_for"])
     waiting |= dict.fromkeys(text for table in job["tables"] for text in table["waiting_for"])
     for text in list(waiting)[:LISTED_MAX]:
-        console.print(f"waits for {text}", markup=False)
+        console.print(f"waits for {printable(text)}", markup=False)
 
 
 def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
@@ -186,11 +221,13 @@ def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[obje
     from rich.markup import escape
     from rich.table import Table
 
-    grid = Table(box=box.SIMPLE_HEAD, title=title and escape(title), title_justify="left")
+    grid = Table(
+        box=box.SIMPLE_HEAD, title=title and escape(printable(title)), title_justify="left"
+    )
     for column in columns:
         grid.add_column(column)
     for row in rows:
-        grid.add_row(*(escape(str(cell)) for cell in row))
+        grid.add_row(*(escape(printable(str(cell))) for cell in row))
     return grid
 
 

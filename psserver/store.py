@@ -22,7 +22,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Memory, Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Push, Role, SegmentTable, SliceSpec
 from pscore.wire import floats
-from psserver.actions import Acknowledge, Add, Hold, Load, Update
+from psserver.actions import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.counted import LATE_KEPT, Counted
 from psserver.estimate import Estimate
 from psserver.journal import SliceJournal
@@ -172,17 +172,11 @@ class SliceStore:
         """Returns the number of the newest weights' buffer in shared memory, 0 if not there."""
         return self._weights.mapped()
 
-    def read(self, worker: int, *, with_state: bool, clock: int = 0) -> list[FloatArray]:
-        """Returns the newest weights and, if asked, the state: views until the next action.
-
-        Args:
-            worker: Who is answered.
-            with_state: Whether it wants the optimizer's state too.
-            clock: Where it counts on from.
-        """
-        remembers = self._rule.remembers_pulls and not with_state
-        self._answer(worker, clock, self.weights, remembers=remembers)
-        return [self.weights, *self.state] if with_state else [self.weights]
+    def read(self, answer: Answer) -> list[FloatArray]:
+        """Returns the newest weights and, if asked, the state: views until the next action."""
+        if not answer.is_look:
+            self._answer(answer.worker, answer.clock, self.weights)
+        return [self.weights, *self.state] if answer.with_state else [self.weights]
 
     # ----- changing
 
@@ -266,6 +260,13 @@ class SliceStore:
                 self._step(sum_, update)
         self._give(bin_, *(payload.cell for _, payload in terms))
 
+    def skip(self, action: Skip) -> None:
+        """Gives the weights another version; with a journal a copy of them, as an update does."""
+        spare = self._spare()
+        if spare.array is not self.weights:
+            np.copyto(spare.array, self.weights)
+        self._publish(spare, action.version, self._state)
+
     def refuse(self, action: Acknowledge) -> None:
         """Notes a push that is counted without being added."""
         if self._journal is not None and action.push is not None:
@@ -322,22 +323,13 @@ class SliceStore:
             elif assign:
                 out.fill(0.0)
 
-    def estimate(
-        self, worker: int, version: int, compressor: Compressor, clock: int = 0
-    ) -> Estimate:
-        """Returns what stands for the newest weights where pulls are compressed.
-
-        Args:
-            worker: Who pulls.
-            version: Of the newest weights.
-            compressor: Of what workers pull.
-            clock: Where the worker counts on from.
-        """
+    def estimate(self, answer: Answer, compressor: Compressor) -> Estimate:
+        """Returns what stands for the newest weights where pulls are compressed by `compressor`."""
         if self._estimate is None:
-            self._estimate = Estimate(compressor, self.weights, version)
-        self._estimate.follow(self.weights, version)
+            self._estimate = Estimate(compressor, self.weights, answer.version)
+        self._estimate.follow(self.weights, answer.version)
         # What the worker computes its gradient from:
-        self._answer(worker, clock, self._estimate.values, remembers=self._rule.remembers_pulls)
+        self._answer(answer.worker, answer.clock, self._estimate.values)
         return self._estimate
 
     def _step(self, grad: FloatArray, update: Update) -> None:
@@ -423,8 +415,15 @@ class SliceStore:
             counted.ahead.clear()
             self._journal.count(worker, counted)
 
-    def _answer(self, worker: int, clock: int, weights: FloatArray, *, remembers: bool) -> None:
-        """Notes what an answer changes: what a rule remembers, and where a worker begins."""
+    def _answer(self, worker: int, clock: int, weights: FloatArray) -> None:
+        """Notes what an answer changes: what a rule remembers, and where a worker begins.
+
+        Args:
+            worker: The worker that will train on the answer.
+            clock: Where it counts on from.
+            weights: What it is sent, or its estimate after that.
+        """
+        remembers = self._rule.remembers_pulls
         if remembers:
             memory = self._remember()
             memory.weights = weights

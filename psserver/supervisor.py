@@ -105,9 +105,10 @@ class ShardProcess:
         if isinstance(self.report, Refused):
             return CommandError(self.report.code, f"shard {self.plan.index} {self.report.message}")
         where = "the lines above" if self.log_file is None else str(self.log_file)
+        start_s = START_S_MAX + self.plan.loading_s
+        how = f"did not answer within {start_s:g} s" if status is None else ended(status)
         return CommandError(
-            Exit.SHARD_DIED,
-            f"shard {self.plan.index} {ended(status)} before it was ready; see {where}",
+            Exit.SHARD_DIED, f"shard {self.plan.index} {how} before it was ready; see {where}"
         )
 
 
@@ -120,10 +121,8 @@ def _open_log(path: Path) -> IO[bytes]:
         return Path(os.devnull).open("ab")
 
 
-def ended(status: int | None) -> str:
+def ended(status: int) -> str:
     """Returns how a process ended, in words."""
-    if status is None:
-        return f"did not answer within {START_S_MAX:g} s"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit code {status}"
@@ -135,7 +134,8 @@ def wait_ready(shards: Sequence[ShardProcess], wake_fd: int | None = None) -> bo
     Raises:
         CommandError: One of them cannot start, or takes too long.
     """
-    deadline_s = time.monotonic() + START_S_MAX
+    loading_s = max((shard.plan.loading_s for shard in shards), default=0.0)
+    deadline_s = time.monotonic() + START_S_MAX + loading_s
     with selectors.DefaultSelector() as selector:
         for shard in shards:
             selector.register(shard, selectors.EVENT_READ)
@@ -215,6 +215,7 @@ class Supervisor:
     restart: bool
     on_ready: Callable[[Sequence[Post]], None]  # After the start, and after each restart.
     on_end: Callable[[], None]
+    before_stop: Callable[[], None] = lambda: None  # While the shards still serve.
     posts: list[Post] = field(default_factory=list)
 
     def run(self) -> Exit:
@@ -233,6 +234,8 @@ class Supervisor:
                     post.plan = _fixed(post)
                 self.on_ready(self.posts)
                 code = self._keep(wake)
+                if code is Exit.OK and self._processes():
+                    self.before_stop()
                 return code if self._stop() else Exit.SHARD_DIED
             finally:
                 self._stop()
@@ -299,6 +302,7 @@ class Supervisor:
             return True
         if time.monotonic() - process.started_s > SETTLED_S:
             post.num_restarts = 0
+        assert status is not None
         how = ended(status)
         if isinstance(process.report, Refused):
             how = process.report.message

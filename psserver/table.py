@@ -7,18 +7,21 @@ from dataclasses import dataclass, field
 from pscore.compressors import make_compressor
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
-from pscore.errors import RemoteProtocolError
+from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.estimate import require_for_pulls
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout, first_difference
 from pscore.rules import make_rule
 from pscore.rules.base import Rule
-from pscore.types import SliceSpec, TensorSpec
+from pscore.types import Origin, SliceSpec, TensorSpec
 from psserver.clock import SliceClock
 from psserver.footprint import num_arrays
 
 RAW = NoCompression()
-Change = tuple[int, ...]  # Incarnation of a worker, and its number of a change of the mode.
+BEGIN = Origin()
+COUNT_MAX = 1 << 48  # Of steps or pushes; nobody makes so many.
+# Incarnation of a worker, its number of a change of the mode, and its step of training then.
+Change = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,11 @@ class TableSpec:
     optimizer: str
     num_groups: int
     pull_compressor: Compressor = RAW
+    origin: Origin = BEGIN  # Not declared: it goes with the mode, which may change.
+
+    def step_at(self, clock: int) -> int:
+        """Returns the step of training of a worker that has pushed `clock` times."""
+        return self.rule.step_after(self.origin.step, max(0, clock - self.origin.clock))
 
     def difference(self, theirs: TableSpec) -> str | None:
         """Returns a sentence about the first difference from the job's declaration, or None."""
@@ -122,6 +130,7 @@ def make_spec(
     optimizer: str,
     num_groups: int,
     pull_compressor: tuple[str, dict[str, object]] = (RAW.name, {}),
+    origin: tuple[int, int] = (0, 0),
 ) -> TableSpec:
     """Returns a declaration from its parts by name.
 
@@ -130,6 +139,8 @@ def make_spec(
     """
     pulls = make_compressor(*pull_compressor)
     require_for_pulls(pulls)
+    if not all(0 <= int(count) <= COUNT_MAX for count in origin):
+        raise ConfigError(f"table {name!r}: steps are counted from {origin!r}, two counts wanted")
     return TableSpec(
         name=name,
         tensors=tensors,
@@ -139,4 +150,5 @@ def make_spec(
         optimizer=optimizer,
         num_groups=num_groups,
         pull_compressor=pulls,
+        origin=Origin(*map(int, origin)),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from pscore.types import Verdict
 
@@ -28,10 +28,25 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def copy(self) -> Histogram:
+        """Returns the counts as they are now."""
+        copied = Histogram(self.bounds)
+        copied.counts, copied.total = list(self.counts), self.total
+        return copied
+
+
+@dataclass(slots=True)
+class JobTally:
+    """The share of one job in a shard's counts."""
+
+    pushes: list[int] = field(default_factory=lambda: [0] * len(Verdict))  # By verdict.
+    num_pulls_answered: int = 0
+    num_pulls_put_off: int = 0
+
 
 @dataclass(slots=True)
 class Tally:
-    """Counts that only rise; all but `times_s` belong to the event loop's thread."""
+    """Counts that only rise; all but `times_s` are read and changed under the engine's lock."""
 
     pushes: list[int] = field(default_factory=lambda: [0] * len(Verdict))  # By verdict.
     num_pushes_refused: int = 0
@@ -42,7 +57,42 @@ class Tally:
     sent_nbytes: int = 0
     staleness: Histogram = field(default_factory=lambda: Histogram(STALENESS_BOUNDS))
     apply_s: Histogram = field(default_factory=lambda: Histogram(APPLY_BOUNDS_S))
+    # Of jobs in which somebody takes part, so that there are not ever more.
+    jobs: dict[str, JobTally] = field(default_factory=dict)
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_MAX))  # Any thread.
+
+    def pushed(self, job: str, verdict: Verdict) -> None:
+        """Counts the answer to a push."""
+        self.pushes[verdict] += 1
+        self._of(job).pushes[verdict] += 1
+
+    def pulled(self, job: str, *, is_answered: bool) -> None:
+        """Counts a pull that has its weights, or that is told to ask again."""
+        self.num_pulls_answered += is_answered
+        self.num_pulls_put_off += not is_answered
+        share = self._of(job)
+        share.num_pulls_answered += is_answered
+        share.num_pulls_put_off += not is_answered
+
+    def _of(self, job: str) -> JobTally:
+        return self.jobs.setdefault(job, JobTally())
+
+    def keep(self, jobs: Collection[str]) -> None:
+        """Forgets the shares of all other jobs; what they did stays in the shard's counts."""
+        self.jobs = {name: share for name, share in self.jobs.items() if name in jobs}
+
+    def copy(self) -> Tally:
+        """Returns the counts as they are now, for whoever reads them without the lock."""
+        staleness, apply_s = self.staleness.copy(), self.apply_s.copy()
+        jobs = {n: replace(share, pushes=list(share.pushes)) for n, share in self.jobs.items()}
+        return replace(
+            self,
+            jobs=jobs,
+            pushes=list(self.pushes),
+            staleness=staleness,
+            apply_s=apply_s,
+            times_s=deque(),
+        )
 
     def settle(self) -> None:
         """Moves the times that the lanes have left into the histogram."""

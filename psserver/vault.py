@@ -9,11 +9,11 @@
     JOB/owed            what workers have not claimed yet of a checkpoint's residuals
     JOB/lost.json       why there is nothing of the job but its name
 
-JOB is the time of its begin and a digest of its name. Each file says whether it is whole, and the
-one that is meant (sealed.py). What is in memory-mapped files is complete after the death of a
-process, whatever it was doing, but not after that of the machine: after another boot, what is left
-of a job is that it was there, so that nobody begins it anew without knowing. What cannot be used is
-left where it is, until the job is restored or forgotten.
+JOB is a number, larger than those of the jobs before it, and a digest of its name. Each file says
+whether it is whole, and the one that is meant (sealed.py). What is in memory-mapped files is
+complete after the death of a process, whatever it was doing, but not after that of the machine:
+after another boot, what is left of a job is that it was there, so that nobody begins it anew
+without knowing. What cannot be used is left where it is, until the job is restored or forgotten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import secrets
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -223,7 +222,10 @@ class Vault:
         if not (self.folder / STAMP).exists():
             self._write_stamp()  # Else nobody would believe the job.
         self.forget(name)
-        folder = self.folder / f"{time.time_ns():020d}-{digest(name)}"
+        numbers = [folder.name.partition("-")[0] for folder in self.folder.glob("*/")]
+        newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        # Counted, and not the time: a clock may be set back.
+        folder = self.folder / f"{newest + 1:020d}-{digest(name)}"
         try:
             return JobVault(folder, is_new=True)
         except OSError:

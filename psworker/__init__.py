@@ -33,6 +33,7 @@ from pscore.rules import (
     SlowMo,
     Staleness,
 )
+from psworker.clipping import clip_grad_norm_
 from psworker.lowlevel import (
     barrier,
     broadcast_parameters,
@@ -47,12 +48,14 @@ from psworker.lowlevel import (
 )
 from psworker.modes import modes
 from psworker.optimizer import DistributedOptimizer
+from psworker.script_errors import install as _install
 
 __all__ = [
     "ASGD",
     "barrier",
     "broadcast_parameters",
     "CD",
+    "clip_grad_norm_",
     "ConfigError",
     "DCASGD",
     "DiLoCo",
@@ -82,3 +85,5 @@ __all__ = [
     "TransportError",
     "UnsupportedOptimizerError",
 ]
+
+_install()  # An error of ours that ends a script is one sentence.

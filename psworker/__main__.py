@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from psworker import cli
+import sys
+
+from pscore import commandline
 
 
 def main() -> None:
     """Runs one command and ends the process with its exit code."""
-    cli.main()
+    commandline.open_standard_streams()
+    try:
+        from psworker import cli
+
+        cli.main()
+    except KeyboardInterrupt:
+        commandline.tell_interrupted("psworker")
+        sys.exit(commandline.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ class Buffers:
         """
         if policy not in CHOICES:
             raise ConfigError(f"buffers is {policy!r}, must be one of {', '.join(CHOICES)}")
+        if model is None and policy != CHOICES[0]:
+            raise ConfigError(f"buffers={policy!r} has no effect without model=")
         named = [] if model is None else list(model.named_buffers())
         kept = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
         self._buffers = [buffer for _, buffer in kept]
@@ -69,6 +71,7 @@ class Buffers:
             for spec in layout.slices:
                 own.load(spec.index, Role.WEIGHTS, [flat[spec.start : spec.stop]], [])
             own.flush()
+        self._count_on()
 
     def post(self, samples: float) -> None:
         """Posts this worker's buffers, unless the former post is still on its way."""
@@ -80,6 +83,7 @@ class Buffers:
         """Forgets what was under way: this worker has come back anew."""
         for table in self._tables.values():
             table.restart()
+        self._count_on()
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -93,13 +97,18 @@ class Buffers:
             yield
             return
         kept = self._gather()
-        self._scatter(np.mean([self._pull(owner) for owner in self._tables], axis=0))
+        self._scatter(np.mean([self._pull(owner)[0] for owner in self._tables], axis=0))
         try:
             yield
         finally:
             self._scatter(kept)
 
     # ----- inside
+
+    def _count_on(self) -> None:
+        """Goes on behind the posts that the shards have of this rank: they count none twice."""
+        if self._session.rank in self._tables:
+            _, self._step = self._pull(self._session.rank)
 
     def _post(self, own: Exchange) -> None:
         flat = torch.from_numpy(self._gather())
@@ -113,14 +122,15 @@ class Buffers:
             own.push(spec.index, push, flat[spec.start : spec.stop], compress=False)
         self._step += 1
 
-    def _pull(self, owner: int) -> np.ndarray:
+    def _pull(self, owner: int) -> tuple[np.ndarray, int]:
+        """Returns what `owner` has posted, and how many posts of this worker are counted."""
         flat = torch.zeros(self._layout.numel)
-        table = self._tables[owner]
+        table, landings = self._tables[owner], []
         for spec in self._layout.slices:
-            landing = Landing(weights=flat[spec.start : spec.stop], state=[])
-            table.pull(spec.index, 0, 0, landing, with_state=False)
+            landings.append(Landing(weights=flat[spec.start : spec.stop], state=[], is_look=True))
+            table.pull(spec.index, 0, 0, landings[-1], with_state=False)
         table.run(spec.index for spec in self._layout.slices)
-        return flat.numpy()
+        return flat.numpy(), max(landing.clock for landing in landings)
 
     def _gather(self) -> np.ndarray:
         flat = np.zeros(self._layout.numel, dtype=np.float32)

@@ -44,8 +44,9 @@ def change_mode(wrapper: DistributedOptimizer, rule: Rule, grads: Sequence[torch
     exchange.flush()
     replica.end_round(grads, exchange)
     exchange.run(replica.settle())
-    exchange.change(rule)
+    exchange.change(rule, replica.step)
     wrapper.rule = rule
     replica.change(rule)
-    exchange.run(replica.fetch(0, exchange))
+    exchange.run(replica.begin(exchange))
+    wrapper.progress.locate()
     wrapper.show_weights()

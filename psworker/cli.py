@@ -13,8 +13,10 @@ from typing import Annotated
 
 import typer
 
+from pscore import commandline
 from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.rules import RULES
+from pscore.text import printable
 from psworker.environment import Environment, parse_servers
 from psworker.launch import (
     MEANINGS,
@@ -22,13 +24,12 @@ from psworker.launch import (
     Launch,
     LaunchPlan,
     OnFailure,
-    Prefixed,
     new_job,
     parse_elastic,
-    plain,
     worker_command,
 )
 from psworker.modes import modes as list_modes
+from psworker.output import Prefixed, plain
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
 RUN_EPILOG = (
@@ -40,7 +41,7 @@ RUN_EPILOG = (
 app = typer.Typer(
     help="Worker side of Paceline: starts workers, lists modes, and trains a demo.",
     epilog=EPILOG,
-    add_completion=False,
+    context_settings=commandline.CONTEXT,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -50,6 +51,30 @@ bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_
 app.add_typer(bench, name="bench")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=commandline.show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=commandline.set_debug,
+            help="Show tracebacks of errors, of workers too [PACELINE_DEBUG].",
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
 
 
 @app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False})
@@ -198,7 +223,9 @@ def compressors(
     gbit: Annotated[
         float | None, typer.Option(help="Take the link as so many 10^9 bit/s.", min=1e-6, max=1e6)
     ] = None,
-    latency_ms: Annotated[float, typer.Option(help="With --gbit: there and back.", min=0.0)] = 0.2,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="With --gbit: there and back [0.2].", min=0.0)
+    ] = None,
     workers: Annotated[int, typer.Option(help="Workers of the job.", min=1, max=1 << 20)] = 1,
     shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
     compute_ms: Annotated[
@@ -214,11 +241,15 @@ def compressors(
     from psworker import bench as measuring
     from psworker.plan import shapes_of
 
+    if gbit is None and latency_ms is not None:
+        raise ConfigError("--latency-ms has no effect without --gbit: the link is measured")
+    if gbit is not None and servers is not None:
+        raise ConfigError("--servers has no effect with --gbit: no link is measured")
     shapes = shapes_of(model)
     if gbit is None:
         wire = measuring.measure_wire_to(parse_servers(servers) or _servers_around())
     else:
-        wire = measuring.Wire.given(gbit, latency_ms / 1e3)
+        wire = measuring.Wire.given(gbit, (0.2 if latency_ms is None else latency_ms) / 1e3)
     report = measuring.make_report(
         model,
         shapes,
@@ -288,12 +319,10 @@ def version(*, as_json: AsJson = False) -> None:
 def main() -> None:
     """Runs one command; an error ends the process with its code and one line."""
     try:
-        app()
+        commandline.run(app, "psworker")
     except PacelineError as problem:
-        _tell(str(problem))
+        commandline.tell_error("psworker", problem)
         sys.exit(exit_code(problem))
-    except KeyboardInterrupt:
-        sys.exit(Exit.INTERRUPTED)
 
 
 def exit_code(problem: PacelineError) -> Exit:
@@ -321,8 +350,9 @@ def _show_modes() -> None:
 
 
 def _tell(line: str) -> None:
-    with contextlib.suppress(OSError):  # A full disk ends no worker.
-        sys.stderr.write(f"psworker: {line}\n")
+    shown = printable(line, keep="\n")
+    with contextlib.suppress(OSError, ValueError):  # A closed standard error ends no job.
+        sys.stderr.write(f"psworker: {shown}\n")
         sys.stderr.flush()
 
 

@@ -55,6 +55,11 @@ class Context:
         """Has `closer` called when the session ends in order."""
         self._closers.append(closer)
 
+    def not_at_close(self, closer: Callable[[], None]) -> None:
+        """Takes back what `at_close` was given."""
+        if closer in self._closers:
+            self._closers.remove(closer)
+
     def table_name(self, name: str) -> str:
         """Returns `name`, or `name.1` and so on where it has been given out before."""
         number = self._tables.get(name, 0)
@@ -132,6 +137,7 @@ def join(
         raise ConfigError(f"num_workers is {num_workers} and max_workers {max_workers}: give one")
     num_workers = num_workers or max_workers
     if _current is not None:
+        _current.session.require_own()
         given = {"job": job, "rank": rank, "num_workers": num_workers, "min_workers": min_workers}
         _check_same(_current.session, servers, **given)
         return _current
@@ -191,6 +197,7 @@ def current() -> Context:
     """
     if _current is None:
         raise ConfigError("call psworker.init() or make a DistributedOptimizer first")
+    _current.session.require_own()
     return _current
 
 
@@ -245,6 +252,7 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards
         )
     path = _rendezvous(environment)
     if environment.local_rank == 0:
+        _sweep(path.parent)
         shards = dataclasses.replace(start_shards(), rendezvous=path)
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps([shards.addresses, shards.token_file]))
@@ -294,6 +302,14 @@ def _rendezvous(environment: Environment) -> Path:
         raise ConfigError(f"{folder} must belong to this user, with no rights for others")
     launch = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{environment.restart}"
     return folder / f"{urllib.parse.quote(environment.job, safe='')}-{launch}.json"
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what launches have left whose process is gone: their first worker was killed."""
+    for file in folder.glob("*-*-*-*.json"):
+        launcher = file.stem.rsplit("-", 3)[1]
+        if launcher.isdecimal() and not Path("/proc", launcher).exists():
+            file.unlink(missing_ok=True)
 
 
 def _await_others(session: Session) -> None:

@@ -91,7 +91,7 @@ class DeviceFeedback(Feedback):
             residual = self._encoder.state.get(RESIDUAL)
             if sent is None or residual is None:
                 return
-            if verdict in (Verdict.TOO_LATE, Verdict.STALE):
+            if verdict == Verdict.TOO_LATE:
                 # From pinned memory, which torch keeps until it is copied: nobody waits.
                 is_cuda = residual.device.type == "cuda"
                 back = torch.zeros(self._numel, pin_memory=is_cuda)

@@ -34,6 +34,7 @@ from psworker.debts import Debts
 from psworker.device import DeviceSide, is_on_device
 from psworker.estimate import Held
 from psworker.feedback import Feedback
+from psworker.missed import Missed
 from psworker.outbox import Landing
 from psworker.session import Session
 from psworker.spans import note_payload, note_pull, note_push
@@ -65,6 +66,8 @@ class Exchange:
     Attributes:
         grads: `(layout.numel,) float32` on the host: what lies in it is pushed without a copy to
             shards on this host. None unless asked for.
+        missed: Steps of this worker that did not count whole.
+        origin: Where the steps of training are counted from.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Exchange:
         self.compressor = compressor
         self.pull_compressor = pull_compressor
         self.traffic = Traffic()
+        self.missed = Missed(len(layout.slices))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
         self._name = name
@@ -115,7 +119,7 @@ class Exchange:
             num_groups,
             pull_compressor,
         )
-        self.table = self._define()
+        self.table, self.origin = self._define()
         self.grads: FloatArray | None = None
         self._segment: Segment | None = None
         self._shared: set[int] = set()  # Shards that have mapped `grads`.
@@ -124,7 +128,6 @@ class Exchange:
         self._held = self._make_held()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, Landing]] = {}
-        self._pushed_steps: dict[int, int] = {}  # Of each slice's last push, for people.
         self._pulled_steps: dict[int, int] = {}  # That its last pull waits for.
         self._debts = Debts(session, self.table, layout, self._feedback, self._pushes)
         if share:
@@ -161,7 +164,7 @@ class Exchange:
         if self._timeline is not None:
             note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
-        self._pushed_steps[index] = push.step
+        self.missed.sent(index, push.step)
         self._transport(index).push(call)
 
     def pull(
@@ -175,13 +178,15 @@ class Exchange:
             min_version=min_version,
             with_state=with_state,
             wait_ms=WAIT_MS,
+            begins=landing.begins,
+            look=landing.is_look,
         )
         state = [tensor.numpy() for tensor in landing.state] if with_state else []
         call = PullCall(
             header=header, weights=landing.weights.numpy(), state=state, is_late=landing.is_late
         )
         held = self._held[index]
-        if held is not None and not (with_state or landing.exact):
+        if held is not None and not (with_state or landing.exact or landing.is_look):
             header.estimate, header.held, call.held = True, held.fingerprint, held
         if self._timeline is not None:
             note_pull(self._timeline, call)
@@ -231,15 +236,23 @@ class Exchange:
         """Waits until the last push of a slice is acknowledged: its gradient is free again."""
         future = self._pushes.pop(index, None)
         if future is not None:
-            what = f"room for step {self._pushed_steps.get(index, 0)}"
+            what = f"room for step {self.missed.pushed.get(index, 0)}"
             reply = self._wait(future, index, what)
-            self.traffic.num_too_late += reply.verdict == data_pb2.VERDICT_TOO_LATE
+            if reply.verdict == data_pb2.VERDICT_TOO_LATE:
+                self.traffic.num_too_late += 1
+                self.missed.late(self.session.rank, index)
             self._debts.settle(index, reply)
 
     def flush(self) -> None:
         """Waits until every push is acknowledged."""
         for index in list(self._pushes):
             self.acknowledged(index)
+
+    def give_up_step(self, step: int, problem: PacelineError) -> None:
+        """Gives up the step under way, and says what came of it (`Missed.give_up`)."""
+        unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
+        came = self.missed.give_up(step, unanswered)
+        log.warning("worker %d comes back, %s: %s", self.session.rank, came, problem)
 
     def _wait(self, future: Future[T], index: int, what: str) -> T:
         if self._timeline is None or future.done():
@@ -251,6 +264,7 @@ class Exchange:
             self._timeline.span("wait", begin_ns, what=f"{what} of slice {index}")
 
     def _await(self, future: Future[T], index: int, what: str) -> T:
+        self.session.require_own()
         started_s, say_s = time.monotonic(), SAY_AFTER_S
         try:
             while True:
@@ -287,7 +301,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Forgets what was under way, which may have been counted; what is owed stays owed."""
-        self.table = self._define(again=True)
+        self.table, self.origin = self._define(again=True)
         self._pushes.clear()
         self._pulls.clear()
         self._held = self._make_held()
@@ -297,23 +311,36 @@ class Exchange:
         self._debts.restart(self.table)
         self._attach()
 
-    def change(self, rule: Rule) -> None:
-        """Has the table go on under another rule, on every shard and for every worker."""
+    def ask_origin(self) -> None:
+        """Asks the shards where steps are counted from now: somebody has loaded a state."""
+        self.table, self.origin = self._define(again=True)
+
+    def change(self, rule: Rule, step: int) -> None:
+        """Has the table go on under another rule, on every shard and for every worker.
+
+        Args:
+            rule: The new mode.
+            step: Of training, at which this worker is.
+        """
         self.flush()
         self._num_changes += 1
-        self.session.step_aside(self.table, self._num_changes)
+        self.session.step_aside(self.table, self._num_changes, step)
         self.session.barrier("mode")
         self.session.change(self.table, self._num_changes, rule)
         name, layout, _, *others = self._define.args
         self._define = partial(self.session.define, name, layout, rule, *others)
+        self.ask_origin()
 
     # ----- loading
 
-    def load(self, index: int, role: Role, arrays: list[FloatArray], counts: list[int]) -> None:
-        """Uploads weights, or weights and state, of one slice."""
+    def load(
+        self, index: int, role: Role, arrays: list[FloatArray], counts: list[int], step: int = 0
+    ) -> None:
+        """Uploads weights, or weights and state as they are at a step, of one slice."""
         header = data_pb2.PushHeader(
             sender=self._sender(),
             slice=index,
+            step=step,
             role=data_pb2.Role.Name(int(role)),
             counts=counts,
         )
@@ -409,6 +436,7 @@ class Exchange:
     # ----- inside
 
     def _transport(self, index: int) -> Transport:
+        self.session.require_own()
         return self.session.links[self.layout.slices[index].shard].transport
 
     def _sender(self) -> data_pb2.Sender:
@@ -472,6 +500,10 @@ class Exchange:
             self.traffic.num_pushes += 1
             self.traffic.pushed_nbytes += nbytes
         return header, () if shared or push.present == 0 else (data,)
+
+
+def _is_answered(push: Future[data_pb2.PushReply]) -> bool:
+    return push.done() and push.exception() is None
 
 
 def _pulled_nbytes(reply: data_pb2.PullReply, landing: Landing) -> int:

@@ -119,7 +119,7 @@ class Feedback:
             residual = self._state.get(RESIDUAL)
             if sent is None or residual is None:
                 return
-            if verdict in (Verdict.TOO_LATE, Verdict.STALE):
+            if verdict == Verdict.TOO_LATE:
                 if sent.is_compressed:
                     self._compressor.decode_add(sent.payload, residual, 1.0, assign=False)
                 else:

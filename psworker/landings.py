@@ -86,6 +86,7 @@ class Landings:
         with_state: bool,
         exact: bool,
         is_late: bool,
+        begins: bool,
     ) -> Landing:
         """Returns the landing of the next pull of a slice.
 
@@ -96,6 +97,7 @@ class Landings:
             with_state: Whether state comes along.
             exact: As the landing's.
             is_late: As the landing's.
+            begins: As the landing's.
         """
         weights = self.beside(index) if room is None else room
         landing = self._landings.setdefault(index, Landing(weights=weights, state=[]))
@@ -103,6 +105,7 @@ class Landings:
         if with_state:
             landing.state = state_room or self._state_beside(index)
         landing.version, landing.exact, landing.is_late = -1, exact, is_late
+        landing.begins = begins
         return landing
 
     def forget(self, index: int) -> None:

@@ -14,6 +14,7 @@ import queue
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,11 +27,12 @@ from typing import IO
 
 from pscore.errors import ConfigError
 from psworker.context import OwnShards, start_shards
+from psworker.output import Drain, Write
 
 WORKERS_MAX = 1024
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
+PROBE_TIMEOUT_S = 2.0
 READERS_TIMEOUT_S = 2.0  # What a worker has started may hold its output open after it has ended.
-COLORS = (36, 33, 32, 35, 34, 31)  # ANSI codes of the prefixes, on a terminal.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHARDS = -1  # In the place of a rank: the shards that were started for this job.
 
@@ -48,8 +50,10 @@ REPLACED_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
 )
-# What says so in a job of a fixed number of workers; in an elastic one the shards give the ranks.
-PLACE_VARIABLES = ("RANK", "WORLD_SIZE")
+# What `torch.distributed.init_process_group` reads. A job of a fixed number of workers has it all;
+# an elastic one none: the shards give the ranks, and a process group has no number that changes.
+PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MASTER_ADDR = "127.0.0.1"  # All workers of one launch are on this machine.
 # What belongs to other shards than those that are started for the job.
 FOREIGN_VARIABLES = (
     "PACELINE_TLS_CA",
@@ -57,8 +61,6 @@ FOREIGN_VARIABLES = (
     "PACELINE_TLS_KEY",
     "PACELINE_TOKEN_FILE",
 )
-
-Write = Callable[[int, str, IO[str]], None]
 
 
 class Exit(enum.IntEnum):
@@ -100,6 +102,7 @@ class LaunchPlan:
     servers: tuple[str, ...] = ()  # Addresses of shards; empty: they are started for this job.
     num_shards: int = 1  # Of those started for this job.
     token_file: str = ""  # Of shards that were started for several jobs; else as around us.
+    master_port: int = 0  # Where rank 0 may open the store of a torch process group.
     job: str
     on_failure: OnFailure = OnFailure.STOP
     grace_s: float = 10.0  # From the request to end until a worker is killed.
@@ -165,6 +168,7 @@ class Launch:
         self._events: queue.SimpleQueue[Ended | Signalled] = queue.SimpleQueue()
         self._running: dict[int, subprocess.Popen[str]] = {}
         self._shards: OwnShards | None = None
+        self._drain = Drain(tell)
         self.is_ending = False
         self._kill_s: float | None = None  # When those that have not ended yet are killed.
         self._code = 0
@@ -198,6 +202,7 @@ class Launch:
             self._watch(SHARDS, self._shards.process, [])
         if not self._is_quiet:
             self._introduce(servers)
+        self.plan = replace(self.plan, master_port=free_port())  # The shards have theirs already.
         for rank in range(self.plan.num_workers):
             self._start_worker(rank, servers)
 
@@ -253,17 +258,13 @@ class Launch:
         threading.Thread(target=wait, daemon=True).start()
 
     def _read(self, rank: int, source: IO[str], target: IO[str]) -> None:
-        try:
-            with source:
-                while line := source.readline(LINE_CHARS_MAX):
-                    try:
-                        self._write(rank, line, target)
-                    except BrokenPipeError:
-                        raise
-                    except OSError:  # A full disk: the line is lost, and the worker goes on.
-                        continue
-        except BrokenPipeError:  # Nobody reads our output any more.
-            self._events.put(Signalled(signal.SIGPIPE))
+        """Passes on what a worker says, to its end: a pipe that nobody empties stops a worker."""
+        with source:
+            while line := source.readline(LINE_CHARS_MAX):
+                try:
+                    self._write(rank, line, target)
+                except (OSError, ValueError) as problem:
+                    self._drain.drop(target, problem)
 
     # ----- deciding
 
@@ -290,7 +291,7 @@ class Launch:
             self._signal_all(signal.SIGKILL)
             return
         self._code = SIGNAL_BASE + number
-        self._end_all(signal.SIGTERM if number == signal.SIGPIPE else number)
+        self._end_all(number)
 
     def _on_shards_ended(self, status: int) -> None:
         """Without its shards a job cannot go on."""
@@ -308,9 +309,19 @@ class Launch:
         others = "the others go on" if goes_on else "stopping the others"
         rest = f"; {others} (--on-failure {self.plan.on_failure})" if self._running else ""
         self._tell(f"worker {rank} (process {process.pid}) {how}{rest}")
-        self._code = self._code or (SIGNAL_BASE - status if status < 0 else status)
+        self._code = self._code or self._code_for(status)
         if not goes_on:
             self._end_all(signal.SIGTERM)
+
+    def _code_for(self, status: int) -> int:
+        """Returns how the job ends because of a worker's status: a missing shard has its own."""
+        if status < 0:
+            return SIGNAL_BASE - status
+        silent = unreachable(self.plan.servers) if status == Exit.FAILED else []
+        if silent:
+            self._tell(f"nobody listens at {', '.join(silent)}; start shards with psserver start")
+            return Exit.NO_SHARDS
+        return status
 
     # ----- ending
 
@@ -337,30 +348,6 @@ class Launch:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-class Prefixed:
-    """Writes workers' lines with their rank in front, each line as a whole."""
-
-    def __init__(self) -> None:
-        """Starts without a line."""
-        self._lock = threading.Lock()
-
-    def __call__(self, rank: int, line: str, target: IO[str]) -> None:
-        """Writes one line; of a progress bar's line, what a terminal would show of it."""
-        text = line.rstrip("\n").rstrip("\r").rpartition("\r")[2]
-        label = f"[{rank}]"
-        if target.isatty():
-            label = f"\x1b[{COLORS[rank % len(COLORS)]}m{label}\x1b[0m"
-        with self._lock:
-            target.write(f"{label} {text}\n")
-            target.flush()
-
-
-def plain(rank: int, line: str, target: IO[str]) -> None:
-    """Writes a worker's line as it is."""
-    target.write(line)
-    target.flush()
 
 
 # ----- what a worker is given
@@ -397,7 +384,12 @@ def worker_environment(
         *PLACE_VARIABLES,
         *(FOREIGN_VARIABLES if plan.token_file else ()),
     }
-    place = {"RANK": str(rank), "WORLD_SIZE": str(plan.num_workers)}
+    place = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(plan.num_workers),
+        "MASTER_ADDR": MASTER_ADDR,
+        "MASTER_PORT": str(plan.master_port),
+    }
     if plan.elastic is not None:
         least, most = plan.elastic
         place = {"PACELINE_MIN_WORKERS": str(least), "PACELINE_MAX_WORKERS": str(most)}
@@ -414,6 +406,25 @@ def worker_environment(
         "PACELINE_JOB": plan.job,
         "PACELINE_SERVERS": ",".join(servers),
     }
+
+
+def unreachable(servers: Sequence[str]) -> list[str]:
+    """Returns the addresses at which nobody listens."""
+    found = []
+    for address in servers:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+        except OSError:
+            found.append(address)
+    return found
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((MASTER_ADDR, 0))
+        return int(probe.getsockname()[1])
 
 
 def parse_elastic(text: str) -> tuple[int, int]:

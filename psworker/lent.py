@@ -1,28 +1,29 @@
 """Gradients that lie once in memory: `.grad` of a parameter is the part of the vector that is sent.
 
-When a gradient has been gathered into the flat vector during backward, `.grad` becomes a view of it
-and torch's own memory is free; what is accumulated there in the next step need not be copied again.
-Whoever writes to such a `.grad` writes to what a shard may still read, or what has yet to be sent,
-so that the wrapper waits for its acknowledgement before `step()` returns; a change between backward
-and `step()` is an error anyway (overlap.py). Small gradients stay where torch has made them, for
-they are not worth that wait; so does what is gathered at `step()`, for a script may have it in hand
-by then, and may go on writing to it.
+If the script asks for it (`gradient_as_bucket_view=True`, as of DDP), `.grad` becomes a view of the
+flat vector when a gradient has been gathered there during backward, and torch's own memory is free;
+what is accumulated there in the next step need not be copied again. The contract is DDP's: the next
+backward pass overwrites a `.grad` that the script has kept. A write to such a `.grad` would change
+what a shard may still read, or what has yet to be sent, so that the wrapper waits for its
+acknowledgement before `step()` returns; a change between backward and `step()` is an error, which a
+fingerprint of the gradient shows. Small gradients stay where torch has made them, for they are not
+worth that wait; so does what is gathered at `step()`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 from collections.abc import Sequence
 
 import torch
+import xxhash
 
+from pscore import wire
 from pscore.partition import Layout
 from pscore.types import FloatArray
 
 NBYTES_MIN = 1 << 18
-OWN_REFERENCES = 3  # To a lent gradient that nobody else keeps: the dictionary's, two of a call.
 
 
 def is_plain(grad: torch.Tensor, numel: int) -> bool:
@@ -48,13 +49,14 @@ class LentGrads:
         Args:
             parameters: In the order of `layout.tensors`.
             layout: Where each of them lies.
-            grads: `(layout.numel,) float32` on the host; None if the model is on a device.
+            grads: `(layout.numel,) float32` on the host; None if nothing is to be lent.
         """
         self._parameters = parameters
         self._layout = layout
         self._grads = grads
         self._home = 0 if grads is None else int(grads.ctypes.data)
         self._lent: dict[int, torch.Tensor] = {}
+        self._prints: dict[int, int] = {}  # Fingerprints of the gradients when they were lent.
         self._has_trimmed = False
 
     def takes(self, index: int) -> bool:
@@ -80,6 +82,14 @@ class LentGrads:
             self._lent[index] = torch.from_numpy(flat)
         parameter.grad = self._lent[index]
 
+    def stamp(self, index: int) -> None:
+        """Takes the fingerprint of a lent gradient that is about to leave."""
+        self._prints[index] = self._print(index)
+
+    def is_stamped(self, index: int) -> bool:
+        """Whether a lent gradient is still as it was when it left."""
+        return self._prints[index] == self._print(index)
+
     def has(self, index: int) -> bool:
         """Whether `.grad` of a parameter lies in the vector.
 
@@ -93,13 +103,6 @@ class LentGrads:
         grad = self._lent.pop(index)
         self._parameters[index].grad = grad.clone()
 
-    def take_back(self, index: int) -> None:
-        """Is called before a part is overwritten: who keeps a former `.grad` gets a copy of it."""
-        grad = self._lent.get(index)
-        if grad is not None and sys.getrefcount(grad) > OWN_REFERENCES:
-            del self._lent[index]
-            grad.data = grad.clone()
-
     def end_step(self) -> list[int]:
         """Returns the parameters whose `.grad` lies in the vector.
 
@@ -112,6 +115,9 @@ class LentGrads:
             with contextlib.suppress(AttributeError):  # Another C library than glibc.
                 ctypes.CDLL(None).malloc_trim(0)
         return lent
+
+    def _print(self, index: int) -> int:
+        return xxhash.xxh3_64_intdigest(wire.as_bytes(self._lent[index].numpy()))
 
     def _is_home(self, index: int) -> bool:
         """Whether a tensor that was lent still lies in the vector."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from pscore.pb.ps.v1 import control_pb2_grpc
 from psworker.retry import Patience
 from psworker.transports import Endpoint, Transport, choose
 
+log = logging.getLogger("paceline")
 T = TypeVar("T")
 CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a shard that hangs is told of within 10 s.
 
@@ -43,6 +45,7 @@ class Link:
         self._transport: Transport | None = None
         self.instance = 0  # Of the process that this worker has joined; 0 before.
         self.joined_as = (-1, 0)  # With which rank and incarnation.
+        self.uneven = ""  # Which worker has left out steps, as the shard said last.
         self.waiting_for = ""  # What the job waits for, as the shard said with the last heartbeat.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
@@ -65,6 +68,10 @@ class Link:
         try:
             reply = self.control.Heartbeat(request, timeout=timeout_s)
             self.waiting_for, self.patience.heard_s = reply.waiting_for, time.monotonic()
+            if reply.uneven != self.uneven:
+                self.uneven = reply.uneven
+                if self.uneven:
+                    log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
             self._check(reply.instance)
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)

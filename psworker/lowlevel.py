@@ -43,8 +43,11 @@ class NamedTensor:
             self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
         self.exchange.flush()
         landings = self._fetch(torch.zeros(self.layout.numel))
-        # Of a worker that joins later, or comes back: the round that others are in.
-        self.round = min(landing.version for landing in landings)
+        # A worker that joins later, or comes back, begins with the newest round of all slices
+        # (`Replica.begin`).
+        self.round = max(max(landing.clock, landing.version) for landing in landings)
+        if any((one.clock, one.version) != (self.round, self.round) for one in landings):
+            self._fetch(torch.zeros(self.layout.numel), begins=True)
 
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
         """Contributes to the current round."""
@@ -67,10 +70,10 @@ class NamedTensor:
         self._fetch(flat)
         return flat[: self.shape.numel()].view(self.shape)
 
-    def _fetch(self, flat: torch.Tensor) -> list[Landing]:
+    def _fetch(self, flat: torch.Tensor, *, begins: bool = False) -> list[Landing]:
         landings = []
         for part in self.layout.slices:
-            landing = Landing(weights=flat[part.start : part.stop], state=[])
+            landing = Landing(weights=flat[part.start : part.stop], state=[], begins=begins)
             self.exchange.pull(part.index, self.round, self.round, landing, with_state=False)
             landings.append(landing)
         self.exchange.run(part.index for part in self.layout.slices)
@@ -158,20 +161,20 @@ def barrier(name: str = "barrier") -> None:
 
 def push(tensor: torch.Tensor, name: str) -> None:
     """Contributes a tensor to the current round of `name`; does not wait for others."""
-    _tensor(name, tensor).push(tensor)
+    named(name, tensor).push(tensor)
 
 
 def pull(name: str, out: torch.Tensor) -> torch.Tensor:
     """Waits for the value of `name` and copies it into `out`."""
     with torch.no_grad():
-        return out.copy_(_tensor(name, out).pull())
+        return out.copy_(named(name, out).pull())
 
 
 def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
     """Returns the mean (or the sum) of all workers' tensors, in this one's type and device."""
-    named = _tensor(name, tensor)
-    named.push(tensor)
-    value = named.pull()
+    mine = named(name, tensor)
+    mine.push(tensor)
+    value = mine.pull()
     if not average:
         value = value * size()
     return value.to(device=tensor.device, dtype=tensor.dtype)
@@ -188,19 +191,29 @@ def broadcast_parameters(
     if not 0 <= root_rank < size():
         raise ConfigError(f"root_rank is {root_rank}, must be in 0..{size() - 1}")
     for name, tensor in parameters:
-        named = _tensor(f"broadcast.{name}", tensor)
-        named.push(tensor, weight=1.0 if rank() == root_rank else 0.0)
+        mine = named(f"broadcast.{name}", tensor)
+        mine.push(tensor, weight=1.0 if rank() == root_rank else 0.0)
         with torch.no_grad():
-            tensor.copy_(named.pull())
+            tensor.copy_(mine.pull())
 
 
-def _tensor(name: str, like: torch.Tensor) -> NamedTensor:
+def named(name: str, like: torch.Tensor) -> NamedTensor:
+    """Returns the tensor `name` of this process's job, and declares it the first time.
+
+    Raises:
+        ConfigError: It was declared with another shape.
+    """
     session = context.current().session
     if name not in _named or _named[name].exchange.session is not session:
         _named[name] = NamedTensor(name, like)
-    named = _named[name]
-    if named.shape != like.shape:
+    mine = _named[name]
+    if mine.shape != like.shape:
         raise ConfigError(
-            f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(named.shape)}"
+            f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(mine.shape)}"
         )
-    return named
+    return mine
+
+
+def drop_named(name: str) -> None:
+    """Forgets a tensor after this worker was lost: its next use goes on in the others' round."""
+    _named.pop(name, None)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import (
     ConfigError,
-    GradientError,
     PacelineError,
     ReplacedError,
     UnknownJobError,
@@ -30,23 +31,30 @@ from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.types import Role, TensorSpec
-from psworker import context
+from psworker import context, scaling
 from psworker.bucket import Bucket, describe, refuse_thawed, trained
 from psworker.buffers import Buffers
 from psworker.change import change_mode
 from psworker.exchange import Exchange
 from psworker.feedback import choose
+from psworker.gradients import Gradients
+from psworker.leftout import LeftOut
+from psworker.look import global_weights
 from psworker.overlap import Overlap
+from psworker.progress import Progress
 from psworker.replica import Replica
 from psworker.spans import timed_step
-from psworker.state import load_torch_state, torch_state
+from psworker.state import load_torch_state, torch_state, upload
 
 log = logging.getLogger("paceline")
 TABLE = "model"
+_open: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose steps are made by parameter-server shards."""
+
+    _step_supports_amp_scaling = True  # `GradScaler.step` calls `step` for an overflow too.
 
     def __init__(
         self,
@@ -61,7 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         timeout_s: float | None = None,
         model: torch.nn.Module | None = None,
         buffers: str = "rank0",
-        overlap: bool | str = "auto",
+        overlap: bool = False,
+        gradient_as_bucket_view: bool = False,
         samples: float = 1.0,
         compress_min_nbytes: int = 1 << 16,
         compress_exclude: Sequence[str] = (),
@@ -77,13 +86,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
                 are started on this machine and end with the job.
             job: Name of the job; else PACELINE_JOB; else torchrun's run id.
-            timeout_s: How long a shard may not answer before that is an error, in seconds; else
-                PACELINE_TIMEOUT_S; else 30.
+            timeout_s: Seconds without an answer that are an error; else PACELINE_TIMEOUT_S or 30.
             model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
             buffers: What `global_weights` puts into the float buffers of `model`: `rank0` (rank
                 0's), `mean` (of all workers), or `local` (each worker its own).
-            overlap: Whether gradients leave during backward, none waiting for others: True, False
-                (gradient clipping and accumulation need it), or `auto`: found out in a few steps.
+            overlap: Whether gradients leave during backward, where the script changes none between
+                backward and `step`: no clipping, loss scaling, accumulation. A change is an error.
+            gradient_as_bucket_view: With `overlap`: a large `.grad` becomes a view of the vector
+                that is sent, which saves its memory; the next backward overwrites it (as in DDP).
             samples: Weight of this worker's gradient in the mean; its batch size if workers'
                 batches differ. May be set anew before each step (`optimizer.samples = 17`).
             compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
@@ -102,32 +112,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.pull_compressor = parse_pull_compressor(pull_compression)
         outer = self.rule.outer_optimizer
         self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
-        self._names, parameters, groups = trained(optimizer, named_parameters)
+        names, parameters, groups = trained(optimizer, named_parameters)
+        early = Overlap(overlap, names, lends=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._samples = samples
         self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
         self.session = self._context.session
-        tensors = describe(list(zip(self._names, parameters, strict=True)), groups)
-        compressors = (self.compressor, self.pull_compressor)
         chosen = choose(
-            tensors, *compressors, min_nbytes=compress_min_nbytes, exclude=compress_exclude
+            describe(list(zip(names, parameters, strict=True)), groups),
+            *(self.compressor, self.pull_compressor),
+            min_nbytes=compress_min_nbytes,
+            exclude=compress_exclude,
         )
-        self._make_table(parameters, chosen)
-        self._overlap = Overlap(overlap, self._names)
-        self._watch(parameters)
+        self._make_table(parameters, chosen, early, samples)
         self._buffers = Buffers(model, buffers, self.session)
-        self._upload()
-        self._context.at_close(self.close)
+        self._start()
 
     def _make_table(
-        self, parameters: list[torch.nn.Parameter], tensors: Sequence[TensorSpec]
+        self,
+        parameters: list[torch.nn.Parameter],
+        tensors: Sequence[TensorSpec],
+        overlap: Overlap,
+        samples: float,
     ) -> None:
         """Declares the parameters at the shards, and lays them out here."""
+        self._replace_others(parameters)
         layout = make_layout(tensors, len(self.session.links))
         num_groups = len(self.param_groups)
+        self._table_name = self._context.table_name(TABLE)
         self.exchange = Exchange(
             self.session,
-            self._context.table_name(TABLE),
+            self._table_name,
             layout,
             self.rule,
             self.compressor,
@@ -136,61 +150,82 @@ class DistributedOptimizer(torch.optim.Optimizer):
             pull_compressor=self.pull_compressor,
             share=True,
         )
-        self.bucket = Bucket(parameters, layout, self.exchange.grads)
+        self.missed = self.exchange.missed  # Steps of this worker that did not count whole.
+        self.bucket = Bucket(parameters, layout, self.exchange.grads, lends=overlap.lends)
         weights, rank = self.bucket.weights, self.session.rank
         self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank)
         self.replica.timeline = self.session.timeline
+        self.progress = Progress(samples, self.replica, self.exchange)
+        self.gradients = Gradients(
+            self.bucket, self.exchange, self.replica, overlap, self.progress, self._set_hyper
+        )
+        ours = {id(parameter) for parameter in parameters}
+        given = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._frozen = [parameter for parameter in given if id(parameter) not in ours]
+        self._end = ""  # Why training has ended.
+        self._left_out = LeftOut()
+        if self.rule.takes_all and not self.session.min_workers:
+            self.session.left_out[self.exchange.table] = self._left_out
 
-    def _watch(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Has autograd say when a gradient is made, and knows which slices it completes."""
-        slices = self.bucket.layout.slices
-        self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._missing = [0] * len(slices)  # Gradients of each slice still to come.
-        self._slices_of: list[list[int]] = [[] for _ in parameters]
-        for spec in slices:
-            for segment in spec.segments:
-                self._slices_of[segment.tensor].append(spec.index)
-        self._reset_missing()
-        self._is_closed = False
-        self._frozen = [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if id(parameter) not in self._index
-        ]
-        self._lost: PacelineError | None = None  # The shards go on without this worker.
-        self._gathered: set[int] = set()
-        self._pushed: set[int] = set()
-        hook = self._hook
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for parameter in parameters
-        ]
+    def _replace_others(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Ends training with former wrappers of the same parameters: a notebook's cell run again.
+
+        Their hooks would push a gradient too, and their weights are not the model's any more.
+        """
+        ours = {id(parameter) for parameter in parameters}
+        for former in list(_open):
+            if not ours.isdisjoint(map(id, former.bucket.parameters)):
+                former.gradients.unwatch()
+                former._context.not_at_close(former.close)
+                former._end = "another DistributedOptimizer was made with its parameters"
+                _open.discard(former)
+                log.info("a DistributedOptimizer was replaced by another with its parameters")
 
     # ----- the training loop
 
     @property
     def samples(self) -> float:
         """Weight of this worker's gradient in the mean."""
-        return self._samples
+        return self.progress.samples
 
     @samples.setter
     def samples(self, samples: float) -> None:
-        if samples != self._samples:
-            self._overlap.changed(f"samples ({self._samples:g}, now {samples:g})")
-            self._samples = samples
+        if samples != self.samples:
+            self.gradients.overlap.changed(f"samples ({self.samples:g}, now {samples:g})")
+            self.progress.samples = samples
+
+    @property
+    def steps(self) -> int:
+        """Steps of the job's training behind this worker: seeds its next data (docs/elastic.md)."""
+        return self.replica.step
+
+    @property
+    def samples_seen(self) -> float:
+        """Sum of `samples` over these steps: this worker's place in data that it goes through."""
+        return self.progress.seen
 
     @property
     def clock(self) -> int:
-        """Steps that are behind this worker, counted as the shards do.
-
-        A worker that joins a running job begins where the others are: in a mode by step at the
-        job's next step, else where the slowest worker is. In a mode with rounds these are counted.
-        """
+        """Pushes of this worker that the shards have counted: steps, or rounds; 0 in a new job."""
         return self.replica.next_push
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does what `torch.optim.Optimizer.zero_grad` does, and counts the beginning of a step."""
+        self._left_out.zeroed()
+        super().zero_grad(set_to_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scaler: GradScaler | None = None,
+    ) -> Any:
         """Ends one step: sends what has not left yet, and brings in the weights for the next.
+
+        Args:
+            closure: Computes the loss and its gradients, and returns it.
+            grad_scaler: Given by `GradScaler.step`. If it has found Inf or NaN the step is left
+                out; in a mode whose updates take every worker's gradient, by all workers.
 
         Raises:
             GradientError: A gradient holds NaN or Inf, or was changed after it had left.
@@ -198,93 +233,125 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 training has ended.
             PacelineError: A shard refused something, or nobody answers.
         """
-        if self._is_closed:
-            raise ConfigError("training has ended: step() after close() or psworker.shutdown()")
+        self._require_open("step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scaling.refuse_attributes(self)
+        self._run(grad_scaler)
+        return loss
+
+    def skip_step(self) -> None:
+        """Ends one step without this worker's gradient: for a batch that cannot be used.
+
+        In a mode that collects gradients by step the others wait for each worker, and count what
+        it has done by its steps. So a script that leaves a batch out calls this in the place of
+        `step`: the step's mean is that of the others, and the weights come in as ever. In a mode
+        with rounds it is a step without a move. In an asynchronous mode it does nothing.
+
+        Raises:
+            GradientError: A part of the gradient has left during backward.
+            PacelineError: A shard refused something, or nobody answers.
+        """
+        self._require_open("skip_step")
+        self._run(None, skips=True)
+
+    def _require_open(self, name: str) -> None:
+        if self._end:
+            raise ConfigError(f"training has ended: {name}() after {self._end}")
+        self.session.require_own()
+
+    def _run(self, grad_scaler: GradScaler | None, *, skips: bool = False) -> None:
+        """Makes one step, or leaves it out."""
         timeline = self.session.timeline
         begin_ns = 0 if timeline is None else timeline.now_ns()
         before = self.replica.parts[0].hyper
         self._set_hyper()
         if not np.array_equal(before, self.replica.parts[0].hyper):
-            self._overlap.changed("a learning rate or other hyper-parameter")
-        self._overlap.finish(self.bucket.parameters)
+            self.gradients.overlap.changed("a learning rate or other hyper-parameter")
+        self.gradients.check()
         self.bucket.check_weights()
         self.bucket.warn_of_changes()
         refuse_thawed(self._frozen)
         number = self.replica.step
         try:
-            if self._lost is not None:
-                raise self._lost
-            self._finish_step()
+            if self.gradients.lost is not None:
+                raise self.gradients.lost
+            has_overflow = grad_scaler is not None and self._overflows(grad_scaler)
+            if not (has_overflow and self.rule.takes_all):  # Then all leave it out.
+                self._finish_step(skips=skips or has_overflow)
         except (ReplacedError, UnknownJobError) as problem:
             self._come_back(problem, number)
-        self._gathered.clear()
-        self._pushed.clear()
-        self._reset_missing()
+        self.missed.end_step()
+        self.progress.locate(number)
+        self.gradients.end()
+        self._left_out.ended()
         if timeline is not None:
             timeline.span("optimizer.step", begin_ns, step=number)
-        return loss
 
-    def _finish_step(self) -> None:
+    def _overflows(self, scaler: GradScaler) -> bool:
+        """Unscales the gradients, and returns whether the step is to be left out."""
+        if self.gradients.overlap.has_begun:
+            scaling.refuse_early()
+        return scaling.overflows(self, scaler, self.rule, self.session, self._table_name)
+
+    def _finish_step(self, *, skips: bool) -> None:
         """Sends what has not left, and brings in the weights for the next step."""
         plan = self.replica.plan()
+        if skips and not self.rule.by_step:
+            return  # Nobody waits for this worker's gradient.
         if plan.push is Role.GRADIENT:
-            self._push_rest()
-        if plan.inner:
+            if skips:
+                self.gradients.push_none()
+            else:
+                self.gradients.push_rest()
+        if plan.inner and not skips:
             timed_step(self._inner, self.session.timeline, self.replica.step)
             self.bucket.gather_weights()
         if plan.push is Role.DELTA:
             self.exchange.flush()  # The moves are written where the former ones were.
-        self.exchange.run(self.replica.finish(self._grads(), self.exchange, self.samples))
+        grads, samples = self.gradients.flat(), self.samples
+        self.exchange.run(self.replica.finish(grads, self.exchange, samples))
         self.show_weights()
-        self._buffers.post(self.samples)
-        for index in self.bucket.lent.end_step():
-            self._await_room(index)  # From here on the script may write to `.grad`.
+        self._buffers.post(0.0 if skips else samples)
+        self.gradients.settle()  # From here on the script may write to `.grad`.
 
     def _come_back(self, problem: PacelineError, number: int) -> None:
-        """Joins anew after having been declared lost; the gradient of step `number` is lost."""
-        log.warning("worker %d comes back at step %d: %s", self.session.rank, number, problem)
-        self._lost = None
+        """Joins anew after having been declared lost; of step `number` counts what has arrived."""
+        self.exchange.give_up_step(self.clock, problem)
+        self.gradients.lost = None
         self.session.rejoin()
         self.exchange.restart()
         self._buffers.restart()
         self.replica.restart()
         self.replica.rank = self.session.rank
-        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.exchange.run(self.replica.begin(self.exchange))
         self.show_weights()
-        self.replica.step = number + 1
+
+    def return_between_steps(self, problem: PacelineError) -> None:
+        """Comes back where a look finds that this worker was lost, or raises `problem`."""
+        if self.gradients.have_left:  # In the middle of a step: that comes back at its end.
+            raise problem
+        number = self.replica.step
+        self._come_back(problem, number)
+        self.progress.locate(number)
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
         """Brings the global weights into the model for evaluation or a checkpoint.
 
-        Inside, the model holds the shards' weights: in the synchronous and delayed modes those
-        after this worker's last step, else the newest. It also holds the shared buffers.
-        Afterwards training goes on from where it was, to the bit. After `close` the model holds
-        the global weights anyway, and its own buffers.
+        Inside, the model holds the shards' weights, as they are there also where pulls are
+        compressed: in the synchronous and delayed modes those after this worker's last step, else
+        the newest. It also holds the shared buffers. Afterwards training goes on from where it
+        was, to the bit. After `close` the model holds the global weights anyway, and its own
+        buffers.
         """
-        if self._is_closed:
+        if self._end:
             yield
             return
-        self.bucket.warn_of_changes()
-        self.exchange.flush()
-        kept = None
-        differs = self.replica.drifts or self.exchange.compresses_pulls
-        if differs or not self.rule.by_step:
-            kept = self.bucket.weights.clone()
-            self.exchange.run(self.replica.peek(self.bucket.weights, self.exchange))
-            self.bucket.scatter_weights()
-        with self._buffers.shared():
-            try:
-                yield
-            finally:
-                if kept is not None:
-                    self.bucket.weights.copy_(kept)
-                    self.bucket.scatter_weights()
-                    self.bucket.note_weights()
+        with global_weights(self, self._buffers.shared()):
+            yield
 
     def set_mode(self, mode: str | Rule) -> None:
         """Changes the mode of the running job, between two steps; every worker calls it.
@@ -300,9 +367,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: It does not fit this job, or this is not between two steps.
             JobMismatchError: Another worker has named another mode.
         """
-        if self._is_closed or self._pushed:
+        if self._end or self.gradients.have_left:
             raise ConfigError("set_mode() is called after step(), and before training has ended")
-        change_mode(self, parse_mode(mode), self._grads())
+        change_mode(self, parse_mode(mode), self.gradients.flat())
 
     def close(self) -> None:
         """Ends training: the model keeps the global weights.
@@ -310,12 +377,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Others wait for this worker's gradients until it leaves the job: `psworker.shutdown`, which
         calls this, or the end of the script.
         """
-        if not self._is_closed:
-            self._is_closed = True
-            for handle in self._handles:
-                handle.remove()
+        if not self._end:
+            self._end = "close() or psworker.shutdown()"
+            self.gradients.unwatch()
+            _open.discard(self)
             self.exchange.flush()
-            self.replica.end_round(self._grads(), self.exchange)
+            self.replica.end_round(self.gradients.flat(), self.exchange)
             self.exchange.run(self.replica.fetch(None, self.exchange))
             self.bucket.scatter_weights()
 
@@ -370,94 +437,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ----- inside
 
-    def _hook(self, parameter: torch.Tensor) -> None:
-        """Is called by autograd when the gradient of `parameter` is complete."""
-        if self.replica.plan().push is not Role.GRADIENT:
-            return
-        index = self._index[id(parameter)]
-        if not self._overlap.has_begun:
-            self._set_hyper()
-        self._overlap.made(index, self.bucket.parameters[index])
-        if not self._overlap.is_early or self._lost is not None:
-            return
-        try:
-            self._leave_early(index)
-        except (ReplacedError, UnknownJobError) as problem:
-            self._lost = problem  # `step` comes back; backward goes on undisturbed.
-
-    def _leave_early(self, index: int) -> None:
-        """Gathers one gradient during backward, and pushes the slices that it completes."""
-        self._gather([index])
-        if self.bucket.lent.takes(index) and self._lends(index):
-            self.bucket.lent.lend(index)
-        self._overlap.moved(index, self.bucket.parameters[index])
-        for part in self._slices_of[index]:
-            self._missing[part] -= 1
-            if self._missing[part] == 0 and self.exchange.has_landed(part):
-                self._push(part, in_backward=True)  # Else `step` does, which may wait.
-
-    def _await_room(self, index: int) -> None:
-        """Waits until the former gradient of a parameter has left the flat vector."""
-        for part in self._slices_of[index]:
-            self.exchange.acknowledged(part)
-
-    def _push_rest(self) -> None:
-        """Sends the gradients that have not left during backward.
-
-        Where some have, or may, one slice is on its way while the next is looked at; else all are
-        looked at first, so that the step can be left out.
-        """
-        if not self._pushed and not self._overlap.is_wanted:
-            self._gather(range(len(self.bucket.parameters)))
-        for index in self.replica.front_first():
-            if index not in self._pushed:
-                self._gather([part.tensor for part in self.bucket.layout.slices[index].segments])
-                self._push(index)
-
-    def _grads(self) -> list[torch.Tensor]:
-        return [self.bucket.grads_of(index) for index in range(len(self.replica.parts))]
-
-    def _gather(self, indices: Sequence[int]) -> None:
-        """Brings gradients into the flat vector, once, after the former ones have left it."""
-        lent, made = self.bucket.lent, []
-        indices = [index for index in indices if index not in self._gathered]
-        for index in indices:
-            self._await_room(index)
-            if self.bucket.parameters[index].grad is None:
-                self.bucket.clear_grad(index)
-                continue
-            made.append(index)
-            if lent.has(index) and not self._lends(index):
-                lent.part(index)
-        try:
-            self.bucket.gather_grads(made, self.replica.step)
-        except GradientError:
-            if not self._pushed:  # So the step can be left out.
-                self._gathered.clear()
-                self._reset_missing()
-                self._overlap.forget()
-            raise
-        self._gathered.update(indices)
-
-    def _lends(self, index: int) -> bool:
-        """Whether a gradient is acknowledged by the end of the step, or soon after it has left."""
-        plan = self.replica.plan()
-        waits = plan.block and plan.pull
-        return waits or self.exchange.maps_grads(self._slices_of[index])
-
-    def _push(self, index: int, *, in_backward: bool = False) -> None:
-        """Sends one slice, after a pull of it that is still under way."""
-        self.exchange.run(self.replica.land(index))
-        part = self.replica.parts[index]
-        present = 0
-        for position, segment in enumerate(self.bucket.layout.slices[index].segments):
-            has_grad = self.bucket.parameters[segment.tensor].grad is not None
-            part.active[position] = has_grad
-            present |= has_grad << position
-        grad, samples = self.bucket.grads_of(index), self.samples
-        self.replica.push(index, grad, present, samples, self.exchange, in_backward=in_backward)
-        self._pushed.add(index)
-
     def _set_hyper(self) -> None:
         step = self.replica.step
         groups = [self.rule.outer_group(step, group) for group in self.param_groups]
@@ -465,19 +444,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for part in self.replica.parts:
             part.hyper = rows
 
-    def _reset_missing(self) -> None:
-        for spec in self.bucket.layout.slices:
-            self._missing[spec.index] = len(spec.segments)
-
-    def _upload(self) -> None:
-        """Rank 0 uploads its weights; everybody takes them."""
+    def _start(self) -> None:
+        """Uploads rank 0's weights, takes them on every worker, and begins to train."""
         if self.session.rank == 0:
-            self.load(Role.WEIGHTS, [])
+            upload(self, Role.WEIGHTS)
         self._set_hyper()
-        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.exchange.run(self.replica.begin(self.exchange))
+        self.progress.locate()
         self.show_weights()
         if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
             self.session.barrier("begin")
+        self.gradients.watch()
+        self._context.at_close(self.close)
+        _open.add(self)
 
     def show_weights(self) -> None:
         """Brings the flat weights into the model; a round begins from what the model holds."""
@@ -486,13 +465,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.bucket.gather_weights()
             self.replica.take_reference()
         self.bucket.note_weights()
-
-    def load(self, role: Role, state: list[np.ndarray], counts: Sequence[int] = ()) -> None:
-        """Uploads the model's weights, with flat state arrays `(numel,)` for `Role.STATE`."""
-        self.bucket.gather_weights()
-        weights = self.bucket.weights.cpu().numpy()
-        for spec in self.bucket.layout.slices:
-            arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
-            steps = [counts[segment.tensor] for segment in spec.segments] if counts else []
-            self.exchange.load(spec.index, role, arrays, steps)
-        self.exchange.flush()

@@ -18,8 +18,10 @@ class Landing:
     state: list[torch.Tensor]  # One (numel,) float32 for each state array, if asked for.
     version: int = -1  # -1 while it is under way.
     counts: IntArray | None = None  # With state: optimizer steps of each segment.
-    clock: int = 0  # Pushes of this worker that the shard has counted.
+    clock: int = 0  # The first step that the slice would take of a worker that has come anew.
+    begins: bool = False  # Asked for by a worker that has come anew: it pushes none before `clock`.
     exact: bool = False  # The weights themselves, where training goes on from an estimate of them.
+    is_look: bool = False  # They are only to be seen, and exact: training goes on without them.
     is_late: bool = False  # `weights` are in use: nothing may land before somebody waits for it.
 
 

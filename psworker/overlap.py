@@ -1,10 +1,10 @@
-"""When a gradient may leave: as soon as backward has made it, or only at `step()`.
+"""Gradients that leave during backward, and the proof that none was changed afterwards.
 
-A gradient that leaves during backward hides its way behind the rest of backward, but then nobody
-may change it any more: gradient clipping, unscaling, or a second backward pass that accumulates.
-`auto` watches the first steps: if no gradient (nor a learning rate, or `samples`) is touched
-between its hook and `step()`, and each hook fires once a step, pushes leave early from then on. A
-change that comes later all the same is an error that names it, never a silent push of the old.
+A gradient that leaves during backward hides its way behind the rest of backward, and then nobody
+may change it any more: gradient clipping, unscaling, a second backward pass that accumulates. No
+step that a script has made says what it will do in the next one, so gradients leave early only if
+the script asks for it. Then `step()` compares each with what has left: `torch.amp`'s kernels,
+`.data` and NumPy views change a gradient without a trace in its version. A difference is an error.
 """
 
 from __future__ import annotations
@@ -15,29 +15,34 @@ import torch
 
 from pscore.errors import ConfigError, GradientError
 
-WATCHED_STEPS = 3
+INSTEAD = "pass overlap=False to DistributedOptimizer"
 
 
 class Overlap:
-    """Whether gradients leave early, and the proof that none was changed afterwards."""
+    """The gradients of a step that have left during backward."""
 
-    def __init__(self, overlap: bool | str, names: Sequence[str]) -> None:
-        """Starts watching.
+    def __init__(self, overlap: bool, names: Sequence[str], *, lends: bool = False) -> None:
+        """Starts before the first step.
 
         Args:
-            overlap: True, False or "auto".
+            overlap: Whether gradients leave during backward.
             names: Of the parameters.
+            lends: Whether `.grad` may become a part of the flat vector then (lent.py).
 
         Raises:
-            ConfigError: `overlap` is something else.
+            ConfigError: `overlap` is something else, or does not go with `lends`.
         """
-        if overlap not in (True, False, "auto"):
-            raise ConfigError(f"overlap is {overlap!r}, must be True, False or 'auto'")
-        self.is_wanted = self.is_early = overlap is True
-        self._watches = overlap == "auto"
+        if overlap not in (True, False):
+            raise ConfigError(
+                f"overlap is {overlap!r}, must be True (gradients leave during backward, and the "
+                "script does not change them afterwards) or False"
+            )
+        if lends and not overlap:
+            raise ConfigError("gradient_as_bucket_view=True needs overlap=True")
+        self.is_wanted = bool(overlap)
+        self.lends = lends
         self._names = names
         self._seen: dict[int, tuple[int, int]] = {}  # Parameter: identity and version of .grad.
-        self._steps = 0
 
     @property
     def has_begun(self) -> bool:
@@ -50,13 +55,11 @@ class Overlap:
         Raises:
             GradientError: Some of them may have left already in this step.
         """
-        if self._seen and self.is_early:
+        if self._seen:
             raise GradientError(
                 f"{what} was changed after gradients had been pushed during backward; change it "
-                "before backward(), or pass overlap=False to DistributedOptimizer"
+                f"before backward(), or {INSTEAD}"
             )
-        if self._seen:
-            self._watches = False
 
     def made(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Notes that backward has made a gradient.
@@ -65,40 +68,41 @@ class Overlap:
             GradientError: It has left already in this step.
         """
         if index in self._seen:
-            if self.is_early:
-                raise GradientError(self._message(index, "got a second gradient"))
-            self._watches = False
+            raise self._error(index, "got a second gradient")
         self._seen[index] = self._mark(parameter)
 
     def moved(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Notes that the wrapper itself has given a gradient other memory."""
         self._seen[index] = self._mark(parameter)
 
-    def finish(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Checks, at the end of a step, that what was noted is still the same.
+    def check(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
+        """Returns the parameters whose gradients have left, at the end of a step.
 
         Raises:
-            GradientError: A gradient was changed after it had left.
+            GradientError: One of them shows that it was changed since.
         """
         for index, mark in self._seen.items():
             if self._mark(parameters[index]) != mark:
-                if self.is_early:
-                    raise GradientError(self._message(index, "was changed"))
-                self._watches = False
-        self._seen.clear()
-        self._steps += 1
-        if self._watches and self._steps >= WATCHED_STEPS:
-            self.is_early, self._watches = True, False
+                raise self._error(index, "was changed")
+        return list(self._seen)
+
+    def refuse(self, index: int) -> None:
+        """Refuses a gradient that differs from what has left.
+
+        Raises:
+            GradientError: Always.
+        """
+        raise self._error(index, "was changed")
 
     def forget(self) -> None:
-        """Takes a step for not begun: nothing of it has left, and it is left out."""
+        """Ends a step: its gradients have been checked, or nothing of it has left."""
         self._seen.clear()
 
-    def _message(self, index: int, what: str) -> str:
-        return (
+    def _error(self, index: int, what: str) -> GradientError:
+        return GradientError(
             f"the gradient of {self._names[index]!r} {what} after it had been pushed during "
-            "backward; pass overlap=False to DistributedOptimizer (it is what gradient clipping "
-            "and accumulation need)"
+            f"backward; {INSTEAD} (it is what gradient clipping, loss scaling and accumulation "
+            "need)"
         )
 
     @staticmethod

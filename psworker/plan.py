@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -181,19 +182,37 @@ def shapes_of(model: str) -> Shapes:
     if not colon:
         known = ", ".join(sorted(MODELS))
         raise ConfigError(f"model is {model!r}, must be one of {known}, or module:factory")
+    with _users_code(model):
+        made = _make(model, module_name, factory_name)
+        found = [(n, tuple(w.shape)) for n, w in made.named_parameters() if w.requires_grad]
+    if not found:
+        raise ConfigError(f"{model!r} has no parameters that are trained")
+    return found
+
+
+@contextlib.contextmanager
+def _users_code(model: str) -> Iterator[None]:
+    """Turns what the user's module or factory raises into one sentence."""
     sys.path.insert(0, os.getcwd())  # As `python -m` does.
     try:
-        factory = getattr(importlib.import_module(module_name), factory_name, None)
-    except ImportError as problem:
-        raise ConfigError(f"no module for the model {model!r}: {problem}") from problem
+        yield
+    except ConfigError:
+        raise
+    except Exception as problem:
+        how = f"{type(problem).__name__}: {problem}"
+        raise ConfigError(f"model {model!r} cannot be made without arguments: {how}") from problem
     finally:
         sys.path.pop(0)
-    if factory is None:
-        raise ConfigError(f"module {module_name!r} has no {factory_name!r}")
-    named = getattr(factory(), "named_parameters", None)
-    if named is None:
-        raise ConfigError(f"{model!r} does not return a torch module")
-    return [(name, tuple(weight.shape)) for name, weight in named() if weight.requires_grad]
+
+
+def _make(model: str, module_name: str, factory_name: str) -> Any:
+    factory = getattr(importlib.import_module(module_name), factory_name, None)
+    if not callable(factory):
+        raise ConfigError(f"module {module_name!r} has no function or class {factory_name!r}")
+    made = factory()
+    if isinstance(made, type) or not hasattr(made, "named_parameters"):
+        raise ConfigError(f"{model!r} returns {made!r:.80}, must return a torch module")
+    return made
 
 
 # ----- for people

@@ -20,7 +20,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
 from pscore.timeline import Timeline
-from pscore.types import Push, Role, SegmentTable
+from pscore.types import Origin, Push, Role, SegmentTable
 from psworker.landings import Landings
 from psworker.outbox import Landing, Outbox
 
@@ -35,7 +35,7 @@ class Replica:
 
     Attributes:
         parts: The slices, by index.
-        step: Steps finished; 0-based number of the step under way.
+        step: Steps of training that are behind; 0-based number of the step under way.
         clocks: For each slice, one more than the `step` of its last push on the wire: pushes made
             so far, or more where steps have closed without this worker.
         num_inner: Steps of the user's own optimizer since the last pull.
@@ -225,6 +225,27 @@ class Replica:
         yield from self.settle()
         self._landings.clear()  # The next step may do without the memory that this took.
 
+    def begin(self, outbox: Outbox) -> Waits:
+        """Takes part in a job that may have begun: takes its weights, and the step to begin with.
+
+        In a mode by step that is the newest of those that the slices would take next: each slice
+        waits for this worker from its own answer on, so none can have closed that step. Slices that
+        are not there yet are asked again, for the weights of that step, and told.
+        """
+        yield from self.fetch(0, outbox)
+        if not self.rule.by_step:
+            return
+        versions = [part.version for part in self.parts]
+        step = max(*self.clocks, *versions)
+        for index in self.front_first():
+            if (self.clocks[index], versions[index]) != (step, step):
+                with_state = self._num_state > 0 and self.local is not None
+                state = {"with_state": with_state, "exact": True}
+                self._ask(index, step, outbox, step, **state, begins=True)
+        self.clocks, self._clock, self._next = [step] * len(self.parts), None, None
+        yield from self.settle()
+        self._landings.clear()
+
     def abandon(self) -> None:
         """Gives up the pulls of a step that is not finished: others may wait for its other pushes.
 
@@ -253,6 +274,15 @@ class Replica:
         self.rule, self.local = rule, rule.local_update()
         self.restart()
 
+    def locate(self, origin: Origin) -> None:
+        """Takes the step that its pushes stand for: others may have gone on without this worker.
+
+        Args:
+            origin: Where steps are counted from.
+        """
+        num_pushes = max(0, self.next_push - origin.clock)
+        self.step = self.rule.step_after(origin.step, num_pushes) + self.num_inner
+
     def settle(self) -> Waits:
         """Lets pulls that are still on their way land and takes them as the base.
 
@@ -262,32 +292,23 @@ class Replica:
             yield from self.land(index)
             self._rebase(index)
 
-    def peek(self, target: torch.Tensor, outbox: Outbox) -> Waits:
-        """Copies the global weights, with this worker's last push in them, into `target`.
+    def peek(self, landings: Sequence[Landing], outbox: Outbox, *, with_state: bool) -> Waits:
+        """Brings the shards' weights, with this worker's last push in them, into `landings`.
 
-        Nothing else changes: what is on its way still becomes the base of the next local update.
+        Nothing else changes: a pull on its way still becomes the base of the next local update,
+        as it would have, and it is not what is shown: it may be an estimate.
 
         Args:
-            target: `(layout.numel,) float32`.
+            landings: One for each slice, in memory that nothing else uses.
             outbox: Where pulls are sent.
+            with_state: Whether the optimizer's state comes along.
         """
         self.abandon()
-        landings = {}
-        for index in self.front_first():
-            if index in self._pending:
-                landings[index] = self._landings[index]
-            else:
-                weights = target[self._span(index)]
-                if target.device.type != "cpu":
-                    weights = self._landings.beside(index)
-                landings[index] = Landing(weights=weights, state=[], exact=True)
-                clock, version = self.clock(index), self.newest(index)
-                outbox.pull(index, clock, version, landings[index], with_state=False)
         for index in self._indices():
-            yield index
-            landed = landings[index].weights
-            if landed.data_ptr() != target[self._span(index)].data_ptr():
-                target[self._span(index)].copy_(landed)
+            yield from self.land(index)
+            clock, version = self.clock(index), self.newest(index)
+            outbox.pull(index, clock, version, landings[index], with_state=with_state)
+        yield from self._indices()
 
     def newest(self, index: int = 0) -> int:
         """Returns the oldest version of a slice that has this worker's last push in it."""
@@ -331,10 +352,9 @@ class Replica:
     def _next_push(self, index: int) -> int:
         """Returns the step of the next push of a slice.
 
-        In a mode by step it is one number for all slices, the oldest that some slice still takes: a
-        step that has closed takes nothing more, to a worker that was late (backup workers) or came
-        when others had begun. Were it another number in each slice, two workers could wait for
-        each other: A for B's push of one slice, B for A's push of another.
+        In a mode by step it is one number for all slices, the oldest that some slice still takes of
+        a worker that was late (backup workers). Were it another number in each slice, two workers
+        could wait for each other: A for B's push of one slice, B for A's push of another.
         """
         if not self.rule.by_step:
             return self.clocks[index]
@@ -344,7 +364,7 @@ class Replica:
         return self._next
 
     def _count(self) -> None:
-        """Counts one push of every slice; a slice that had it from a former life stays ahead."""
+        """Counts one push of every slice."""
         pushed = [self._next_push(index) + 1 for index in self._indices()]
         self.clocks = [max(pair) for pair in zip(self.clocks, pushed, strict=True)]
         self._clock = self._next = None
@@ -358,12 +378,10 @@ class Replica:
         samples: float,
         outbox: Outbox,
     ) -> None:
-        plan, part, step = self.plan(), self.parts[index], self._next_push(index)
-        if step < self.clocks[index]:
-            return  # A shard has it from this worker's former life, and would count no other.
+        plan, part = self.plan(), self.parts[index]
         push = Push(
             worker=self.rank,
-            step=step,
+            step=self._next_push(index),
             base_version=max(0, part.version),
             role=role,
             samples=samples,
@@ -400,6 +418,7 @@ class Replica:
         exact: bool = False,
         early: bool = False,
         in_use: bool = False,
+        begins: bool = False,
     ) -> None:
         """Asks for a slice; without `min_version`, for one with the first `clock` pushes in it.
 
@@ -421,6 +440,7 @@ class Replica:
             with_state=with_state,
             exact=exact,
             is_late=is_late,
+            begins=begins,
         )
         self._pending[index] = None
         outbox.pull(index, clock, oldest, landing, with_state=with_state)

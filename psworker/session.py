@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import random
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -30,14 +32,18 @@ from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.timeline import Timeline, open_timeline
+from pscore.types import Origin
 from psworker.environment import Environment
+from psworker.leftout import LeftOut
 from psworker.link import Link
 from psworker.spans import Phases
+from psworker.waits import PlaceWait, refuse_forked
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
+FORMER_MAX = 32  # Incarnations of this process that a shard is told.
 RAW = NoCompression()
 # Called once by every worker at its start: who comes late goes through where others have been.
 AT_START = ("begin", "load_state_dict")
@@ -51,6 +57,40 @@ class Debtor(Protocol):
         """Sends what it owes of some slices after `step`, if it has not gone on."""
 
 
+@dataclass(slots=True)
+class Known:
+    """What shards have said of a job when this worker joined.
+
+    Attributes:
+        life: Of the job, on the first shard.
+        progress: Step of each table that the job had.
+        rounds: The next one of each barrier.
+    """
+
+    life: int = 0
+    progress: dict[str, int] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+
+    def take(self, reply: pb.JoinReply, *, is_first: bool) -> None:
+        """Takes a shard's answer; the first shard counts the lives and the rounds."""
+        self.progress |= {name: step for name, step in reply.progress.items()}
+        if is_first:
+            self.life = reply.life
+            if reply.news:
+                log.warning("worker %d: %s", reply.rank, reply.news)
+            self.rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
+
+
+def _without_weights(address: str, job: str, table: str, step: int | None) -> StateLostError:
+    known = "" if step is None else f"; other shards have them at step {step}"
+    return StateLostError(
+        f"the shard at {address} is without the weights of {table!r} of job {job!r}: it was "
+        f"started again, or the job was forgotten there{known}. Restore a checkpoint with "
+        f"`psserver restore DIR --job {job}`, or run `psserver forget {job}` and begin anew; with "
+        "--state-dir shards keep what they have"
+    )
+
+
 class Session:
     """This process as a worker of one job.
 
@@ -61,6 +101,7 @@ class Session:
         min_workers: The least of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
         timeline: Where spans are recorded; None: nowhere.
+        left_out: By table; steps that its script has left out, where all workers make all steps.
         debtors: By table; what owes something that a checkpoint needs.
         waits: For which shard that does not answer, in words; the others pass it on to people.
     """
@@ -97,9 +138,11 @@ class Session:
             RemoteProtocolError: A shard refuses this worker.
         """
         self.job = job
+        self._pid = os.getpid()
         self.num_workers = num_workers
         self.min_workers = min_workers
-        self.incarnation = time.time_ns()
+        self.incarnation = 0  # None yet.
+        self._former: list[int] = []  # Incarnations of this process before this one.
         self.links = [
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
         ]
@@ -110,11 +153,10 @@ class Session:
         self._patience_s = patience_s
         self._data_plane = data_plane
         self.waits = ""
+        self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
         self.debtors: WeakValueDictionary[int, Debtor] = WeakValueDictionary()
         self._teller: threading.Thread | None = None
-        self._rounds: dict[str, int] = {}
-        self._life = 0  # Of the job on the first shard.
-        self._progress: dict[str, int] = {}  # Step of each table that the job had at our join.
+        self._known = Known()
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
         with contextlib.ExitStack() as undo:
@@ -123,6 +165,7 @@ class Session:
             if rank < 0 and min_workers:
                 self._join_at_any_rank(returns=False)
             else:
+                self._renew()
                 self._join_all(returns=False)
             undo.pop_all()
         self._telling = threading.Lock()
@@ -158,8 +201,8 @@ class Session:
     def define(
         self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
         num_groups: int, pull_compressor: Compressor = RAW, *, again: bool = False,
-    ) -> int:  # fmt: skip
-        """Declares a table at every shard and returns its index.
+    ) -> tuple[int, Origin]:  # fmt: skip
+        """Declares a table at every shard; returns its index, and where its steps begin.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; says in what.
@@ -184,27 +227,27 @@ class Session:
         request = pb.DefineRequest(
             job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
         )
-        tables = set()
+        tables, origins = set(), []
         for link in self.links:
             reply = link.call(link.control.Define, request)
             tables.add(reply.table)
-            step = self._progress.get(name)
+            origins.append((reply.clock, reply.step))
+            step = self._known.progress.get(name)
             if (again and reply.created) or (step is not None and not reply.has_weights):
-                known = "" if step is None else f"; other shards have them at step {step}"
-                raise StateLostError(
-                    f"the shard at {link.address} is without the weights of {name!r} of job "
-                    f"{self.job!r}: it was started again, or the job was forgotten there{known}. "
-                    f"Restore a checkpoint with `psserver restore DIR --job {self.job}`, or run "
-                    f"`psserver forget {self.job}` and begin anew; with --state-dir shards keep "
-                    "what they have"
-                )
+                raise _without_weights(link.address, self.job, name, step)
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
-        return int(tables.pop())
+        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of it.
 
-    def step_aside(self, table: int, number: int) -> None:
-        """Has nobody wait for this worker's pushes to a table until change `number` of its mode."""
-        self._change(pb.ChangeRequest(table=table, number=number))
+    def step_aside(self, table: int, number: int, step: int) -> None:
+        """Has nobody wait for this worker's pushes to a table until change `number` of its mode.
+
+        Args:
+            table: The table.
+            number: Of the change, counted by this worker.
+            step: Of training, at which this worker is.
+        """
+        self._change(pb.ChangeRequest(table=table, number=number, step=step))
 
     def change(self, table: int, number: int, rule: Rule) -> None:
         """Gives a table another mode; every worker has stepped aside, and each calls it.
@@ -229,7 +272,7 @@ class Session:
         Raises:
             PacelineError: Another process holds the rank, or nobody answers.
         """
-        self.incarnation = time.time_ns()
+        self._renew()
         try:
             self._join_all(returns=True)
         except RankTakenError as problem:
@@ -245,8 +288,20 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or nobody answers.
         """
-        number = self._rounds.get(name, 0)
-        self._rounds[name] = number + 1
+        self.agree(name, 0.0)
+
+    def agree(self, name: str, value: float) -> float:
+        """Waits as `barrier` does, and returns the largest value that a worker has brought there.
+
+        Args:
+            name: Of the barrier.
+            value: This worker's, 0 or more.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or nobody answers.
+        """
+        number = self._known.rounds.get(name, 0)
+        self._known.rounds[name] = number + 1
         link = self.links[0]
         request = pb.BarrierRequest(
             job=self.job,
@@ -255,6 +310,7 @@ class Session:
             name=name,
             round=number,
             wait_ms=BARRIER_WAIT_MS,
+            value=value,
         )
         started_s = time.monotonic()
         while not (reply := link.call(link.control.Barrier, request)).done:
@@ -262,6 +318,11 @@ class Session:
             log.warning(
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
             )
+        return float(reply.value)
+
+    def require_own(self) -> None:
+        """Refuses a process that was forked from the worker (psworker/waits.py)."""
+        refuse_forked(self._pid, self.rank, self.job)
 
     def check(self) -> None:
         """Raises what a heartbeat was refused with, if one was.
@@ -354,6 +415,12 @@ class Session:
         if [reply.shard for reply in replies] != list(range(len(replies))):
             raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
 
+    def _renew(self) -> None:
+        """Draws another incarnation; a script that seeds `random` does not draw the same."""
+        if self.incarnation:
+            self._former = [*self._former, self.incarnation][-FORMER_MAX:]
+        self.incarnation = 1 + secrets.randbits(62)
+
     def _join_at_any_rank(self, *, returns: bool) -> None:
         """Joins at a rank that the first shard gives.
 
@@ -364,16 +431,16 @@ class Session:
             RankTakenError: No rank has become free in time.
             PacelineError: A shard refuses this worker for another reason, or does not answer.
         """
-        until_s = time.monotonic() + self._patience_s
+        place = PlaceWait(self.job, self._patience_s)
         while True:
-            self.rank, self.incarnation = -1, time.time_ns()
+            self.rank = -1
+            self._renew()
             for link in self.links:
                 link.patience.limit_s = self._patience_s  # Else as it was when it took its leave.
             try:
                 self._join_all(returns=returns)
-            except RankTakenError:
-                if time.monotonic() >= until_s:
-                    raise
+            except RankTakenError as problem:
+                place.wait(problem)
                 time.sleep(RANK_RETRY_S * random.uniform(0.5, 1.0))
             else:
                 return
@@ -391,9 +458,11 @@ class Session:
     def _join_patiently(self, link: Link, *, returns: bool) -> None:
         """Joins one shard; where the first let it in, the others will when they find out why.
 
-        They may not have noticed yet that the process is gone that had its rank.
+        They may not have noticed yet that the process is gone that had its rank. A worker of an
+        elastic job does not wait for one rank: it may have another.
         """
-        until_s = time.monotonic() + (0.0 if link is self.links[0] else self._patience_s)
+        waits = link is not self.links[0] and not self.min_workers
+        until_s = time.monotonic() + (self._patience_s if waits else 0.0)
         while True:
             try:
                 self._join(link, returns=returns)
@@ -413,23 +482,19 @@ class Session:
                 num_workers=self.num_workers,
                 min_workers=self.min_workers,
                 incarnation=self.incarnation,
+                former=self._former,
                 restart=self._restart,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 protocol=wire.PROTOCOL,
                 returns=returns,
-                life=0 if link is self.links[0] else self._life,
+                life=0 if link is self.links[0] else self._known.life,
             ),
         )
         self.rank = reply.rank
         link.instance, link.joined_as = reply.instance, (self.rank, self.incarnation)
         self._interval_s = reply.lease_s / 5
-        self._progress |= {name: step for name, step in reply.progress.items()}
-        if link is self.links[0]:
-            self._life = reply.life
-            if reply.news:
-                log.warning("worker %d: %s", self.rank, reply.news)
-            self._rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
+        self._known.take(reply, is_first=link is self.links[0])
 
     def _beat(self, link: Link) -> None:
         """Renews the lease at one shard until the session ends; other messages renew it too.
@@ -442,6 +507,10 @@ class Session:
             request = pb.HeartbeatRequest(
                 job=self.job, worker=rank, incarnation=incarnation, waiting_for=self.waits
             )
+            if link is self.links[0]:
+                for table, counted in dict(self.left_out).items():
+                    steps, count, since = counted.report
+                    request.left_out.add(table=table, steps=steps, count=count, since=since)
             try:
                 self._tell_debts(link.beat(request, timeout_s=self._interval_s))
             except PacelineError as error:

@@ -9,14 +9,15 @@ worker's own, and the shards' is under `paceline` too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pscore.errors import ConfigError
-from pscore.types import Role
-from psworker.outbox import Landing
+from pscore.types import FloatArray, Role
+from psworker.look import look
 
 if TYPE_CHECKING:
     from psworker.optimizer import DistributedOptimizer
@@ -42,7 +43,8 @@ def torch_state(wrapper: DistributedOptimizer) -> dict[str, Any]:
         "state": state if inner is None else inner,
         "param_groups": wrapper.plain_state_dict()["param_groups"],
         "paceline": {
-            "step": wrapper.replica.step,
+            "step": wrapper.steps,
+            "samples_seen": wrapper.samples_seen,
             "mode": str(wrapper.rule),
             "compression": str(wrapper.compressor),
             "counts": torch.tensor(counts),
@@ -64,6 +66,7 @@ def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) 
     plugin, bucket = wrapper.plugin, wrapper.bucket
     order = _torch_order(wrapper)
     own = state_dict.get("paceline", {})
+    step = int(own.get("step", wrapper.steps))
     flat = {name: np.zeros(bucket.layout.numel, dtype=np.float32) for name in plugin.state_names}
     counts = [0] * len(order)
     held = own.get("outer", {}) if wrapper.rule.outer_optimizer else state_dict["state"]
@@ -79,12 +82,39 @@ def load_torch_state(wrapper: DistributedOptimizer, state_dict: dict[str, Any]) 
     wrapper.exchange.run(wrapper.replica.settle())
     wrapper.session.barrier("load_state_dict")
     if wrapper.session.rank == 0:
-        wrapper.load(Role.STATE, [flat[name] for name in plugin.state_names], counts)
+        upload(wrapper, Role.STATE, [flat[name] for name in plugin.state_names], counts, step)
     wrapper.session.barrier("load_state_dict")
+    wrapper.exchange.ask_origin()
     wrapper.exchange.run(wrapper.replica.fetch(0, wrapper.exchange))
+    wrapper.progress.locate(step, float(own.get("samples_seen", step * wrapper.samples)))
     wrapper.show_weights()
-    wrapper.replica.step = int(own.get("step", wrapper.replica.step))
     _load_compressor_state(wrapper, own.get("compressor_state", {}))
+
+
+def upload(
+    wrapper: DistributedOptimizer,
+    role: Role,
+    state: Sequence[FloatArray] = (),
+    counts: Sequence[int] = (),
+    step: int = 0,
+) -> None:
+    """Uploads the weights of the model; with `Role.STATE` the optimizer's state too.
+
+    Args:
+        wrapper: Of this worker.
+        role: `WEIGHTS` or `STATE`.
+        state: Its arrays, flat, `(layout.numel,)` each.
+        counts: Optimizer steps of each parameter.
+        step: Steps of training that are behind them.
+    """
+    bucket, exchange = wrapper.bucket, wrapper.exchange
+    bucket.gather_weights()
+    weights = bucket.weights.cpu().numpy()
+    for spec in bucket.layout.slices:
+        arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
+        steps = [counts[segment.tensor] for segment in spec.segments] if counts else []
+        exchange.load(spec.index, role, arrays, steps, step)
+    exchange.flush()
 
 
 def _load_compressor_state(wrapper: DistributedOptimizer, state: dict[str, torch.Tensor]) -> None:
@@ -126,28 +156,9 @@ def _torch_order(wrapper: DistributedOptimizer) -> dict[int, int]:
 def _pull_state(wrapper: DistributedOptimizer) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Pulls the optimizer's state; returns flat `(numel,)` tensors, and steps per parameter."""
     layout, names = wrapper.bucket.layout, wrapper.plugin.state_names
-    flat = {name: torch.zeros(layout.numel) for name in names}
-    scratch = torch.zeros(layout.numel)
-    landings = []
-    wrapper.exchange.flush()
-    wrapper.replica.abandon()
-    for spec in layout.slices:
-        # What is under way becomes the base when it would have: a checkpoint changes no bit.
-        wrapper.exchange.run(wrapper.replica.land(spec.index))
-        part = slice(spec.start, spec.stop)
-        landing = Landing(weights=scratch[part], state=[flat[name][part] for name in names])
-        landings.append(landing)
-        wrapper.exchange.pull(
-            spec.index,
-            wrapper.replica.clock(spec.index),
-            wrapper.replica.newest(spec.index),
-            landing,
-            with_state=True,
-        )
-    wrapper.exchange.run(index for index in range(len(landings)))
+    seen = look(wrapper, len(names))
     counts = [0] * len(layout.tensors)
-    for spec, landing in zip(layout.slices, landings, strict=True):
-        assert landing.counts is not None
-        for segment, steps in zip(spec.segments, landing.counts, strict=True):
-            counts[segment.tensor] = int(steps)
-    return flat, counts
+    for spec, steps in zip(layout.slices, seen.counts, strict=True):
+        for segment, count in zip(spec.segments, steps, strict=True):
+            counts[segment.tensor] = int(count)
+    return dict(zip(names, seen.state, strict=True)), counts

@@ -116,7 +116,7 @@ class Shard:
                 late = action.verdict is Verdict.TOO_LATE
                 step = message.push.step if message.push else -1
                 self.cluster.note("late" if late else "push", message.worker, index, step)
-            elif isinstance(action, Answer):
+            elif isinstance(action, Answer) and not action.is_look:
                 self.cluster.note("answer", action.worker, index, action.version)
         carry_out(actions, self.stores[index], self)
         self.most_open = max(self.most_open, len(self.stores[index]._bins))
@@ -145,7 +145,7 @@ class Shard:
 
     def answer(self, action: Answer, store: SliceStore) -> None:
         message = self.message(action.token)
-        arrays = store.read(action.worker, with_state=action.with_state)
+        arrays = store.read(action)
         message.reply = [array.copy() for array in arrays]
         message.version = action.version
         message.counts = store.counts.copy() if action.with_state else None
@@ -179,6 +179,7 @@ class Worker:
         self.unacknowledged = [False] * count
         self.landed = [True] * count
         self.seen: list[npt.NDArray[np.float32]] = []  # Weights of each step's gradient.
+        self.looked = np.zeros(NUMEL, np.float32)  # What the last look has shown.
         self.ready: Callable[[], bool] = lambda: True
         self.num_late = 0
         self.is_done = False
@@ -206,7 +207,13 @@ class Worker:
     def pull(
         self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
     ) -> None:
-        pull = Pull(worker=self.rank, clock=clock, min_version=min_version, with_state=with_state)
+        pull = Pull(
+            worker=self.rank,
+            clock=clock,
+            min_version=min_version,
+            with_state=with_state,
+            is_look=landing.is_look,
+        )
         self.landed[index] = False
         self.channels[index].append(Message(self.rank, index, pull=pull, landing=landing))
 
@@ -247,7 +254,7 @@ class Worker:
 
     def _live(self) -> Generator[Callable[[], bool], None, None]:
         cluster, replica = self.cluster, self.replica
-        yield from self._wait(replica.fetch(0, self))
+        yield from self._wait(replica.begin(self))
         for step in range(cluster.steps):
             cluster.note("compute", self.rank, -1, step)
             self.seen.append(self.weights.numpy().copy())
@@ -266,11 +273,28 @@ class Worker:
             if plan.inner:
                 cluster.inner(self.rank, step, self.weights, grad)
             yield from self._wait(replica.finish(self.grads, self, samples))
+            if cluster.looks:
+                yield from self._look(with_state=step % 2 == 1)
             yield lambda: True
         yield lambda: not any(self.unacknowledged)
         replica.end_round(self.grads, self)
         yield lambda: not any(self.unacknowledged)
         yield from self._wait(replica.settle())
+
+    def _look(self, *, with_state: bool) -> Generator[Callable[[], bool], None, None]:
+        """Looks at the weights, and at each second time at the optimizer's state too."""
+        yield lambda: not any(self.unacknowledged)
+        num_state = len(self.cluster.shard.stores[0].state) if with_state else 0
+        landings = [
+            Landing(
+                weights=torch.zeros(part.stop - part.start),
+                state=[torch.zeros(part.stop - part.start) for _ in range(num_state)],
+                is_look=True,
+            )
+            for part in SLICES
+        ]
+        yield from self._wait(self.replica.peek(landings, self, with_state=with_state))
+        self.looked = torch.cat([landing.weights for landing in landings]).numpy()
 
     def _wait(self, waits: Any) -> Generator[Callable[[], bool], None, None]:
         for index in waits:
@@ -296,8 +320,10 @@ class Cluster:
         samples: Callable[[int, int], float] = lambda worker, step: 1.0,
         inner: Callable[[int, int, torch.Tensor, Vector], None] | None = None,
         speeds: tuple[float, ...] = (),
+        looks: bool = False,
     ) -> None:
         self.rule = rule
+        self.looks = looks  # Each worker, behind each step.
         self.gradient = gradient
         self.num_workers = num_workers
         self.steps = steps

@@ -53,11 +53,6 @@ class Compressor(ABC):
         """Arrays that the worker keeps of each slice; `residual` is what is still owed."""
         return (RESIDUAL,)
 
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether what is not sent now is sent later."""
-        return RESIDUAL in self.state_names
-
     @abstractmethod
     def payload_nbytes_max(self, numel: int) -> int:
         """Returns the largest payload of `numel` elements, in bytes."""

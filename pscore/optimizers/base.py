@@ -48,11 +48,6 @@ class Optimizer(ABC):
         """Returns the index of hyper-parameter `name` in a row."""
         return cls.hyper_names.index(name)
 
-    @classmethod
-    def has_hyper(cls, name: str) -> bool:
-        """Returns whether a row has the hyper-parameter `name`."""
-        return name in cls.hyper_names
-
     def keeps_state(self, hyper: HyperArray) -> bool:
         """Returns whether a step with these hyper-parameters leaves the state as it is."""
         return not self.state_names

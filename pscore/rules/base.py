@@ -102,6 +102,16 @@ class Rule(ABC):
         """Whether only pushes of one step go into one update."""
         return False
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether an update takes each worker's gradient of its step, so that all make it or none.
+
+        In a mode with rounds a worker makes its steps by itself.
+        """
+        everybody = 2
+        is_mean = self.fan_in(everybody, everybody) == everybody
+        return self.by_step and is_mean and not self.outer_optimizer
+
     def fan_in(self, num_expected: int, num_workers: int) -> int:
         """Returns how many pushes make one update.
 
@@ -125,8 +135,7 @@ class Rule(ABC):
     def on_pull(self, worker: int, memory: Memory) -> None:  # noqa: B027
         """Is called when `memory.weights` are about to be sent to `worker`, to train on.
 
-        A pull that asks for the optimizer's state is one for a checkpoint, unless the mode has a
-        local update; it is not remembered.
+        It is not called for a look at the weights (`Pull.is_look`): nobody trains on its answer.
         """
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:
@@ -146,6 +155,15 @@ class Rule(ABC):
     def min_version(self, step: int) -> int:
         """Returns the oldest version that answers the pull issued at `step`; 0 is any."""
         return step + 1 if self.by_step else 0
+
+    def step_after(self, step: int, num_pushes: int) -> int:
+        """Returns the step that a worker is at which was at `step` and has pushed so often since.
+
+        Args:
+            step: 0-based.
+            num_pushes: Its pushes since then, 0 or more; each is the last act of its step.
+        """
+        return step + num_pushes
 
     def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the shards' optimizer's parameter group at `step`, as torch would have it.

@@ -68,6 +68,14 @@ class LocalSGD(WithBackup):
             return Plan(push=Role.DELTA, inner=True)
         return Plan(push=None, inner=True, pull=False, block=False)
 
+    def step_after(self, step: int, num_pushes: int) -> int:
+        """The step behind the last of so many rounds; those of the warm-up have one step."""
+        num_warm = min(num_pushes, max(0, self.warmup - step))
+        step, num_rounds = step + num_warm, num_pushes - num_warm
+        if num_rounds == 0:
+            return step
+        return self.warmup + ((step - self.warmup) // self.steps + num_rounds) * self.steps
+
     def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """The mean: a step of plain SGD with learning rate 1."""
         return {

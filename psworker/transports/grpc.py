@@ -67,8 +67,9 @@ class GrpcTransport(Transport):
     def _push_now(self, call: PushCall) -> data_pb2.PushReply:
         header, payload = call.make()
         frame = wire.encode(header.SerializeToString(), *payload)
+        named = _naming(header.sender)
         raw, _ = self._patience.insist(
-            lambda: wire.decode(self._push(frame, timeout=CALL_TIMEOUT_S))
+            lambda: wire.decode(self._push(frame, timeout=CALL_TIMEOUT_S, metadata=named))
         )
         return data_pb2.PushReply.FromString(bytes(raw))
 
@@ -85,4 +86,12 @@ class GrpcTransport(Transport):
 
     def _ask(self, call: PullCall) -> tuple[memoryview, memoryview]:
         frame = wire.encode(call.header.SerializeToString())
-        return self._patience.insist(lambda: wire.decode(self._pull(frame, timeout=CALL_TIMEOUT_S)))
+        named = _naming(call.header.sender)
+        return self._patience.insist(
+            lambda: wire.decode(self._pull(frame, timeout=CALL_TIMEOUT_S, metadata=named))
+        )
+
+
+def _naming(sender: data_pb2.Sender) -> tuple[tuple[str, bytes], ...]:
+    """Returns the metadata of a call, so that the shard knows its worker before it reads more."""
+    return ((rpc.SENDER_KEY, sender.SerializeToString()),)

@@ -29,6 +29,7 @@ from pscore import errors, faults, sockets, streaming, tls, wire
 from pscore.errors import DecodeError, PacelineError, RemoteProtocolError, TransportError
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.segment import Segment, WeightsMap
+from pscore.text import printable
 from pscore.types import FloatArray, IntArray, SliceSpec
 from psworker.crew import Crew
 from psworker.retry import Patience
@@ -467,4 +468,4 @@ def _attach(endpoint: Endpoint, attachment: Attachment) -> None:
 def _error_of(failure: pb.Failure) -> PacelineError:
     kind = getattr(errors, failure.kind, RemoteProtocolError)
     known = isinstance(kind, type) and issubclass(kind, PacelineError)
-    return (kind if known else RemoteProtocolError)(failure.message)
+    return (kind if known else RemoteProtocolError)(printable(failure.message, keep="\n"))

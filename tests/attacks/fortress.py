@@ -20,6 +20,7 @@ from tests.integration.worker import Worker
 EVERYTHING, TRAIN, OTHER = (f"{number}" * 32 for number in (1, 2, 3))
 TOKENS = f"# for tests\n* {EVERYTHING}\n\ntrain {TRAIN}\nother {OTHER}\n"
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
+TOMORROW = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3)
 
 
 def certificates(folder: Path, name: str = "files", **options: Any) -> Path:

@@ -1,6 +1,7 @@
 """Certificates that are not good, TLS on one side only, and hellos that never end."""
 
 import contextlib
+import datetime
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from psserver.listener import BulkServer
 from psworker.link import Link
 from psworker.transports.socket import Endpoint, connect
 from tests.attacks.fortress import (
+    TOMORROW,
     TRAIN,
     YESTERDAY,
     Fortress,
@@ -34,12 +36,19 @@ from tests.integration.command import Command, eventually
 from tests.unit.psserver.front import Front, play
 
 EXPIRED = "the certificate of .* has expired; make new ones with `psserver certs`"
+EARLY = (
+    r"the certificate of .* is not valid (before 20..-..-.. ..:.. UTC|yet), and this machine's "
+    r"clock says 20..-..-.. ..:.. UTC; check the clocks of both machines"
+)
 FOREIGN = "the certificate of .* is not signed by the CA in PACELINE_TLS_CA"
 MISNAMED = r"the certificate of .* is not made out to this name .*`psserver certs --host NAME`"
 NO_TLS = "does not speak TLS, and this side was told to; start the shards with --tls-cert"
 TLS_ONLY = "speaks TLS only; set PACELINE_TLS_CA"
 ASKS = "asks for a certificate of this side; set PACELINE_TLS_CERT and PACELINE_TLS_KEY"
 NOT_TAKEN = "does not take this side's certificate .*; set PACELINE_TLS_CERT and"
+TAKEN_FROM = NOT_TAKEN.replace(
+    ".*", r".* \(valid from 20..-..-.. ..:.. to 20..-..-.. ..:.. UTC by the clock there\)"
+)
 CUT = "|no bulk connection to"  # The reason may be lost where both sides speak at once.
 
 
@@ -49,6 +58,10 @@ def good(folder: Path) -> Path:
 
 def expired(folder: Path) -> Path:
     return certificates(folder, now=YESTERDAY)
+
+
+def early(folder: Path) -> Path:
+    return certificates(folder, now=TOMORROW)
 
 
 def misnamed(folder: Path) -> Path:
@@ -64,6 +77,7 @@ def misnamed(folder: Path) -> Path:
 
 SHARDS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "expired": (expired, EXPIRED),
+    "not valid yet": (early, EARLY),
     "another CA": (good, FOREIGN),
     "another host": (misnamed, MISNAMED),
 }
@@ -96,6 +110,7 @@ def test_a_shard_whose_certificate_is_not_good_is_not_believed(tmp_path: Path, n
             PACELINE_TOKEN_FILE=str(tokens),
         )
         assert "the certificate of 127.0.0.1" in refused.stderr
+        assert ("is not valid before 20" in refused.stderr) == (name == "not valid yet")
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +128,13 @@ def test_a_worker_without_a_certificate_is_not_let_in(strong: Fortress) -> None:
     strong.still_works()
 
 
-@pytest.mark.parametrize("is_expired", [False, True])
+@pytest.mark.parametrize("now", [None, YESTERDAY, TOMORROW], ids=["good", "expired", "early"])
 def test_a_worker_with_a_foreign_certificate_is_not_let_in(
-    strong: Fortress, tmp_path: Path, is_expired: bool
+    strong: Fortress, tmp_path: Path, now: datetime.datetime | None
 ) -> None:
-    own = certificates(tmp_path, now=YESTERDAY if is_expired else None)
+    own = certificates(tmp_path, now=now)
     credentials = client(strong.files, TRAIN, own=own)
-    with pytest.raises(TLSError, match=NOT_TAKEN):
+    with pytest.raises(TLSError, match=TAKEN_FROM):
         describe(strong.address, credentials)
     with pytest.raises((TLSError, TransportError), match=NOT_TAKEN + CUT):
         connect(strong.endpoint(TRAIN, tls=tls.client_context(credentials)), is_local=False)
@@ -178,7 +193,7 @@ PIECES = {
     "nothing": b"",
     "a byte": b"\x16",
     "half a client's hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(60),
-    "what is no TLS": b"PL\x02\x00",
+    "what is no TLS": b"PL\x03\x00",
 }
 
 

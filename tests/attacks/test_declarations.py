@@ -104,7 +104,7 @@ def test_a_model_larger_than_the_memory_of_the_host_is_refused(
 
 @pytest.mark.parametrize("shape", [(-1,), (-4, -4), (4, -1), (-(1 << 62), 2)])
 def test_negative_sizes_are_refused(shape: tuple[int, ...]) -> None:
-    """They cannot travel, but a snapshot may hold them."""
+    """They cannot travel, but a checkpoint may hold them."""
     shard = Shard(0, 1, 10.0)
     member = Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
     job = shard.join(JOB, 1, member)

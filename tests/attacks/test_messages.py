@@ -3,6 +3,7 @@
 import asyncio
 import random
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,14 +139,16 @@ def test_a_step_far_ahead_does_no_harm(rule: str, step: int) -> None:
         {"sender": sender(0, table=1)},
         {"slice": U32},
         {"estimate": True, "held": U64},
+        {"begins": True, "clock": U64},
     ],
-    ids=["no sender", "rank", "incarnation", "table", "slice", "no estimate"],
+    ids=["no sender", "rank", "incarnation", "table", "slice", "no estimate", "begins"],
 )
-def test_a_hostile_pull_is_refused(fields: dict[str, object]) -> None:
+def test_a_hostile_pull_is_refused(fields: dict[str, Any]) -> None:
     async def scene(front: Front) -> None:
         await front.ready()
+        named: dict[str, Any] = {"sender": sender(0)} | fields
         with pytest.raises(Refused):
-            await front.pull(pull_header(0, 0, 0, **fields))
+            await front.pull(data_pb2.PullHeader(**named))
         assert not front.driver.intake.waiting
         await still_serves(front)
 
@@ -401,4 +404,5 @@ def random_pull(rng: random.Random) -> data_pb2.PullHeader:
         min_version=number(rng, U64),
         with_state=rng.random() < 0.5,
         wait_ms=number(rng, U32),
+        begins=rng.random() < 0.1,
     )

@@ -28,6 +28,7 @@ CORE = (
     "psserver/lifetime.py",
     "psserver/shard.py",
     "psserver/table.py",
+    "psserver/uneven.py",
     "psserver/membership.py",
 )
 IMPURE = {

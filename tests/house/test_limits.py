@@ -1,16 +1,30 @@
-"""Rule 2: 100 columns, 70 lines a function, 500 lines a file; and 2.10: ASCII only."""
+"""Rule 2: 100 columns, 70 lines a function, 300 lines and 20 public names a class; ASCII only."""
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.house.source import PACKAGES, modules_or_skip, name
+from tests.house.source import PACKAGES, modules_or_skip, name, parse
 
 COLUMNS_MAX = 100
 FUNCTION_LINES_MAX = 70
-FILE_LINES_MAX = 500
+CLASS_LINES_MAX = 300
+CLASS_NAMES_MAX = 20
+# Classes that are longer today, and their lines: these numbers may only fall.
+LONG_CLASSES = {
+    "psserver/bulk.py:Connection": 330,
+    "psserver/clock.py:SliceClock": 460,
+    "psserver/driver.py:Driver": 360,
+    "psserver/shard.py:Shard": 350,
+    "psserver/store.py:SliceStore": 430,
+    "psworker/exchange.py:Exchange": 440,
+    "psworker/optimizer.py:DistributedOptimizer": 420,
+    "psworker/replica.py:Replica": 470,
+    "psworker/session.py:Session": 450,
+}
+MANY_NAMES = {"psserver/store.py:SliceStore": 21}
 OUTSIDE_PACKAGES = ("tests", "examples", "benchmarks", "scripts")
 
 
@@ -52,12 +66,42 @@ def test_no_function_is_longer_than_70_lines() -> None:
     assert not problems_of(too_long, modules_or_skip(*PACKAGES, *OUTSIDE_PACKAGES))
 
 
-def test_no_file_is_longer_than_500_lines() -> None:
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for path in modules_or_skip(*PACKAGES):
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                yield f"{name(path)}:{node.name}", node
+
+
+def test_no_class_is_longer_than_300_lines() -> None:
     lengths = {
-        name(path): len(path.read_text(encoding="utf-8").splitlines())
-        for path in modules_or_skip(*PACKAGES, *OUTSIDE_PACKAGES)
+        where: (node.end_lineno or node.lineno) - node.lineno + 1 for where, node in classes()
     }
-    assert not {path: length for path, length in lengths.items() if length > FILE_LINES_MAX}
+    over = {
+        where: length
+        for where, length in lengths.items()
+        if length > LONG_CLASSES.get(where, CLASS_LINES_MAX)
+    }
+    assert not over
+    done = [where for where in LONG_CLASSES if lengths.get(where, 0) <= CLASS_LINES_MAX]
+    assert not done, "shorter now, or gone: take them off the list"
+
+
+def test_no_class_shows_more_than_20_names() -> None:
+    numbers = {
+        where: sum(
+            not item.name.startswith("_")
+            for item in node.body
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
+        )
+        for where, node in classes()
+    }
+    over = {
+        where: number
+        for where, number in numbers.items()
+        if number > MANY_NAMES.get(where, CLASS_NAMES_MAX)
+    }
+    assert not over
 
 
 def test_source_is_ascii() -> None:

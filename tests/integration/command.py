@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import psutil
 
@@ -61,7 +61,9 @@ class Command:
         return done
 
     @contextmanager
-    def spawn(self, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    def spawn(
+        self, *arguments: object, stderr: IO[str] | None = None
+    ) -> Iterator[subprocess.Popen[str]]:
         """Runs a command beside the test; ends it, in order if it can, when the test is over."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
@@ -69,7 +71,7 @@ class Command:
             env=self.environment,
             stdin=pipe,
             stdout=pipe,
-            stderr=pipe,
+            stderr=pipe if stderr is None else stderr,
             text=True,
         )
         try:

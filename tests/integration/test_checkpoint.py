@@ -95,7 +95,7 @@ def test_a_restored_job_goes_on_to_the_bit_on_other_shards(
         (half, whole), (_, other) = [worker.result() for worker in workers]
     assert same(whole, other)
     manifest = json.loads((path / "manifest.json").read_text())
-    assert path.name == f"step-{HALF:012d}"
+    assert (path.name, manifest["job"], manifest["sequence"]) == (f"{job}-00000001", job, 1)
     (table,) = manifest["tables"]
     assert {entry["version"] for entry in table["slices"].values()} == {HALF}
     merged = load_file(path / "model.safetensors")
@@ -106,6 +106,12 @@ def test_a_restored_job_goes_on_to_the_bit_on_other_shards(
             for first, final in [worker.result() for worker in workers]:
                 assert same(first, half)
                 assert same(final, whole)
+
+
+def step_of(path: Path) -> int:
+    """Returns the step that a checkpoint is of."""
+    (table,) = json.loads((path / "manifest.json").read_text())["tables"]
+    return int(table["version"])
 
 
 def keep_training(me: Station, kind: str = "sgd") -> dict[int, Weights]:
@@ -149,10 +155,10 @@ def test_a_checkpoint_under_load_is_of_one_step(
         exported = tmp_path / "model.safetensors"
         run(command, shards, "export", exported, "--job", job)
         (seen,) = end([worker])
-    assert sorted(os.listdir(folder)) == [path.name for path in paths[1:]]
+    assert sorted(os.listdir(folder)) == [".lock", *(path.name for path in paths[1:])]
     for path in paths[1:]:
         merged = load_file(path / "model.safetensors")
-        weights = seen[int(path.name.removeprefix("step-"))]
+        weights = seen[step_of(path)]
         assert all(np.array_equal(merged[name].numpy(), weights[name]) for name in weights)
     merged = load_file(exported)
     assert any(
@@ -170,7 +176,7 @@ def test_what_workers_owe_is_in_a_checkpoint_under_load(
             worker.hear()
         path = Path(run(command, shards, "checkpoint", folder, "--job", job).strip())
         seen, _ = end(workers)
-    step, last = int(path.name.removeprefix("step-")), max(seen)
+    step, last = step_of(path), max(seen)
     for rank in (0, 1):
         owed = load_file(path / f"owed.{rank}.residual.safetensors")
         assert all(tensor.count_nonzero() > 0 for tensor in owed.values())

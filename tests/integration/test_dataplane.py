@@ -68,6 +68,7 @@ def make_layer(
         named_parameters=model.named_parameters(),
         mode=mode,
         overlap=overlap,
+        gradient_as_bucket_view=overlap,
     )
     return model, optimizer
 

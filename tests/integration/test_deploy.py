@@ -49,16 +49,24 @@ def test_two_shards_and_two_workers_start_by_default() -> None:
 def test_a_shard_is_checked_and_has_time_to_end(name: str) -> None:
     service = SERVICES[name]
     assert service["healthcheck"]["test"] == ["CMD", "psserver", "health"]
-    assert int(service["stop_grace_period"].removesuffix("s")) > 10  # server.grace_s
+    assert int(service["stop_grace_period"].removesuffix("s")) > 20  # Twice server.grace_s.
     assert "ports" not in service
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_shard_finds_its_snapshots_again(name: str) -> None:
+def test_a_shard_finds_its_state_again(name: str) -> None:
     folder = SERVICES[name]["environment"]["PACELINE_STATE_DIR"]
     assert f"{name}:{folder}" in SERVICES[name]["volumes"]
     assert name in COMPOSE["volumes"]
     assert f"install --directory --owner paceline {folder}" in DOCKERFILE
+
+
+def test_shard_0_takes_checkpoints_of_all_shards() -> None:
+    first, *others = [options(name) for name in SHARDS]
+    assert first["checkpoint_s"] > 0
+    assert first["shard_addresses"] == ",".join(f"{name}:7070" for name in SHARDS)
+    assert not any(values["checkpoint_s"] or values["shard_addresses"] for values in others)
+    assert "PACELINE_TLS_CA" in SERVICES[SHARDS[0]]["environment"]
 
 
 def test_the_shards_are_one_cluster() -> None:
@@ -80,6 +88,19 @@ def test_a_worker_can_be_stopped(name: str) -> None:
     assert SERVICES[name]["init"] is True
     assert "stop_grace_period" in SERVICES[name]
     assert SERVICES[name]["healthcheck"] == {"disable": True}
+
+
+@pytest.mark.parametrize("name", [*SHARDS, *WORKERS])
+def test_whatever_fails_is_started_again(name: str) -> None:
+    """With a pause that doubles; one that has come to its end (0) or is stopped is not."""
+    assert SERVICES[name]["restart"] == "on-failure"
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_waits_longer_than_a_shard_is_away(name: str) -> None:
+    """Longer than the default, and than a container needs that its engine starts again."""
+    place = Environment.read(SERVICES[name]["environment"])
+    assert place.timeout_s >= 300 > Environment.read({}).timeout_s
 
 
 @pytest.mark.parametrize("profiles", [[], ["gpu"]])

@@ -40,6 +40,7 @@ def wrap(model: torch.nn.Module, mode: str, compression: str) -> psworker.Distri
         model.named_parameters(),
         mode=mode,
         compression=compression,
+        overlap=True,
         compress_min_nbytes=1024,
     )
 

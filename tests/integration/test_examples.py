@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT / "examples" / "mnist.py"
+ELASTIC = ROOT / "examples" / "elastic.py"
 SHORT = ("--epochs", "1", "--max-steps", "3", "--log-interval", "1")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
@@ -78,3 +79,12 @@ def test_under_torchrun_shards_stay_until_the_last_worker_has_ended(tmp_path: Pa
     said = python(*TORCHRUN, script, PACELINE_JOB="a/b")
     assert "steps 2 weight [-2.0, -2.0, -2.0]" in said
     assert "steps 40 weight [-40.0, -40.0, -40.0]" in said
+
+
+@pytest.mark.timeout(300)
+def test_the_elastic_example_goes_on_from_its_file(tmp_path: Path) -> None:
+    """In the middle of a round, which is what `local(steps=4)` stops in after 22 steps."""
+    common = (ELASTIC, "--mode", "local(steps=4)", "--file", tmp_path / "state.pt")
+    said = [python(*common, "--steps", steps) for steps in (22, 42)]
+    assert [re.findall(r"step (\d+): loss", text) for text in said] == [["0", "20"], ["40"]]
+    assert ["22 steps, 704 samples" in said[0], "42 steps, 1344 samples" in said[1]] == [True] * 2

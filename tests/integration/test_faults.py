@@ -26,7 +26,7 @@ def train(me: Station, mode: str) -> Weights:
     torch.set_num_threads(1)
     model = make_model()
     optimizer = psworker.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), mode=mode
+        sgd(model.parameters()), model.named_parameters(), mode=mode, overlap=True
     )
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -14,24 +14,25 @@ import torch
 
 import psworker
 from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.checkpoint_files import newest
 from psserver.sealed import read_json, write_json
 from tests.integration.cluster import Station, Worker
 from tests.integration.command import Command, eventually, gone
 from tests.integration.worker import Worker as ByHand
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 STEPS = 6
 
 
-def train(station: Station, width: int, num_steps: int) -> list[int]:
+def train(station: Station) -> list[int]:
     """Makes steps, says which have been made, and waits to be told to end; returns the last."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    model = torch.nn.Linear(8, width)
+    model = torch.nn.Linear(8, 4)
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = psworker.DistributedOptimizer(plain, model.named_parameters())
     begun = optimizer.clock
-    while optimizer.clock < begun + num_steps:
+    while optimizer.clock < begun + STEPS:
         optimizer.zero_grad()
         model(torch.ones(4, 8)).square().mean().backward()
         optimizer.step()
@@ -71,13 +72,10 @@ class Cluster:
             path.unlink()
 
     @contextmanager
-    def workers(self, width: int = 4, num_steps: int = STEPS) -> Iterator[list[Worker]]:
+    def workers(self, count: int) -> Iterator[list[Worker]]:
         servers = ",".join(self.run["addresses"])
-        names = {"WORLD_SIZE": "2", "PACELINE_SERVERS": servers, "PACELINE_JOB": "night"}
-        workers = [
-            Worker(train, rank, (width, num_steps), {**names, "RANK": str(rank)})
-            for rank in range(2)
-        ]
+        names = {"WORLD_SIZE": str(count), "PACELINE_SERVERS": servers, "PACELINE_JOB": "night"}
+        workers = [Worker(train, rank, (), {**names, "RANK": str(rank)}) for rank in range(count)]
         try:
             yield workers
         finally:
@@ -108,25 +106,24 @@ def test_workers_that_were_all_killed_are_gone_on_with_and_ended_ones_are_not(
     cluster: Cluster,
 ) -> None:
     with cluster.start():
-        with cluster.workers() as workers:
+        with cluster.workers(2) as workers:
             assert hear(workers) == [(0, STEPS)] * 2
             for worker in workers:
                 worker.kill()
-        with cluster.workers() as workers:
+        with cluster.workers(2) as workers:
             assert hear(workers) == [(STEPS, 2 * STEPS)] * 2
             goes_on = f"job 'night' goes on at step {STEPS}: all of its workers were lost"
             assert all(goes_on in worker.written() for worker in workers)
             assert goes_on in cluster.log()
             finish(workers)
-        with cluster.workers(width=3) as workers:  # Another model is allowed: the job has ended.
-            assert hear(workers) == [(0, STEPS)] * 2
+        with by_hand(cluster) as worker:  # Another model is allowed: the job has ended.
+            worker.join()
+            worker.define(cluster.num_shards)
             anew = (
                 f"job 'night' begins anew at step 0: the former one ended at step {2 * STEPS} "
                 "(table 'model' of 2 tensors in ssgd"
             )
-            assert all(anew in worker.written() for worker in workers)
             assert anew in cluster.log()
-            finish(workers)
 
 
 def port(cluster: Cluster) -> tuple[object, ...]:
@@ -147,33 +144,26 @@ def test_after_a_power_cut_the_same_commands_go_on_from_what_is_on_the_disk(
     tmp_path: Path,
 ) -> None:
     state = tmp_path / "state"
-    cluster = Cluster(Command(tmp_path), "--state-dir", state, "--snapshot-s", 0.2)
-    with cluster.start(), cluster.workers() as workers:
-        assert hear(workers) == [(0, STEPS)] * 2
-        saved(state)
+    cluster = Cluster(Command(tmp_path), "--state-dir", state, "--checkpoint-s", 0.2)
+    with cluster.start(), cluster.workers(1) as workers:
+        assert hear(workers) == [(0, STEPS)]
+        eventually(lambda: saved(state) == STEPS)
         for worker in workers:
             worker.kill()
         cluster.kill()
     boot_anew(state)
-    with cluster.start(), cluster.workers() as workers:
-        assert hear(workers) == [(STEPS, 2 * STEPS)] * 2
+    with cluster.start(), cluster.workers(1) as workers:
+        assert hear(workers) == [(STEPS, 2 * STEPS)]
         goes_on = f"job 'night' goes on at step {STEPS}"
         assert all(goes_on in worker.written() for worker in workers)
         assert goes_on in cluster.log()
         finish(workers)
 
 
-def saved(state: Path) -> None:
-    """Waits until each shard has begun and ended to write after this."""
-    for shard in ("shard-0-of-2", "shard-1-of-2"):
-        for _ in range(2):
-            now = {path: path.stat().st_mtime_ns for path in (state / shard).glob("*.safetensors")}
-            eventually(lambda shard=shard, now=now: newer(state / shard, now))  # type: ignore[misc]
-
-
-def newer(folder: Path, than: dict[Path, int]) -> bool:
-    found = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
-    return bool(found) and found != than
+def saved(state: Path) -> int:
+    """Returns the step of the newest checkpoint; -1 if there is none."""
+    found = newest(state / "checkpoints").get("night")
+    return int(found[0].manifest["tables"][0]["version"]) if found else -1
 
 
 @contextmanager
@@ -193,21 +183,30 @@ def make_a_step(worker: ByHand) -> None:
 
 
 def test_jobs_are_listed_and_forgotten(tmp_path: Path) -> None:
-    cluster = Cluster(Command(tmp_path), num_shards=1)
+    state = tmp_path / "state"
+    cluster = Cluster(Command(tmp_path), "--state-dir", state, "--checkpoint-s", 0.2, num_shards=1)
     with cluster.start(), by_hand(cluster) as worker:
         make_a_step(worker)
+        eventually(lambda: saved(state) == 1)
         leave = pb.LeaveRequest(job="night", worker=0, incarnation=7, failed=True)
         worker.control.Leave(leave, timeout=DEADLINE_S)
         assert re.search(r"night +interrupted +1 +0 of 1 ", jobs(cluster))
-        assert "forgot job night" in cluster.command.run("forget", "night", *port(cluster)).stdout
+        forgot, its_checkpoints = cluster.command.run(
+            "forget", "night", *port(cluster)
+        ).stdout.splitlines()
+        assert forgot.startswith("forgot job night (")
         assert "no jobs" in jobs(cluster)
+        assert saved(state) == -1  # The next start does not find them, a person does.
+        aside = state / "checkpoints" / "forgotten" / "1"
+        assert its_checkpoints.startswith(f"its checkpoints are in {aside} now: psserver restore")
+        assert list(newest(aside)) == ["night"]
 
 
 def test_after_a_power_cut_a_job_of_which_nothing_is_on_the_disk_is_not_begun_in_silence(
     tmp_path: Path,
 ) -> None:
     state = tmp_path / "state"
-    options = ("--state-dir", state, "--snapshot-s", 0)
+    options = ("--state-dir", state, "--checkpoint-s", 0)
     cluster = Cluster(Command(tmp_path), *options, num_shards=1)
     with cluster.start(), by_hand(cluster) as worker:
         make_a_step(worker)

@@ -368,9 +368,9 @@ def test_the_metrics_page_counts_what_a_worker_does(psserver: Command) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
             assert answer.read() == b"ready\n"
     for line in (
-        'paceline_push_requests_total{verdict="accepted"} 2.0',
-        'paceline_push_requests_total{verdict="duplicate"} 1.0',
-        'paceline_pull_requests_total{answer="weights"} 1.0',
+        'paceline_push_requests_total{job="train",verdict="accepted"} 2.0',
+        'paceline_push_requests_total{job="train",verdict="duplicate"} 1.0',
+        'paceline_pull_requests_total{answer="weights",job="train"} 1.0',
         "paceline_updates_total 1.0",
         'paceline_staleness_steps_bucket{le="0"} 1.0',
         "paceline_apply_seconds_count 2.0",

@@ -336,3 +336,57 @@ def test_after_a_step_gradients_may_be_written_where_no_pull_was_waited_for(
     left, written = (shards.run(zeroed, by_hand) for by_hand in (False, True))
     for ours, others in zip(left, written, strict=True):
         assert all(np.array_equal(ours[name], others[name]) for name in ours)
+
+
+# ----- a notebook's cell that is run again
+
+
+def cell(
+    model: torch.nn.Module, first: int, mode: str, optimizers: list[Any], stops_at: int = -1
+) -> None:
+    """Trains four steps with a wrapper of its own, or stops in the middle of one."""
+    optimizer = psworker.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), mode=mode, overlap=True
+    )
+    optimizers.append(optimizer)
+    for step in range(first, first + 4):
+        optimizer.zero_grad()
+        backward(model, *batch(0, step))
+        if step == stops_at:
+            raise KeyboardInterrupt
+        optimizer.step()
+
+
+def run_again(me: Station, mode: str) -> tuple[Weights, str]:
+    model = make_model()
+    optimizers: list[Any] = []
+    cell(model, 0, mode, optimizers)
+    with pytest.raises(psworker.ConfigError):
+        cell(model, 4, "ssgd(bakcup=1)", optimizers)
+    with pytest.raises(KeyboardInterrupt):
+        cell(model, 4, mode, optimizers, stops_at=6)
+    cell(model, 8, mode, optimizers)
+    with pytest.raises(psworker.ConfigError) as caught:
+        optimizers[0].step()
+    psworker.shutdown()
+    return weights_of(model), str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=2)"])
+def test_a_cell_that_is_run_again_trains_with_the_new_wrapper_alone(
+    shards: Shards, mode: str
+) -> None:
+    first, second = shards.run(run_again, mode)
+    message = "step() after another DistributedOptimizer was made with its parameters"
+    assert message in first[1]
+    assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
+    if mode == "ssgd":
+        model = make_model()
+        for steps in ((0, 1, 2, 3), (4, 5), (8, 9, 10, 11)):
+            optimizer = sgd(model.parameters())
+            for step in steps:
+                optimizer.zero_grad()
+                backward(model, *batch(0, step))
+                optimizer.step()
+        for name, weight in weights_of(model).items():
+            assert relative_error(first[0][name], weight) <= 2e-6, name

@@ -54,7 +54,7 @@ def test_a_worker_without_a_gradient_counts_as_a_zero_in_the_mean(shards: Shards
 
 
 def train(
-    me: Station, mode: str, overlap: bool | str, clip: float, evaluate: bool = False
+    me: Station, mode: str, overlap: bool, clip: float, evaluate: bool = False
 ) -> list[Weights]:
     """Returns the weights after each step."""
     model = make_model()
@@ -90,19 +90,17 @@ def test_each_worker_clips_its_own_gradient(shards: Shards) -> None:
         for name, weight in model.named_parameters():
             weight.grad = total[name]
         optimizer.step()
-    for overlap in ("auto", False):
-        for path in shards.run(train, "ssgd", overlap, 0.3):
-            for name, expected in weights_of(model).items():
-                assert relative_error(path[-1][name], expected) <= 2e-6, name
+    for path in shards.run(train, "ssgd", False, 0.3):
+        for name, expected in weights_of(model).items():
+            assert relative_error(path[-1][name], expected) <= 2e-6, name
 
 
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=2, warmup=2)"])
 def test_pushing_during_backward_changes_no_bit(shards: Shards, mode: str) -> None:
-    runs = [shards.run(train, mode, overlap, 0.0) for overlap in (True, False, "auto")]
+    runs = [shards.run(train, mode, overlap, 0.0) for overlap in (True, False)]
     for rank in range(2):
-        for early, late, auto in zip(*(run[rank] for run in runs), strict=True):
+        for early, late in zip(*(run[rank] for run in runs), strict=True):
             assert same(early, late)
-            assert same(auto, late)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +108,7 @@ def test_pushing_during_backward_changes_no_bit(shards: Shards, mode: str) -> No
 )
 def test_evaluation_does_not_change_training_by_a_bit(shards: Shards, mode: str) -> None:
     """The workers evaluate at different steps."""
-    with_it, without = (
-        shards.run(train, mode, "auto", 0.0, evaluate) for evaluate in (True, False)
-    )
+    with_it, without = (shards.run(train, mode, False, 0.0, evaluate) for evaluate in (True, False))
     for rank in range(2):
         assert all(same(*pair) for pair in zip(with_it[rank], without[rank], strict=True))
 
@@ -269,10 +265,10 @@ def test_half_precision_weights_are_float32_between_pulls(shards: Shards) -> Non
 
 
 def test_jobs_on_the_same_shards_do_not_see_each_other(shards: Shards) -> None:
-    alone = [shards.run(train, mode, "auto", 0.0) for mode in ("ssgd", "ssd(steps=2, warmup=1)")]
+    alone = [shards.run(train, mode, False, 0.0) for mode in ("ssgd", "ssd(steps=2, warmup=1)")]
     with (
-        shards.workers(train, "ssgd", "auto", 0.0) as first,
-        shards.workers(train, "ssd(steps=2, warmup=1)", "auto", 0.0) as second,
+        shards.workers(train, "ssgd", False, 0.0) as first,
+        shards.workers(train, "ssd(steps=2, warmup=1)", False, 0.0) as second,
     ):
         together = [[worker.result() for worker in job] for job in (first, second)]
     for one, other in zip(alone, together, strict=True):

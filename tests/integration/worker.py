@@ -6,7 +6,7 @@ from pscore import wire
 from pscore.access import ANYONE, Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from pscore.rpc import DATA_SERVICE
+from pscore.rpc import DATA_SERVICE, SENDER_KEY
 
 NUMEL = 4096
 WAIT_S = 20.0
@@ -33,6 +33,7 @@ class Worker:
         self.rank = rank
         self.num_workers = num_workers
         self.sender = data_pb2.Sender(job=job, table=0, worker=rank, incarnation=7)
+        self.named = ((SENDER_KEY, self.sender.SerializeToString()),)
 
     def join(self) -> None:
         request = pb.JoinRequest(
@@ -62,7 +63,7 @@ class Worker:
     def push(self, header: data_pb2.PushHeader, payload: bytes) -> data_pb2.PushReply:
         header.sender.CopyFrom(self.sender)
         frame = wire.encode(header.SerializeToString(), payload)
-        reply, _ = wire.decode(self.push_frame(frame, timeout=WAIT_S))
+        reply, _ = wire.decode(self.push_frame(frame, timeout=WAIT_S, metadata=self.named))
         return data_pb2.PushReply.FromString(bytes(reply))
 
     def push_weights(self) -> data_pb2.PushReply:
@@ -81,7 +82,7 @@ class Worker:
             sender=self.sender, clock=0, min_version=min_version, wait_ms=wait_ms
         )
         frame = wire.encode(header.SerializeToString())
-        reply, _ = wire.decode(self.pull_frame(frame, timeout=WAIT_S))
+        reply, _ = wire.decode(self.pull_frame(frame, timeout=WAIT_S, metadata=self.named))
         return data_pb2.PullReply.FromString(bytes(reply))
 
     def close(self) -> None:

@@ -1,11 +1,14 @@
 """Delay-compensated ASGD: the equation and where W_bak is taken, by hand and over 200 steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from pscore.errors import ConfigError
 from pscore.rules import DCASGD
 from pscore.rules.base import Memory
+from psserver.actions import Answer
 from tests.harness import SLICES, Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
 
@@ -65,14 +68,19 @@ def test_each_worker_has_its_own_copy_and_it_is_taken_at_the_pull() -> None:
     assert compensated(rule, 1, 1.0, kept) == 1.0 + (8 - 2)
 
 
-def test_a_pull_for_a_checkpoint_is_not_one_to_train_on() -> None:
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_look_is_not_a_pull_to_train_on(with_state: bool) -> None:
     cluster = Cluster(DCASGD(variance_control=1.0), lambda *_: np.ones(12), num_workers=1)
     store = cluster.shard.stores[0]
-    store.read(0, with_state=False)
+    pulled = Answer(token=0, worker=0, version=0, with_state=with_state)
+    store.read(pulled)
     taken = store._remember().state["weights_backup.0"].copy()
     store.weights[:] += 1.0
-    store.read(0, with_state=True)
+    seen, *_ = store.read(replace(pulled, is_look=True))
+    assert seen is store.weights
     np.testing.assert_array_equal(store._remember().state["weights_backup.0"], taken)
+    store.read(pulled)
+    np.testing.assert_array_equal(store._remember().state["weights_backup.0"], taken + 1.0)
 
 
 class Model(History):

@@ -167,10 +167,15 @@ class Cluster:
             assert server.is_over
             server.check()
             server.settled()
+        self.ledger.whole(may_be_late=getattr(self.case.rule, "backup", 0) > 0)
         for worker in self.workers:
             assert worker.is_over, f"{worker.name} still waits for {worker.waits_for}"
             if not worker.is_dead:
                 self._check_final(worker)
+                if not worker.num_returns:
+                    late = self.ledger.late(worker.rank, worker.incarnation)
+                    told = worker.exchange.missed.num_steps
+                    assert told == late, f"{late} steps were late, {worker.name} knows of {told}"
 
     def _check_final(self, worker: Worker) -> None:
         """A worker that finished has the shards' weights, with its own last push in them."""

@@ -12,13 +12,14 @@ import numpy as np
 
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
-from psserver.actions import Acknowledge, Action, Add, Answer, Update
+from psserver.actions import Acknowledge, Action, Add, Answer, Skip, Update
 from psserver.clock import SliceClock
 from psserver.membership import Member, Presence
 from psserver.store import Payload
 from tests.sim.case import Case
 
 Identity: TypeAlias = tuple[int, int, int]  # Worker, step on the wire, incarnation.
+Stepped: TypeAlias = tuple[int, int, int]  # Worker, incarnation, step as its own program counts.
 PLAIN = {"lr": 1.0, "slow_lr": 1.0}  # An optimizer with these and zeros subtracts the mean.
 
 
@@ -30,6 +31,7 @@ class Sent:
     base_version: int
     samples: float
     elements: list[int]  # Those that only this push touches.
+    made: int  # The step of its worker's own program.
     verdict: Verdict | None = None  # As the worker was told.
 
 
@@ -116,6 +118,12 @@ class SliceBook:
         if self.is_exact:
             assert np.array_equal(after, before - grad * np.float32(action.scale))
         self.weights.append(after)
+
+    def skipped(self, action: Skip) -> None:
+        """Steps are left out: nothing of them is in."""
+        assert action.former == self.version < action.version
+        assert not [step for step in self._open if step < action.version]
+        self.weights += [self.weights[-1]] * (action.version - action.former)
 
     def acknowledged(self, action: Acknowledge, identity: Identity, clocks: SliceClock) -> None:
         """A push is answered: from here on its worker relies on it."""
@@ -226,6 +234,41 @@ class Ledger:
     books: dict[int, SliceBook] = field(default_factory=dict)
     came_back: set[int] = field(default_factory=set)  # Their clocks have jumped over steps.
     min_workers: int = 0  # Of an elastic job.
+    stepped: set[Stepped] = field(default_factory=set)  # Steps that ended without an error.
+
+    def whole(self, *, may_be_late: bool) -> None:
+        """Checks that a step which ended without an error counts in all slices or in none.
+
+        Args:
+            may_be_late: A slice may close without somebody (backup workers): that one is told so,
+                of each slice. Else a step that ended is in.
+        """
+        sent: dict[Stepped, dict[int, tuple[Identity, Sent]]] = {}
+        for index, book in self.books.items():
+            for identity, push in book.sent.items():
+                worker, _, incarnation = identity
+                sent.setdefault((worker, incarnation, push.made), {})[index] = (identity, push)
+        for stepped in self.stepped:
+            pushes = sent.get(stepped, {})
+            left_out = sorted(set(self.books) - set(pushes))
+            assert not left_out, f"step {stepped} was never sent to slices {left_out}"
+            if any(push.verdict is None for _, push in pushes.values()):
+                continue  # Its worker died, or was lost, before it knew.
+            late = [i for i, (_, push) in pushes.items() if push.verdict is Verdict.TOO_LATE]
+            missing = [i for i, (key, _) in pushes.items() if key not in self.books[i].entered]
+            assert missing == late, f"step {stepped} is not in slices {missing}, told of {late}"
+            assert may_be_late or not missing, f"step {stepped} is not in slices {missing}"
+
+    def late(self, worker: int, incarnation: int) -> int:
+        """Returns how many steps of a worker were too late, at least in one slice."""
+        steps = {
+            identity[1]
+            for book in self.books.values()
+            for identity, push in book.sent.items()
+            if (identity[0], identity[2]) == (worker, incarnation)
+            and push.verdict is Verdict.TOO_LATE
+        }
+        return len(steps)
 
     def enough(self, members: Iterable[Member]) -> None:
         """A step closes: enough workers are there, or have come to their end; or all have gone."""
@@ -249,6 +292,8 @@ class Ledger:
             book.added(action, identity)
         elif isinstance(action, Update):
             book.updated(action)
+        elif isinstance(action, Skip):
+            book.skipped(action)
         elif isinstance(action, Acknowledge) and role not in (Role.WEIGHTS, Role.STATE):
             book.acknowledged(action, identity, clocks)
         elif isinstance(action, Answer):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pscore import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from pscore.types import Role, Verdict
+from pscore.types import Origin, Role, Verdict
 from psworker.transports.base import PullCall, PushCall, Transport
 from tests.sim.server import JOB, Server
 
@@ -96,8 +96,8 @@ class SimSession:
         self.links = links
         self.debtors: dict[int, object] = {}
 
-    def define(self, *table: object, **options: object) -> int:
-        return 0
+    def define(self, *table: object, **options: object) -> tuple[int, Origin]:
+        return 0, Origin()
 
     def check(self) -> None:
         raise AssertionError("a worker of the simulation waits without yielding")

@@ -173,6 +173,7 @@ class Server:
         if self._folder is not None:
             self._vault = Vault(self._folder)
         self.recovery = Recovery(self._vault, self.shard)
+        self.intake.note_table = self.recovery.note_table
 
     def close(self) -> None:
         """Lets go of what it keeps open, when the simulation is over."""
@@ -221,10 +222,19 @@ class Server:
 
     # ----- requests; each is answered by a call of `answer`
 
-    def join(self, rank: int, incarnation: int, *, restart: int, returns: bool) -> None:
+    def join(
+        self,
+        rank: int,
+        incarnation: int,
+        *,
+        former: tuple[int, ...],
+        restart: int,
+        returns: bool,
+    ) -> None:
         member = Member(
             rank=rank,
             incarnation=incarnation,
+            former=former,
             restart=restart,
             host="host",
             pid=rank,

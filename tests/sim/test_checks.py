@@ -16,6 +16,8 @@ from psserver.counted import Counted
 from psserver.membership import Membership
 from psserver.store import SliceStore
 from psserver.weights import Weights
+from psworker.missed import Missed
+from psworker.replica import Replica
 from tests.sim.case import Case, draw, draw_elastic
 from tests.sim.cluster import simulate
 
@@ -156,6 +158,19 @@ def test_never_closing_a_step_of_a_dead_worker_is_caught(monkeypatch: pytest.Mon
 def test_steps_that_close_with_too_few_workers_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "wanted", lambda self: 0)
     assert "a step closed with" in first_failure("ssgd", draw_elastic)
+
+
+def test_a_first_step_that_some_slices_have_closed_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that comes back begins with the step of its first pulls, whatever they differ."""
+    monkeypatch.setattr(Replica, "begin", lambda self, outbox: self.fetch(0, outbox))
+    assert "is not in slices" in first_failure("cd", draw_elastic)
+
+
+def test_a_step_that_is_late_without_a_word_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Missed, "late", lambda self, rank, index: None)
+    assert "steps were late" in first_failure("ssgd")
 
 
 def test_a_bit_of_a_weight_that_flips_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

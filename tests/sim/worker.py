@@ -7,7 +7,7 @@ for, and is resumed when that has happened. Every request is repeated until it i
 import random
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ class Worker:
         self.layout = layout
         self.optimizer = optimizer
         self.incarnation = 100 + rank
+        self._former: list[int] = []  # Of the same process.
         self.is_over = False  # Finished, or dead for good.
         self.is_dead = False
         self.num_returns = 0
@@ -131,6 +132,7 @@ class Worker:
         self._network.note(f"{self.name} is started again")
         self.is_dead = False
         self._restart += 1
+        self._former.clear()
         self._step_now += 1
         self._begin()
         self.replica.step = self._step_now
@@ -138,6 +140,7 @@ class Worker:
 
     def _grow_older(self) -> None:
         """Whatever is under way belongs to the former incarnation."""
+        self._former.append(self.incarnation)
         self.incarnation += 1000
         self._ledger.came_back.add(self.rank)
         self._lost = None
@@ -150,7 +153,7 @@ class Worker:
         if self.rank == 0 and not self._restart:
             yield from self._upload()
         self._set_hyper()
-        yield from self._drive(self.replica.fetch(0, self.exchange))
+        yield from self._drive(self.replica.begin(self.exchange))
         self._has_begun = self.has_come = True
         dies_s = self.case.dies_s[self.rank]
         if dies_s is not None and not self._restart:
@@ -180,8 +183,11 @@ class Worker:
 
     def _finish(self) -> Program:
         yield from self._flush()
+        has_round = self.replica.num_inner > 0
         self.replica.end_round(self._grads, self.exchange)
         yield from self._flush()
+        if has_round:
+            self._ended_step()
         yield from self._drive(self.replica.fetch(None, self.exchange))
         self._network.note(f"{self.name} leaves")
         yield from self._all("leave", lambda server: server.leave(self.rank, self.incarnation))
@@ -192,6 +198,7 @@ class Worker:
             _join,
             rank=self.rank,
             incarnation=self.incarnation,
+            former=tuple(self._former),
             restart=self._restart,
             returns=returns,
         )
@@ -213,7 +220,7 @@ class Worker:
         yield from self._define()
         self.exchange.restart()
         self.replica.restart()
-        yield from self._drive(self.replica.fetch(0, self.exchange))
+        yield from self._drive(self.replica.begin(self.exchange))
         self._has_begun = True
         self.replica.step += 1
 
@@ -243,6 +250,10 @@ class Worker:
         self.replica.take_reference()
         if plan.push is not None:
             self._elements.clear()
+            self._ended_step()
+
+    def _ended_step(self) -> None:
+        self._ledger.stepped.add((self.rank, self.incarnation, self._step_now))
 
     def _upload(self) -> Program:
         start = start_weights(self.layout)
@@ -421,6 +432,7 @@ class Worker:
             base_version=header.base_version,
             samples=header.samples,
             elements=list(self._elements),
+            made=self._step_now,
         )
 
     def lay_down(self, header: data_pb2.PushHeader, data: bytes) -> bool:
@@ -461,8 +473,8 @@ def _answered(request: Callable[[Server], None], server: Server, answer: Answer)
     answer(b"")
 
 
-def _join(server: Server, *, rank: int, incarnation: int, restart: int, returns: bool) -> None:
-    server.join(rank, incarnation, restart=restart, returns=returns)
+def _join(server: Server, *, rank: int, incarnation: int, **options: Any) -> None:
+    server.join(rank, incarnation, **options)
 
 
 def start_weights(layout: Layout) -> FloatArray:

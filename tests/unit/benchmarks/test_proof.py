@@ -31,8 +31,14 @@ class Books:
             self.books[rank].note(kind, 0, ticket, ticket)
         self.weights[proof.elements(NUMEL, WORKERS, rank, ticket)] += times * value
 
-    def check(self, *, by_step: bool = False) -> proof.Proof:
-        return proof.check(self.paths, [self.weights], by_step=by_step)
+    def cut(self, loaded: np.ndarray) -> proof.Era:
+        """Ends an era: the weights go back to what a checkpoint held."""
+        self.weights = loaded.copy()
+        ends = [path.stat().st_size for path in self.paths]
+        return proof.Era(ends=ends, loaded=[loaded.copy()])
+
+    def check(self, *eras: proof.Era, by_step: bool = False) -> proof.Proof:
+        return proof.check(self.paths, [self.weights], by_step=by_step, eras=eras)
 
 
 @pytest.fixture
@@ -128,3 +134,65 @@ def test_a_worker_that_comes_back_goes_on_in_its_book(tmp_path: Path) -> None:
     futures[0].set_exception(OSError())
     futures[1].set_result(data_pb2.PushReply(verdict=verdict))
     assert [entry.kind for entry in proof.read(path)] == [SENT, SENT, REFUSED]
+
+
+def test_what_came_after_the_checkpoint_of_a_power_cut_is_rolled_back_and_not_lost(
+    books: Books,
+) -> None:
+    books.push(0, 0, ACKNOWLEDGED)
+    books.push(1, 0, ACKNOWLEDGED)
+    checkpoint = books.weights.copy()
+    books.push(0, 1, ACKNOWLEDGED)
+    books.push(0, 2, ACKNOWLEDGED)
+    era = books.cut(checkpoint)
+    books.push(0, 3, ACKNOWLEDGED)
+    found = books.check(era)
+    assert found.is_exact, found.told
+    assert (found.pushes, found.rolled_back) == (5, 2)
+
+
+def test_a_checkpoint_that_misses_a_push_from_the_middle_has_lost_it(books: Books) -> None:
+    for ticket in range(3):
+        books.push(0, ticket, ACKNOWLEDGED)
+    books.weights[proof.elements(NUMEL, WORKERS, 0, 1)] = 0.0
+    found = books.check(books.cut(books.weights))
+    assert (found.lost, found.rolled_back) == (1, 0)
+
+
+def test_what_a_cut_has_taken_and_a_push_behind_it_are_told_apart(books: Books) -> None:
+    books.push(0, 0, ACKNOWLEDGED)
+    checkpoint = books.weights.copy()
+    books.push(0, 1, ACKNOWLEDGED)
+    era = books.cut(checkpoint)
+    books.weights[proof.elements(NUMEL, WORKERS, 0, 1)] = 1.0  # Comes back from nowhere.
+    assert books.check(era).double == 1
+
+
+def test_a_cut_takes_the_newest_steps_of_a_mode_by_step(books: Books) -> None:
+    for ticket in range(2):
+        books.push(0, ticket, ACKNOWLEDGED, value=UNIT / 2)
+        books.push(1, ticket, ACKNOWLEDGED, value=UNIT / 2)
+    checkpoint = books.weights.copy()
+    books.push(0, 2, ACKNOWLEDGED, value=UNIT)
+    found = books.check(books.cut(checkpoint), by_step=True)
+    assert found.is_exact, found.told
+    assert found.rolled_back == 1
+    checkpoint[proof.elements(NUMEL, WORKERS, 1, 0)] = 0.0
+    assert books.check(books.cut(checkpoint), by_step=True).lost == 1
+
+
+@pytest.mark.parametrize(
+    ("second", "kinds", "partial"),
+    [(UNIT, (ACKNOWLEDGED,), 0), (0.0, (REFUSED,), 1), (0.0, (), 0)],
+)
+def test_a_step_that_is_in_one_slice_and_not_in_another_is_found(
+    tmp_path: Path, second: float, kinds: tuple[int, ...], partial: int
+) -> None:
+    book = Notebook(tmp_path / "0.book", 0, 1, by_step=True)
+    weights = [np.zeros(NUMEL, np.float32) for _ in range(2)]
+    for index, (value, answers) in enumerate([(UNIT, (ACKNOWLEDGED,)), (second, kinds)]):
+        for kind in (SENT, *answers):
+            book.note(kind, index, 0, 0)
+        weights[index][proof.elements(NUMEL, 1, 0, 0)] = value
+    found = proof.check([tmp_path / "0.book"], weights, by_step=True)
+    assert (found.partial, found.lost, found.double) == (partial, 0, 0)

@@ -87,6 +87,10 @@ def test_certificates_are_good_for_a_time(tmp_path: Path, after: int, state: str
     assert finding.state == state
     if after >= 0:
         assert "shard0" in finding.what
+    else:  # No new certificate helps.
+        assert finding.what.startswith("is not valid before 20")
+        assert f"this machine's clock says {now + after * DAY:%Y-%m-%d %H:%M} UTC" in finding.what
+        assert (finding.do.startswith("check the clocks"), "certs" in finding.do) == (True, False)
 
 
 def test_a_model_is_one_on_all_shards_and_here() -> None:

@@ -1,5 +1,6 @@
 """Server optimizers: torch's numbers, one pass, nothing touched that has no gradient."""
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -80,11 +81,15 @@ ADAMS: list[dict[str, Any]] = [
     {"weight_decay": 0.1},
     {"betas": (0.5, 0.9), "eps": 1e-3, "maximize": True},
 ]
+# Since torch 2.7.
+DECOUPLED: dict[str, Any] = {"decoupled_weight_decay": True}
+if DECOUPLED.keys() - inspect.signature(torch.optim.Adam).parameters.keys():
+    DECOUPLED = {}
 CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     *((torch.optim.SGD, options) for options in SGDS),
     *((torch.optim.Adam, options) for options in ADAMS),
     *((torch.optim.AdamW, options) for options in ADAMS),
-    (torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (torch.optim.Adam, {"weight_decay": 0.1, **DECOUPLED}),
 ]
 
 
@@ -368,7 +373,7 @@ def parameter() -> list[torch.nn.Parameter]:
         (torch.optim.SGD, {"lr": 0.1, "foreach": False}, "sgd"),
         (torch.optim.SGD, {"lr": 0.1, "fused": True}, "sgd"),
         (torch.optim.Adam, {"lr": torch.tensor(0.1), "capturable": True}, "adam"),
-        (torch.optim.Adam, {"lr": 0.1, "decoupled_weight_decay": True}, "adamw"),
+        (torch.optim.Adam, {"lr": 0.1, **DECOUPLED}, "adamw" if DECOUPLED else "adam"),
         (torch.optim.AdamW, {"lr": 0.1}, "adamw"),
     ],
 )
@@ -398,8 +403,10 @@ class OwnSGD(torch.optim.SGD):
     pass
 
 
-MIXED = torch.optim.Adam(parameter(), decoupled_weight_decay=True)
-MIXED.add_param_group({"params": parameter(), "decoupled_weight_decay": False})
+MIXED = torch.optim.Adam(parameter())
+MIXED.add_param_group({"params": parameter()})
+for group, value in zip(MIXED.param_groups, (True, False), strict=True):
+    group["decoupled_weight_decay"] = value
 
 
 @pytest.mark.parametrize(
@@ -420,8 +427,16 @@ def test_what_has_no_counterpart_is_refused_by_name(optimizer: Any, named: str) 
 
 
 def test_a_refused_class_comes_with_the_supported_ones() -> None:
-    with pytest.raises(UnsupportedOptimizerError, match=r"Adam, torch\.optim\.AdamW, .*\.SGD$"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"Adam, torch\.optim\.AdamW, .*\.SGD; "):
         from_torch(torch.optim.RMSprop(parameter()))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.RMSprop(parameter()), torch.optim.Adam(parameter(), amsgrad=True)]
+)
+def test_a_refusal_names_the_modes_that_run_any_optimizer(optimizer: Any) -> None:
+    with pytest.raises(UnsupportedOptimizerError, match=r"modes diloco, local, slowmo run any"):
+        from_torch(optimizer)
 
 
 def test_an_argument_of_a_later_torch_is_refused_unless_it_has_its_default() -> None:

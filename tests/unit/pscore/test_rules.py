@@ -211,3 +211,19 @@ def test_a_residual_has_the_rate_of_the_step_that_sends_it() -> None:
         compressor=TwoBit(threshold=0.5),
     ).run()
     assert cluster.weights.tolist() == [0.5 + 0.125] * NUMEL
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_step_follows_from_the_pushes_that_lie_behind_it(name: str) -> None:
+    """Counted along the plan: a push is the last act of its step."""
+    texts = [name] if name not in ("local", "slowmo", "diloco") else [
+        f"{name}(steps={steps}, warmup={warmup})" for steps in (1, 3, 4) for warmup in (0, 5)
+    ]  # fmt: skip
+    for rule in map(parse_mode, texts):
+        for start in (0, 2, 4, 5, 6, 9):
+            assert rule.step_after(start, 0) == start
+            pushes = 0
+            for step in range(start, start + 20):
+                if rule.plan(step).push is not None:
+                    pushes += 1
+                    assert rule.step_after(start, pushes) == step + 1, (str(rule), start, pushes)

@@ -8,7 +8,7 @@ import numpy as np
 from pscore.rules import ASGD, SSD
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role
-from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Update
+from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
 from psserver.clock import SliceClock
 
 
@@ -93,6 +93,10 @@ class Bench:
         pull = Pull(worker=worker, clock=clock, min_version=min_version, with_state=mark == "state")
         return words(self.clock.pull(pull, f"pull{worker}{mark}"))
 
+    def begin(self, worker: int, step: int) -> list[str]:
+        pull = Pull(worker=worker, clock=step, min_version=step, begins=True)
+        return words(self.clock.pull(pull, f"begin{worker}"))
+
     def leave(self, worker: int) -> list[str]:
         self.expected.remove(worker)
         return words(self.clock.recheck())
@@ -118,6 +122,8 @@ def word(action: Action) -> str:
             return f"{how} {action.token} x{action.weight:g} in {action.bin}"
         case Update():
             return f"update {action.bin} x{action.scale:g} -> v{action.version}"
+        case Skip():
+            return f"skip v{action.former} -> v{action.version}"
         case Acknowledge():
             return f"ack {action.token} {action.verdict.name} v{action.version}"
         case Answer():

@@ -21,12 +21,16 @@ from psserver.driver import Driver
 from psserver.servicer import ControlServicer, data_handler
 from psserver.shard import Job, Shard
 from psserver.vault import Vault
+from tests.unit.psserver.owned import owned
 
 T = TypeVar("T")
 LEASE_S = 10.0
 JOB = "run"
 NUMEL = 32  # Of the model below: one slice of two segments.
 HYPER = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # Plain SGD with learning rate 1.
+
+
+drivers: list[Driver] = []  # Of the scene that is being played.
 
 
 class Refused(Exception):  # noqa: N818 - it is what the peer is told, not an error of ours
@@ -55,6 +59,7 @@ class Front:
         self.driver = Driver(
             shard, num_threads=1, vault=vault, now=lambda: self.now_s, broke=self.problems.append
         )
+        drivers.append(self.driver)
         self.control: Any = ControlServicer(self.driver, "cluster", 7, lambda grace_s: None)
         handler: Any = data_handler(self.driver)
         self._push = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Push")).unary_unary
@@ -155,12 +160,18 @@ def grad(value: float) -> FloatArray:
 
 
 def play(scene: Callable[[Front], Awaitable[T]]) -> T:
-    """Runs a scene in an event loop of its own; nothing may have broken in it."""
+    """Runs a scene in an event loop of its own; nothing may have broken in it.
+
+    Nor may anything of the shard have read a state machine without its lock.
+    """
 
     async def run() -> T:
         front = Front()
-        result = await scene(front)
+        with owned(drivers) as unguarded:
+            result = await scene(front)
+        drivers.clear()
         assert not front.problems, front.problems
+        assert not unguarded, "\n".join(sorted(set(unguarded)))
         front.driver._pool.shutdown()
         return result
 

@@ -66,3 +66,29 @@ def test_a_barrier_does_not_open_while_the_job_waits_for_more_workers() -> None:
     assert barrier.is_open
     barrier.missing([0], is_short=True)
     assert barrier.is_open
+
+
+def test_all_get_the_largest_number_that_one_has_brought() -> None:
+    barriers = Barriers()
+    for rank, value in ((0, 0.5), (1, 2.0), (2, 1.0)):
+        barrier = barriers.arrive("b", 0, rank, value)
+        assert barrier is not None
+        is_open = not barrier.missing([0, 1, 2])
+        assert is_open == (rank == 2)
+    assert barriers.agreed("b", 0) == 2.0
+    late = barriers.arrive("b", 0, 3, 9.0)  # Joins later: it was not meant.
+    assert late is not None
+    assert barriers.agreed("b", 0) == 2.0
+
+
+def test_who_asks_again_gets_the_number_when_others_are_one_round_further() -> None:
+    barriers = Barriers()
+    for rank, value in ((0, 1.0), (1, 0.0)):
+        barrier = barriers.arrive("b", 4, rank, value)
+        assert barrier is not None
+        barrier.missing([0, 1])
+    barriers.arrive("b", 5, 0, 3.0)
+    assert barriers.arrive("b", 4, 1, 0.0) is None
+    assert barriers.agreed("b", 4) == 1.0
+    assert barriers.agreed("b", 5) == 3.0
+    assert barriers.agreed("b", 3) == barriers.agreed("c", 0) == 0.0

@@ -22,6 +22,7 @@ from tests.unit.psserver.front import (
     Refused,
     grad,
     play,
+    pull_header,
     push_header,
 )
 
@@ -82,6 +83,26 @@ def test_two_checkpoints_at_once_both_succeed() -> None:
             assert (await desk.weights(name))[0] == -version
             await desk.release(name)
         assert not front.driver.intake.armed
+
+    play(scene)
+
+
+def test_a_version_that_is_left_out_is_copied_too() -> None:
+    """Nobody pushes steps 1 to 3: the weights of version 1 get the next ones."""
+
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        desk = Desk(front)
+        await front.push(push_header(0, 0), grad(1.0))
+        for name, version in (("a", 2), ("b", 4), ("c", 5)):
+            assert (await desk.capture(name, version)).state == pb.CAPTURE_WAITING
+        reply, _ = await front.pull(pull_header(0, 4, 4, begins=True))
+        assert (reply.ready, reply.version) == (True, 4)
+        states = [(await desk.capture(name, -1)).state for name in "abc"]
+        assert states == [pb.CAPTURE_DONE, pb.CAPTURE_DONE, pb.CAPTURE_WAITING]
+        assert [(await desk.weights(name))[0] for name in "ab"] == [-1.0, -1.0]
+        for name in "abc":
+            await desk.release(name)
 
     play(scene)
 

@@ -76,6 +76,17 @@ def test_a_message_of_a_change_that_is_over_is_not_heard() -> None:
     assert set(job.table(0).aside) == {1}
 
 
+def test_a_worker_that_has_come_back_begins_its_changes_anew() -> None:
+    """Incarnations are random: the number of a later one may be smaller."""
+    shard, job, _ = ready(1)
+    shard.step_aside(job, 0, 0, (9, 2))
+    shard.change(job, 0, 0, NEW)
+    shard.step_aside(job, 0, 0, (9, 1))
+    assert not job.table(0).aside
+    shard.step_aside(job, 0, 0, (5, 1))
+    assert job.table(0).aside == {0: (5, 1)}
+
+
 def test_another_mode_is_refused() -> None:
     shard, job, _ = ready(2)
     for rank in (0, 1):

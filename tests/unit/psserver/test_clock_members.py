@@ -165,3 +165,81 @@ def test_a_worker_that_had_missed_steps_and_comes_back_does_not_push_what_is_in(
     (answer,) = bench.clock.pull(Pull(worker=1, clock=0, min_version=0), "again")
     assert isinstance(answer, Answer)
     assert (answer.version, answer.clock) == (2, 3)
+
+
+def test_no_step_waits_for_a_worker_before_the_one_that_it_begins_with() -> None:
+    """Step 0 has closed in another slice, so the worker that came anew pushes step 1 in all."""
+    bench = Bench(SYNC, 2)
+    bench.come_back(1)
+    assert bench.pull(1, 0, 0) == ["answer pull1 v0"]
+    assert bench.push(0, 0) == ["set 0@0 x1 in 0", "ack 0@0 ACCEPTED v0"]
+    assert bench.clock.missing() == (0, [1])
+    assert bench.begin(1, 1) == ["update 0 x1 -> v1", "answer begin1 v1"]
+    assert bench.push(0, 1, base=1) == ["set 0@1 x1 in 1", "ack 0@1 ACCEPTED v1"]
+    assert bench.push(1, 1, base=1)[-1] == "update 1 x0.5 -> v2"
+
+
+def test_a_worker_that_begins_later_leaves_the_steps_in_between_to_the_others() -> None:
+    bench = Bench(OPEN, 2)
+    bench.come_back(1)
+    bench.pull(1, 0, 0)
+    assert bench.begin(1, 2) == []
+    assert [bench.push(0, step)[-1] for step in (0, 1)] == [
+        "update 0 x1 -> v1",
+        "answer begin1 v2",
+    ]
+    assert bench.push(0, 2) == ["set 0@2 x1 in 2", "ack 0@2 ACCEPTED v2"]
+    assert bench.clock.missing() == (2, [1])
+
+
+def test_steps_that_nobody_pushes_any_more_are_left_out() -> None:
+    """Two workers begin, at other steps; the other slices are at the earlier of the two."""
+    bench = Bench(SYNC, 2)
+    for worker in (0, 1):
+        bench.come_back(worker)
+        bench.pull(worker, 0, 0)
+    assert bench.begin(0, 5) == []
+    assert bench.begin(1, 3) == ["skip v0 -> v3", "answer begin1 v3"]
+    assert bench.push(1, 3, base=3) == [
+        "set 1@3 x1 in 3",
+        "ack 1@3 ACCEPTED v3",
+        "update 3 x1 -> v4",
+    ]
+    assert bench.clock.missing() == (4, [1])
+    assert bench.push(1, 4, base=4)[-1] == "answer begin0 v5"
+    assert bench.clock.missing() == (5, [0, 1])
+
+
+def test_a_worker_that_begins_and_dies_is_asked_again_where_to_begin() -> None:
+    bench = Bench(SYNC, 2)
+    bench.come_back(1)
+    bench.pull(1, 0, 0)
+    bench.begin(1, 4)
+    bench.leave(1)
+    bench.push(0, 0)
+    bench.come_back(1)
+    (answer,) = bench.clock.pull(Pull(worker=1, clock=0, min_version=0), "again")
+    assert isinstance(answer, Answer)
+    assert (answer.version, answer.clock) == (1, 1)
+    assert bench.clock.missing() == (1, [0, 1])
+
+
+def test_what_is_said_twice_of_where_a_worker_begins_changes_nothing() -> None:
+    bench = Bench(SYNC, 2)
+    bench.come_back(1)
+    bench.pull(1, 0, 0)
+    bench.push(0, 0)
+    bench.begin(1, 1)
+    bench.push(0, 1, base=1)
+    bench.push(1, 1, base=1)
+    assert bench.begin(1, 1) == ["answer begin1 v2"]
+    assert bench.clock.missing() == (2, [0, 1])
+
+
+def test_an_elastic_job_leaves_out_no_step_while_it_has_too_few_workers() -> None:
+    bench = Bench(SYNC, 2, wanted=2)
+    bench.come_back(1)
+    bench.pull(1, 0, 0)
+    bench.leave(0)
+    assert bench.begin(1, 2) == []
+    assert bench.come_back(0) == ["skip v0 -> v2", "answer begin1 v2"]

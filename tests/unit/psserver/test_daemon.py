@@ -10,11 +10,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from structlog.testing import capture_logs
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from psserver.daemon import Daemon, bind_error, probe, serve
+from psserver import descriptors
+from psserver.daemon import NAMES, STATUS, Daemon, bind_error, probe, serve
 from psserver.driver import Driver
 from psserver.exits import CommandError, Exit
 from psserver.plan import ShardPlan, report_from_json, report_to_json
@@ -123,6 +125,39 @@ def test_status_says_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     with_daemon(use)
 
 
+def test_health_says_whether_anybody_can_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(daemon: Daemon, stub: Stub) -> None:
+        ready: list[bool] = []
+        said: list[str] = []
+        with capture_logs() as lines:
+            for has_some in (True, False, False, True):
+                monkeypatch.setattr(descriptors, "are_there_any", lambda some=has_some: some)
+                await daemon._look_at_doors()
+                ready.append(daemon._page._is_ready())
+                watched = [await daemon._health.Check(ask(name), None) for name in NAMES]
+                assert [reply.status == STATUS.SERVING for reply in watched] == [
+                    ready[-1] or name == "liveness" for name in NAMES
+                ]
+            said = [line["event"] for line in lines]
+        assert ready == [True, False, False, True]
+        assert said == ["shard not ready, it cannot let anybody in", "shard ready again"]
+
+    def ask(name: str) -> health_pb2.HealthCheckRequest:
+        return health_pb2.HealthCheckRequest(service=name)
+
+    with_daemon(use)
+
+
+def test_a_listener_that_ends_makes_the_shard_not_ready() -> None:
+    async def use(daemon: Daemon, stub: Stub) -> None:
+        assert daemon._bulk is not None
+        daemon._bulk._threads.append(threading.Thread())  # One that does not run.
+        await daemon._look_at_doors()
+        assert not daemon._page._is_ready()
+
+    with_daemon(use)
+
+
 def test_a_taken_port_is_reported_not_raised(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -142,7 +177,7 @@ def test_a_taken_port_is_reported_not_raised(capsys: pytest.CaptureFixture[str])
         (OSError(errno.EACCES, ""), Exit.NOT_PERMITTED, "1024"),
         (OSError(errno.EADDRNOTAVAIL, ""), Exit.HOST, "--host"),
         (socket.gaierror(socket.EAI_NONAME, "unknown"), Exit.HOST, "--host"),
-        (OSError(errno.EMFILE, "too many"), Exit.HOST, "too many"),
+        (OSError(errno.EMFILE, "too many"), Exit.SHARD_DIED, "ulimit -n"),
     ],
 )
 def test_each_reason_not_to_listen_has_its_code_and_advice(

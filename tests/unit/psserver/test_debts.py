@@ -201,7 +201,8 @@ def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
         found = await desk.service.Capture(at_first, Context())
         arrays = json.loads(found.about)["slices"]["0"]["arrays"]
         assert {"owed.0.residual", "owed.1.residual"} < set(arrays)
-        front.driver.intake.forget_job(id(front.driver.shard.jobs["again"]))
+        with front.driver.lock:
+            front.driver.intake.forget_job(id(front.driver.shard.jobs["again"]))
         assert await claim(front, "again", 0) == {}
 
     play(scene)

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
@@ -45,6 +46,44 @@ def test_a_repeated_push_changes_nothing() -> None:
         await front.push(push_header(0, 0), grad(1.0))
         assert told(await front.push(push_header(0, 0), grad(1.0))) == ("DUPLICATE", 1)
         assert front.weights()[0] == -1.0
+
+    play(scene)
+
+
+@pytest.mark.parametrize("name", ["\x1b[31m", "a\nb", "\u202e", "x" * 257, ""])
+def test_a_name_that_cannot_be_shown_is_refused(name: str) -> None:
+    async def scene(front: Front) -> None:
+        with pytest.raises(Refused, match=r"job name .* must have 1\.\.256 characters") as refused:
+            await front.join(0, 1, job=name)
+        assert refused.value.kind == "ConfigError"
+        await front.join(0, 1)
+        with pytest.raises(Refused, match="table name") as refused:
+            await front.define(name=name)
+        request = pb.BarrierRequest(job=JOB, worker=0, incarnation=100, name=name)
+        with pytest.raises(Refused, match="barrier name"):
+            await front.control.Barrier(request, Context())
+        assert str(refused.value).isprintable()
+
+    play(scene)
+
+
+def test_what_a_worker_says_of_itself_is_escaped_and_cut() -> None:
+    async def scene(front: Front) -> None:
+        await front.join(0, 2, host="\x1b[2J" + "h" * 3000)
+        await front.join(1, 2)
+        for text in ("w\x1b" * 3000, ""):
+            request = pb.HeartbeatRequest(job=JOB, worker=1, incarnation=101, waiting_for=text)
+            await front.control.Heartbeat(request, Context())
+            (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
+            for shown in (job.workers[0].host, *job.waiting_for):
+                assert shown.isprintable()
+                assert len(shown) < 4096
+        with capture_logs() as lines:
+            leaving = pb.LeaveRequest(job=JOB, worker=1, incarnation=101, reason="\x07" * 3_000_000)
+            await front.control.Leave(leaving, Context())
+        (reason,) = [line["reason"] for line in lines if line["event"] == "worker left"]
+        assert reason.isprintable()
+        assert len(reason) < 4096
 
     play(scene)
 
@@ -214,8 +253,8 @@ def test_a_barrier_opens_for_all_at_once() -> None:
         second = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 1, 10.0))
         await settle()
         assert not first.done()
-        assert await front.driver.barrier(front.job, "b", 0, 2, 10.0) == (True, "")
-        assert await first == await second == (True, "")
+        assert await front.driver.barrier(front.job, "b", 0, 2, 10.0) == (True, "", 0.0)
+        assert await first == await second == (True, "", 0.0)
 
     play(scene)
 
@@ -238,7 +277,7 @@ def test_a_departure_opens_a_barrier() -> None:
         wait = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 0, 10.0))
         await settle()
         front.driver.leave(JOB, 1, 101, "finished")
-        assert await wait == (True, "")
+        assert await wait == (True, "", 0.0)
 
     play(scene)
 
@@ -249,6 +288,7 @@ def test_a_barrier_says_who_is_missing() -> None:
         assert await front.driver.barrier(front.job, "b", 0, 0, 0.0) == (
             False,
             "worker 1 (process 0 on a) at barrier 'b'",
+            0.0,
         )
 
     play(scene)

@@ -11,7 +11,7 @@ from pscore.optimizers.sgd import SGD
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import ASGD, DCASGD
 from pscore.types import ByteArray, FloatArray, Role, Segment, SliceSpec
-from psserver.actions import Load
+from psserver.actions import Answer, Load
 from psserver.estimate import Estimate
 from psserver.store import Payload, SliceStore
 from psworker.estimate import Held
@@ -269,14 +269,19 @@ def load(made: SliceStore, weights: FloatArray) -> None:
     made.load(Load(token=0, role=Role.WEIGHTS, version=0), payload)
 
 
+def asked(version: int) -> Answer:
+    """Returns the answer to worker 0's pull."""
+    return Answer(token=0, worker=0, version=version, with_state=False)
+
+
 def test_what_is_loaded_is_sent_whole() -> None:
     compressor = parse_compressor("2bit")
     made, held = store(ASGD()), Held(compressor, NUMEL, "slice 0")
     without = made.nbytes
-    pull(made.estimate(0, 0, compressor), held)
+    pull(made.estimate(asked(0), compressor), held)
     assert made.nbytes > without + 2 * 4 * NUMEL
     load(made, values(9))
-    estimate = made.estimate(0, 0, compressor)
+    estimate = made.estimate(asked(0), compressor)
     assert np.array_equal(estimate.values, values(9))
     assert pull(estimate, held).whole
 
@@ -285,9 +290,9 @@ def test_a_rule_remembers_what_the_worker_was_given() -> None:
     """DC-ASGD corrects by how far the weights have moved from those of the worker's gradient."""
     compressor = parse_compressor("2bit")
     made = store(DCASGD())
-    made.estimate(0, 0, compressor)
+    made.estimate(asked(0), compressor)
     made.weights[:] = values(5)
-    estimate = made.estimate(0, 1, compressor)
+    estimate = made.estimate(asked(1), compressor)
     backup = made.export()["memory.weights_backup.0"]
     assert np.array_equal(backup, estimate.values)
     assert not np.array_equal(backup, made.weights)

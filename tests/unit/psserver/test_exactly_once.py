@@ -29,8 +29,8 @@ from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver.actions import Acknowledge, Add, Answer, Update
 from psserver.counted import Bin, Counted
 from psserver.membership import Member, Presence
+from psserver.records import members_of, members_to_json
 from psserver.shard import Actions, Address, Job, Shard
-from psserver.snapshot import members_of, members_to_json
 from psserver.table import TableSpec
 
 LEASE_S = 10.0

@@ -11,7 +11,7 @@ from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
-from psserver.actions import Acknowledge, Action, Answer
+from psserver.actions import Acknowledge, Action, Answer, Skip
 from psserver.arena import Arena
 from psserver.clock import SliceClock
 from psserver.counted import Token
@@ -174,6 +174,18 @@ def test_killed_at_any_commit(
         if process.commits_left is not None:  # It came to its end before.
             break
     assert kills > WORKERS * STEPS / 2
+
+
+def test_a_version_that_was_given_for_steps_left_out_is_there_after_a_kill(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "a", seal=1)
+    root = arena.allocate(ROOT_NBYTES + 8 * NUMEL)
+    process = Process(arena, SSGD(), "sgd", root)
+    for token, push, grad in messages("sgd")[:WORKERS]:
+        process.send(token, push, grad)
+    before = numbers(process.store)
+    process.store.skip(Skip(former=1, version=7))
+    again = Process(Arena(tmp_path / "a"), SSGD(), "sgd", root)
+    assert (again.clock.version, numbers(again.store)) == (7, before)
 
 
 def test_a_full_disk_ends_the_journal_and_not_the_training(

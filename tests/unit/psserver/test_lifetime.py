@@ -44,7 +44,7 @@ def test_each_new_worker_is_told_once_that_the_job_goes_on() -> None:
         again = member(0, incarnation)
         shard.join("run", 2, again)
         assert "goes on" in again.news
-    other, back = member(1, 2), dataclasses.replace(member(0, 3), returns=True)
+    other, back = member(1, 2), dataclasses.replace(member(0, 3), returns=True, former=(2,))
     shard.join("run", 2, other)
     shard.join("run", 2, back)
     assert "goes on" in other.news
@@ -212,6 +212,6 @@ def test_who_comes_back_begins_no_other_life() -> None:
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
-    shard.join("run", 2, dataclasses.replace(member(0, 2), returns=True, pid=0), life=3)
+    shard.join("run", 2, dataclasses.replace(member(0, 2), returns=True, former=(1,)), life=3)
     assert job.membership.live() == [0, 1]
     assert job.life.number == 3

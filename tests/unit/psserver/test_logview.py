@@ -37,7 +37,7 @@ def test_a_line_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
 def test_following_ends_with_the_run(tmp_path: Path) -> None:
     path = tmp_path / "shard-0.log"
     path.write_text("last words\n")
-    ended = replace(make_run(), created_s=0.0)
+    ended = replace(make_run(), began="")
     assert list(LogView([path]).follow(ended)) == [["last words\n"]]
 
 

@@ -1,9 +1,12 @@
 """Who is expected, who may take a rank, and what a lease is."""
 
+from dataclasses import replace
+
 import pytest
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
-from psserver.membership import WORKERS_MAX, Member, Membership, Presence
+from psserver.membership import SPENT_MAX, WORKERS_MAX, Member, Membership, Presence
+from psserver.uneven import report
 
 
 def member(rank: int, incarnation: int = 1, *, restart: int = 0, heard_s: float = 0.0) -> Member:
@@ -86,8 +89,98 @@ def test_a_restarted_worker_takes_its_own_place() -> None:
     assert membership.join(member(0, 2, restart=1)) == 0
     with pytest.raises(ReplacedError, match="rank 0 is now process 70"):
         membership.heard(0, 1, 1.0)
-    with pytest.raises(ReplacedError, match="rank 0 is held by a newer incarnation"):
+    with pytest.raises(ReplacedError, match="request to join at rank 0 came late"):
         membership.join(member(0, 1))
+
+
+# ----- who came later; incarnations are random, so none is larger because it is newer
+
+
+def paused(restart: int, presence: Presence) -> Membership:
+    """Returns a job of two in which process 8 has the place of process 9, which was paused."""
+    membership = joined(2, 1)
+    membership.join(member(0, 9))
+    membership.expire(11.0)
+    membership.join(member(0, 8, restart=restart, heard_s=12.0))
+    if presence is Presence.LEFT:
+        membership.leave(0, 8, "finished")
+    elif presence is Presence.LOST:
+        membership.expire(30.0)
+    return membership
+
+
+@pytest.mark.parametrize("restart", [0, 1])
+@pytest.mark.parametrize("presence", list(Presence))
+def test_a_worker_that_was_replaced_stays_so_whatever_becomes_of_the_other(
+    restart: int, presence: Presence
+) -> None:
+    membership = paused(restart, presence)
+    back = replace(member(0, 10, heard_s=40.0), former=(9,), returns=True)
+    with pytest.raises(ReplacedError, match="rank 0 was taken over by process 70 on gpu7"):
+        membership.join(back)
+
+
+@pytest.mark.parametrize("incarnation", [1, 10])
+def test_a_worker_that_was_lost_comes_back_whatever_its_clock_says(incarnation: int) -> None:
+    membership = joined(2, 1)
+    membership.join(member(0, 5))
+    membership.expire(11.0)
+    back = replace(member(0, incarnation, heard_s=12.0), former=(5,), returns=True)
+    assert membership.join(back) == 0
+    assert membership.members[0].spent == (5,)
+
+
+@pytest.mark.parametrize("incarnation", [1, 10])
+def test_a_new_process_takes_the_place_of_a_lost_one_whatever_its_clock_says(
+    incarnation: int,
+) -> None:
+    membership = joined(2, 1)
+    membership.join(member(0, 5))
+    membership.expire(11.0)
+    assert membership.join(member(0, incarnation, heard_s=12.0)) == 0
+
+
+def test_a_worker_that_was_lost_elsewhere_replaces_itself_here() -> None:
+    membership = joined(2, 1)
+    membership.join(member(0, 5))
+    back = replace(member(0, 3, heard_s=2.0), former=(4, 5), returns=True)
+    assert membership.join(back) == 0
+
+
+def test_a_worker_comes_back_whose_last_join_was_answered_to_nobody() -> None:
+    """It does not know that 6 was taken in."""
+    membership = joined(2, 1)
+    membership.join(member(0, 5))
+    membership.join(replace(member(0, 6, heard_s=1.0), former=(5,)))
+    assert membership.join(replace(member(0, 4, heard_s=60.0), former=(5, 6))) == 0
+    assert membership.members[0].spent == (5, 6)
+
+
+def test_a_shard_that_has_gone_back_in_time_takes_those_it_does_not_know() -> None:
+    """It began from a snapshot of before process 7 took the place of the lost process 5."""
+    membership = joined(2, 1)
+    membership.join(member(0, 5))
+    membership.expire(11.0)
+    assert membership.join(replace(member(0, 2, heard_s=12.0), former=(7,))) == 0
+
+
+@pytest.mark.parametrize("rank", [-1, 0])
+def test_a_join_that_arrives_late_takes_no_place(rank: int) -> None:
+    membership = joined(3, 1)
+    membership.join(member(0, 5))
+    membership.join(replace(member(0, 6), former=(5,)))
+    membership.expire(11.0)
+    with pytest.raises(ReplacedError, match=f"request to join at rank {rank} came late"):
+        membership.join(member(rank, 5, heard_s=12.0))
+    assert sorted(membership.members) == [0, 1]
+
+
+def test_a_place_remembers_a_bounded_number_of_former_holders() -> None:
+    membership = joined(1)
+    for number in range(2 * SPENT_MAX):
+        membership.join(member(0, 1000 - number, restart=number))
+    assert len(membership.members[0].spent) == SPENT_MAX
+    assert membership.members[0].spent[-1] == 1000 - 2 * SPENT_MAX + 2
 
 
 # ----- repeated joins: the second time changes nothing
@@ -137,7 +230,7 @@ def test_a_rank_that_was_left_is_not_handed_out_while_others_go_on() -> None:
 def test_a_worker_that_another_shard_has_lost_begins_anew_where_it_is_still_live() -> None:
     membership = joined(2, 0, 1)
     again = member(0, 2)
-    again.returns = True
+    again.returns, again.former = True, (1,)
     assert membership.join(again) == 0
     with pytest.raises(ReplacedError):
         membership.heard(0, 1, 1.0)
@@ -274,7 +367,7 @@ def test_another_worker_takes_the_rank_of_one_that_had_been_restarted() -> None:
     membership.join(member(0, 5, restart=3))
     membership.expire(11.0)
     assert membership.join(member(-1, 6, heard_s=12.0)) == 0
-    with pytest.raises(ReplacedError, match="newer incarnation"):
+    with pytest.raises(ReplacedError, match="came late"):
         membership.join(member(0, 5, restart=2, heard_s=13.0))
 
 
@@ -292,3 +385,22 @@ def test_an_elastic_job_has_begun_when_the_least_number_have_come() -> None:
     assert not membership.has_begun
     membership.join(member(0))
     assert membership.has_begun
+
+
+# ----- steps that a script leaves out
+
+
+def test_a_worker_that_leaves_out_a_step_is_named_once_the_others_have_made_it() -> None:
+    members = joined(2, 0, 1)
+    assert report(members, 0, {3: (5, 0, 0)}) == ""
+    assert report(members, 1, {3: (6, 1, 5)}) == ""  # The other may still leave out step 5.
+    assert report(members, 0, {3: (5, 0, 0)}) == ""
+    text = report(members, 0, {3: (6, 0, 0)})
+    assert text.startswith("worker 1 (process ")
+    assert "has left out 1 step that worker 0 (process " in text
+    assert "before the end of step 5" in text
+    assert report(members, 1, {3: (8, 3, 7)}) == ""
+    assert "3 steps" in report(members, 0, {3: (8, 0, 0)})
+    assert report(members, 0, {3: (9, 3, 8)}) == ""
+    members.leave(1, 1, "finished")
+    assert report(members, 0, {3: (9, 0, 8)}) == ""

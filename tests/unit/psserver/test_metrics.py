@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pscore.types import Verdict
 from psserver.driver import Driver
 from psserver.membership import Member
-from psserver.metrics import REQUEST_NBYTES_MAX, MetricsPage
+from psserver.metrics import CONNECTIONS_MAX, REQUEST_NBYTES_MAX, MetricsPage
 from psserver.shard import Shard
 
 
@@ -51,10 +51,14 @@ def samples(body: str) -> dict[str, float]:
 def test_the_page_shows_the_tally_and_the_shard() -> None:
     driver = make_driver()
     tally = driver.tally
-    tally.pushes[Verdict.ACCEPTED] = 5
-    tally.pushes[Verdict.TOO_LATE] = 1
+    for verdict, count in ((Verdict.ACCEPTED, 5), (Verdict.TOO_LATE, 1)):
+        for _ in range(count):
+            tally.pushed("train", verdict)
+    tally.pushed("ended", Verdict.ACCEPTED)
     tally.num_pushes_refused = 2
-    tally.num_pulls_answered, tally.num_pulls_put_off = 7, 3
+    for number in range(10):
+        tally.pulled("train", is_answered=number < 7)
+    tally.pulled("ended", is_answered=True)
     tally.received_nbytes, tally.sent_nbytes, tally.num_updates = 100, 200, 4
     tally.staleness.observe(3)
     tally.times_s.append(2e-3)
@@ -63,11 +67,13 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
     assert head.startswith("HTTP/1.1 200 OK\r\n")
     shown = samples(body)
     assert {
-        "paceline_push_requests_total verdict=accepted": 5,
-        "paceline_push_requests_total verdict=too_late": 1,
-        "paceline_push_requests_total verdict=refused": 2,
-        "paceline_pull_requests_total answer=weights": 7,
-        "paceline_pull_requests_total answer=not_yet": 3,
+        "paceline_push_requests_total job=train verdict=accepted": 5,
+        "paceline_push_requests_total job=train verdict=too_late": 1,
+        "paceline_push_requests_total job= verdict=accepted": 1,
+        "paceline_push_requests_total job= verdict=refused": 2,
+        "paceline_pull_requests_total answer=weights job=train": 7,
+        "paceline_pull_requests_total answer=not_yet job=train": 3,
+        "paceline_pull_requests_total answer=weights job=": 1,
         "paceline_wire_bytes_total direction=received": 100,
         "paceline_wire_bytes_total direction=sent": 200,
         "paceline_updates_total": 4,
@@ -81,6 +87,7 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
         "paceline_jobs": 1,
         "paceline_workers_live job=train": 1,
     }.items() <= shown.items()
+    assert not any("job=ended" in name for name in shown)
     (build,) = [name for name in shown if name.startswith("paceline_build_info")]
     assert "num_shards=3" in build
     assert "shard=1" in build
@@ -110,6 +117,29 @@ def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
     except ConnectionResetError:
         answer = b""
     assert answer[: len(begins) or None] == begins
+
+
+def test_one_connection_too_many_is_closed_and_the_page_goes_on() -> None:
+    async def scene() -> None:
+        page = MetricsPage(make_driver(), lambda: True)
+        port = await page.start("127.0.0.1", 0)
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
+        while page._num_open < CONNECTIONS_MAX:
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b""
+        writer.close()
+        for _, writer in silent:
+            writer.close()
+        while page._num_open:
+            await asyncio.sleep(0)
+        (answer,) = [await asyncio.open_connection("127.0.0.1", port)]
+        answer[1].write(get("/healthz"))
+        assert (await answer[0].read()).startswith(b"HTTP/1.1 200")
+        answer[1].close()
+        await page.stop()
+
+    asyncio.run(scene())
 
 
 def test_head_has_no_body() -> None:

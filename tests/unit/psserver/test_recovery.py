@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from pscore.compressors.none import NoCompression
-from pscore.errors import StateLostError
+from pscore.errors import ReplacedError, StateLostError
 from pscore.rules import SSGD
 from pscore.segment import PAGE
 from pscore.types import TensorSpec
+from psserver.actions import Skip
 from psserver.driver import Driver
+from psserver.journal import SliceJournal
 from psserver.limits import Limits
 from psserver.membership import Member
 from psserver.recovery import Recovery
@@ -92,6 +94,40 @@ def test_what_was_written_comes_back(folder: Path) -> None:
     assert process.store().counts.tolist() == [STEPS]
     process.kill()
     assert Process(folder).names == ["a"]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_steps_that_are_left_out_leave_a_journal_that_is_believed(
+    folder: Path, is_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(folder)
+    if is_killed:
+        monkeypatch.setattr(SliceJournal, "commit", lambda _: None)
+    process.store().skip(Skip(former=STEPS, version=STEPS + 9))
+    monkeypatch.undo()
+    process.kill()
+    again = Process(folder)
+    assert again.names == ["a"]
+    clock = again.driver.shard.jobs["a"].tables["model"].clocks[0]
+    assert clock.version == STEPS + (0 if is_killed else 9)
+    np.testing.assert_array_equal(again.store().weights, np.arange(4096) + STEPS)
+
+
+def test_a_late_request_of_a_former_life_is_refused_after_a_kill_too(tmp_path: Path) -> None:
+    """It makes no life of its own either: what is refused changes nothing."""
+    process = Process(tmp_path / "v")
+    process.train("a")
+    job = process.driver.shard.jobs["a"]
+    process.driver.leave("a", 0, 7, "killed", failed=True)
+    job.membership.begin_again()
+    process.driver.recovery.note(job)
+    process.kill()
+    again = Process(tmp_path / "v").driver
+    with pytest.raises(ReplacedError, match="came late"):
+        again.join("a", 1, worker(7))
+    assert again.shard.jobs["a"].life.number == 1
+    assert again.join("a", 1, worker(8)) is again.shard.jobs["a"]
+    assert again.shard.jobs["a"].membership.members[0].spent == (7,)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
@@ -278,4 +314,4 @@ def test_who_takes_part_is_written_when_it_changes(tmp_path: Path) -> None:
     assert path.read_text() == "as it was"
     shard.barrier(job, "end", 0, 0)
     recovery.note(job)
-    assert json.loads(path.read_text())["meta"]["barriers"] == [["end", 0, [0], True]]
+    assert json.loads(path.read_text())["meta"]["barriers"] == [["end", 0, [0], True, 0.0, 0.0]]

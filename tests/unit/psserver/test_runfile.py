@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pscore.boot import began
 from psserver import runfile
 from psserver.exits import CommandError, Exit
 from psserver.runfile import Run, RunDirectory, ShardRun
@@ -21,7 +22,7 @@ def make_run(port: int = 7070) -> Run:
     shard = ShardRun(index=0, pid=1, port=port, metrics_port=None, log=None)
     return Run(
         pid=OURS.pid,
-        created_s=OURS.create_time(),
+        began=began(OURS.pid),
         cluster="c",
         host="127.0.0.1",
         port=port,
@@ -75,20 +76,32 @@ def test_a_process_that_is_gone_or_another_one_does_not_count(tmp_path: Path) ->
     for number, run in enumerate(
         [
             replace(make_run(), pid=ended.pid),
-            replace(make_run(), created_s=OURS.create_time() - 100),
+            replace(make_run(), began=began(os.getppid())),
+            replace(make_run(), began=""),
         ]
     ):
         runfile.write(directory.make(str(number)), run)
     assert directory.runs() == []
 
 
+def test_a_run_is_found_after_the_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of day at which a process began is another one then."""
+    run = make_run()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: OURS.pid * 1e3)
+    assert run.is_alive()
+
+
+def test_a_process_that_never_was_began_at_no_time() -> None:
+    assert began(2**22 + 1) == ""
+
+
 def test_a_zombie_does_not_count() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.read()  # It has ended, and nobody has waited for it.
-    created_s = psutil.Process(child.pid).create_time()
+    since = began(child.pid)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not replace(make_run(), pid=child.pid, created_s=created_s).is_alive()
+    assert not replace(make_run(), pid=child.pid, began=since).is_alive()
     child.wait()
     child.stdout.close()
 

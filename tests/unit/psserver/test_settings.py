@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
+from psserver.certs import make
 from psserver.settings import is_loopback, metrics_ports, resolve
 
 
@@ -162,8 +163,67 @@ def test_what_is_no_part_of_a_cluster_is_refused(part: dict[str, object], messag
         resolve({f"server.{name}": value for name, value in part.items()})
 
 
+@pytest.mark.parametrize("source", ["flag", "environment", "file"])
+def test_the_former_snapshots_are_refused_with_the_new_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    file = tmp_path / "paceline.toml"
+    file.write_text("[server]\nsnapshot_s = 5\n" if source == "file" else "")
+    if source == "environment":
+        monkeypatch.setenv("PACELINE_SNAPSHOT_S", "5")
+    flags = {"server.snapshot_s": "5"} if source == "flag" else {}
+    with pytest.raises(ConfigError, match=rf"\({source} .* give server.checkpoint_s \(--checkpo"):
+        resolve(flags, file)
+
+
+PART = {"server.shard_index": 0, "server.shards": 2, "server.cluster": "c"}
+ADDRESSES = {"server.shard_addresses": "a:1, b:2"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"server.state_dir": None}, "there is no place for them: give --state-dir"),
+        (PART, "shard 0 does not know the others: give --shard-addresses"),
+        ({**PART, "server.shard_addresses": "a:1"}, "has 1 addresses for 2 shards"),
+        ({**PART, "server.shard_addresses": "a:1,b"}, "has 'b', must be host:port"),
+        (ADDRESSES, "is for shards that are started one by one"),
+    ],
+)
+def test_checkpoints_that_cannot_be_taken_are_refused(
+    tmp_path: Path, flags: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve({"server.checkpoint_s": 5, "server.state_dir": tmp_path, **flags})
+
+
+def test_checkpoints_are_taken_by_who_starts_shard_0(tmp_path: Path) -> None:
+    given = {"server.checkpoint_s": 5, "server.state_dir": tmp_path}
+    assert resolve(given).server.takes_checkpoints
+    assert not resolve({**given, "server.checkpoint_s": 0}).server.takes_checkpoints
+    assert not resolve({"server.state_dir": tmp_path, **PART}).server.takes_checkpoints
+    first = resolve({**given, **PART, **ADDRESSES}).server
+    assert (first.takes_checkpoints, first.other_addresses) == (True, ["a:1", "b:2"])
+    other = resolve({**given, **PART, **ADDRESSES, "server.shard_index": 1}).server
+    assert (other.takes_checkpoints, other.other_addresses) == (False, [])
+
+
+def test_checkpoints_over_tls_need_the_ca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, [], days=1, is_forced=False)
+    flags = {
+        "server.checkpoint_s": 5,
+        "server.state_dir": tmp_path,
+        "server.tls_cert": tmp_path / "server.pem",
+        "server.tls_key": tmp_path / "server.key",
+    }
+    with pytest.raises(ConfigError, match="they are read over TLS: set PACELINE_TLS_CA"):
+        resolve(flags)
+    monkeypatch.setenv("PACELINE_TLS_CA", str(tmp_path / "ca.pem"))
+    assert resolve(flags).server.takes_checkpoints
+
+
 def test_every_setting_is_shown_with_its_origin() -> None:
     rows = resolve({"server.port": 8000}).rows()
     assert ("server.port", "8000", "flag --port") in rows
     assert ("metrics.port", "auto", "default") in rows
-    assert len({name for name, _, _ in rows}) == len(rows) == 24
+    assert len({name for name, _, _ in rows}) == len(rows) == 26

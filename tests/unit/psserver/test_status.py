@@ -6,6 +6,7 @@ import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver import status
+from psserver.exits import CommandError
 
 
 def worker(rank: int, **values: object) -> pb.WorkerStatus:
@@ -97,6 +98,22 @@ def test_markup_in_a_name_is_only_text(
     assert "[red]x[/nonesuch]" in capsys.readouterr().out
 
 
+def test_what_peers_wrote_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shards refuse and escape such names; one of another version may not."""
+    evil = "\x1b[2J\x9b31m\u202e\n[ok]"
+    job = pb.JobStatus(
+        job=evil,
+        num_workers=1,
+        workers=[worker(0, host=evil, state=evil)],
+        tables=[table(name=evil, mode=evil, waiting_for=evil)],
+        waiting_for=[evil],
+    )
+    status.show(status.combine([evil], [reply(0, job)]))
+    shown = capsys.readouterr().out
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert r"\x1b[2J" in shown
+
+
 def test_tables_beyond_a_few_are_only_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,3 +121,42 @@ def test_tables_beyond_a_few_are_only_counted(
     tables = [table(name=f"tensor{i}") for i in range(status.LISTED_MAX + 2)]
     status.show(status.combine(["a:1"], [reply(0, pb.JobStatus(job="j", tables=tables))]))
     assert "and 2 more tables" in capsys.readouterr().out
+
+
+def several() -> dict[str, Any]:
+    jobs = [
+        pb.JobStatus(job="after", num_workers=1, workers=[worker(0, state="left")]),
+        pb.JobStatus(job="broken", num_workers=1, workers=[worker(0, state="lost")]),
+        pb.JobStatus(job="before", num_workers=1, workers=[worker(0, state="left")]),
+        pb.JobStatus(job="now", num_workers=2, workers=[worker(0), worker(1, state="left")]),
+    ]
+    return status.combine(["a:1"], [reply(0, *jobs)])
+
+
+def test_jobs_in_which_somebody_trains_come_first_and_ended_ones_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status.show(several())
+    shown = capsys.readouterr().out
+    assert shown.index("job now (") < shown.index("job broken (") < shown.index("2 ended jobs: ")
+    assert "2 ended jobs: after, before (--job NAME or --json shows more)" in shown
+    assert "job after (" not in shown
+
+
+def test_one_job_is_shown_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    status.show(status.only(several(), "after"))
+    shown = capsys.readouterr().out
+    assert "job after (" in shown
+    assert "now" not in shown
+    with pytest.raises(CommandError, match=r"no job 'noon' here; there are now, broken, after, be"):
+        status.only(several(), "noon")
+
+
+def test_a_table_that_goes_into_a_file_is_not_cut_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    host = "gpu-" + "7" * 100
+    job = pb.JobStatus(job="now", num_workers=1, workers=[worker(0, host=host)])
+    status.show(status.combine(["a:1"], [reply(0, job)]))
+    assert host in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The numbers of one slice: what each action does to them, and what a reader is sure of."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, HyperArray, Push, Role, Segment, SliceSpec
-from psserver.actions import Add, Load, Update
+from psserver.actions import Add, Answer, Load, Update
 from psserver.store import Payload, SliceStore
 
 RAW = NoCompression()
+PULLED = Answer(token=0, worker=0, version=0, with_state=False)
 NUMEL = 32
 # Two segments with a gap between them, as after a tensor of 10 elements.
 SPEC = SliceSpec(
@@ -225,19 +227,19 @@ def test_one_gradient_is_compensated_before_it_is_added() -> None:
     """By hand: w = 1, backup 0, g = 1, lambda = 2: g + 2 * 1 * 1 * (1 - 0) = 3."""
     made = SliceStore(SPEC, DCASGD(variance_control=2.0), SGD())
     load(made, np.zeros(NUMEL, np.float32))
-    made.read(0, with_state=False)
+    made.read(PULLED)
     load(made, np.ones(NUMEL, np.float32))
     made.add(add(first=True), payload(np.ones(NUMEL, np.float32)))
     made.update(update(1))
     assert made.weights[0] == 1 - 0.5 * 3
 
 
-def test_a_pull_with_the_state_is_for_a_checkpoint_and_not_remembered() -> None:
+def test_a_look_is_not_remembered() -> None:
     made = SliceStore(SPEC, DCASGD(variance_control=2.0), SGD())
     load(made, np.zeros(NUMEL, np.float32))
-    made.read(0, with_state=False)
+    made.read(PULLED)
     load(made, np.ones(NUMEL, np.float32))
-    made.read(0, with_state=True)
+    made.read(replace(PULLED, with_state=True, is_look=True))
     made.add(add(first=True), payload(np.ones(NUMEL, np.float32)))
     made.update(update(1))
     assert made.weights[0] == 1 - 0.5 * 3
@@ -248,8 +250,8 @@ def test_a_pull_with_the_state_is_for_a_checkpoint_and_not_remembered() -> None:
 
 def test_reading_brings_weights_and_on_request_the_state() -> None:
     made = store(optimizer=Adam())
-    assert len(made.read(0, with_state=False)) == 1
-    arrays: Sequence[FloatArray] = made.read(0, with_state=True)
+    assert len(made.read(PULLED)) == 1
+    arrays: Sequence[FloatArray] = made.read(replace(PULLED, with_state=True))
     assert len(arrays) == 1 + len(Adam.state_names)
     assert np.array_equal(arrays[0], made.weights)
 
@@ -381,7 +383,7 @@ def test_a_compressed_payload_is_checked_by_its_compressor() -> None:
 def test_what_is_exported_makes_another_store_go_on_alike() -> None:
     made = store(DCASGD(), Adam())
     hyper = np.full((1, len(Adam.hyper_names)), 0.1)
-    made.read(0, with_state=False)
+    made.read(PULLED)
     for version in (1, 2):
         made.add(add(first=True), payload(values(version)))
         made.update(update(version, hyper=hyper))

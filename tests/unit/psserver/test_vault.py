@@ -41,6 +41,20 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
     assert found.arena.integers_at(place, 1)[0] == 9
 
 
+def test_the_newest_job_is_found_first_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time_ns", iter(range(100, 0, -1)).__next__)
+    first = Vault(tmp_path / "v")
+    for name in "abc":
+        first.make(name).write_job({"name": name})
+    first.close()
+    second = Vault(tmp_path / "v")
+    second.make("d").write_job({"name": "d"})
+    found = [JobVault(folder).read_job()["name"] for folder in second.found()]
+    assert found == ["d", "c", "b", "a"]
+
+
 @pytest.mark.parametrize("is_over", [True, False])
 def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
     tmp_path: Path, is_over: bool

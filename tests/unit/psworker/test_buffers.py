@@ -23,12 +23,14 @@ class FakeSession:
         self.rank, self.num_workers, self.links = rank, 2, [None, None]
         self.min_workers = 0
         self.posts = posts
+        self.counted: set[int] = set()  # Steps of this worker's posts, also of former lives.
 
 
 class FakeTable:
     """A table whose values are in its session's `posts`."""
 
     def __init__(self, session: FakeSession, name: str, layout: Any, *_: Any) -> None:
+        self.owner = session
         self.values = session.posts.setdefault(name, {})
         self.busy = False
         self.steps: list[int] = []
@@ -37,17 +39,20 @@ class FakeTable:
 
     def load(self, index: int, role: Role, arrays: list[np.ndarray], counts: list[int]) -> None:
         assert role is Role.WEIGHTS
-        self.values[index] = arrays[0].copy()
+        self.values.setdefault(index, arrays[0].copy())  # Later ones are not taken.
 
     def push(self, index: int, push: Push, grad: torch.Tensor, *, compress: bool) -> None:
         assert not compress
-        self.values[index] = grad.numpy().copy()
         self.steps.append(push.step)
+        if push.step not in self.owner.counted:
+            self.values[index] = grad.numpy().copy()
 
     def pull(
         self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
     ) -> None:
+        assert landing.is_look
         landing.weights.copy_(torch.from_numpy(self.values[index]))
+        landing.clock = len(self.owner.counted)
 
     def run(self, waits: Iterable[int]) -> None:
         list(waits)
@@ -170,14 +175,20 @@ def test_integer_buffers_are_ones_own() -> None:
         assert second.num_batches_tracked.item() == 7
 
 
-@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2)])
-def test_without_buffers_there_is_no_table(model: torch.nn.Module | None) -> None:
+@pytest.mark.parametrize(("model", "policy"), [(None, "rank0"), (torch.nn.Linear(2, 2), "mean")])
+def test_without_buffers_there_is_no_table(model: torch.nn.Module | None, policy: str) -> None:
     posts: Posts = {}
-    buffers = Buffers(model, "mean", FakeSession(0, posts))  # type: ignore[arg-type]
+    buffers = Buffers(model, policy, FakeSession(0, posts))  # type: ignore[arg-type]
     buffers.post(samples=1.0)
     with buffers.shared():
         pass
     assert posts == {}
+
+
+@pytest.mark.parametrize("policy", ["mean", "local"])
+def test_a_policy_without_a_model_is_refused(policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"buffers='{policy}' has no effect without model="):
+        Buffers(None, policy, FakeSession(0, {}))  # type: ignore[arg-type]
 
 
 def test_only_the_owner_of_a_table_declares_values() -> None:
@@ -203,3 +214,15 @@ def test_a_mean_over_workers_that_come_and_go_is_refused() -> None:
     session.min_workers = 1
     with pytest.raises(ConfigError, match="buffers is 'mean', but workers of this job come and go"):
         Buffers(torch.nn.BatchNorm1d(3), "mean", session)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_is_started_again_posts_behind_its_former_self() -> None:
+    """Its first posts would be duplicates, and evaluation would see what is old."""
+    posts: Posts = {}
+    for life, model in enumerate((make_model(10.0), make_model(20.0))):
+        session = FakeSession(0, posts)
+        session.counted = set(range(5 * life))
+        buffers = Buffers(model, "rank0", session)  # type: ignore[arg-type]
+        fill(model, 11.0 + life)
+        buffers.post(1.0)
+    assert {value[0] for table in posts.values() for value in table.values()} == {12.0}

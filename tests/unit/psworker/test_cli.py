@@ -32,6 +32,11 @@ def _no_place(monkeypatch: pytest.MonkeyPatch) -> None:
         (("run", "--workers", "0", "env"), "psworker: --workers is 0, must be in 1..1024"),
         (("run", "--servers", "here", "env"), "psworker: server address 'here'"),
         (("run", "--servers", "a:1", "--shards", "2", "env"), "psworker: --shards 2 starts"),
+        (("bench", "compressors", "lenet", "--latency-ms", "1"), "psworker: --latency-ms has no"),
+        (
+            ("bench", "compressors", "lenet", "--gbit", "1", "--servers", "a:1"),
+            "psworker: --servers has no effect",
+        ),
         (("demo", "--modes", "ssdg"), "psworker: no mode 'ssdg'; there are asgd"),
         (("demo", "--modes", "ssd(k=5)"), "psworker: mode 'ssd' has no argument 'k'; it has "),
         (("demo", "--data", "nowhere"), "psworker: Fashion-MNIST is needed, and none at nowhere"),
@@ -89,6 +94,20 @@ def test_the_version_is_printed(
 ) -> None:
     assert psworker(monkeypatch, "version", "--json") == 0
     assert {"paceline", "torch", "python"} <= json.loads(capsys.readouterr().out).keys()
+
+
+def test_help_and_version_have_their_usual_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert psworker(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.startswith("paceline ")
+    assert psworker(monkeypatch, "bench", "-h") == 0
+    # Whole, on a terminal that is wide enough.
+    summary = "Say what each compressor costs and saves on this machine and link, if it does."
+    assert f"compressors  {summary}\n" in capsys.readouterr().out
+    assert psworker(monkeypatch, "--show-completion", "bash") == 0
+    assert "_PSWORKER_COMPLETE=complete_bash" in capsys.readouterr().out
 
 
 def test_every_exit_code_is_documented(

@@ -28,6 +28,8 @@ class FakeSession:
         self.left: list[str] = []
         self.has_failed = False
 
+    def require_own(self) -> None: ...
+
     def leave(self, reason: str, *, failed: bool = False) -> None:
         self.left.append(reason)
         self.has_failed = failed
@@ -240,6 +242,15 @@ def test_the_first_of_the_local_workers_tells_the_others(
     shards.end()
     assert list(folder.iterdir()) == []
     assert started.has_ended
+
+
+def test_what_killed_launches_have_left_is_removed(tmp_path: Path) -> None:
+    gone, here = tmp_path / "a-b-4194305-0-0.json", tmp_path / f"a-{os.getpid()}-29500-1.json"
+    other = tmp_path / "notes.json"
+    for file in (gone, here, other):
+        file.touch()
+    module._sweep(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([here, other])
 
 
 def test_a_folder_that_others_may_write_is_refused(started: FakeShards, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.rules.ssgd import SSGD
-from pscore.types import Push, Role, TensorSpec, Verdict
+from pscore.types import Origin, Push, Role, TensorSpec, Verdict
 from psworker.exchange import Exchange
 from psworker.outbox import Landing
 from psworker.transports import PullCall, PushCall
@@ -67,9 +67,11 @@ class Session:
         self.waits = ""
         self.debtors: dict[int, Any] = {}
 
-    def define(self, *declaration: Any, **options: Any) -> int:
+    def define(self, *declaration: Any, **options: Any) -> tuple[int, Origin]:
         self.defined.append(declaration)
-        return 5
+        return 5, Origin()
+
+    def require_own(self) -> None: ...
 
     def check(self) -> None:
         if self.failure is not None:

@@ -1,6 +1,7 @@
 """What a launcher gives its workers, and how it writes what they say."""
 
 import io
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,45 @@ import pytest
 
 from pscore.errors import ConfigError
 from psworker import launch
-from psworker.launch import LaunchPlan, Prefixed, worker_command, worker_environment
+from psworker.launch import Exit, Launch, LaunchPlan, worker_command, worker_environment
+from psworker.output import Prefixed, plain
 
 
 def plan(num_workers: int = 2) -> LaunchPlan:
     return LaunchPlan(command=("true",), num_workers=num_workers, job="run-1")
+
+
+def ended(command: tuple[str, ...], *servers: str) -> tuple[int, list[str]]:
+    """Runs one worker to its end; returns the exit code of the job and what was told."""
+    told: list[str] = []
+    job = LaunchPlan(command=command, num_workers=1, servers=servers, job="run-1")
+    code = Launch(job, write=plain, tell=told.append, is_quiet=True).run()
+    return code, told
+
+
+@pytest.mark.parametrize(
+    ("status", "is_there", "code"),
+    [
+        (1, False, Exit.NO_SHARDS),
+        (1, True, Exit.FAILED),
+        (3, False, 3),
+        (0, False, Exit.OK),
+    ],
+)
+def test_a_worker_that_fails_without_a_shard_has_a_code_of_its_own(
+    status: int, is_there: bool, code: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        if not is_there:
+            listener.close()
+        found, told = ended(("sh", "-c", f"exit {status}"), address)
+    assert found == code
+    assert any(f"nobody listens at {address}" in line for line in told) == (code == Exit.NO_SHARDS)
+
+
+def test_a_worker_that_is_killed_is_told_by_its_signal() -> None:
+    assert ended(("sh", "-c", "kill -9 $$"))[0] == 128 + 9
 
 
 def test_a_script_runs_with_this_interpreter(tmp_path: Path) -> None:
@@ -61,10 +96,11 @@ def test_nothing_around_tells_a_worker_another_place() -> None:
 
 def test_the_shards_give_the_ranks_of_an_elastic_job() -> None:
     elastic = replace(plan(), elastic=(2, 8))
-    given = worker_environment(elastic, 1, ["a:1"], {"RANK": "7", "WORLD_SIZE": "9"})
+    given = worker_environment(elastic, 1, ["a:1"], {})
     assert (given["PACELINE_MIN_WORKERS"], given["PACELINE_MAX_WORKERS"]) == ("2", "8")
     assert (given["LOCAL_RANK"], given["LOCAL_WORLD_SIZE"]) == ("1", "2")
-    assert not {"RANK", "WORLD_SIZE"} & given.keys()
+    around = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}
+    assert not around.keys() & worker_environment(elastic, 1, ["a:1"], around).keys()
 
 
 def test_no_more_workers_start_than_an_elastic_job_may_have() -> None:

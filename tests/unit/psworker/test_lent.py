@@ -1,25 +1,27 @@
-"""Gradients that lie in the flat vector: what `.grad` is then, and who keeps what it held."""
+"""Gradients that lie in the flat vector: what `.grad` is then, and how a change is found."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from pscore.errors import GradientError
 from pscore.partition import make_layout
 from pscore.types import TensorSpec
 from psworker.bucket import Bucket
 from psworker.lent import NBYTES_MIN
-from psworker.overlap import Overlap
 
 LARGE = (NBYTES_MIN // 4 // 64, 64)
 
 
-def make(shape: tuple[int, ...] = LARGE) -> tuple[Bucket, torch.nn.Parameter, np.ndarray]:
+def make(
+    shape: tuple[int, ...] = LARGE, *, lends: bool = True
+) -> tuple[Bucket, torch.nn.Parameter, np.ndarray]:
     """Returns a bucket of one parameter with a gathered gradient of ones, and the flat vector."""
     parameter = torch.nn.Parameter(torch.zeros(shape))
     layout = make_layout([TensorSpec(name="w", shape=shape, dtype="float32")], 1)
     grads = np.zeros(layout.numel, np.float32)
-    bucket = Bucket([parameter], layout, grads)
+    bucket = Bucket([parameter], layout, grads, lends=lends)
     parameter.grad = torch.ones(shape)
     bucket.gather_grads([0], 0)
     return bucket, parameter, grads
@@ -40,22 +42,7 @@ def test_a_lent_gradient_is_the_vector_and_is_not_copied_again() -> None:
     assert bucket.lent.end_step() == []
 
 
-def test_who_keeps_a_former_gradient_keeps_what_it_held() -> None:
-    bucket, parameter, grads = make()
-    bucket.lent.lend(0)
-    kept = parameter.grad
-    parameter.grad = torch.full(LARGE, 2.0)
-    bucket.gather_grads([0], 1)
-    assert kept is not None
-    assert torch.equal(kept, torch.ones(LARGE))
-    bucket.lent.lend(0)
-    assert parameter.grad is not kept
-    parameter.grad = None
-    bucket.clear_grad(0)
-    assert not grads.any()
-
-
-def test_a_gradient_that_nobody_keeps_is_lent_as_the_same_tensor() -> None:
+def test_a_gradient_is_lent_as_the_same_tensor_again() -> None:
     bucket, parameter, _ = make()
     bucket.lent.lend(0)
     identity = id(parameter.grad)
@@ -66,16 +53,37 @@ def test_a_gradient_that_nobody_keeps_is_lent_as_the_same_tensor() -> None:
     assert torch.equal(parameter.grad, torch.full(LARGE, 2.0))
 
 
-def test_a_change_of_a_lent_gradient_that_has_left_is_an_error() -> None:
+def amp(grad: torch.Tensor) -> None:
+    """Unscales as `torch.amp.GradScaler` does, which leaves the version as it was."""
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], torch.zeros(1), torch.full((1,), 0.5))
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "amp": amp,
+    "data": lambda grad: grad.data[-1].zero_(),
+    "numpy": lambda grad: grad.numpy().__setitem__((0, 0), 7.0),
+    "view": lambda grad: grad.data.view(-1)[5:6].add_(1e-3),
+}
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_leaves_no_trace_is_found(change: str, is_lent: bool) -> None:
     bucket, parameter, _ = make()
-    overlap = Overlap(True, ["w"])
-    overlap.made(0, parameter)
-    bucket.lent.lend(0)
-    overlap.moved(0, parameter)
+    if is_lent:
+        bucket.lent.lend(0)
+        bucket.lent.stamp(0)
+    assert bucket.changed_grad([0]) is None
     assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
-    with pytest.raises(GradientError, match="'w' was changed after it had been pushed"):
-        overlap.finish([parameter])
+    version = parameter.grad._version
+    CHANGES[change](parameter.grad)
+    assert parameter.grad._version == version
+    assert bucket.changed_grad([0]) == 0
+
+
+def test_nothing_is_lent_that_was_not_asked_for() -> None:
+    bucket, _, _ = make(lends=False)
+    assert not bucket.lent.takes(0)
 
 
 def test_a_small_gradient_stays_where_it_is() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError, GradientError
-from psworker.overlap import WATCHED_STEPS, Overlap
+from psworker.overlap import Overlap
 
 
 def make(numel: int = 2) -> list[torch.nn.Parameter]:
@@ -19,18 +19,10 @@ def backward(overlap: Overlap, parameters: list[torch.nn.Parameter]) -> None:
         overlap.made(index, parameter)
 
 
-def watch(overlap: Overlap, parameters: list[torch.nn.Parameter], steps: int) -> None:
-    for _ in range(steps):
-        backward(overlap, parameters)
-        overlap.finish(parameters)
-
-
-def test_auto_begins_to_leave_early_after_the_watched_steps() -> None:
-    overlap, parameters = Overlap("auto", ["a", "b"]), make()
-    watch(overlap, parameters, WATCHED_STEPS - 1)
-    assert not overlap.is_early
-    watch(overlap, parameters, 1)
-    assert overlap.is_early
+def finish(overlap: Overlap, parameters: list[torch.nn.Parameter]) -> list[int]:
+    left = overlap.check(parameters)
+    overlap.forget()
+    return left
 
 
 def clip(parameters: list[torch.nn.Parameter]) -> None:
@@ -49,70 +41,42 @@ def drop(parameters: list[torch.nn.Parameter]) -> None:
 CHANGES = [(clip, "'b'"), (replace, "'a'"), (drop, "'a'")]
 
 
-@pytest.mark.parametrize(("change", "_"), CHANGES)
-def test_auto_never_leaves_early_where_gradients_are_changed(
-    change: Callable[[list[torch.nn.Parameter]], None], _: str
-) -> None:
-    overlap, parameters = Overlap("auto", ["a", "b"]), make()
-    for step in range(3 * WATCHED_STEPS):
-        backward(overlap, parameters)
-        if step == 1:
-            change(parameters)
-        overlap.finish(parameters)
-    assert not overlap.is_early
-
-
 @pytest.mark.parametrize(("change", "name"), CHANGES)
 def test_a_change_after_an_early_push_is_an_error_with_a_name(
     change: Callable[[list[torch.nn.Parameter]], None], name: str
 ) -> None:
     overlap, parameters = Overlap(True, ["a", "b"]), make()
-    watch(overlap, parameters, 2)
+    for _ in range(2):
+        backward(overlap, parameters)
+        assert finish(overlap, parameters) == [0, 1]
     backward(overlap, parameters)
     change(parameters)
     with pytest.raises(GradientError, match=f"gradient of {name} was changed after it had been"):
-        overlap.finish(parameters)
+        overlap.check(parameters)
 
 
-def test_two_backward_passes_a_step_are_seen() -> None:
-    overlap, parameters = Overlap("auto", ["a", "b"]), make()
-    for _ in range(3 * WATCHED_STEPS):
-        backward(overlap, parameters)
-        backward(overlap, parameters)
-        overlap.finish(parameters)
-    assert not overlap.is_early
-    early = Overlap(True, ["a", "b"])
-    backward(early, parameters)
+def test_a_second_backward_pass_is_an_error() -> None:
+    overlap, parameters = Overlap(True, ["a", "b"]), make()
+    backward(overlap, parameters)
     with pytest.raises(GradientError, match="gradient of 'a' got a second gradient after"):
-        backward(early, parameters)
+        backward(overlap, parameters)
 
 
 def test_what_travels_with_a_push_must_not_change_after_it() -> None:
-    overlap, parameters = Overlap("auto", ["a", "b"]), make()
+    overlap, parameters = Overlap(True, ["a", "b"]), make()
     overlap.changed("samples")  # Before backward.
     backward(overlap, parameters)
-    overlap.finish(parameters)
+    finish(overlap, parameters)
     overlap.changed("samples")  # Between two steps.
-    watch(overlap, parameters, WATCHED_STEPS)
-    assert overlap.is_early
-    overlap.changed("samples")
     backward(overlap, parameters)
     with pytest.raises(GradientError, match=r"samples was changed after .*before backward\(\)"):
         overlap.changed("samples")
-    late = Overlap("auto", ["a", "b"])
-    backward(late, parameters)
-    late.changed("samples")
-    late.finish(parameters)
-    watch(late, parameters, WATCHED_STEPS)
-    assert not late.is_early
 
 
 def test_a_parameter_without_a_gradient_is_no_change() -> None:
-    overlap, parameters = Overlap("auto", ["a", "b"]), make()
-    for _ in range(WATCHED_STEPS):
-        overlap.made(1, parameters[1])
-        overlap.finish(parameters)
-    assert overlap.is_early
+    overlap, parameters = Overlap(True, ["a", "b"]), make()
+    overlap.made(1, parameters[1])
+    assert finish(overlap, parameters) == [1]
 
 
 def test_a_step_that_is_left_out_is_no_second_gradient() -> None:
@@ -122,16 +86,15 @@ def test_a_step_that_is_left_out_is_no_second_gradient() -> None:
     overlap.forget()
     assert not overlap.has_begun
     backward(overlap, parameters)
-    overlap.finish(parameters)
+    finish(overlap, parameters)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_it_is_as_the_user_says(overlap: bool) -> None:
-    chosen, parameters = Overlap(overlap, ["a", "b"]), make()
-    watch(chosen, parameters, 2 * WATCHED_STEPS)
-    assert chosen.is_early is overlap
+    assert Overlap(overlap, []).is_wanted is overlap
 
 
-def test_another_word_is_refused() -> None:
-    with pytest.raises(ConfigError, match="overlap is 'maybe', must be True, False or 'auto'"):
-        Overlap("maybe", [])
+@pytest.mark.parametrize("word", ["maybe", "auto"])
+def test_another_word_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"overlap is '{word}', must be True .* or False"):
+        Overlap(word, [])  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """The plan of a model: the numbers that a person reads before a run."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -102,9 +103,9 @@ def test_a_factory_is_found_in_the_working_directory(
     )
     monkeypatch.chdir(tmp_path)
     assert shapes_of("nets_of_the_test:net") == [("weight", (2, 3)), ("bias", (2,))]
-    with pytest.raises(ConfigError, match="does not return a torch module"):
+    with pytest.raises(ConfigError, match="must return a torch module"):
         shapes_of("nets_of_the_test:none")
-    with pytest.raises(ConfigError, match="has no 'more'"):
+    with pytest.raises(ConfigError, match="has no function or class 'more'"):
         shapes_of("nets_of_the_test:more")
 
 
@@ -127,3 +128,29 @@ def test_the_command_prints_the_report(
 
 def test_the_lines_name_what_stays_uncompressed() -> None:
     assert lines_of(report_of("ssgd", "fp16"))[-1] == "always uncompressed: 2 tensors: small, bias"
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "message"),
+    [
+        ("1/0", "mine:make", "cannot be made without arguments: ZeroDivisionError: division"),
+        ("def (", "mine:make", "cannot be made without arguments: SyntaxError: "),
+        ("def make(n): ...", "mine:make", "cannot be made without arguments: TypeError: make() "),
+        ("make = 3", "mine:make", "module 'mine' has no function or class 'make'"),
+        ("make = dict", "mine:make", "'mine:make' returns {}, must return a torch module"),
+        ("import torch; make = torch.nn.ReLU", "mine:make", "'mine:make' has no parameters"),
+        ("import torch; make = lambda: torch.nn.Linear", "mine:make", "must return a torch mod"),
+        ("import torch; make = lambda: torch.nn.LazyLinear(3)", "mine:make", "cannot be made"),
+        ("", "nonesuch:make", "ModuleNotFoundError: No module named 'nonesuch'"),
+        ("", ":make", "cannot be made without arguments: ValueError: "),
+        ("", ".mine:make", "cannot be made without arguments: TypeError: "),
+    ],
+)
+def test_a_wrong_model_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, model: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        shapes_of(model)

@@ -12,7 +12,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.optimizers.sgd import SGD
 from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
-from pscore.types import Push, Role, TensorSpec
+from pscore.types import Origin, Push, Role, TensorSpec
 from psworker.outbox import Landing
 from psworker.replica import Replica, Waits
 
@@ -331,14 +331,23 @@ def test_in_shared_memory_pulled_momentum_takes_the_place_of_the_own_one(maps: b
     assert replica.weights[0].item() == 4.5
 
 
-def test_a_peek_copies_the_newest_and_leaves_all_else() -> None:
+def peek(replica: Replica, notes: Notes, weights: float, version: int) -> list[Landing]:
+    """Returns what a look has seen."""
+    seen = [
+        Landing(weights=torch.zeros_like(part.weights), state=[], is_look=True)
+        for part in replica.parts
+    ]
+    notes.run(replica.peek(seen, notes, with_state=False), weights, version)
+    return seen
+
+
+def test_a_peek_brings_the_newest_and_leaves_all_else() -> None:
     replica, notes = make("ssd(steps=2, warmup=0, local=sgd)")
     step(replica, notes, 1.0, 0.0, 0)
     notes.taken()
-    target = torch.zeros(len(replica.weights))
-    notes.run(replica.peek(target, notes), 6.0, 1)
+    seen = peek(replica, notes, 6.0, 1)
     assert [pull[1:] for pull in notes.pulls] == [(1, 1, False)] * 2
-    assert target[0].item() == 6.0
+    assert [landing.weights[0].item() for landing in seen] == [6.0, 6.0]
     assert replica.weights[0].item() == 0.5
     assert replica.parts[0].version == 0
     step(replica, notes, 1.0, 0.0, 0)
@@ -346,14 +355,29 @@ def test_a_peek_copies_the_newest_and_leaves_all_else() -> None:
 
 
 def test_a_peek_at_a_pull_under_way_leaves_it_for_the_next_step() -> None:
+    """What is under way may be an estimate: it lands, and the look is a pull of its own."""
+    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, notes, 1.0, 0.0, 0)
+    under_way = dict(notes.landings)
+    notes.taken()
+    for index in range(2):
+        under_way[index].weights.fill_(6.0)
+        under_way[index].version = 1
+    seen = peek(replica, notes, 7.0, 1)
+    assert [pull[0] for pull in notes.pulls] == [0, 1]
+    assert [landing.weights[0].item() for landing in seen] == [7.0, 7.0]
+    assert replica.weights[0].item() == 0.5
+    step(replica, notes, 1.0, 99.0, 99)  # Has nothing to wait for.
+    assert replica.weights[0].item() == 5.5
+
+
+def test_a_peek_waits_for_a_pull_under_way_before_it_asks() -> None:
     replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
     step(replica, notes, 1.0, 0.0, 0)
     notes.taken()
-    target = torch.zeros(len(replica.weights))
-    notes.run(replica.peek(target, notes), 6.0, 1)
-    assert notes.pulls == []
-    assert (target[0].item(), replica.weights[0].item()) == (6.0, 0.5)
-    step(replica, notes, 1.0, 99.0, 99)  # Has nothing to wait for.
+    peek(replica, notes, 6.0, 1)
+    assert notes.waited == [0, 1, 0, 1]
+    step(replica, notes, 1.0, 99.0, 99)
     assert replica.weights[0].item() == 5.5
 
 
@@ -373,6 +397,29 @@ def test_a_worker_that_was_late_goes_on_with_the_step_its_weights_are_for() -> N
     notes.taken()
     push_all(replica, notes, grads(replica, 1.0))
     assert {push.step for _, push, _ in notes.pushes} == {5}
+
+
+@pytest.mark.parametrize(
+    ("mode", "clock", "step"), [("ssgd", 9, 35), ("asgd", 9, 35), ("local(steps=4)", 9, 48)]
+)
+def test_a_replica_is_at_the_step_that_its_pushes_stand_for(
+    mode: str, clock: int, step: int
+) -> None:
+    """Counted from 4 pushes at step 30; a round that is open there ends at step 32."""
+    replica, notes = make(mode)
+    replica.restart()
+    for index in replica.fetch(0, notes):
+        notes.land(index, 2.0, version=9, clock=clock)
+    replica.num_inner = 2 if replica.plan().inner else 0
+    replica.locate(Origin(4, 30))
+    assert replica.step == step + replica.num_inner
+
+
+def test_a_worker_that_left_out_steps_is_where_the_others_are() -> None:
+    replica, notes = make("ssgd(backup=1)")
+    step(replica, notes, 1.0, weights=1.0, version=5)
+    replica.locate(Origin())
+    assert replica.step == 5
 
 
 def test_after_a_restart_the_shards_clock_counts() -> None:
@@ -439,15 +486,41 @@ def test_a_step_has_one_number_in_all_slices() -> None:
     assert [push.base_version for _, push, _ in notes.pushes] == [7, 5]
 
 
-def test_what_a_former_life_has_pushed_is_not_pushed_again() -> None:
+def test_a_worker_begins_with_the_newest_step_of_all_slices() -> None:
+    """Slice 1 has step 5 from a former life of this worker; slice 0 is told not to wait for it."""
     replica, notes = make("ssgd")
     replica.restart()
-    for index in replica.fetch(0, notes):
-        notes.land(index, 1.0, version=5, clock=5 + index)
-    notes.taken()
+    asked = []
+    for index in replica.begin(notes):
+        is_told = notes.landings[index].begins
+        asked.append((index, notes.pulls[-1][1:3], is_told))
+        if is_told:
+            notes.land(index, 3.0, version=6, clock=6)
+        else:
+            notes.land(index, 1.0, version=5, clock=5 + index)
+    assert asked[-2:] == [(1, (6, 6), True), (0, (6, 6), True)]
+    assert bool((replica.weights == 3.0).all())
     push_all(replica, notes, grads(replica, 1.0))
-    assert [(index, push.step) for index, push, _ in notes.pushes] == [(0, 5)]
-    notes.run(replica.finish(grads(replica, 1.0), notes), 1.0, version=6)
-    assert [pull[2] for pull in notes.pulls] == [6, 6]
+    assert [(i, push.step, push.base_version) for i, push, _ in notes.pushes] == [
+        (1, 6, 6),
+        (0, 6, 6),
+    ]
+
+
+def test_slices_that_are_all_at_one_step_are_asked_once() -> None:
+    replica, notes = make("ssgd")
+    replica.restart()
+    for index in replica.begin(notes):
+        notes.land(index, 1.0, version=7, clock=7)
+    assert [pull[0] for pull in notes.pulls] == [1, 0]
+    assert (replica.next_push, replica.clocks) == (7, [7, 7])
+
+
+def test_in_an_asynchronous_mode_each_slice_goes_on_counting_by_itself() -> None:
+    replica, notes = make("asgd")
+    replica.restart()
+    for index in replica.begin(notes):
+        notes.land(index, 1.0, version=9 + index, clock=3 + index)
+    assert len(notes.pulls) == 2
     push_all(replica, notes, grads(replica, 1.0))
-    assert [(index, push.step) for index, push, _ in notes.pushes[1:]] == [(1, 6), (0, 6)]
+    assert sorted((index, push.step) for index, push, _ in notes.pushes) == [(0, 3), (1, 4)]

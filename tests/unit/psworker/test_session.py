@@ -1,6 +1,8 @@
 """A worker's part in a job, at shards that the test answers itself."""
 
+import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from pscore import wire
 from pscore.access import ANYONE, Credentials
 from pscore.compressors.none import NoCompression
 from pscore.errors import (
+    ConfigError,
     JobMismatchError,
     ProtocolVersionError,
     RankTakenError,
@@ -23,8 +26,9 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
-from pscore.types import TensorSpec
+from pscore.types import Origin, TensorSpec
 from psworker import session as module
+from psworker import waits
 from psworker.environment import Environment
 from psworker.session import Session
 
@@ -219,10 +223,45 @@ def test_a_rank_that_is_not_free_everywhere_yet_is_asked_for_again(
     first, second = (link.sent("Join") for link in links)
     assert [request.rank for request in first] == [-1, -1, -1]
     assert len({request.incarnation for request in first}) == 3
+    drawn = [request.incarnation for request in first]
+    assert [list(request.former) for request in first] == [[], drawn[:1], drawn[:2]]
     assert [request.rank for request in second] == [3, 3, 3]
     assert {request.min_workers for request in first} == {2}
     assert [request.failed for request in links[0].sent("Leave")] == [True, True]
     assert {link.patience.limit_s for link in links} == {30.0}
+    session.leave()
+
+
+def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_the_time(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not links
+    seconds = itertools.count(0, 4)
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    monkeypatch.setattr(waits, "time", clock)
+    monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
+
+    def answers(made: list[FakeLink]) -> None:
+        made[0].answers["Join"] = RankTakenError("all 2 ranks of the job are taken")
+
+    prepare(answers, monkeypatch)
+    wanted = "job 'job' has had no free place for 32 s: all 2 ranks of the job are taken; wait"
+    with pytest.raises(RankTakenError, match=wanted):
+        begin(rank=-1, min_workers=2)
+    told = [record.message for record in caplog.records]
+    assert [line.partition(" s ")[0].rpartition(" ")[2] for line in told] == ["8", "12", "20"]
+    assert all("for a free place in job 'job': all 2 ranks" in line for line in told)
+
+
+def test_a_process_that_was_forked_from_the_worker_is_refused(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = begin()
+    session.require_own()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(ConfigError, match=r"forked from worker 3 of job .*spawn"):
+            session.require_own()
     session.leave()
 
 
@@ -294,7 +333,7 @@ def test_a_rank_of_a_fixed_number_is_not_given_up(links: list[FakeLink]) -> None
     session.leave()
 
 
-def define(session: Session, again: bool = False) -> int:
+def define(session: Session, again: bool = False) -> tuple[int, Origin]:
     layout = make_layout([TensorSpec(name="weight", shape=(2, 3), dtype="bfloat16", group=1)], 2)
     rule = SSD(steps=3)
     return session.define("model", layout, rule, NoCompression(), SGD(), 2, again=again)
@@ -302,7 +341,8 @@ def define(session: Session, again: bool = False) -> int:
 
 def test_a_table_is_declared_alike_at_every_shard(links: list[FakeLink]) -> None:
     session = begin()
-    assert define(session) == 2
+    links[1].answers["Define"] = pb.DefineReply(table=2, clock=7, step=30)
+    assert define(session) == (2, Origin(7, 30))  # The first shard has no slice of it, perhaps.
     (first,), (second,) = (link.sent("Define") for link in links)
     assert first == second
     table = first.table
@@ -439,9 +479,10 @@ def test_a_worker_that_comes_back_is_another_incarnation(links: list[FakeLink]) 
     session._failure = ReplacedError("declared lost")
     session.rejoin()
     session.check()
-    assert session.incarnation > first
+    assert session.incarnation not in (0, first)
     for link in links:
-        _, again = link.sent("Join")
+        before, again = link.sent("Join")
+        assert (list(before.former), list(again.former)) == ([], [first])
         assert (again.rank, again.returns) == (3, True)
         assert again.incarnation == session.incarnation
     session.leave()

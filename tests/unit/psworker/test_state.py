@@ -25,21 +25,13 @@ class FakeShards:
         self.step = 4
         self.rank = 0
         self.log: list[str] = []
-
-    def clock(self, index: int) -> int:
-        return 4
+        self.loads: list[tuple[Role, list[np.ndarray], list[int], int]] = []
 
     def flush(self) -> None:
         self.log.append("flush")
 
     def run(self, waits: Iterable[int]) -> None:
         list(waits)
-
-    def abandon(self) -> None:
-        """No step is under way."""
-
-    def land(self, index: int) -> Iterator[int]:
-        return iter(())
 
     def settle(self) -> Iterator[int]:
         self.log.append("settle")
@@ -52,17 +44,25 @@ class FakeShards:
     def barrier(self, name: str) -> None:
         self.log.append("barrier")
 
-    def newest(self, index: int) -> int:
-        return 4
+    def peek(self, landings: Sequence[Landing], outbox: Any, *, with_state: bool) -> Iterator[int]:
+        assert with_state
+        for spec, landing in zip(self.layout.slices, landings, strict=True):
+            for number, array in enumerate(landing.state):
+                values = torch.arange(float(spec.start), float(spec.stop)) / 1000
+                array.copy_(10 * number + values)
+            landing.counts = np.array([self.counts[s.tensor] for s in spec.segments], np.int64)
+        return iter(())
 
-    def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+    def load(
+        self, index: int, role: Role, arrays: list[np.ndarray], counts: list[int], step: int
     ) -> None:
-        assert (clock, min_version, with_state) == (4, 4, True)
-        spec = self.layout.slices[index]
-        for number, array in enumerate(landing.state):
-            array.copy_(10 * number + torch.arange(float(spec.start), float(spec.stop)) / 1000)
-        landing.counts = np.array([self.counts[s.tensor] for s in spec.segments], np.int64)
+        assert index == len(self.loads)
+        self.loads.append((role, arrays, counts, step))
+        if index == 0:
+            self.log.append("load")
+
+    def ask_origin(self) -> None:
+        self.log.append("origin")
 
     def compressor_state(self) -> dict[str, np.ndarray]:
         return {"residual": np.full(self.layout.numel, 0.25, np.float32)}
@@ -92,7 +92,8 @@ class FakeWrapper:
         self.rule, self.compressor = SSGD(), "none"
         fakes = FakeShards(layout, len(self.plugin.state_names), counts)
         self.exchange = self.replica = self.session = self.shards = fakes
-        self.loaded: list[Any] = []
+        self.samples, self.samples_seen = 2.0, 8.0
+        self.progress = self
 
     def plain_state_dict(self) -> dict[str, Any]:
         return dict(self.inner.state_dict())
@@ -104,9 +105,30 @@ class FakeWrapper:
     def inner_state(self) -> None:
         return None
 
-    def load(self, role: Role, state: list[np.ndarray], counts: Sequence[int]) -> None:
-        self.shards.log.append("load")
-        self.loaded.append((role, state, list(counts)))
+    @property
+    def steps(self) -> int:
+        return self.shards.step
+
+    def locate(self, former: int, seen: float) -> None:
+        assert self.shards.log[-2:] == ["origin", "fetch"]
+        self.shards.step, self.samples_seen = former, seen
+
+    @property
+    def loaded(self) -> list[tuple[Role, list[np.ndarray], list[int]]]:
+        """Returns what was uploaded, its slices put together again."""
+        if not self.shards.loads:
+            return []
+        layout = self.bucket.layout
+        arrays = [np.zeros(layout.numel, np.float32) for _ in self.plugin.state_names]
+        counts = [0] * len(layout.tensors)
+        for index, (_, (_, *state), steps, step) in enumerate(self.shards.loads):
+            assert step == 4
+            spec = layout.slices[index]
+            for array, part in zip(arrays, state, strict=True):
+                array[spec.start : spec.stop] = part
+            for segment, count in zip(spec.segments, steps, strict=True):
+                counts[segment.tensor] = count
+        return [(self.shards.loads[0][0], arrays, counts)]
 
     def show_weights(self) -> None:
         self.shards.log.append("show")
@@ -151,7 +173,7 @@ def test_a_parameter_without_a_step_has_no_state() -> None:
 
 def test_what_is_our_own_stands_apart() -> None:
     own = state_of(FakeWrapper(sgd, counts=[5, 0]))["paceline"]
-    assert (own["step"], own["compression"]) == (4, "none")
+    assert (own["step"], own["samples_seen"], own["compression"]) == (4, 8.0, "none")
     assert own["mode"].startswith("ssgd")
     assert own["counts"].tolist() == [5, 0]
     assert own["compressor_state"]["residual"].unique().tolist() == [0.25]
@@ -179,7 +201,8 @@ def test_what_was_saved_is_loaded_by_rank_0_between_barriers(make: Any) -> None:
             )
     assert wrapper.replica.step == 4
     log = [entry for entry in wrapper.shards.log if not entry.startswith("flush")]
-    assert log == ["settle", "barrier", "load", "barrier", "fetch", "show", "residual 0.25"]
+    assert log[:4] == ["settle", "barrier", "load", "barrier"]
+    assert log[4:] == ["origin", "fetch", "show", "residual 0.25"]
 
 
 def test_other_workers_only_wait_and_fetch() -> None:

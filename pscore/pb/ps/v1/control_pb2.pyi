@@ -33,7 +33,7 @@ class DescribeReply(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[int] = ..., bulk_port: _Optional[int] = ..., bulk_local: _Optional[str] = ..., now_s: _Optional[float] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "life")
+    __slots__ = ("job", "rank", "num_workers", "incarnation", "restart", "host", "pid", "protocol", "returns", "min_workers", "former", "life")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class JoinRequest(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     RETURNS_FIELD_NUMBER: _ClassVar[int]
     MIN_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FORMER_FIELD_NUMBER: _ClassVar[int]
     LIFE_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
@@ -55,8 +56,9 @@ class JoinRequest(_message.Message):
     protocol: int
     returns: bool
     min_workers: int
+    former: _containers.RepeatedScalarFieldContainer[int]
     life: int
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., life: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., incarnation: _Optional[int] = ..., restart: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., protocol: _Optional[int] = ..., returns: bool = ..., min_workers: _Optional[int] = ..., former: _Optional[_Iterable[int]] = ..., life: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("rank", "num_workers", "lease_s", "instance", "rounds", "news", "progress", "life")
@@ -149,62 +151,84 @@ class DefineRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[_Union[Table, _Mapping]] = ...) -> None: ...
 
 class DefineReply(_message.Message):
-    __slots__ = ("table", "created", "has_weights")
+    __slots__ = ("table", "created", "clock", "step", "has_weights")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     HAS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     table: int
     created: bool
+    clock: int
+    step: int
     has_weights: bool
-    def __init__(self, table: _Optional[int] = ..., created: bool = ..., has_weights: bool = ...) -> None: ...
+    def __init__(self, table: _Optional[int] = ..., created: bool = ..., clock: _Optional[int] = ..., step: _Optional[int] = ..., has_weights: bool = ...) -> None: ...
 
 class ChangeRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule")
+    __slots__ = ("job", "worker", "incarnation", "table", "number", "rule", "step")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     table: int
     number: int
     rule: Plugin
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ...) -> None: ...
+    step: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., number: _Optional[int] = ..., rule: _Optional[_Union[Plugin, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ChangeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "left_out")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     WANTS_LIVE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     step: int
     waiting_for: str
     wants_live: bool
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ...) -> None: ...
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+
+class LeftOut(_message.Message):
+    __slots__ = ("table", "steps", "count", "since")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    table: int
+    steps: int
+    count: int
+    since: int
+    def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "owing", "live")
+    __slots__ = ("waiting_for", "instance", "owing", "live", "uneven")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     OWING_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    UNEVEN_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     owing: _containers.RepeatedCompositeFieldContainer[Owing]
     live: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., owing: _Optional[_Iterable[_Union[Owing, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ...) -> None: ...
+    uneven: str
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., owing: _Optional[_Iterable[_Union[Owing, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ...) -> None: ...
 
 class Owing(_message.Message):
     __slots__ = ("table", "step", "slices")
@@ -269,28 +293,32 @@ class ClaimReply(_message.Message):
     def __init__(self, slices: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms")
+    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     name: str
     round: int
     wait_ms: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    value: float
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
 
 class BarrierReply(_message.Message):
-    __slots__ = ("done", "waiting_for")
+    __slots__ = ("done", "waiting_for", "value")
     DONE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
     done: bool
     waiting_for: str
-    def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    value: float
+    def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "reason", "failed")
@@ -421,12 +449,14 @@ class ForgetRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., force: bool = ...) -> None: ...
 
 class ForgetReply(_message.Message):
-    __slots__ = ("found", "memory_nbytes")
+    __slots__ = ("found", "memory_nbytes", "checkpoints")
     FOUND_FIELD_NUMBER: _ClassVar[int]
     MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     found: bool
     memory_nbytes: int
-    def __init__(self, found: bool = ..., memory_nbytes: _Optional[int] = ...) -> None: ...
+    checkpoints: str
+    def __init__(self, found: bool = ..., memory_nbytes: _Optional[int] = ..., checkpoints: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("grace_s",)

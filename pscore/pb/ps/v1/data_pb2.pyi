@@ -19,7 +19,6 @@ class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERDICT_ACCEPTED: _ClassVar[Verdict]
     VERDICT_DUPLICATE: _ClassVar[Verdict]
     VERDICT_TOO_LATE: _ClassVar[Verdict]
-    VERDICT_STALE: _ClassVar[Verdict]
 ROLE_GRADIENT: Role
 ROLE_WEIGHTS: Role
 ROLE_DELTA: Role
@@ -27,7 +26,6 @@ ROLE_STATE: Role
 VERDICT_ACCEPTED: Verdict
 VERDICT_DUPLICATE: Verdict
 VERDICT_TOO_LATE: Verdict
-VERDICT_STALE: Verdict
 
 class Sender(_message.Message):
     __slots__ = ("job", "table", "worker", "incarnation")
@@ -80,7 +78,7 @@ class PushReply(_message.Message):
     def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., version: _Optional[int] = ..., owe: bool = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms", "shared", "estimate", "held")
+    __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms", "shared", "estimate", "held", "begins", "look")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +88,8 @@ class PullHeader(_message.Message):
     SHARED_FIELD_NUMBER: _ClassVar[int]
     ESTIMATE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
+    LOOK_FIELD_NUMBER: _ClassVar[int]
     sender: Sender
     slice: int
     clock: int
@@ -99,7 +99,9 @@ class PullHeader(_message.Message):
     shared: bool
     estimate: bool
     held: int
-    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ..., shared: bool = ..., estimate: bool = ..., held: _Optional[int] = ...) -> None: ...
+    begins: bool
+    look: bool
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., clock: _Optional[int] = ..., min_version: _Optional[int] = ..., with_state: bool = ..., wait_ms: _Optional[int] = ..., shared: bool = ..., estimate: bool = ..., held: _Optional[int] = ..., begins: bool = ..., look: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("ready", "version", "counts", "waiting_for", "clock", "buffer", "fingerprint", "deltas", "whole")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from pscore.compressors import COMPRESSORS, Compressor, parse_compressor
+from pscore.compressors.base import RESIDUAL
 from pscore.types import ByteArray, FloatArray
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -21,7 +22,9 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 NAMES = [name + arguments for name in COMPRESSORS for arguments in ARGUMENTS.get(name, ("",))]
 # What is owed by these is what was not sent; dgc with momentum owes velocities.
 OWING = [
-    name for name in NAMES if parse_compressor(name).keeps_residual and name != "dgc(ratio=0.03)"
+    name
+    for name in NAMES
+    if RESIDUAL in parse_compressor(name).state_names and name != "dgc(ratio=0.03)"
 ]
 SIZES = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 1023, 1025, 2047, 2048, 2049, 4097, 6000)
 

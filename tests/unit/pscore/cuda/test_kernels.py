@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pscore.compressors import Compressor, parse_compressor
+from pscore.compressors.base import RESIDUAL
 from pscore.cuda.base import Encoder
 from pscore.cuda.encoders import ENCODERS, KernelEncoder, can_encode
 from pscore.cuda.plain import FORMS, TorchEncoder
@@ -108,7 +109,7 @@ def test_a_refused_gradient_leaves_no_trace(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in ENCODED if parse_compressor(name).keeps_residual]
+    "name", [name for name in ENCODED if RESIDUAL in parse_compressor(name).state_names]
 )
 def test_what_float32_cannot_hold_is_reported(make: Make, name: str) -> None:
     encoder = make(parse_compressor(name), 40)

@@ -1,0 +1,27 @@
+"""Text of others on its way to people: whole characters only, and not too many.
+
+Names and reasons come from peers and from files. On a terminal an escape sequence in one of them
+would move the cursor, colour lines or hide them; in a log a line end would begin a line of its own.
+"""
+
+from __future__ import annotations
+
+LENGTH_MAX = 2048
+
+
+def printable(text: str, length_max: int = LENGTH_MAX, keep: str = "") -> str:
+    r"""Returns `text` with all that is not printed escaped, as in `\x1b`, and its end cut off.
+
+    Args:
+        text: From anywhere.
+        length_max: Characters; longer ones are cut, and the cut is marked.
+        keep: Characters that stay though they are not printed, such as line ends.
+    """
+    if len(text) > length_max:
+        text = f"{text[:length_max]}... ({len(text)} characters)"
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )

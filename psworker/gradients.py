@@ -1,0 +1,223 @@
+"""The gradients of a step on their way from `.grad` to the shards: during backward, or at `step()`.
+
+With overlap a slice leaves when backward has made its last gradient; what is left leaves at
+`step()`. Without it all gradients are looked at before the first one leaves, so that a step with a
+NaN can be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pscore.errors import GradientError, PacelineError, ReplacedError, UnknownJobError
+from pscore.types import Role
+from psworker.bucket import Bucket
+from psworker.exchange import Exchange
+from psworker.overlap import INSTEAD, Overlap
+from psworker.progress import Progress
+from psworker.replica import Replica
+
+
+class Gradients:
+    """The gradients of one step.
+
+    Attributes:
+        lost: Why the shards go on without this worker, found out during backward.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        exchange: Exchange,
+        replica: Replica,
+        overlap: Overlap,
+        progress: Progress,
+        begin: Callable[[], None],
+    ) -> None:
+        """Starts before the first step.
+
+        Args:
+            bucket: The flat vector.
+            exchange: Sends it.
+            replica: Knows what a step does.
+            overlap: Whether gradients leave during backward.
+            progress: Knows the weight of this worker's gradient in the mean.
+            begin: Called before the first gradient of a step leaves during backward.
+        """
+        self.lost: PacelineError | None = None
+        self.overlap = overlap
+        self._bucket = bucket
+        self._exchange = exchange
+        self._replica = replica
+        self._progress = progress
+        self._begin = begin
+        self._gathered: set[int] = set()  # Parameters.
+        self._pushed: set[int] = set()  # Slices.
+        slices = bucket.layout.slices
+        self._index = {id(parameter): i for i, parameter in enumerate(bucket.parameters)}
+        self._missing = [0] * len(slices)  # Gradients of each slice still to come.
+        self._slices_of: list[list[int]] = [[] for _ in bucket.parameters]
+        for spec in slices:
+            for segment in spec.segments:
+                self._slices_of[segment.tensor].append(spec.index)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.end()
+
+    @property
+    def have_left(self) -> bool:
+        """Whether a part of this step has been pushed."""
+        return bool(self._pushed)
+
+    def flat(self) -> list[torch.Tensor]:
+        """Returns the gradient of each slice, `(numel,) float32`."""
+        return [self._bucket.grads_of(index) for index in range(len(self._bucket.layout.slices))]
+
+    # ----- during backward
+
+    def watch(self) -> None:
+        """Starts to send gradients during backward, if that is wanted."""
+        if self.overlap.is_wanted:
+            hook = self._hook
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                for parameter in self._bucket.parameters
+            ]
+
+    def unwatch(self) -> None:
+        """Removes what `watch` has added to the parameters."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _hook(self, parameter: torch.Tensor) -> None:
+        """Sends what `parameter` completes; autograd calls it when a gradient is there."""
+        if self._replica.plan().push is not Role.GRADIENT:
+            return
+        index = self._index[id(parameter)]
+        if not self.overlap.has_begun:
+            self._begin()
+        self.overlap.made(index, self._bucket.parameters[index])
+        if self.lost is not None:
+            return
+        try:
+            self._leave_early(index)
+        except (ReplacedError, UnknownJobError) as problem:
+            self.lost = problem  # `step` comes back; backward goes on undisturbed.
+
+    def _leave_early(self, index: int) -> None:
+        """Gathers one gradient during backward, and pushes the slices that it completes."""
+        self._gather([index])
+        lent = self._bucket.lent
+        if lent.takes(index) and self._lends(index):
+            lent.lend(index)
+        if lent.has(index):
+            lent.stamp(index)
+        self.overlap.moved(index, self._bucket.parameters[index])
+        for part in self._slices_of[index]:
+            self._missing[part] -= 1
+            if self._missing[part] == 0 and self._exchange.has_landed(part):
+                self._push(part, in_backward=True)  # Else `step` does, which may wait.
+
+    # ----- at the end of a step
+
+    def check(self) -> None:
+        """Checks that what has left during backward is what the gradients are now.
+
+        Raises:
+            GradientError: The script has changed one of them.
+        """
+        changed = self._bucket.changed_grad(
+            index
+            for index in self.overlap.check(self._bucket.parameters)
+            if index in self._gathered
+        )
+        if changed is not None:
+            self.overlap.refuse(changed)
+
+    def push_rest(self) -> None:
+        """Sends the gradients that have not left during backward.
+
+        With overlap one slice is on its way while the next is looked at; else all are looked at
+        first, so that the step can be left out.
+        """
+        if not self.overlap.is_wanted:
+            self._gather(range(len(self._bucket.parameters)))
+        for index in self._replica.front_first():
+            if index not in self._pushed:
+                self._gather([part.tensor for part in self._bucket.layout.slices[index].segments])
+                self._push(index)
+
+    def push_none(self) -> None:
+        """Takes part in the step without a gradient.
+
+        Raises:
+            GradientError: Some have left already.
+        """
+        if self._pushed:
+            raise GradientError(
+                "a part of this step's gradients was pushed during backward, so the step cannot "
+                f"be left out; {INSTEAD}"
+            )
+        for index in self._replica.front_first():
+            self._push(index, is_empty=True)
+
+    def end(self) -> None:
+        """Ends the step."""
+        self._gathered.clear()
+        self._pushed.clear()
+        self.overlap.forget()
+        for spec in self._bucket.layout.slices:
+            self._missing[spec.index] = len(spec.segments)
+
+    def settle(self) -> None:
+        """Waits until the script may write to each `.grad` again."""
+        for index in self._bucket.lent.end_step():
+            self._await_room(index)
+
+    # ----- inside
+
+    def _await_room(self, index: int) -> None:
+        """Waits until the former gradient of a parameter has left the flat vector."""
+        for part in self._slices_of[index]:
+            self._exchange.acknowledged(part)
+
+    def _gather(self, indices: Sequence[int]) -> None:
+        """Brings gradients into the flat vector, once, after the former ones have left it."""
+        lent, made = self._bucket.lent, []
+        indices = [index for index in indices if index not in self._gathered]
+        for index in indices:
+            self._await_room(index)
+            if self._bucket.parameters[index].grad is None:
+                self._bucket.clear_grad(index)
+                continue
+            made.append(index)
+            if lent.has(index) and not self._lends(index):
+                lent.part(index)
+        try:
+            self._bucket.gather_grads(made, self._replica.step)
+        except GradientError:
+            if not self._pushed:  # So the step can be left out.
+                self.end()
+            raise
+        self._gathered.update(indices)
+
+    def _lends(self, index: int) -> bool:
+        """Whether a gradient is acknowledged by the end of the step, or soon after it has left."""
+        plan = self._replica.plan()
+        waits = plan.block and plan.pull
+        return waits or self._exchange.maps_grads(self._slices_of[index])
+
+    def _push(self, index: int, *, in_backward: bool = False, is_empty: bool = False) -> None:
+        """Sends one slice, after a pull of it that is still under way."""
+        self._exchange.run(self._replica.land(index))
+        part = self._replica.parts[index]
+        present = 0
+        for position, segment in enumerate(self._bucket.layout.slices[index].segments):
+            grad = self._bucket.parameters[segment.tensor].grad
+            has_grad = grad is not None and not is_empty
+            part.active[position] = has_grad
+            present |= has_grad << position
+        flat, samples = self._bucket.grads_of(index), 0.0 if is_empty else self._progress.samples
+        self._replica.push(index, flat, present, samples, self._exchange, in_backward=in_backward)
+        self._pushed.add(index)

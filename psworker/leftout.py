@@ -1,0 +1,39 @@
+"""Steps that a script begins and does not end: `zero_grad()`, and no `step()` before the next one.
+
+One worker may leave out a batch (`if not loss.isfinite(): continue`) that the others train on. They
+cannot tell it from a slow worker, so each worker counts, and the first shard compares the counts:
+scripts may call `zero_grad()` as often as they like, as long as all workers do the same.
+"""
+
+from __future__ import annotations
+
+
+class LeftOut:
+    """The count of one script.
+
+    Attributes:
+        report: Steps ended so far, those begun and not ended since the end of the first one, and
+            the former when the latter last changed. Replaced as a whole: another thread reads it.
+    """
+
+    def __init__(self) -> None:
+        """Starts before the first step."""
+        self.report = (0, 0, 0)
+        self._zeroed = 0  # Calls since the end of the last step.
+        self._total = 0  # Calls since the end of the first step.
+        self._usual: int | None = None  # Fewest calls from one step to the next.
+
+    def zeroed(self) -> None:
+        """Counts a call of `zero_grad()`."""
+        self._zeroed += 1
+
+    def ended(self) -> None:
+        """Counts the end of a step: `step()`, or `skip_step()`."""
+        steps, count, since = self.report
+        if steps > 0:
+            self._total += self._zeroed
+            self._usual = min(self._zeroed if self._usual is None else self._usual, self._zeroed)
+            former, count = count, self._total - self._usual * steps
+            since = since if count == former else steps
+        self.report = (steps + 1, count, since)
+        self._zeroed = 0

@@ -1,0 +1,60 @@
+"""Why a process has no part in a job: it was forked from a worker, or no place is free."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from pscore.errors import ConfigError, RankTakenError
+
+log = logging.getLogger("paceline")
+SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
+
+
+class PlaceWait:
+    """A worker's wait for a free place in a job."""
+
+    def __init__(self, job: str, patience_s: float) -> None:
+        """Begins now; ends by an error after `patience_s` seconds."""
+        self._job = job
+        self._patience_s = patience_s
+        self._started_s, self._say_s = time.monotonic(), SAY_AFTER_S
+
+    def wait(self, problem: RankTakenError) -> None:
+        """Reports the wait now and then.
+
+        Raises:
+            RankTakenError: It has been too long; names the job and the time.
+        """
+        waited_s = time.monotonic() - self._started_s
+        if waited_s >= self._patience_s:
+            raise RankTakenError(
+                f"job {self._job!r} has had no free place for {waited_s:.0f} s: {problem}; wait "
+                "longer with PACELINE_TIMEOUT_S, or allow more workers with --elastic MIN:MAX"
+            ) from problem
+        if waited_s >= self._say_s:
+            self._say_s *= 2
+            log.warning(
+                "this worker has waited %.0f s for a free place in job %r: %s",
+                *(waited_s, self._job, problem),
+            )
+
+
+def refuse_forked(pid: int, rank: int, job: str) -> None:
+    """Refuses a process that was forked from a worker: both would write to one connection.
+
+    Args:
+        pid: The worker's process.
+        rank: Of the worker.
+        job: Its job.
+
+    Raises:
+        ConfigError: This is another process.
+    """
+    if os.getpid() != pid:
+        raise ConfigError(
+            f"process {os.getpid()} was forked from worker {rank} of job {job!r} (process {pid}), "
+            "which alone takes part in it; start processes that train with `psworker run`, or "
+            'with multiprocessing.get_context("spawn")'
+        )

@@ -1,0 +1,264 @@
+"""Peers that nobody knows: they use up neither a shard's file descriptors nor its memory."""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from pscore import sockets, wire
+from pscore.access import read_credentials
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
+from pscore.rpc import error_of
+from psserver import descriptors, listener
+from psserver.listener import BulkServer
+from psworker.transports.socket import Endpoint, connect
+from tests.attacks.test_overload import Peer, listening, ready
+from tests.integration.command import Command, eventually
+from tests.integration.worker import Worker
+from tests.unit.psserver.front import Front, play
+
+LIMIT = 256
+MIB = 1 << 20
+WAIT_S = 20.0
+
+
+@dataclass
+class Small:
+    """A shard with few descriptors, which asks for a token; and what its launcher knows of it."""
+
+    process: psutil.Process
+    address: str
+    token_file: str
+    stderr: Path
+
+    def endpoint(self) -> Endpoint:
+        credentials = read_credentials({"PACELINE_TOKEN_FILE": self.token_file})
+        with credentials.channel(self.address) as channel:
+            stub = control_pb2_grpc.ControlStub(channel)
+            about = stub.Describe(pb.DescribeRequest(), timeout=WAIT_S, wait_for_ready=True)
+        return Endpoint(
+            host="127.0.0.1",
+            port=about.bulk_port,
+            local=about.bulk_local,
+            token=credentials.token,
+            tls=None,
+        )
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Small]:
+    folder = tmp_path_factory.mktemp("small")
+    command = Command(folder)
+    line = ["sh", "-c", f'ulimit -n {LIMIT} && exec "$@"', "sh"]
+    line += command.line("embedded", "--token", "--log-level", "warning")
+    with (folder / "stderr").open("wb") as stderr:
+        launcher = subprocess.Popen(
+            line,
+            env=command.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    ready = json.loads(launcher.stdout.readline())
+    (process,) = psutil.Process(launcher.pid).children()
+    yield Small(process, ready["addresses"][0], ready["token_file"], folder / "stderr")
+    launcher.stdin.close()
+    assert launcher.wait(WAIT_S) == 0
+    launcher.stdout.close()
+
+
+def knock(port: int, sent: bytes, number: int) -> list[socket.socket]:
+    """Opens connections that say a little and wait; those that had to go already are among them."""
+    found = []
+    for _ in range(number):
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection(("127.0.0.1", port), WAIT_S)
+            found.append(connection)
+            connection.sendall(sent)
+    return found
+
+
+@pytest.mark.parametrize("plane", ["bulk", "grpc"])
+def test_more_strangers_than_descriptors_end_nothing(small: Small, plane: str) -> None:
+    """Their connections stay open meanwhile, as far as the shard lets them."""
+    endpoint = small.endpoint()
+    port = endpoint.port if plane == "bulk" else int(small.address.rpartition(":")[2])
+    strangers = knock(port, wire.MAGIC if plane == "bulk" else b"", 2 * LIMIT)
+    connect(endpoint, is_local=False).close()
+    connect(endpoint, is_local=True).close()
+    assert small.process.num_fds() < LIMIT - LIMIT // 8
+    for connection in strangers:
+        connection.close()
+    connect(small.endpoint(), is_local=False).close()
+    assert small.stderr.read_text().count("\n") < 10
+
+
+def test_headers_and_pushes_of_strangers_take_bounded_memory(tmp_path: Path) -> None:
+    """On loopback, where no token is asked for: what a stranger declares is not memory yet."""
+    command = Command(tmp_path)
+    with command.detached() as run:
+        (address,) = run["addresses"]
+        process = psutil.Process(run["shards"][0]["pid"])
+        worker = Worker(address)
+        worker.join()
+        about = worker.control.Describe(pb.DescribeRequest(), timeout=WAIT_S)
+        before, peak = process.memory_info().rss, 0
+        strangers = knock(about.bulk_port, wire.CHECKED.pack(wire.MAGIC, MIB, 0) + bytes(8), 200)
+        peak = max(peak, process.memory_info().rss)
+        noise = bytes(20 * MIB)
+        nobody = data_pb2.Sender(job="train", worker=0, incarnation=8).SerializeToString()
+        for named in (None, (("paceline-sender-bin", nobody),)):
+            calls = [worker.push_frame.future(noise, metadata=named) for _ in range(6)]
+            for call in calls:
+                with pytest.raises(grpc.RpcError) as caught:
+                    call.result(WAIT_S)
+                what = "ReplacedError" if named else "RemoteProtocolError"
+                assert type(error_of(caught.value, address)).__name__ == what
+                peak = max(peak, process.memory_info().rss)
+        for connection in strangers:
+            connection.close()
+        worker.close()
+    assert peak - before < 80 * MIB  # It was 200 for the headers, and 240 for the pushes.
+
+
+# ----- in this process
+
+
+def test_a_listener_goes_on_when_there_is_nothing_to_accept_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`accept` fails as it does at the limit, for a while; whoever comes later is let in."""
+    failures = threading.Semaphore(3)
+    monkeypatch.setattr(listener, "RECOVERED_S", 0.0)
+    reasons: list[str] = []
+
+    class Exhausted(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            if failures.acquire(blocking=False):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().accept()
+
+    def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
+        server = Exhausted(socket.AF_INET, socket.SOCK_STREAM)
+        server.bind((host, port))
+        server.listen()
+        return server, b""
+
+    monkeypatch.setattr(sockets, "listen", listen)
+    monkeypatch.setattr(BulkServer, "_note_refusal", lambda self, reason: reasons.append(reason))
+
+    async def scene(front: Front) -> None:
+        await ready(front, 1 << 30)
+        with listening(front) as server:
+            turned_away = Peer(server)
+            assert turned_away.is_cut()
+            turned_away.socket.close()
+            late = Peer(server)
+            late.ask()
+            assert late.answer().pulled.ready
+            late.socket.close()
+            assert server.is_well
+
+    play(scene)
+    assert reasons
+    assert set(reasons) == {"Too many open files"}
+
+
+def test_a_refusal_is_seen_for_a_while_and_then_all_is_well() -> None:
+    async def scene(front: Front) -> None:
+        with listening(front) as server:
+            assert server.is_well
+            server._note_refusal("few are left")
+            assert not server.is_well
+            server._refused_s -= listener.RECOVERED_S
+            assert server.is_well
+
+    play(scene)
+
+
+def test_a_listener_that_has_ended_is_not_well() -> None:
+    async def scene(front: Front) -> None:
+        with listening(front) as server:
+            server._threads.append(threading.Thread())
+            assert not server.is_well
+
+    play(scene)
+
+
+def test_the_last_descriptors_are_not_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has said nothing goes for one that may; without such a one, the newcomer goes."""
+
+    async def scene(front: Front) -> None:
+        await ready(front, 1 << 30)
+        with listening(front) as server:
+            known = Peer(server)
+            known.ask()
+            assert known.answer().pulled.ready
+            silent = Peer(server)
+            eventually(lambda: server._pending)
+            monkeypatch.setattr(descriptors, "is_scarce", lambda number: True)
+            second = Peer(server)
+            assert silent.is_cut()
+            second.ask()
+            assert second.answer().pulled.ready
+            third = Peer(server)
+            assert third.is_cut()
+            known.ask()
+            assert known.answer().pulled.ready
+            for peer in (known, silent, second, third):
+                peer.socket.close()
+
+    play(scene)
+
+
+def test_a_scarce_descriptor_is_one_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "limit", lambda: 1000)
+    assert [descriptors.is_scarce(number) for number in (935, 936)] == [False, True]
+    monkeypatch.setattr(descriptors, "limit", lambda: 100)
+    assert [descriptors.is_scarce(number) for number in (74, 75)] == [False, True]
+    assert descriptors.are_there_any()
+
+
+def test_known_workers_may_send_long_headers_while_strangers_may_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listener, "UNKNOWN_NBYTES", 0)
+
+    async def scene(front: Front) -> None:
+        await ready(front, 1 << 30)
+        long = data_pb2.Envelope(id=3, hello=data_pb2.Hello(token="x" * 5000))
+        with listening(front) as server:
+            known, stranger = Peer(server), Peer(server)
+            known.ask()
+            assert known.answer().pulled.ready
+            for peer in (known, stranger):
+                peer.socket.sendall(wire.encode(long.SerializeToString()))
+            assert known.answer().WhichOneof("body") == "hello"
+            assert stranger.is_cut()
+            for peer in (known, stranger):
+                peer.socket.close()
+
+    play(scene)
+
+
+def test_a_listener_may_be_closed_before_its_threads_run() -> None:
+    async def scene(front: Front) -> None:
+        for _ in range(20):
+            with listening(front):
+                pass
+
+    play(scene)

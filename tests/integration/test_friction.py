@@ -1,0 +1,172 @@
+"""The commands and scripts as a person meets them in a terminal: ends, sentences, closed pipes."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import Command
+
+KEPT = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "MASTER_"))}
+NO_SHARD = {"PACELINE_SERVERS": "127.0.0.1:1", "PACELINE_TIMEOUT_S": "0"}
+WAIT_S = 100.0
+
+GROUP = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+value = torch.ones(1) * dist.get_rank()
+dist.all_reduce(value)
+print("sum", value.item())
+dist.destroy_process_group()
+"""
+MUCH = """
+import os, sys
+for number in range(20_000):
+    print("line", number)
+open(sys.argv[1] + os.environ["RANK"], "w").close()
+"""
+TRAIN = """
+import torch
+import psworker
+
+model = torch.nn.Linear(3, 2)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = psworker.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+print("ready", flush=True)
+while True:
+    optimizer.step()
+"""
+FORK = """
+import os, sys
+import torch
+import psworker
+
+model = torch.nn.Linear(3, 2)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = psworker.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+for _ in range(4):
+    step()
+if os.fork() == 0:
+    for call in (step, psworker.barrier, psworker.init):
+        try:
+            call()
+            os._exit(5)
+        except psworker.ConfigError as problem:
+            print(problem, flush=True)
+    os._exit(0)
+_, status = os.wait()
+step()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def psworker(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "psworker", *map(str, arguments)]
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=KEPT | environment, capture_output=True, text=True, timeout=WAIT_S
+    )
+
+
+def test_a_script_makes_a_process_group_of_torch(tmp_path: Path) -> None:
+    script = tmp_path / "group.py"
+    script.write_text(GROUP)
+    command = psworker("run", "-n", 2, "--servers", "127.0.0.1:1", "--", script)
+    # What a surrounding launch has set names another group.
+    done = run(command, MASTER_ADDR="192.0.2.1", MASTER_PORT="1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] sum 1.0", "[1] sum 1.0"]
+
+
+@pytest.mark.parametrize("how", ["broken", "closed"])
+def test_workers_go_on_when_nobody_reads_what_they_print(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "much.py"
+    script.write_text(MUCH)
+    words = psworker("run", "-n", 2, "--servers", "127.0.0.1:1", "--", script, tmp_path / "end")
+    shell = {"broken": '"$@" | head -n 1', "closed": '"$@" >&-'}[how]
+    done = run(["bash", "-c", f"set -o pipefail; {shell}", "bash", *words])
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("end*")} == {"end0", "end1"}
+    assert "Traceback" not in done.stderr
+    told = "standard output takes nothing any more"
+    assert done.stderr.count(told) == (how == "broken")
+
+
+def test_a_script_without_a_shard_ends_with_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    done = run([sys.executable, str(script)], **NO_SHARD)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("psworker: no shard answers at 127.0.0.1:1")
+    assert line.endswith(f"({script}, line 7; PACELINE_DEBUG=1 shows the traceback)")
+
+
+def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    with subprocess.Popen(
+        [sys.executable, script],
+        env=KEPT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=WAIT_S)
+    assert process.returncode == -signal.SIGINT
+    assert f"psworker: ended by Ctrl-C ({script}, line " in told
+    assert "Traceback" not in told
+
+
+def test_a_forked_child_is_told_that_it_takes_no_part(tmp_path: Path) -> None:
+    script = tmp_path / "fork.py"
+    script.write_text(FORK)
+    done = run([sys.executable, str(script)])
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(" was forked from worker 0 of job 'default' (process " in line for line in lines)
+
+
+def test_the_commands_that_start_prints_work_as_they_stand(tmp_path: Path) -> None:
+    psserver = Command(tmp_path)
+    words = ("start", "--port", 0, "--detach", "--state-dir", tmp_path / "my state")
+    told = psserver.run(*words).stderr
+    hints = [
+        line.partition(": psserver ")[2] for line in told.splitlines() if ": psserver " in line
+    ]
+    verbs = [shlex.split(hint) for hint in hints]
+    assert sorted(verb[0] for verb in verbs) == ["logs", "status", "stop"]
+    for verb in sorted(verbs):  # `stop` comes last.
+        shown = psserver.run(*verb).stdout
+        assert "ready" in shown or verb[0] != "logs"
+
+
+def test_both_commands_have_a_version_and_say_where_they_are_wrong(tmp_path: Path) -> None:
+    psserver = Command(tmp_path)
+    assert psserver.run("--version").stdout.startswith("paceline ")
+    assert psserver.run("status", "-h").stdout == psserver.run("status", "--help").stdout
+    assert "_PSSERVER_COMPLETE" in psserver.run("--show-completion", "bash").stdout
+    silent = psserver.run("status", "--servers", "127.0.0.1:1", code=6).stderr
+    assert silent.startswith("psserver: nobody answers at 127.0.0.1:1")
+    assert "Traceback" not in silent
+    debugged = psserver.run("--debug", "status", "--servers", "127.0.0.1:1", code=6).stderr
+    assert "Traceback" in debugged
+    assert debugged.endswith(silent.partition("(waited")[2][-40:])

@@ -1,0 +1,95 @@
+"""The first step of a worker that joins a running job counts in every slice, and so do all others.
+
+The shards are a step apart when it comes: one has closed a step that the other waits for.
+"""
+
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+import psworker
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from psworker.exchange import Exchange
+from tests.integration.cluster import Shards, Station, new_job, wait_until
+
+NUMEL = 10_000  # A slice on each of two shards.
+ALONE, TOGETHER = 3, 2  # Steps.
+
+
+def hold_the_second_pull(me: Station) -> None:
+    """Has this process ask one shard for weights, and the other when the test says so."""
+    original, asked = Exchange.pull, list[int]()
+
+    def pull(self: Exchange, index: int, *args: Any, **options: Any) -> None:
+        if len(asked) == 1:
+            self._pulls[asked[0]][0].done.result()
+            me.tell(self.layout.slices[index].shard)
+            me.hear()
+        asked.append(index)
+        original(self, index, *args, **options)
+
+    Exchange.pull = pull  # type: ignore[method-assign]
+
+
+def train(me: Station, mode: str, *, holds: bool) -> tuple[list[float], int, int]:
+    """Makes as many steps as it is told, with a gradient of 1 in worker 0 and of 2 in worker 1."""
+    if holds:
+        hold_the_second_pull(me)
+    weight = torch.nn.Parameter(torch.zeros(NUMEL))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)], mode=mode
+    )
+    me.tell(optimizer.clock)
+    while steps := me.hear():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            weight.grad = torch.full((NUMEL,), 1.0 + psworker.rank())
+            optimizer.step()
+    optimizer.close()
+    traffic = optimizer.exchange.traffic
+    psworker.shutdown()
+    return sorted(set(weight.tolist())), traffic.num_too_late, optimizer.missed.num_steps
+
+
+def version(address: str, job: str) -> int:
+    """Returns how many steps of a job a shard has closed."""
+    with grpc.insecure_channel(address) as channel:
+        reply = control_pb2_grpc.ControlStub(channel).Status(pb.StatusRequest())
+    (found,) = [entry for entry in reply.jobs if entry.job == job]
+    return int(found.tables[0].version_max)
+
+
+@pytest.mark.parametrize(("mode", "ahead"), [("ssgd", 1), ("ssd(steps=3, warmup=0)", 2)])
+def test_the_first_step_of_a_worker_that_joins_counts_whole(
+    shards: Shards, mode: str, ahead: int
+) -> None:
+    job = new_job()
+    env = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "2", "PACELINE_RANK": "-1"}
+    options: dict[str, Any] = {"num_workers": 1, "job": job, "env": env}
+    with shards.workers(_stays, mode, **options) as (first,):
+        assert first.hear() == 0
+        first.tell(ALONE)
+        wait_until(lambda: all(version(address, job) == ALONE for address in shards.addresses))
+        with shards.workers(_joins, mode, **options) as (second,):
+            later = shards.addresses[second.hear()]
+            first.tell(ahead)  # One shard waits for the second worker, the other does not yet.
+            wait_until(lambda: version(later, job) == ALONE + ahead)
+            second.tell()
+            assert second.hear() == ALONE + ahead
+            for worker in (first, second):
+                worker.tell(TOGETHER)
+            for worker in (first, second):
+                worker.tell(0)
+            results = [worker.result() for worker in (first, second)]
+    assert results == [([-1.0 * (ALONE + ahead) - 1.5 * TOGETHER], 0, 0)] * 2
+
+
+def _stays(me: Station, mode: str) -> tuple[list[float], int, int]:
+    return train(me, mode, holds=False)
+
+
+def _joins(me: Station, mode: str) -> tuple[list[float], int, int]:
+    return train(me, mode, holds=True)

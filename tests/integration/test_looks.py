@@ -1,0 +1,271 @@
+"""Who looks at the weights changes nothing and sees the shards' own, in every mode and phase."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from pscore.access import ANYONE
+from pscore.compressors import COMPRESSORS
+from pscore.rules import RULES
+from psserver import checkpoint
+from tests.integration.cluster import Shards, Station, new_job, wait_until
+from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
+
+pytestmark = pytest.mark.timeout(400)
+Weights = dict[str, np.ndarray]
+
+# Each mode by its name, and then the one that it is changed to in the middle of training.
+MODES = {
+    "ssgd": ("ssgd", "ssd(steps=2, warmup=0)"),
+    "asgd": ("asgd", "dcasgd"),
+    "staleness": ("staleness", "dcasgd"),
+    "dcasgd": ("dcasgd(variance_control=2.0)", "dcasgd(adaptive=True)"),
+    "ssp": ("ssp(bound=2)", "ssp(bound=0)"),
+    "od": ("od(warmup=2)", "od(warmup=2, local=mirror)"),
+    "ssd": ("ssd(steps=3, warmup=2)", "ssd(steps=2, warmup=2, local=glu)"),
+    "cd": ("cd(steps=2, warmup=2)", "cd(steps=3, warmup=2, correction=flush)"),
+    "local": ("local(steps=3, warmup=2)", "local(steps=2)"),
+    "slowmo": ("slowmo(steps=3, warmup=2)", "slowmo(steps=2)"),
+    "diloco": ("diloco(steps=3, warmup=2)", "diloco(steps=2)"),
+}
+RAW = ("none", "none")
+COMPILED_S = 100.0  # Until kernels are, on a machine that has never run them.
+PULLED = ("2bit", "1bit", "topk", "int8")
+# Of gradients and of what is pulled; every compressor meets some mode.
+PAIRS = [
+    (first, PULLED[number % len(PULLED)])
+    for number, first in enumerate(name for name in COMPRESSORS if name != "none")
+]
+# What is raw is tested for every mode in tests/unit/psworker/test_looks.py.
+CASES = [
+    *((name, PAIRS[number % len(PAIRS)]) for number, name in enumerate(MODES)),
+    ("dcasgd", RAW),
+]
+CHANGE, LOST, STEPS = 5, 8, 12  # The loss is noticed in that step or in the next.
+CAPTURED = (0, 4, CHANGE + 1, STEPS - 1)
+
+
+def at_shards(job: str) -> Weights:
+    """Returns the weights of a job as `psserver export` writes them."""
+    addresses = os.environ["PACELINE_SERVERS"].split(",")
+    found = checkpoint.capture(addresses, ANYONE, job, weights_only=True)
+    return dict(found.tables[0].arrays["weights"])
+
+
+def look(model: Any, optimizer: psworker.DistributedOptimizer, captured: Weights | None) -> None:
+    """Looks in every way that there is, and compares what is seen."""
+    before = weights_of(model)
+    with optimizer.global_weights():
+        shown = weights_of(model)
+    assert same(weights_of(model), before)
+    optimizer.state_dict()
+    assert same(weights_of(model), before)
+    if captured is not None:
+        assert same(captured, shown)
+
+
+def settle(optimizer: psworker.DistributedOptimizer) -> None:
+    """Waits until nothing is on its way: what comes next does not depend on who is faster."""
+    exchange = optimizer.exchange
+    slices = range(len(exchange.layout.slices))
+    wait_until(lambda: not exchange.is_busy() and all(map(exchange.has_landed, slices)))
+
+
+def lose(optimizer: psworker.DistributedOptimizer) -> None:
+    """Has the shards declare this worker lost: it comes back with one of its next steps."""
+    settle(optimizer)
+    for link in optimizer.session.links:
+        patience_s = link.patience.limit_s
+        optimizer.session._take_leave(link, "the test wants it", failed=True)
+        link.patience.limit_s = patience_s
+
+
+def wrap(model: torch.nn.Module, mode: str, pair: tuple[str, str]) -> Any:
+    return psworker.DistributedOptimizer(
+        sgd(model.parameters()),
+        model.named_parameters(),
+        mode=mode,
+        compression=pair[0],
+        pull_compression=pair[1],
+        compress_min_nbytes=1024,
+        overlap=True,
+    )
+
+
+def train(job: str, name: str, pair: tuple[str, str], looks: bool) -> list[Weights]:
+    """Returns the weights after each step, and the last ones."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = wrap(model, MODES[name][0], pair)
+    path = []
+    for step in range(STEPS):
+        if looks and step != LOST + 1:
+            look(model, optimizer, at_shards(job) if step in CAPTURED else None)
+        if step == CHANGE:
+            optimizer.set_mode(MODES[name][1])
+            if looks:
+                look(model, optimizer, at_shards(job))
+        if step == LOST:
+            lose(optimizer)
+        optimizer.zero_grad()
+        backward(model, *batch(0, step))
+        optimizer.step()
+        if step == LOST:
+            settle(optimizer)
+        path.append(weights_of(model))
+    psworker.shutdown()
+    return [*path, weights_of(model)]
+
+
+def train_all(me: Station) -> None:
+    """Trains in each case twice, without a look and with many, and tells both paths."""
+    for name, pair in CASES:
+        job = new_job()  # Compressors draw their numbers by its name.
+        me.tell([train(job, name, pair, looks) for looks in (False, True)])
+
+
+@pytest.fixture(scope="module")
+def paths(shards: Shards) -> Iterator[dict[Any, list[list[Weights]]]]:
+    """Of each case: one process makes them all, since each would have to compile kernels."""
+    with shards.workers(train_all, num_workers=1) as (worker,):
+        yield {case: worker.hear(COMPILED_S) for case in CASES}
+
+
+def test_every_mode_is_here() -> None:
+    assert MODES.keys() == RULES.keys()
+
+
+@pytest.mark.parametrize(("name", "pair"), CASES, ids=str)
+def test_looks_change_nothing_and_show_the_weights_of_the_shards(
+    paths: dict[Any, list[list[Weights]]], name: str, pair: tuple[str, str]
+) -> None:
+    without, with_looks = paths[name, pair]
+    for step, (one, other) in enumerate(zip(without, with_looks, strict=True)):
+        assert same(one, other), step
+
+
+def look_when_lost(me: Station, job: str) -> None:
+    """A worker that was lost looks, and goes on."""
+    for number, (mode, has_state) in enumerate(
+        (mode, has_state) for mode in ("asgd", "ssd(steps=2, warmup=0)") for has_state in (0, 1)
+    ):
+        psworker.init(job=f"{job}-{number}")
+        model = make_model()
+        optimizer = wrap(model, mode, RAW)
+        for step in range(8):
+            if step == 4:
+                lose(optimizer)
+                with contextlib.nullcontext() if has_state else optimizer.global_weights():
+                    optimizer.state_dict()
+            assert optimizer.steps == step
+            optimizer.zero_grad()
+            backward(model, *batch(0, step))
+            optimizer.step()
+        with optimizer.global_weights():
+            assert same(weights_of(model), at_shards(f"{job}-{number}"))
+        psworker.shutdown()
+
+
+def test_a_worker_that_was_lost_comes_back_to_look(shards: Shards) -> None:
+    shards.run(look_when_lost, new_job(), num_workers=1)
+
+
+# With one worker each of them makes the steps of plain SGD, and so does what it is changed to.
+PLAIN = {
+    "ssgd": "ssp(bound=0)",
+    "ssp(bound=0)": "ssd(steps=3, warmup=50)",
+    "ssd(steps=3, warmup=50)": "od(warmup=50)",
+    "cd(warmup=50)": "ssgd",
+    "asgd": "dcasgd",
+    "dcasgd(adaptive=True)": "staleness",
+    "staleness": "asgd",
+}
+
+
+def draw_by_steps(mode: str, job: str, disturbed: bool) -> Weights:
+    """Trains on a batch of each step; returns the weights in the end."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = wrap(model, mode, RAW)
+    is_lost = False
+    while (step := optimizer.steps) < STEPS:
+        if disturbed and step == CHANGE:
+            look(model, optimizer, at_shards(job))
+            optimizer.set_mode(PLAIN[mode])
+        if disturbed and step == LOST and not is_lost:
+            is_lost = True
+            lose(optimizer)
+        optimizer.zero_grad()
+        backward(model, *batch(0, step))
+        optimizer.step()
+    psworker.shutdown()
+    return weights_of(model)
+
+
+def disturb(me: Station) -> None:
+    for mode in PLAIN:
+        me.tell([draw_by_steps(mode, new_job(), disturbed) for disturbed in (False, True)])
+
+
+def test_a_change_of_the_mode_and_a_return_leave_the_bits(shards: Shards) -> None:
+    """The step that was lost is drawn again: its number comes twice."""
+    with shards.workers(disturb, num_workers=1) as (worker,):
+        found = {mode: worker.hear(COMPILED_S) for mode in PLAIN}
+    for mode, (undisturbed, disturbed) in found.items():
+        assert same(undisturbed, found["ssgd"][0]), mode
+        assert same(disturbed, undisturbed), mode
+
+
+def take_turns(me: Station, mode: str, looks: bool, job: str) -> tuple[list[Weights], int]:
+    """Makes each step when the test says so; returns the weights, what is owed, and late pushes."""
+    psworker.init(job=job)
+    model = make_model()
+    optimizer = wrap(model, mode, ("2bit", "2bit"))
+    path = []
+    for step in range(6):
+        me.hear()
+        if looks:
+            look(model, optimizer, at_shards(job))
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+        path.append(weights_of(model))
+        settle(optimizer)
+        me.tell()
+    optimizer.exchange.flush()
+    path.append(optimizer.exchange.compressor_state())
+    num_late = optimizer.exchange.traffic.num_too_late
+    me.hear()
+    psworker.shutdown()
+    return path, num_late
+
+
+def late_ones(me: Station, modes: list[str], job: str) -> list[Any]:
+    return [
+        [take_turns(me, mode, looks, f"{job}-{number}") for looks in (False, True)]
+        for number, mode in enumerate(modes)
+    ]
+
+
+def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shards) -> None:
+    """Worker 1 is behind in each step: what it pushed is owed again, and stays so."""
+    modes = ["ssgd(backup=1)", "local(steps=2, backup=1)"]
+    with shards.workers(late_ones, modes, new_job()) as workers:
+        for _ in range(2 * len(modes)):
+            for _ in range(6):
+                for worker in workers:
+                    worker.tell()
+                    worker.hear(COMPILED_S)
+            for worker in workers:
+                worker.tell()
+        (_, late) = (worker.result() for worker in workers)
+    for (without, num_late), (with_looks, again) in late:
+        assert num_late == again > 0
+        assert any(owed.any() for owed in without[-1].values())
+        assert all(same(*pair) for pair in zip(without, with_looks, strict=True))

@@ -1,0 +1,282 @@
+"""Scheduled checkpoints: training goes on from the newest one after everything has died."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import psworker
+from pscore import wire
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from psserver import checkpoint_files as files
+from tests.integration.cluster import Station, Worker, WorkerError
+from tests.integration.command import Command, eventually, gone, taken_port
+
+DEADLINE_S = 90.0
+JOB = "survivor"
+Weights = dict[str, np.ndarray]
+
+
+class Start:
+    """Shards under their supervisor, with a state directory."""
+
+    def __init__(self, command: Command, state: Path, log: Path) -> None:
+        self.command, self.state, self.log = command, state, log
+        self.run = json.loads((next(state.glob("*/run.json"))).read_text())
+        self.addresses = list(self.run["addresses"])
+
+    @property
+    def folder(self) -> Path:
+        return self.state / "checkpoints"
+
+    def pid(self, index: int) -> int:
+        run = json.loads((next(self.state.glob("*/run.json"))).read_text())
+        return int(run["shards"][index]["pid"] or 0)
+
+    def schedule(self) -> psutil.Process:
+        """Returns the process that takes the checkpoints."""
+
+        def found() -> list[psutil.Process]:
+            children = psutil.Process(self.run["pid"]).children()
+            return [child for child in children if "schedule" in child.cmdline()[:5]]
+
+        return eventually(found)[0]
+
+    def newest(self, beyond: int = 0) -> files.Found:
+        """Waits for a checkpoint whose number is larger than `beyond`."""
+        found = eventually(
+            lambda: [one for one in files.scan(self.folder) if one.sequence > beyond], DEADLINE_S
+        )
+        return found[0]
+
+    def said(self, text: str) -> str:
+        """Waits for a line of the log that has `text`."""
+
+        def lines() -> list[str]:
+            return [line for line in self.log.read_text().splitlines() if text in line]
+
+        return eventually(lines)[0]
+
+    def worker(self, *options: object) -> Worker:
+        return Worker(
+            train,
+            0,
+            options,
+            {
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "PACELINE_SERVERS": ",".join(self.addresses),
+                "PACELINE_JOB": JOB,
+            },
+        )
+
+    def power_cut(self) -> None:
+        """Kills every process, and leaves no journal, as after the boot of a machine."""
+        supervisor = psutil.Process(self.run["pid"])
+        processes = [*supervisor.children(), supervisor]
+        for process in processes:
+            process.kill()
+        for process in processes:
+            eventually(lambda process=process: gone(process.pid))  # type: ignore[misc]
+        shutil.rmtree(self.state / "journal", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def start(tmp_path: Path, *options: object, state: str = "state") -> Iterator[Start]:
+    """Starts two shards with a checkpoint now and then, or as `options` say."""
+    command = Command(tmp_path)
+    port = () if "--port" in options else ("--port", 0)
+    ports = (*port, "--metrics-port", 0, "--state-dir", tmp_path / state)
+    log = tmp_path / f"{state}.log"
+    with log.open("a") as file, command.spawn("start", *ports, *options, stderr=file) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("PACELINE_SERVERS="), log.read_text()
+        yield Start(command, tmp_path / state, log)
+
+
+@contextlib.contextmanager
+def part(
+    tmp_path: Path, index: int, ports: Sequence[int], cluster: str, *options: object
+) -> Iterator[Start]:
+    """Starts one shard of two, as on a machine of its own."""
+    addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+    which = ("--shards", 2, "--shard-index", index, "--cluster", cluster)
+    where = ("--port", ports[index], "--shard-addresses", addresses)
+    with start(tmp_path, *which, *where, *options, state=f"machine-{index}") as started:
+        started.addresses = addresses.split(",")
+        yield started
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as taken:
+        return [taken.enter_context(taken_port()).getsockname()[1] for _ in range(number)]
+
+
+def train(station: Station, mode: str = "ssgd", compressor: str = "none") -> list[float]:
+    """Trains; says after each step how many there were, and its weights; ends when told to."""
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        model.named_parameters(),
+        mode=mode,
+        compression=compressor,
+        pull_compression=compressor,
+        compress_min_nbytes=1024,
+    )
+    inputs = torch.randn(32, 64)
+    losses = []
+    while True:
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        weights = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+        station.tell((optimizer.clock, weights))
+        if station.hear() == "end":
+            psworker.shutdown()
+            return losses
+
+
+def run_until(worker: Worker, clock: int) -> dict[int, Weights]:
+    """Lets a worker train up to a step, and stops it there; returns the weights by step."""
+    seen: dict[int, Weights] = {}
+    while True:
+        now, weights = worker.hear(DEADLINE_S)
+        seen[now] = weights
+        if now >= clock:
+            return seen
+        worker.tell("go on")
+
+
+def ended(worker: Worker) -> list[float]:
+    worker.tell("end")
+    losses: list[float] = worker.result(DEADLINE_S)
+    worker.close()
+    return losses
+
+
+def version_of(found: files.Found) -> int:
+    (table,) = found.manifest["tables"]
+    return int(table["version"])
+
+
+def test_after_a_power_cut_training_goes_on_from_the_newest(tmp_path: Path) -> None:
+    """All shards are of one step; a damaged one is passed over, and a checkpointer that died."""
+    with start(tmp_path, "--shards", 2, "--checkpoint-s", 0.3) as first:
+        worker = first.worker()
+        seen = run_until(worker, 3)
+        earlier = first.newest()
+        first.schedule().kill()
+        first.said("the process that takes checkpoints died, it is started again")
+        worker.tell("go on")
+        seen |= run_until(worker, 8)
+        found = first.newest(earlier.sequence)
+        while version_of(found) < 8:
+            found = first.newest(found.sequence)
+        first.power_cut()
+        worker.kill()
+        worker.close()
+    saved = load_file(found.path / "model.safetensors")
+    assert all(np.array_equal(saved[name].numpy(), seen[8][name]) for name in saved)
+    damaged = tmp_path / "state" / "checkpoints" / f"{JOB}-99999999"
+    shutil.copytree(found.path, damaged)
+    (damaged / "manifest.json").write_text("{}")
+    with start(tmp_path, "--shards", 3, "--checkpoint-s", 3600) as second:
+        line = second.said("job taken up from its newest checkpoint")
+        assert "step 8" in line
+        assert str(found.path) in line
+        second.said("checkpoint cannot be used")
+        worker = second.worker()
+        clock, _ = worker.hear(DEADLINE_S)
+        assert clock == 9
+        worker.tell("go on")
+        run_until(worker, 11)
+        # The last one is taken at an orderly end: of a step that no scheduled one was of.
+        os.kill(second.run["pid"], signal.SIGTERM)
+        eventually(lambda: gone(second.run["pid"]))
+    last = files.scan(second.folder)[0]
+    assert (last.sequence, version_of(last)) == (100000000, 11)
+    worker.kill()
+    worker.close()
+
+
+def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Path) -> None:
+    """With compressed pulls the shard has forgotten the estimate, and begins with the whole."""
+    options = ("--shards", 2, "--checkpoint-s", 0.3, "--durability", "memory")
+    with start(tmp_path, *options) as shards:
+        worker = shards.worker("ssgd", "int8")
+        run_until(worker, 20)
+        found = shards.newest()
+        while version_of(found) < 20:
+            found = shards.newest(found.sequence)
+        victim = shards.pid(0)
+        os.kill(victim, signal.SIGKILL)
+        worker.tell("go on")
+        run_until(worker, 40)
+        assert shards.pid(0) != victim
+        losses = ended(worker)
+        assert losses[-1] < losses[15] * 1.5 < losses[0]
+        # The end of the job is saved as well, and such a job is not loaded again.
+        eventually(lambda: files.scan(shards.folder)[0].manifest["finished"])
+        victim = shards.pid(1)
+        os.kill(victim, signal.SIGKILL)
+        shards.said("job had ended, it is not loaded")
+
+
+def test_weights_that_were_not_saved_are_not_begun_anew_in_silence(tmp_path: Path) -> None:
+    options = ("--shards", 2, "--checkpoint-s", 3600, "--durability", "memory")
+    with start(tmp_path, *options) as shards:
+        worker = shards.worker()
+        run_until(worker, 3)
+        os.kill(shards.pid(0), signal.SIGKILL)
+        worker.tell("go on")
+        with pytest.raises(WorkerError, match=r"StateLostError: .* without the weights"):
+            run_until(worker, 30)
+        worker.close()
+
+
+def test_shards_of_several_machines_start_from_the_checkpoints_of_shard_0(tmp_path: Path) -> None:
+    """Each has a folder of its own; workers wait until shard 1 has its part again."""
+    ports = free_ports(2)
+    with (
+        part(tmp_path, 1, ports, "c") as other,
+        part(tmp_path, 0, ports, "c", "--checkpoint-s", 0.3) as first,
+    ):
+        worker = first.worker()
+        run_until(worker, 4)
+        found = first.newest()
+        while version_of(found) < 4:
+            found = first.newest(found.sequence)
+        for machine in (first, other):
+            machine.power_cut()
+        worker.kill()
+        worker.close()
+    assert not other.folder.exists()
+    with part(tmp_path, 0, ports, "d", "--checkpoint-s", 3600) as first:
+        first.said("job taken up from its newest checkpoint")
+        first.said("workers wait until all shards have the checkpoints")
+        with grpc.insecure_channel(first.addresses[0]) as channel:
+            request = pb.JoinRequest(job=JOB, num_workers=1, protocol=wire.PROTOCOL)
+            with pytest.raises(grpc.RpcError) as refusal:
+                control_pb2_grpc.ControlStub(channel).Join(request, timeout=DEADLINE_S)
+        assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE  # A worker asks again.
+        with part(tmp_path, 1, ports, "d"):
+            worker = first.worker()
+            clock, _ = worker.hear(DEADLINE_S)
+            assert clock == 5
+            first.said("checkpoint brought to other shards")
+            ended(worker)

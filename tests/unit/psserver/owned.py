@@ -1,0 +1,119 @@
+"""Whoever reads or changes a state machine of a shard holds the shard's lock: checked as tests run.
+
+Every attribute of the machines, and of what holds them, is looked up through a check of the lock's
+owner while `owned` is active. So a reader outside of the lock is found by being run once, however
+seldom it would meet a change. What never changes in the life of an object may be read by anybody.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from psserver.barriers import Barriers
+from psserver.clock import SliceClock
+from psserver.counted import Bin, Counted
+from psserver.debts import Ask, Debts
+from psserver.driver import Driver
+from psserver.intake import Intake
+from psserver.job import Counters, Job, Life
+from psserver.lifetime import Lifetimes
+from psserver.membership import Member, Membership
+from psserver.recovery import Recovery
+from psserver.shard import Shard
+from psserver.stalls import Stalls
+from psserver.table import Table
+from psserver.tally import Histogram, Tally
+from psserver.waits import Waits
+
+# What anybody may read: it is set once, or made to be shared.
+FIXED: dict[type, set[str]] = {
+    Shard: {"index", "num_shards", "lease_s", "limits", "lifetimes"},
+    Lifetimes: set(),
+    Job: {"name", "membership", "barriers", "counters"},
+    Life: set(),
+    Membership: {"num_workers", "min_workers", "lease_s", "is_elastic", "size"},
+    Member: {"rank", "incarnation", "restart", "host", "pid", "returns"},
+    Table: {"index", "layout", "optimizer", "specs", "is_kept", "nbytes"},
+    SliceClock: set(),
+    Counted: set(),
+    Bin: set(),
+    Barriers: set(),
+    Stalls: set(),
+    Counters: set(),
+    Tally: {"times_s"},
+    Histogram: {"bounds"},
+    Ask: {"job", "table", "step"},
+    Debts: {"is_asking", "_asks"},
+    Waits: set(),
+    Recovery: set(),
+}
+SHARED = {"lanes", "shared", "armed", "waiting"}  # Of an intake: the rest guards itself.
+PACKAGE = Path(sys.modules["psserver"].__file__ or "").parent
+MACHINES = {
+    str(PACKAGE / f"{name}.py")
+    for name in (
+        *("barriers", "clock", "counted", "debts", "job", "lifetime", "membership", "recovery"),
+        *("shard", "stalls", "table", "tally", "views", "waits"),
+    )
+}
+
+
+@contextmanager
+def owned(drivers: Sequence[Driver]) -> Iterator[list[str]]:
+    """Yields what was read without the lock of a driver so far: which attribute, and where.
+
+    Args:
+        drivers: Those there are; more may be added meanwhile.
+    """
+    found: list[str] = []
+    classes = [*FIXED, Intake]
+    for cls in classes:
+        _watch(cls, drivers, found)
+    try:
+        yield found
+    finally:
+        for cls in classes:
+            del cls.__getattribute__
+
+
+def _watch(cls: Any, drivers: Sequence[Driver], found: list[str]) -> None:
+    plain = object.__getattribute__
+
+    def checked(self: object, name: str) -> Any:
+        is_held = any(driver.lock._is_owned() for driver in drivers)  # type: ignore[attr-defined]
+        if not is_held and _is_guarded(cls, name) and not _is_copy(self, drivers):
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename in MACHINES:
+                frame = frame.f_back  # A test may play with a machine of its own.
+            is_ours = frame is not None and Path(frame.f_code.co_filename).parent == PACKAGE
+            if frame is not None and is_ours and frame.f_code.co_name != "__init__":
+                where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                found.append(f"{cls.__name__}.{name} is read without the lock at {where}")
+        return plain(self, name)
+
+    cls.__getattribute__ = checked
+
+
+def _is_copy(value: object, drivers: Sequence[Driver]) -> bool:
+    """Whether it is a tally, or part of one, that no driver counts in: anybody may read it."""
+    if not isinstance(value, Tally | Histogram):
+        return False
+    tallies = [driver.tally for driver in drivers]
+    kept = {id(part) for one in tallies for part in (one, *_parts(one))}
+    return id(value) not in kept
+
+
+def _parts(tally: Tally) -> tuple[Histogram, ...]:
+    plain = object.__getattribute__
+    return plain(tally, "staleness"), plain(tally, "apply_s")
+
+
+def _is_guarded(cls: type, name: str) -> bool:
+    if cls is Intake:
+        return name in SHARED
+    return not name.startswith("__") and name not in FIXED[cls]

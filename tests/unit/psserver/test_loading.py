@@ -1,0 +1,125 @@
+"""What a shard starts from: its journals, else the newest good checkpoint of each job."""
+
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from pscore.rules import ASGD, SSGD
+from psserver import checkpoint_files as files
+from psserver.driver import Driver
+from psserver.exits import CommandError
+from psserver.limits import Limits
+from psserver.loading import MARKER, load
+from psserver.membership import Member
+from psserver.shard import Shard
+from psserver.store import SliceStore
+from psserver.vault import Vault
+from tests.unit.psserver.test_checkpoint_files import flip, make
+
+JOB = "run/1"
+FORK = multiprocessing.get_context("fork")
+
+
+def begin(vault: Path | None = None, limits: Limits | None = None) -> Driver:
+    """Returns a shard that has taken up what its vault has."""
+    kept = None if vault is None else Vault(vault)
+    driver = Driver(Shard(0, 1, 10.0, limits), num_threads=1, vault=kept, now=lambda: 5.0)
+    driver.take_up()
+    return driver
+
+
+def weight_of(driver: Driver) -> float:
+    (lane,) = driver.intake.lanes.values()
+    arrays = lane.store.export()
+    assert np.array_equal(arrays["weights"][:6], -arrays["state.0"][:6])
+    return float(arrays["weights"][0])
+
+
+def test_the_newest_good_one_of_each_job_is_loaded(tmp_path: Path) -> None:
+    files.write(tmp_path, make(1.0), keep=3)
+    flip(files.write(tmp_path, make(2.0), keep=3) / "model.safetensors")
+    files.write(tmp_path, make(3.0, "done", is_finished=True), keep=3)
+    driver = begin()
+    with capture_logs() as lines:
+        assert list(load(driver, tmp_path, None)) == [JOB]
+    assert weight_of(driver) == 1.0
+    job = driver.shard.jobs[JOB]
+    assert (job.membership.num_workers, job.membership.members) == (2, {})
+    events = [line["event"] for line in lines]
+    assert "checkpoint cannot be used" in events
+    assert "job had ended, it is not loaded" in events
+    (told,) = [line for line in lines if line["event"].startswith("job taken up")]
+    assert (told["at"], told["path"]) == ("7 updates", str(tmp_path / "run_1-00000001"))
+
+
+def test_an_asynchronous_job_goes_on_beyond_all_that_was_counted(tmp_path: Path) -> None:
+    """Versions do not go back, and a worker's steps are not drawn again."""
+    apart = make(1.0)
+    apart.tables[0].slices = {"0": {"version": 7, "clocks": {"0": 4, "1": 3}}}
+    files.write(tmp_path, apart, keep=1)
+    driver = begin()
+    load(driver, tmp_path, None)
+    clock = driver.shard.jobs[JOB].tables["model"].clocks[0]
+    assert (clock.version, clock.clock(0), clock.clock(1)) == (7, 4, 4)
+
+
+@pytest.mark.parametrize("rule", [ASGD(), SSGD()])
+def test_what_was_loaded_is_in_the_journal(tmp_path: Path, rule: ASGD | SSGD) -> None:
+    """A shard that is killed before the workers come tells them the same step."""
+    files.write(tmp_path / "c", make(1.0, rule=rule), keep=1)
+    first = begin(tmp_path / "v")
+    load(first, tmp_path / "c", tmp_path / "v")
+    clock = first.shard.jobs[JOB].tables["model"].clocks[0]
+    expected = clock.version, clock.clock(0), clock.clock(1)
+    assert first.recovery._vault is not None
+    first.recovery._vault.close()  # As the end of the process does.
+    again = begin(tmp_path / "v")
+    files.write(tmp_path / "c", make(9.0, rule=rule), keep=1)
+    assert load(again, tmp_path / "c", tmp_path / "v") == {}  # The journal is newer.
+    assert weight_of(again) == 1.0
+    clock = again.shard.jobs[JOB].tables["model"].clocks[0]
+    assert (clock.version, clock.clock(0), clock.clock(1)) == expected
+
+
+def test_a_shard_that_is_killed_while_it_loads_loads_again(tmp_path: Path) -> None:
+    """Its journal has the job by then, without weights: it is refused, and is no loss."""
+    files.write(tmp_path / "c", make(1.0), keep=1)
+
+    def run() -> None:
+        SliceStore.restore = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+        load(begin(tmp_path / "v"), tmp_path / "c", tmp_path / "v")
+
+    process = FORK.Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert (tmp_path / "v" / MARKER).exists()
+    driver = begin(tmp_path / "v")
+    lost = driver.shard.lifetimes.lost
+    assert (list(driver.shard.jobs), [name for name, _ in lost.values()]) == ([], [JOB])
+    assert list(load(driver, tmp_path / "c", tmp_path / "v")) == [JOB]
+    assert (weight_of(driver), lost) == (1.0, {})
+    assert not (tmp_path / "v" / MARKER).exists()
+
+
+def test_a_good_one_that_has_no_room_is_refused_and_not_begun_anew(tmp_path: Path) -> None:
+    path = files.write(tmp_path, make(1.0), keep=1)
+    driver = begin(limits=replace(Limits(), memory_nbytes=8))
+    with pytest.raises(CommandError, match=f"cannot load {path}: .* move its checkpoints away"):
+        load(driver, tmp_path, None)
+
+
+def test_workers_of_a_loaded_job_begin_where_it_was(tmp_path: Path) -> None:
+    files.write(tmp_path, make(1.0, rule=SSGD()), keep=1)
+    driver = begin()
+    load(driver, tmp_path, None)
+    member = Member(rank=1, incarnation=9, restart=0, host="a", pid=1, heard_s=5.0)
+    job = driver.join(JOB, 2, member)
+    assert job is driver.shard.jobs[JOB]
+    assert job.tables["model"].clocks[0].version == 7

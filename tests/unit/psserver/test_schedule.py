@@ -1,0 +1,186 @@
+"""The process that takes scheduled checkpoints, without shards; and the supervisor's end of it."""
+
+import itertools
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver import keeper as keepers
+from psserver import records, remote, schedule
+from psserver.exits import CommandError, Exit
+from psserver.keeper import Keeper
+from psserver.plan import SchedulePlan
+from psserver.schedule import Schedule
+from tests.integration.command import eventually
+from tests.unit.psserver.test_checkpoint_files import make, names
+
+
+def plan_of(folder: Path) -> SchedulePlan:
+    return SchedulePlan(
+        addresses=["127.0.0.1:1"],
+        folder=str(folder),
+        every_s=3600.0,
+        token_file=None,
+        log_format="text",
+        log_level="info",
+    )
+
+
+class Cluster:
+    """Stands for two shards: their status, and the checkpoints that can be taken of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.versions: dict[str, int] = {}  # By job.
+        self.states: dict[str, str] = {}  # Of each job.
+        self.failing: dict[str, Exception] = {}
+        monkeypatch.setattr(remote, "statuses", self.statuses)
+        monkeypatch.setattr(schedule, "capture", self.capture)
+
+    def statuses(self, *_: object) -> list[pb.StatusReply]:
+        if problem := self.failing.get("all"):
+            raise problem
+        return [pb.StatusReply(jobs=[self.job(name) for name in self.versions]) for _ in range(2)]
+
+    def job(self, name: str) -> pb.JobStatus:
+        version = self.versions[name]
+        table = pb.TableStatus(name="model", num_slices=1, version_min=version, version_max=version)
+        state = self.states.get(name, "live")
+        return pb.JobStatus(job=name, num_workers=1, tables=[table], state=state)
+
+    def capture(self, addresses: object, credentials: object, job: str, **_: Any) -> Any:
+        if problem := self.failing.get(job):
+            raise problem
+        return make(float(self.versions[job]), job)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+def test_a_job_is_saved_when_it_has_changed(cluster: Cluster, tmp_path: Path) -> None:
+    """Its end is a change; without weights there is nothing to save."""
+    taker = Schedule(plan_of(tmp_path))
+    cluster.versions = {"a": 3, "b": -1}
+    taker.take()
+    taker.take()
+    assert names(tmp_path) == ["a-00000001"]
+    cluster.versions = {"a": 3, "b": 0}
+    taker.take()
+    assert names(tmp_path) == ["a-00000001", "b-00000001"]
+    cluster.states["a"] = "ended"
+    taker.take()
+    taker.take()
+    assert names(tmp_path) == ["a-00000001", "a-00000002", "b-00000001"]
+    for cluster.versions["b"] in range(1, 9):
+        taker.take()
+    assert len([name for name in names(tmp_path) if name[0] == "b"]) == schedule.KEEP
+
+
+def test_what_cannot_be_taken_is_announced_and_tried_again(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taker = Schedule(plan_of(tmp_path))
+    cluster.versions = {"a": 1, "b": 1}
+    cluster.failing = {"a": CommandError(Exit.NO_ANSWER, "a worker has stopped")}
+    with capture_logs() as lines:
+        taker.take()
+    assert names(tmp_path) == ["b-00000001"]
+    assert lines[0]["event"] == "no checkpoint taken; the last one stays"
+    assert (lines[0]["job"], lines[0]["reason"]) == ("a", "a worker has stopped")
+    cluster.failing = {}
+    taker.take()
+    assert names(tmp_path) == ["a-00000001", "b-00000001"]
+    cluster.versions["a"] = 2
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, capture_logs() as lines:
+        patch.setattr(records, "sync", full)
+        taker.take()
+    assert "No space left" in lines[0]["reason"]
+    cluster.failing = {"all": CommandError(Exit.NO_ANSWER, "nobody answers")}
+    with capture_logs() as lines:
+        taker.take()
+    assert lines[0]["reason"] == "nobody answers"
+    cluster.failing = {}
+    taker.take()
+    assert names(tmp_path) == ["a-00000001", "a-00000002", "b-00000001"]
+
+
+def test_two_starts_do_not_write_into_one_folder(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.versions = {"a": 1}
+    Schedule(plan_of(tmp_path)).take()
+    with capture_logs() as lines:
+        Schedule(plan_of(tmp_path)).take()
+    assert names(tmp_path) == ["a-00000001"]
+    assert "another psserver writes its checkpoints into" in lines[0]["reason"]
+
+
+def started(keeper: Keeper) -> subprocess.Popen[str]:
+    """Waits for the process, and returns it."""
+    process = eventually(lambda: keeper._process)
+    assert process is not None
+    return process
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_it_is_started_once_and_ends_when_it_is_asked_to(tmp_path: Path, has_folder: bool) -> None:
+    """Also where it can take no last one."""
+    folder = tmp_path / "checkpoints"
+    if not has_folder:
+        folder.write_text("")
+    keeper = Keeper(last_s=60.0)
+    keeper.start(plan_of(folder).to_json)
+    keeper.start(lambda: "not asked for again")
+    process = started(keeper)
+    keeper.last()
+    assert process.returncode == 0
+    keeper.close()
+
+
+def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
+    keeper = Keeper(last_s=0.05)
+    keeper.start(plan_of(tmp_path).to_json)
+    process = started(keeper)
+    process.send_signal(signal.SIGSTOP)
+    with capture_logs() as lines:
+        keeper.last()
+    assert process.returncode == -signal.SIGKILL
+    assert lines[0]["event"] == "no last checkpoint in time; those before it stay"
+
+
+def test_one_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when descriptors or memory run out for a while."""
+    tries = itertools.count()
+    popen = subprocess.Popen
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        if next(tries) < 2:
+            raise OSError(24, "Too many open files")
+        return popen(*arguments, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", failing)
+    monkeypatch.setattr(keepers, "PAUSE_S_MIN", 1e-3)
+    keeper = Keeper(last_s=60.0)
+    with capture_logs() as lines:
+        keeper.start(plan_of(tmp_path).to_json)
+        started(keeper)
+    assert [line["how"] for line in lines] == [
+        "could not be started: [Errno 24] Too many open files"
+    ] * 2
+    keeper.close()
+
+
+def test_without_a_start_there_is_nothing_to_end() -> None:
+    keeper = Keeper(last_s=60.0)
+    keeper.last()
+    keeper.close()

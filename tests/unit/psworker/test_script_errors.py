@@ -1,0 +1,58 @@
+"""What a person reads when a script ends by an error."""
+
+import sys
+
+import pytest
+
+from pscore.errors import ConfigError
+from psworker import context, script_errors
+
+
+@pytest.fixture(autouse=True)
+def _own_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_DEBUG", raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(script_errors, "_former", sys.__excepthook__)
+
+
+def told(problem: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
+    """Returns what the hook writes of `problem`."""
+    try:
+        raise problem
+    except BaseException as raised:  # noqa: BLE001 - whatever it is
+        sys.excepthook(type(raised), raised, raised.__traceback__)
+    return capsys.readouterr().err
+
+
+def test_ours_are_one_line_that_names_the_scripts_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        context.join(num_workers=1, max_workers=2)
+    script_errors.install()
+    sys.excepthook(ConfigError, raised.value, raised.value.__traceback__)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("psworker: num_workers is 1 and max_workers 2: give one (")
+    assert f"{__file__}, line " in line
+    assert line.endswith("; PACELINE_DEBUG=1 shows the traceback)")
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    script_errors.install()
+    script_errors.install()
+    assert told(KeyboardInterrupt(), capsys).startswith("psworker: ended by Ctrl-C (")
+
+
+def test_other_exceptions_go_where_they_went_before(capsys: pytest.CaptureFixture[str]) -> None:
+    script_errors.install()
+    said = told(KeyError("mine"), capsys)
+    assert "Traceback" in said
+    assert "psworker:" not in said
+
+
+def test_the_traceback_comes_when_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script_errors.install()
+    monkeypatch.setenv("PACELINE_DEBUG", "1")
+    said = told(ConfigError("wrong"), capsys)
+    assert said.startswith("Traceback")
+    assert "psworker: wrong (" in said
