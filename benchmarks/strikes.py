@@ -210,7 +210,13 @@ class Saboteur:
         """Leaves no byte on the shards' disk for a while, in which a shard is killed."""
         free = os.statvfs(self.stage.state)
         with self.stage.ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, free.f_bavail * free.f_frsize))
+            size, part = 0, free.f_bavail * free.f_frsize
+            while part:  # Others write and delete meanwhile.
+                try:
+                    os.posix_fallocate(file.fileno(), size, part)
+                    size += part
+                except OSError:
+                    part //= 2
         index = self.rng.randrange(self.stage.setup.shards)
         self.stage.watch(self.rng.uniform(0.5, 1.5))
         self.stage.signal_shard(index, signal.SIGKILL)
