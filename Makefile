@@ -16,7 +16,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 	tests/integration/test_launch.py tests/integration/test_training.py
 
-.PHONY: help setup run test test-lowest check proto bench bench-peers soak fuzz test-gpu clean
+.PHONY: simulate help setup run test test-lowest check proto bench bench-peers soak fuzz test-gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -64,6 +64,9 @@ bench-peers: $(STAMP) ## Paceline beside torch RPC, Gloo, MXNet, TensorFlow and 
 
 soak: $(STAMP) ## half an hour of workers that join and leave: nothing may grow
 	$(BIN)/python -m benchmarks.soak --seconds 1800 --json
+
+simulate: $(STAMP) ## 11,000 seeds of the simulator: every rule, with faults and with workers that come and go
+	$(BIN)/python -m tests.sim sweep 500
 
 fuzz: $(STAMP) ## a million mutated frames, guided by coverage
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'

@@ -86,11 +86,14 @@ class BulkServer:
         self._refused_s = -math.inf  # When somebody was last refused for lack of means.
         self._unknown = Budget(UNKNOWN_NBYTES, "")
         self._connections: set[Connection] = set()
-        self._tcp, self._congestion = sockets.listen(host, port)
-        self.port = int(self._tcp.getsockname()[1])
         self.local = local
-        self._unix = _listen_locally(local)
-        self._attaching = _listen_locally(local + ATTACH_SUFFIX)
+        with contextlib.ExitStack() as undo:
+            self._tcp, self._congestion = sockets.listen(host, port)
+            undo.enter_context(self._tcp)
+            self.port = int(self._tcp.getsockname()[1])
+            self._unix = undo.enter_context(_listen_locally(local))
+            self._attaching = _listen_locally(local + ATTACH_SUFFIX)
+            undo.pop_all()
 
     def start(self) -> None:
         """Begins to accept."""
@@ -275,8 +278,12 @@ class BulkServer:
 
 def _listen_locally(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(b"\0" + name.encode())
-    listener.listen(256)
+    try:
+        listener.bind(b"\0" + name.encode())
+        listener.listen(256)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

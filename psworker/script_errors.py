@@ -36,12 +36,14 @@ def install() -> None:
 def sentence_of(problem: BaseException) -> str:
     """Returns what a person is told: the reason, where in the script, and how to see more."""
     reason = "ended by Ctrl-C" if isinstance(problem, KeyboardInterrupt) else str(problem)
-    places = [
-        f"{frame.f_code.co_filename}, line {line}; "
+    lines = [
+        (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(problem.__traceback__)
         if _is_scripts(frame.f_code.co_filename)
     ]
-    place = places[-1] if places else ""
+    # A library may run code of no file, as dataclasses do; so does `python -c`.
+    lines = [found for found in lines if not found[0].startswith("<")] or lines
+    place = f"{lines[-1][0]}, line {lines[-1][1]}; " if lines else ""
     return f"psworker: {reason} ({place}{DEBUG}=1 shows the traceback)"
 
 

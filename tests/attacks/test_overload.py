@@ -1,5 +1,7 @@
 """More than a shard can hold, through real sockets: refused or cut off, and others go on."""
 
+import itertools
+import os
 import socket
 import threading
 import time
@@ -14,6 +16,8 @@ from pscore.pb.ps.v1 import data_pb2
 from psserver.limits import Budget
 from psserver.listener import BulkServer
 from tests.unit.psserver.front import Front, play, pull_header, push_header
+
+NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
 
 NUMEL = 1 << 20  # 4 MiB: more than one answer does not fit into a socket's buffers for long.
 NBYTES = 4 * NUMEL
@@ -57,7 +61,7 @@ class Peer:
 
 @contextmanager
 def listening(front: Front) -> Iterator[BulkServer]:
-    server = BulkServer(front.driver, "127.0.0.1", 0, f"test-{id(front):x}")
+    server = BulkServer(front.driver, "127.0.0.1", 0, f"test-{os.getpid()}-{next(NUMBERS)}")
     server.start()
     try:
         yield server

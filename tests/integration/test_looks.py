@@ -227,6 +227,7 @@ def take_turns(me: Station, mode: str, looks: bool, job: str) -> tuple[list[Weig
     psworker.init(job=job)
     model = make_model()
     optimizer = wrap(model, mode, ("2bit", "2bit"))
+    psworker.barrier()  # Both are there, so that both begin with step 0.
     path = []
     for step in range(6):
         me.hear()

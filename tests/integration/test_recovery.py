@@ -11,7 +11,7 @@ import pytest
 from tests.integration.cluster import ROOT, clean_environment
 
 
-def kill_loop(folder: Path, *kinds: str, mode: str, seconds: int = 16) -> dict[str, Any]:
+def kill_loop(folder: Path, *kinds: str, mode: str, seconds: int = 1) -> dict[str, Any]:
     """Runs a kill loop on loopback and returns its figures."""
     options = ["--workers", "2", "--numel", "262144", "--gap-s", "0.5", "--no-net", "--no-disk"]
     options += ["--seconds", str(seconds), "--mode", mode, "--out", str(folder), "--json"]
@@ -26,21 +26,20 @@ def kill_loop(folder: Path, *kinds: str, mode: str, seconds: int = 16) -> dict[s
     assert done.returncode in (0, 1), done.stderr
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert figures["pushes"] > 0, done.stdout
-    assert (figures["lost"], figures["double"], figures["torn"]) == (0, 0, 0), done.stdout
+    for wrong in ("lost", "double", "torn", "partial", "healthy_ended"):
+        assert figures[wrong] == 0, done.stdout
     assert figures["workers_failed"] == 0, done.stdout
     return figures
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["asgd", "ssgd"])
-def test_no_push_is_lost_or_counted_twice_when_workers_are_killed(
-    tmp_path: Path, mode: str
+@pytest.mark.parametrize(
+    ("mode", "kinds"),
+    [("ssgd", ("worker", "shard", "status polled")), ("asgd", ("coordinator", "power cut"))],
+)
+def test_no_push_is_lost_or_counted_twice(
+    tmp_path: Path, mode: str, kinds: tuple[str, ...]
 ) -> None:
-    figures = kill_loop(tmp_path, "worker", "worker stopped", mode=mode)
-    assert figures["recovery"]["worker"]["count"] >= 1
-
-
-@pytest.mark.slow
-def test_no_push_is_lost_or_counted_twice_when_shards_are_killed(tmp_path: Path) -> None:
-    figures = kill_loop(tmp_path, "shard", "coordinator", "shard stopped", mode="asgd", seconds=24)
-    assert figures["recovery"]["shard"]["count"] >= 1
+    """Each kind of fault strikes once, however long the machine takes for it."""
+    figures = kill_loop(tmp_path, *kinds, mode=mode)
+    assert figures["faults"] >= len(kinds)

@@ -99,5 +99,8 @@ class SimSession:
     def define(self, *table: object, **options: object) -> tuple[int, Origin]:
         return 0, Origin()
 
+    def require_own(self) -> None:
+        """Accepts the process: there is only one."""
+
     def check(self) -> None:
         raise AssertionError("a worker of the simulation waits without yielding")

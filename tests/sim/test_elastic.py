@@ -9,7 +9,7 @@ from pscore.rules import RULES
 from tests.sim.case import draw_elastic
 from tests.sim.cluster import simulate
 
-NUM_SEEDS = 48
+NUM_SEEDS = 24
 
 
 @pytest.mark.parametrize("name", sorted(RULES))

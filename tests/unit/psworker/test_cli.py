@@ -106,7 +106,8 @@ def test_help_and_version_have_their_usual_names(
     # Whole, on a terminal that is wide enough.
     summary = "Say what each compressor costs and saves on this machine and link, if it does."
     assert f"compressors  {summary}\n" in capsys.readouterr().out
-    assert psworker(monkeypatch, "--show-completion", "bash") == 0
+    monkeypatch.setenv("_PSWORKER_COMPLETE", "source_bash")  # As `--show-completion` in bash.
+    assert psworker(monkeypatch) == 0
     assert "_PSWORKER_COMPLETE=complete_bash" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ from pscore.compressors.base import Compressor
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
-from pscore.types import FloatArray, Push, TensorSpec, Verdict
+from pscore.types import FloatArray, Origin, Push, TensorSpec, Verdict
 from psworker.exchange import Exchange
 from psworker.feedback import Feedback, choose
 
@@ -136,7 +136,7 @@ def test_no_slice_holds_both_kinds(num_shards: int) -> None:
 
 def exchange_of(num_shards: int) -> Exchange:
     session: Any = SimpleNamespace(
-        job="job", rank=0, links=[], define=lambda *_: 0, timeline=None, debtors={}
+        job="job", rank=0, links=[], define=lambda *_: (0, Origin()), timeline=None, debtors={}
     )
     layout, optimizer = make_layout(chosen(), num_shards), OPTIMIZERS["sgd"]()
     compressor, rule = parse_compressor("dgc"), parse_mode("ssgd")
