@@ -29,12 +29,12 @@ MODES = {
     "ssgd": "ssgd",
     "mirror k=1": f"ssd(steps=1, warmup={WARMUP}, local='mirror')",
     "mirror k=5": f"ssd(steps=5, warmup={WARMUP}, local='mirror')",
-    "glu k=1": f"ssd(steps=1, warmup={WARMUP}, local='glu')",
-    "glu k=5": f"ssd(steps=5, warmup={WARMUP}, local='glu')",
+    "secant k=1": f"ssd(steps=1, warmup={WARMUP}, local='secant')",
+    "secant k=5": f"ssd(steps=5, warmup={WARMUP}, local='secant')",
     "sgd k=1": f"ssd(steps=1, warmup={WARMUP}, local='sgd')",
     "sgd k=5": f"ssd(steps=5, warmup={WARMUP}, local='sgd')",
 }
-STYLES = {"ssgd": ("#000000", "-"), "mirror": ("#0072b2", "-"), "glu": ("#d55e00", "-")}
+STYLES = {"ssgd": ("#000000", "-"), "mirror": ("#0072b2", "-"), "secant": ("#d55e00", "-")}
 SAID = re.compile(r"\[(\d+)\] (\{.*\})")
 SMOOTHED_STEPS = 100
 KEPT_EVERY = 10  # Steps from one point of a curve to the next.

@@ -43,6 +43,7 @@ from pscore.local import LocalSlice, LocalUpdate
 from pscore.local.dc import DC
 from pscore.local.glu import GLU
 from pscore.local.mirror import Mirror
+from pscore.local.secant import Secant
 from pscore.local.sgd import PlainSGD
 from pscore.optimizers import OPTIMIZERS
 from pscore.types import SegmentTable
@@ -263,7 +264,13 @@ def one_slice(grad: torch.Tensor) -> LocalSlice:
 
 def local_updates(grad: torch.Tensor) -> list[tuple[str, int, Callable[[], None]]]:
     """Returns name, float32 arrays read and written per element, and the work."""
-    updates: list[tuple[LocalUpdate, int]] = [(PlainSGD(), 3), (GLU(), 4), (DC(), 5), (Mirror(), 5)]
+    updates: list[tuple[LocalUpdate, int]] = [
+        (PlainSGD(), 3),
+        (GLU(), 5),
+        (Secant(), 4),
+        (DC(), 5),
+        (Mirror(), 5),
+    ]
 
     def work(update: LocalUpdate) -> Callable[[], None]:
         part = one_slice(grad)

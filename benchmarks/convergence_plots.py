@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 LOCAL_COLORS = {
     "mirror": "#0072b2",
     "mirror kept": "#56b4e9",
-    "glu": "#d55e00",
+    "glu": "#e69f00",
+    "secant": "#d55e00",
     "sgd": "#009e73",
 }
 # The same line as `asgd`, as `mirror` with k=1, or none.

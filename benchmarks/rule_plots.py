@@ -31,7 +31,7 @@ PAGES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dcasgd": (("dcasgd", "dcasgd adaptive", "asgd"), ("dcasgd",)),
     "ssp": (("ssp s=3",), ("ssp s=3", "ssp s=16", "ssp, no bound")),
     "od": (("od dc", "od mirror", "od none"), ("od",)),
-    "ssd": (("mirror k=5", "mirror k=16", "glu k=5"), ("ssd k=5", "ssd k=16")),
+    "ssd": (("mirror k=5", "mirror k=16", "secant k=5"), ("ssd k=5", "ssd k=16")),
     "cd": (("cd k=5, 2-bit", "cd mirror, 2-bit"), ("cd k=5",)),
     "local": (("local H=8",), ("local H=8", "local H=8, backup=1")),
     "slowmo": (("slowmo H=8", "local H=8"), ("slowmo H=48", "slowmo H=48, backup=1")),

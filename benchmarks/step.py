@@ -38,7 +38,7 @@ MODES = {
     "ssd-kept": ("ssd(steps=5, warmup=5, mirror=kept)", "none"),
     "ssd-spread1": ("ssd(steps=5, warmup=5, spread=1)", "none"),
     "ssd-spread5": ("ssd(steps=5, warmup=5, spread=5)", "none"),
-    "ssd-glu": ("ssd(steps=5, warmup=5, local=glu)", "none"),
+    "ssd-secant": ("ssd(steps=5, warmup=5, local=secant)", "none"),
     "cd": ("cd(steps=5, warmup=5)", "2bit"),
 }
 

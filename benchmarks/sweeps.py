@@ -9,10 +9,11 @@ LOCALS = {
     "mirror": "local='mirror', mirror='exact'",
     "mirror kept": "local='mirror', mirror='kept'",
     "glu": "local='glu'",
+    "secant": "local='secant'",
     "sgd": "local='sgd'",
 }
 WARMUP = 50  # Steps.
-TUNED = ", lr_scale=1.4, beta=0.8"  # The best that was found for GLU with this momentum.
+TUNED = ", lr_scale=1.4, beta=0.8"  # The best that was found for it with this momentum.
 LIFTED = ", lr_scale=1.4, beta=0.7, local_warmup=100"
 WARMUP_FULL = 100  # Of runs of two epochs: about the same share of the run.
 LR, MOMENTUM = 0.05, 0.9
@@ -97,14 +98,14 @@ def full() -> list[Setting]:
     """Returns every mode, and every local update at every k: the table that needs several seeds."""
     sweep = [ssd(local, k, WARMUP_FULL) for local in LOCALS for k in STEPS_BETWEEN_PULLS]
     tuned = [
-        ssd("glu", k, WARMUP_FULL, TUNED, name=f"glu k={k}, lr_scale=1.4, beta=0.8")
+        ssd("secant", k, WARMUP_FULL, TUNED, name=f"secant k={k}, lr_scale=1.4, beta=0.8")
         for k in (5, 8, 16)
     ]
     return [*modes(WARMUP_FULL), *sweep, *tuned]
 
 
-def tuned_glu() -> list[Setting]:
-    """Returns GLU with other rates and factors, at the k where it begins to fail and beyond."""
+def tuned_secant() -> list[Setting]:
+    """Returns the secant with other rates and factors, where it begins to fail and beyond."""
     choices = (
         (5, "lr_scale=0.5", ", lr_scale=0.5"),
         (5, "lr_scale=1.4", ", lr_scale=1.4"),
@@ -128,9 +129,11 @@ def tuned_glu() -> list[Setting]:
         (16, "local_warmup=300", ", local_warmup=300"),
         (16, "lr_scale=1.4, local_warmup=300", ", lr_scale=1.4, local_warmup=300"),
     )
-    settings = [ssd("glu", k, more=more, name=f"glu k={k}, {about}") for k, about, more in choices]
-    longer = ssd("glu", 16, warmup=200, name="glu k=16, warmup=200")
-    plain = [ssd(local, k) for k in (5, 16) for local in ("mirror", "glu")]
+    settings = [
+        ssd("secant", k, more=more, name=f"secant k={k}, {about}") for k, about, more in choices
+    ]
+    longer = ssd("secant", 16, warmup=200, name="secant k=16, warmup=200")
+    plain = [ssd(local, k) for k in (5, 16) for local in ("mirror", "glu", "secant")]
     return [ssgd(), *plain, *settings, longer]
 
 
@@ -144,7 +147,7 @@ def with_adam() -> list[Setting]:
         ("mirror", 32),
         ("mirror kept", 5),
         ("mirror kept", 16),
-        ("glu", 5),
+        ("secant", 5),
         ("sgd", 5),
     ):
         settings.append(ssd(local, k, name=f"adam {local} k={k}", **adam))
@@ -171,7 +174,7 @@ def spread() -> list[Setting]:
         ssgd(),
         *(
             ssd(local, k, WARMUP_FULL, f", spread={p}", name=f"{local} k={k}, spread={p}")
-            for local, k in (("mirror", 5), ("mirror", 16), ("glu", 5))
+            for local, k in (("mirror", 5), ("mirror", 16), ("secant", 5))
             for p in (1, 2, k)
         ),
     ]
@@ -179,7 +182,7 @@ def spread() -> list[Setting]:
 
 def resnet() -> list[Setting]:
     """Returns what ResNet-20 is run with: few, because each takes long on a CPU."""
-    pairs = (("mirror", 5), ("glu", 5), ("mirror", 16))
+    pairs = (("mirror", 5), ("secant", 5), ("mirror", 16))
     return [ssgd(), *(ssd(local, k) for local, k in pairs)]
 
 
@@ -188,7 +191,7 @@ SWEEPS = {
     "k": by_k,
     "full": full,
     "modes": modes,
-    "glu": tuned_glu,
+    "secant": tuned_secant,
     "adam": with_adam,
     "gap": gap,
     "spread": spread,

@@ -20,7 +20,8 @@ from __future__ import annotations
 import xxhash
 
 from pscore.compressors import parse_compressor
-from pscore.compressors.base import RESIDUAL, Compressor
+from pscore.compressors.base import Compressor
+from pscore.compressors.qsgd import CONTRACTING_MIN
 from pscore.errors import ConfigError
 from pscore.types import FloatArray
 from pscore.wire import as_bytes
@@ -48,11 +49,13 @@ def require_for_pulls(compressor: Compressor) -> None:
     """Refuses what cannot compress pulls.
 
     Raises:
-        ConfigError: It keeps more than a residual, or none, and then nothing bounds what is owed.
+        ConfigError: Nothing bounds what is owed: it keeps more than a residual, or none, or sends
+            more noise than it makes up for.
     """
-    if compressor.is_raw or compressor.state_names == (RESIDUAL,):
+    if compressor.is_raw or compressor.bounds_debt:
         return
     raise ConfigError(
-        f"pull_compression is {str(compressor)!r}, must be a compressor with a residual and "
-        "nothing else: fp16, bf16, int8, 2bit, 1bit, topk, randomk, or another with feedback=True"
+        f"pull_compression is {str(compressor)!r}, must be a compressor that bounds what is owed: "
+        "fp16, bf16, int8, 2bit, 1bit, topk, randomk, natural(feedback=True), or "
+        f"qsgd(feedback=True) with {CONTRACTING_MIN} levels or more"
     )

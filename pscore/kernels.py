@@ -104,6 +104,15 @@ def _sum_all(addresses: IntArray, scales: FloatArray, out: FloatArray) -> None:
         k += 2
 
 
+@kernel
+def _sum_is_finite(one: FloatArray, other: FloatArray) -> bool:
+    bad = 0
+    for i in range(len(one)):
+        total = one[i] + other[i]
+        bad |= total - total != np.float32(0.0)
+    return bad == 0
+
+
 def read_only(array: FloatArray) -> FloatArray:
     """Returns a view that cannot be written, so that a kernel is compiled for one kind only."""
     view = array.view()
@@ -119,6 +128,11 @@ def copy_checked(source: FloatArray, out: FloatArray) -> bool:
 def all_finite(source: FloatArray) -> bool:
     """Returns whether `(numel,) float32` holds neither NaN nor Inf."""
     return bool(all_finite_loop(read_only(source)))
+
+
+def sum_is_finite(one: FloatArray, other: FloatArray) -> bool:
+    """Returns whether float32 holds every sum of two `(numel,) float32`; changes neither."""
+    return bool(_sum_is_finite(read_only(one), read_only(other)))
 
 
 def assign_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:

@@ -13,6 +13,7 @@ HyperArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
+SAMPLES_MAX = 1e12  # Largest weight of a push in the mean of its step.
 ANY_STEP = -2  # A checkpoint wants what is owed after whichever push.
 
 

@@ -22,7 +22,7 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.pb.ps.v1 import data_pb2
 from pscore.timeline import Timeline
-from pscore.types import ByteArray, FloatArray, Pull, Push, Role, Verdict
+from pscore.types import SAMPLES_MAX, ByteArray, FloatArray, Pull, Push, Role, Verdict
 from psserver.actions import Acknowledge, Action, Answer, Skip, Update
 from psserver.clock import SliceClock
 from psserver.counted import Token
@@ -36,7 +36,6 @@ from psserver.table import COUNT_MAX, Table
 from psserver.tally import Tally
 
 RAW = NoCompression()
-SAMPLES_MAX = 1e12
 STEPS_MAX = 1 << 48  # Of a job.
 VERDICTS = {verdict: data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict}
 LOADS = (Role.WEIGHTS, Role.STATE)

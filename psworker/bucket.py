@@ -222,6 +222,12 @@ class Bucket:
         spec = self.layout.slices[index]
         return self.grads[spec.start : spec.stop]
 
+    def present(self, index: int) -> int:
+        """Returns which segments of slice `index` have a gradient, as bits."""
+        segments = self.layout.slices[index].segments
+        has = [self.parameters[segment.tensor].grad is not None for segment in segments]
+        return sum(bit << position for position, bit in enumerate(has))
+
     def gather_grads(self, indices: Iterable[int], step: int) -> None:
         """Copies the gradients of parameters into the flat vector.
 

@@ -15,6 +15,7 @@ import torch
 
 from pscore.errors import ConfigError, ReplacedError, UnknownJobError
 from psworker.lowlevel import drop_named, named
+from psworker.setback import Setback
 
 if TYPE_CHECKING:
     from psworker.optimizer import DistributedOptimizer
@@ -47,6 +48,9 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
             "each worker's own with torch.nn.utils.clip_grad_norm_"
         )
     optimizer.gradients.overlap.changed("a gradient")
+    if optimizer.setback is not None:  # Likewise.
+        drop_named(_table(optimizer))
+        return torch.tensor(math.inf)
     grads = [weight.grad for weight in optimizer.bucket.parameters if weight.grad is not None]
     norm: torch.Tensor
     if session.num_workers == 1:
@@ -55,7 +59,8 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
         try:
             norm = _norm_of_mean(optimizer)
         except (ReplacedError, UnknownJobError) as problem:
-            optimizer.gradients.lost = problem  # `step` comes back, and this gradient is lost.
+            # `step` comes back, and this gradient is lost.
+            optimizer.setback = Setback(problem, optimizer.replica.step)
             return torch.tensor(math.inf)
     if bool(norm.isfinite()):
         factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
@@ -65,9 +70,13 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
     return norm
 
 
+def _table(optimizer: DistributedOptimizer) -> str:
+    return f"clip.{optimizer.exchange.table}"
+
+
 def _norm_of_mean(optimizer: DistributedOptimizer) -> torch.Tensor:
     """Returns the norm of the workers' mean gradient; Inf where one of them is not finite."""
-    name = f"clip.{optimizer.exchange.table}"
+    name = _table(optimizer)
     flat = _flat(optimizer)
     try:
         tensor = named(name, flat)

@@ -68,9 +68,14 @@ class Context:
 
     def close(self) -> None:
         """Closes in order: optimizers take the global weights, then the worker leaves."""
-        while self._closers:
-            self._closers.pop()()
-        self.abandon("finished")
+        is_closed = False
+        try:
+            while self._closers:
+                self._closers.pop()()
+            is_closed = True
+        finally:
+            why = "finished" if is_closed else "its training could not be closed"
+            self.abandon(why, failed=not is_closed)
 
     def abandon(self, reason: str, *, failed: bool = False) -> None:
         """Leaves at once. Shards of its own stay for the other workers, unless this one failed."""

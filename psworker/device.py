@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from pscore import wire
-from pscore.compressors.base import RESIDUAL, Compressor
+from pscore.compressors.base import RESIDUAL, Compressor, require_finite
 from pscore.cuda.base import Encoder
 from pscore.cuda.choice import make_encoder
+from pscore.kernels import all_finite
 from pscore.partition import Layout
 from pscore.types import FloatArray, Push, Verdict
-from psworker.feedback import Feedback, Sent
+from psworker.feedback import FLOAT_MAX, Feedback, Sent
 from psworker.screen import Screen
 
 log = logging.getLogger("paceline")
@@ -76,6 +77,7 @@ class DeviceFeedback(Feedback):
                 residual = self._encoder.state.get(RESIDUAL)
                 if residual is not None:
                     total += residual.cpu().numpy()
+                    require_finite(all_finite(total), self._compressor.name)
                     residual.zero_()
                     if residual.device.type == "cuda":
                         # The next kernels may be on another stream than this thread's.
@@ -100,6 +102,7 @@ class DeviceFeedback(Feedback):
                 else:
                     back.numpy()[:] = sent.payload.view(np.float32)
                 residual.add_(back.to(residual.device, non_blocking=True))
+                residual.clamp_(-FLOAT_MAX, FLOAT_MAX)  # Rounding may pass it.
 
     @property
     def state(self) -> Mapping[str, FloatArray]:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ import torch
 from pscore import wire
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
-from pscore.errors import PacelineError
+from pscore.errors import GradientError, PacelineError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
@@ -31,13 +30,14 @@ from pscore.rules.base import Rule
 from pscore.segment import Segment
 from pscore.types import FloatArray, Push, Role
 from psworker.debts import Debts
-from psworker.device import DeviceSide, is_on_device
+from psworker.device import is_on_device
 from psworker.estimate import Held
-from psworker.feedback import Feedback
 from psworker.missed import Missed
 from psworker.outbox import Landing
+from psworker.payloads import Payloads
 from psworker.session import Session
 from psworker.spans import note_payload, note_pull, note_push
+from psworker.traffic import Traffic, pulled_nbytes
 from psworker.transports import PullCall, PushCall, Transport
 from psworker.transports.socket import SocketTransport
 
@@ -49,17 +49,6 @@ SILENT_S = 3.0  # A shard that has answered no heartbeat for so long hangs, or i
 RAW = NoCompression()
 
 
-@dataclass(slots=True, kw_only=True)
-class Traffic:
-    """What a worker has sent and received, in bytes of payload, and what came of its pushes."""
-
-    pushed_nbytes: int = 0
-    pulled_nbytes: int = 0
-    num_pushes: int = 0
-    num_pulls: int = 0
-    num_too_late: int = 0
-
-
 class Exchange:
     """Pushes and pulls of one table.
 
@@ -68,6 +57,7 @@ class Exchange:
             shards on this host. None unless asked for.
         missed: Steps of this worker that did not count whole.
         origin: Where the steps of training are counted from.
+        payloads: What is made of gradients, and what error feedback owes.
     """
 
     def __init__(
@@ -123,15 +113,14 @@ class Exchange:
         self.grads: FloatArray | None = None
         self._segment: Segment | None = None
         self._shared: set[int] = set()  # Shards that have mapped `grads`.
-        self._device: DeviceSide | None = None  # Of a model on a GPU.
-        self._feedback = self._make_feedback()
         self._held = self._make_held()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, Landing]] = {}
         self._pulled_steps: dict[int, int] = {}  # That its last pull waits for.
-        self._debts = Debts(session, self.table, layout, self._feedback, self._pushes)
         if share:
             self._share()
+        self.payloads = Payloads(layout, compressor, self.grads, self._key)
+        self._debts = Debts(session, self.table, layout, self.payloads.feedback, self._pushes)
 
     @property
     def compresses_pulls(self) -> bool:
@@ -145,22 +134,16 @@ class Exchange:
     ) -> None:
         """Sends one slice; `grad` must stay as it is until `acknowledged(index)`."""
         self.acknowledged(index)
+        feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
         self._debts.begin(index, push.step)
-        # A segment without a gradient is left out by the shard, and so would be what is owed of it.
-        whole = not wire.pack_bits(push.present, len(self.layout.slices[index].segments))
-        feedback = self._feedback[index] if whole and (compress or flush) else None
-        on_device = is_on_device(grad)
-        if feedback is not None and on_device:
-            feedback = self._on_device(grad.device).place(index, feedback)
-            self._feedback[index] = feedback
         shared = feedback is None and push.present != 0 and self._is_shared(index, grad)
-        payload = self._payload(index, push, grad, feedback, flush=flush)
+        payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
         compressor = self.compressor.name if feedback is not None and not flush else ""
 
         def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
             return self._make(index, push, payload, compressor, shared=shared)
 
-        call = PushCall(make=make, slice=index, is_shared=shared, waits=on_device)
+        call = PushCall(make=make, slice=index, is_shared=shared, waits=is_on_device(grad))
         if self._timeline is not None:
             note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
@@ -221,7 +204,7 @@ class Exchange:
                 reply = self._wait(call.done, index, what)
             landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             landing.version, landing.clock = reply.version, reply.clock
-            self.traffic.pulled_nbytes += _pulled_nbytes(reply, landing)
+            self.traffic.pulled_nbytes += pulled_nbytes(reply, landing)
             self.traffic.num_pulls += 1
 
     def has_landed(self, index: int) -> bool:
@@ -248,11 +231,12 @@ class Exchange:
         for index in list(self._pushes):
             self.acknowledged(index)
 
-    def give_up_step(self, step: int, problem: PacelineError) -> None:
+    def give_up_step(self, step: int, problem: BaseException) -> None:
         """Gives up the step under way, and says what came of it (`Missed.give_up`)."""
         unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
         came = self.missed.give_up(step, unanswered)
-        log.warning("worker %d comes back, %s: %s", self.session.rank, came, problem)
+        why = str(problem) or type(problem).__name__
+        log.warning("worker %d comes back, %s: %s", self.session.rank, came, why)
 
     def _wait(self, future: Future[T], index: int, what: str) -> T:
         if self._timeline is None or future.done():
@@ -272,7 +256,7 @@ class Exchange:
                     return future.result(timeout=1.0)
                 except TimeoutError:
                     self.session.check()
-                    self._raise_refused()
+                    self._raise_failed()
                 text, is_silent = self._in_words(index, what)
                 self.session.waits = text if is_silent else ""
                 waited_s = time.monotonic() - started_s
@@ -284,7 +268,7 @@ class Exchange:
         finally:
             self.session.waits = ""
 
-    def _raise_refused(self) -> None:
+    def _raise_failed(self) -> None:
         """Raises what kept a push here: others' answers, and ours, may wait for it for ever."""
         for future in self._pushes.values():
             if future.done() and (problem := future.exception()) is not None:
@@ -305,9 +289,7 @@ class Exchange:
         self._pushes.clear()
         self._pulls.clear()
         self._held = self._make_held()
-        for index, feedback in enumerate(self._feedback):
-            if feedback is not None:  # Of an elastic job this may be another rank by now.
-                feedback.key = self._key(index)
+        self.payloads.restart()
         self._debts.restart(self.table)
         self._attach()
 
@@ -354,37 +336,18 @@ class Exchange:
 
     def compressor_state(self) -> dict[str, FloatArray]:
         """Returns what error feedback keeps, `(layout.numel,)` each; pushes must be flushed."""
-        state: dict[str, FloatArray] = {}
-        for spec, feedback in zip(self.layout.slices, self._feedback, strict=True):
-            for name, array in feedback.state.items() if feedback is not None else ():
-                flat = state.setdefault(name, np.zeros(self.layout.numel, dtype=np.float32))
-                flat[spec.start : spec.stop] = array
-        return state
+        return self.payloads.state()
 
     def load_compressor_state(self, state: Mapping[str, FloatArray]) -> None:
         """Replaces what error feedback keeps; of a layout for any number of shards."""
-        for spec, feedback in zip(self.layout.slices, self._feedback, strict=True):
-            for name, flat in state.items() if feedback is not None else ():
-                assert feedback is not None
-                feedback.load(name, flat[spec.start : spec.stop])
-
-    def _make_feedback(self) -> list[Feedback | None]:
-        """Returns what error feedback needs of each slice; None where nothing is compressed."""
-        if self.compressor.is_raw:
-            return [None] * len(self.layout.slices)
-        return [
-            Feedback(self.compressor, spec.numel, self._key(spec.index)) if spec.compress else None
-            for spec in self.layout.slices
-        ]
+        self.payloads.load(state)
 
     def _make_held(self) -> list[Held | None]:
         """Returns what is held of each slice's estimate; None where pulls are not compressed."""
-        if not self.compresses_pulls:
-            return [None] * len(self.layout.slices)
         who = f"worker {self.session.rank}"
         return [
             Held(self.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
-            if spec.compress
+            if spec.compress and self.compresses_pulls
             else None
             for spec in self.layout.slices
         ]
@@ -448,25 +411,6 @@ class Exchange:
             incarnation=session.incarnation,
         )
 
-    def _payload(
-        self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
-    ) -> Callable[[], memoryview]:
-        """Returns what returns the payload; what runs on a GPU, copies too, starts now."""
-        if is_on_device(grad):
-            return self._on_device(grad.device).payload(index, push, grad, feedback, flush=flush)
-        if feedback is None:
-            return lambda: wire.as_bytes(grad.numpy())
-        if flush:
-            return lambda: feedback.flush(push, grad.numpy())
-        return lambda: feedback.encode(push, grad.numpy())
-
-    def _on_device(self, device: torch.device) -> DeviceSide:
-        """Returns how the gradients of a model on a GPU leave it."""
-        if self._device is None:
-            assert self.grads is not None
-            self._device = DeviceSide(self.layout, self.compressor, self.grads, device)
-        return self._device
-
     def _make(
         self,
         index: int,
@@ -492,7 +436,13 @@ class Exchange:
             compressor=compressor,
         )
         begin_ns = 0 if self._timeline is None else self._timeline.now_ns()
-        data = payload()
+        try:
+            data = payload()
+        except GradientError as problem:  # Only now: it was on a device. So the step still ends.
+            self.payloads.refuse(problem)
+            header.present, header.compressor = wire.pack_bits(0, len(spec.segments)), ""
+            header.shared = header.may_wait = False
+            return header, ()
         if self._timeline is not None and compressor:
             note_payload(self._timeline, begin_ns, index, push, data.nbytes, compressor)
         nbytes = data.nbytes if push.present else 0
@@ -504,11 +454,3 @@ class Exchange:
 
 def _is_answered(push: Future[data_pb2.PushReply]) -> bool:
     return push.done() and push.exception() is None
-
-
-def _pulled_nbytes(reply: data_pb2.PullReply, landing: Landing) -> int:
-    """Returns the bytes of payload of an answer; shared memory counts as if it had travelled."""
-    if reply.fingerprint and not reply.whole:
-        return sum(reply.deltas)
-    nbytes = sum(tensor.nbytes for tensor in (landing.weights, *landing.state))
-    return nbytes if reply.counts else landing.weights.nbytes

@@ -16,9 +16,11 @@ import numpy as np
 import xxhash
 
 from pscore import wire
-from pscore.compressors.base import RESIDUAL, Compressor
+from pscore.compressors.base import LARGEST, RESIDUAL, Compressor
 from pscore.types import ByteArray, FloatArray, Push, TensorSpec, Verdict
 
+FLOAT_MAX = float(np.finfo(np.float32).max)
+UNKNOWN = np.inf  # No bound on what is owed: it is looked at.
 MATRIX_NDIM = 2  # Biases and the weights of norm layers have one dimension.
 
 
@@ -79,7 +81,17 @@ class Feedback:
         self._buffer: ByteArray | None = None
         self._total: FloatArray | None = None
         self._sent: Sent | None = None
-        self._state: dict[str, FloatArray] = {}
+        self._state: dict[str, FloatArray] = {LARGEST: np.zeros(1, dtype=np.float32)}
+
+    def require_room(self, grad: FloatArray) -> None:
+        """Refuses a gradient that cannot be added to what is owed; changes nothing.
+
+        Raises:
+            GradientError: Together they are too large for float32.
+        """
+        with self._lock:
+            self._allocate()
+            self._compressor.require_room(grad, self._state)
 
     def encode(self, push: Push, grad: FloatArray) -> memoryview:
         """Returns the payload of a push; it stays as it is until the push is settled."""
@@ -97,6 +109,7 @@ class Feedback:
         with self._lock:
             if self._sent is None or self._sent.step != push.step:
                 self._allocate()
+                self._compressor.require_room(grad, self._state)
                 if self._total is None:
                     self._total = np.empty(self._numel, dtype=np.float32)
                 residual = self._state.get(RESIDUAL)
@@ -124,18 +137,21 @@ class Feedback:
                     self._compressor.decode_add(sent.payload, residual, 1.0, assign=False)
                 else:
                     residual += sent.payload.view(np.float32)
+                np.clip(residual, -FLOAT_MAX, FLOAT_MAX, out=residual)  # Rounding may pass it.
+                self._state[LARGEST][0] = UNKNOWN
 
     @property
     def state(self) -> Mapping[str, FloatArray]:
         """The compressor's arrays by name, each `(numel,) float32`; empty before the first push."""
-        return self._state
+        return {name: array for name, array in self._state.items() if name != LARGEST}
 
     def load(self, name: str, value: FloatArray) -> None:
         """Replaces one array of the state; one that the compressor does not keep is dropped."""
         with self._lock:
             self._allocate()
-            if name in self._state:
+            if name in self.state:
                 self._state[name][:] = value
+                self._state[LARGEST][0] = UNKNOWN
 
     def _seed(self, push: Push) -> int:
         return xxhash.xxh3_64_intdigest(f"{self.key}/{push.step}".encode())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pscore.errors import GradientError, PacelineError, ReplacedError, UnknownJobError
+from pscore.errors import GradientError
 from pscore.types import Role
 from psworker.bucket import Bucket
 from psworker.exchange import Exchange
@@ -21,11 +21,7 @@ from psworker.replica import Replica
 
 
 class Gradients:
-    """The gradients of one step.
-
-    Attributes:
-        lost: Why the shards go on without this worker, found out during backward.
-    """
+    """The gradients of one step."""
 
     def __init__(
         self,
@@ -46,7 +42,6 @@ class Gradients:
             progress: Knows the weight of this worker's gradient in the mean.
             begin: Called before the first gradient of a step leaves during backward.
         """
-        self.lost: PacelineError | None = None
         self.overlap = overlap
         self._bucket = bucket
         self._exchange = exchange
@@ -55,6 +50,7 @@ class Gradients:
         self._begin = begin
         self._gathered: set[int] = set()  # Parameters.
         self._pushed: set[int] = set()  # Slices.
+        self._kept: set[int] = set()  # Parameters that had left before an error in the step.
         slices = bucket.layout.slices
         self._index = {id(parameter): i for i, parameter in enumerate(bucket.parameters)}
         self._missing = [0] * len(slices)  # Gradients of each slice still to come.
@@ -76,10 +72,13 @@ class Gradients:
 
     # ----- during backward
 
-    def watch(self) -> None:
-        """Starts to send gradients during backward, if that is wanted."""
+    def watch(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Has autograd call `hook` with each parameter whose gradient is there, if that is wanted.
+
+        Args:
+            hook: Calls `made`.
+        """
         if self.overlap.is_wanted:
-            hook = self._hook
             self._handles = [
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 for parameter in self._bucket.parameters
@@ -90,20 +89,22 @@ class Gradients:
         while self._handles:
             self._handles.pop().remove()
 
-    def _hook(self, parameter: torch.Tensor) -> None:
-        """Sends what `parameter` completes; autograd calls it when a gradient is there."""
+    def made(self, parameter: torch.Tensor) -> None:
+        """Sends what `parameter` completes, whose gradient backward has made.
+
+        Raises:
+            GradientError: It holds NaN or Inf, or has left already in this step.
+            ConfigError: A hyper-parameter is wrong.
+            PacelineError: A shard refused something, or nobody answers.
+        """
         if self._replica.plan().push is not Role.GRADIENT:
             return
         index = self._index[id(parameter)]
         if not self.overlap.has_begun:
             self._begin()
         self.overlap.made(index, self._bucket.parameters[index])
-        if self.lost is not None:
-            return
-        try:
+        if index not in self._kept:
             self._leave_early(index)
-        except (ReplacedError, UnknownJobError) as problem:
-            self.lost = problem  # `step` comes back; backward goes on undisturbed.
 
     def _leave_early(self, index: int) -> None:
         """Gathers one gradient during backward, and pushes the slices that it completes."""
@@ -116,7 +117,8 @@ class Gradients:
         self.overlap.moved(index, self._bucket.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1
-            if self._missing[part] == 0 and self._exchange.has_landed(part):
+            is_ready = self._missing[part] == 0 and part not in self._pushed
+            if is_ready and self._exchange.has_landed(part):
                 self._push(part, in_backward=True)  # Else `step` does, which may wait.
 
     # ----- at the end of a step
@@ -130,7 +132,7 @@ class Gradients:
         changed = self._bucket.changed_grad(
             index
             for index in self.overlap.check(self._bucket.parameters)
-            if index in self._gathered
+            if index in self._gathered and index not in self._kept
         )
         if changed is not None:
             self.overlap.refuse(changed)
@@ -143,6 +145,9 @@ class Gradients:
         """
         if not self.overlap.is_wanted:
             self._gather(range(len(self._bucket.parameters)))
+            plan = self._replica.plan()
+            if plan.compress or plan.flush:
+                self._exchange.payloads.require_room(self.flat(), self._bucket.present)
         for index in self._replica.front_first():
             if index not in self._pushed:
                 self._gather([part.tensor for part in self._bucket.layout.slices[index].segments])
@@ -164,8 +169,17 @@ class Gradients:
 
     def end(self) -> None:
         """Ends the step."""
-        self._gathered.clear()
         self._pushed.clear()
+        self._take_anew(set())
+
+    def begin_again(self) -> None:
+        """Takes the step's gradients anew, but for slices that have left: they keep theirs."""
+        self._bucket.lent.part_all()  # Shards may still read what lies there.
+        slices = enumerate(self._slices_of)
+        self._take_anew({index for index, parts in slices if self._pushed.issuperset(parts)})
+
+    def _take_anew(self, kept: set[int]) -> None:
+        self._kept, self._gathered = kept, set(kept)
         self.overlap.forget()
         for spec in self._bucket.layout.slices:
             self._missing[spec.index] = len(spec.segments)
@@ -194,12 +208,7 @@ class Gradients:
             made.append(index)
             if lent.has(index) and not self._lends(index):
                 lent.part(index)
-        try:
-            self._bucket.gather_grads(made, self._replica.step)
-        except GradientError:
-            if not self._pushed:  # So the step can be left out.
-                self.end()
-            raise
+        self._bucket.gather_grads(made, self._replica.step)
         self._gathered.update(indices)
 
     def _lends(self, index: int) -> bool:
@@ -211,13 +220,9 @@ class Gradients:
     def _push(self, index: int, *, in_backward: bool = False, is_empty: bool = False) -> None:
         """Sends one slice, after a pull of it that is still under way."""
         self._exchange.run(self._replica.land(index))
-        part = self._replica.parts[index]
-        present = 0
-        for position, segment in enumerate(self._bucket.layout.slices[index].segments):
-            grad = self._bucket.parameters[segment.tensor].grad
-            has_grad = grad is not None and not is_empty
-            part.active[position] = has_grad
-            present |= has_grad << position
+        present, active = self._bucket.present(index), self._replica.parts[index].active
+        present = 0 if is_empty else present
+        active[:] = [present >> position & 1 for position in range(len(active))]
         flat, samples = self._bucket.grads_of(index), 0.0 if is_empty else self._progress.samples
         self._replica.push(index, flat, present, samples, self._exchange, in_backward=in_backward)
         self._pushed.add(index)

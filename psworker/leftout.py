@@ -20,7 +20,8 @@ class LeftOut:
         """Starts before the first step."""
         self.report = (0, 0, 0)
         self._zeroed = 0  # Calls since the end of the last step.
-        self._total = 0  # Calls since the end of the first step.
+        self._total = 0  # Calls in the steps behind the first one, but for those given up.
+        self._num_steps = 0  # Such steps.
         self._usual: int | None = None  # Fewest calls from one step to the next.
 
     def zeroed(self) -> None:
@@ -32,8 +33,15 @@ class LeftOut:
         steps, count, since = self.report
         if steps > 0:
             self._total += self._zeroed
+            self._num_steps += 1
             self._usual = min(self._zeroed if self._usual is None else self._usual, self._zeroed)
-            former, count = count, self._total - self._usual * steps
+            former, count = count, self._total - self._usual * self._num_steps
             since = since if count == former else steps
+        self.report = (steps + 1, count, since)
+        self._zeroed = 0
+
+    def given_up(self) -> None:
+        """Counts the end of a step that an error has ended: the script has not left it out."""
+        steps, count, since = self.report
         self.report = (steps + 1, count, since)
         self._zeroed = 0

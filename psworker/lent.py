@@ -103,6 +103,11 @@ class LentGrads:
         grad = self._lent.pop(index)
         self._parameters[index].grad = grad.clone()
 
+    def part_all(self) -> None:
+        """Gives each `.grad` that lies in the vector memory of its own."""
+        for index in [index for index in self._lent if self.has(index)]:
+            self.part(index)
+
     def end_step(self) -> list[int]:
         """Returns the parameters whose `.grad` lies in the vector.
 

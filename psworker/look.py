@@ -17,6 +17,7 @@ import torch
 from pscore.errors import ReplacedError, UnknownJobError
 from pscore.types import IntArray
 from psworker.outbox import Landing
+from psworker.setback import guard
 
 if TYPE_CHECKING:
     from psworker.optimizer import DistributedOptimizer
@@ -44,10 +45,13 @@ def look(wrapper: DistributedOptimizer, num_state: int | None = None) -> Seen:
         PacelineError: Nobody answers, or the worker cannot come back.
     """
     try:
-        return _look(wrapper, num_state)
-    except (ReplacedError, UnknownJobError) as problem:
-        wrapper.return_between_steps(problem)
-        return _look(wrapper, num_state)
+        with guard(wrapper):
+            return _look(wrapper, num_state)
+    except (ReplacedError, UnknownJobError):
+        if wrapper.gradients.have_left:  # In the middle of a step: that comes back at its end.
+            raise
+        with guard(wrapper):
+            return _look(wrapper, num_state)
 
 
 def _look(wrapper: DistributedOptimizer, num_state: int | None) -> Seen:
@@ -77,12 +81,15 @@ def global_weights(
     """
     bucket, replica = wrapper.bucket, wrapper.replica
     bucket.warn_of_changes()
-    is_there = wrapper.rule.by_step and not (replica.drifts or wrapper.exchange.compresses_pulls)
-    other = None if is_there else look(wrapper).weights.to(bucket.device)
+    with guard(wrapper):
+        drifts = replica.drifts or wrapper.exchange.compresses_pulls
+        is_there = wrapper.rule.by_step and not drifts
+        other = None if is_there else look(wrapper).weights.to(bucket.device)
     with contextlib.ExitStack() as undo:
         if other is not None:
             bucket.swap_weights(other)
             undo.callback(bucket.note_weights)
             undo.callback(bucket.swap_weights, other)
-        undo.enter_context(buffers)
+        with guard(wrapper):
+            undo.enter_context(buffers)
         yield

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import (
     ConfigError,
-    PacelineError,
     ReplacedError,
     UnknownJobError,
 )
@@ -31,7 +31,7 @@ from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.types import Role, TensorSpec
-from psworker import context, scaling
+from psworker import context, scaling, setback
 from psworker.bucket import Bucket, describe, refuse_thawed, trained
 from psworker.buffers import Buffers
 from psworker.change import change_mode
@@ -41,7 +41,7 @@ from psworker.gradients import Gradients
 from psworker.leftout import LeftOut
 from psworker.look import global_weights
 from psworker.overlap import Overlap
-from psworker.progress import Progress
+from psworker.progress import Progress, require_weight
 from psworker.replica import Replica
 from psworker.spans import timed_step
 from psworker.state import load_torch_state, torch_state, upload
@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RemoteProtocolError: The shards refuse this worker; says why.
             ServerUnavailableError: No shard answers.
         """
-        self._inner = optimizer
+        self._inner, samples = optimizer, require_weight(samples)
         self.rule = parse_mode(mode)
         self.compressor = parse_compressor(compression)
         self.pull_compressor = parse_pull_compressor(pull_compression)
@@ -124,7 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             exclude=compress_exclude,
         )
         self._make_table(parameters, chosen, early, samples)
-        self._buffers = Buffers(model, buffers, self.session)
+        self.buffers = Buffers(model, buffers, self.session)
         self._start()
 
     def _make_table(
@@ -163,9 +163,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         given = [parameter for group in self.param_groups for parameter in group["params"]]
         self._frozen = [parameter for parameter in given if id(parameter) not in ours]
         self._end = ""  # Why training has ended.
-        self._left_out = LeftOut()
+        self.left_out = LeftOut()
+        self.setback: setback.Setback | None = None  # This worker is to join anew.
         if self.rule.takes_all and not self.session.min_workers:
-            self.session.left_out[self.exchange.table] = self._left_out
+            self.session.left_out[self.exchange.table] = self.left_out
 
     def _replace_others(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Ends training with former wrappers of the same parameters: a notebook's cell run again.
@@ -192,7 +193,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def samples(self, samples: float) -> None:
         if samples != self.samples:
             self.gradients.overlap.changed(f"samples ({self.samples:g}, now {samples:g})")
-            self.progress.samples = samples
+            self.progress.samples = require_weight(samples)
 
     @property
     def steps(self) -> int:
@@ -211,7 +212,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does what `torch.optim.Optimizer.zero_grad` does, and counts the beginning of a step."""
-        self._left_out.zeroed()
+        self.left_out.zeroed()
         super().zero_grad(set_to_none)
 
     def step(
@@ -263,9 +264,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.session.require_own()
 
     def _run(self, grad_scaler: GradScaler | None, *, skips: bool = False) -> None:
-        """Makes one step, or leaves it out."""
-        timeline = self.session.timeline
+        """Makes one step, or leaves it out; behind an error that shards may know of, comes back."""
+        timeline, number = self.session.timeline, self.replica.step
         begin_ns = 0 if timeline is None else timeline.now_ns()
+        with setback.recovers(self):
+            if self.setback is None:
+                try:
+                    self._make_step(grad_scaler, skips=skips)
+                except (ReplacedError, UnknownJobError) as problem:
+                    self.setback = setback.Setback(problem, number)
+            elif grad_scaler is not None:
+                scaling.unscale(self, grad_scaler)
+            if self.setback is None:
+                self.missed.end_step()
+                self.progress.locate(number)
+                self.gradients.end()
+                self.left_out.ended()
+            else:
+                setback.come_back(self, self.setback)
+                self.left_out.given_up()
+            self.exchange.payloads.raise_refused()
+        if timeline is not None:
+            timeline.span("optimizer.step", begin_ns, step=number)
+
+    def _make_step(self, grad_scaler: GradScaler | None, *, skips: bool) -> None:
+        """Checks what a step is made of, and makes it, unless all leave it out."""
         before = self.replica.parts[0].hyper
         self._set_hyper()
         if not np.array_equal(before, self.replica.parts[0].hyper):
@@ -274,21 +297,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.bucket.check_weights()
         self.bucket.warn_of_changes()
         refuse_thawed(self._frozen)
-        number = self.replica.step
-        try:
-            if self.gradients.lost is not None:
-                raise self.gradients.lost
-            has_overflow = grad_scaler is not None and self._overflows(grad_scaler)
-            if not (has_overflow and self.rule.takes_all):  # Then all leave it out.
-                self._finish_step(skips=skips or has_overflow)
-        except (ReplacedError, UnknownJobError) as problem:
-            self._come_back(problem, number)
-        self.missed.end_step()
-        self.progress.locate(number)
-        self.gradients.end()
-        self._left_out.ended()
-        if timeline is not None:
-            timeline.span("optimizer.step", begin_ns, step=number)
+        has_overflow = grad_scaler is not None and self._overflows(grad_scaler)
+        if not (has_overflow and self.rule.takes_all):  # Then all leave it out.
+            self._finish_step(skips=skips or has_overflow)
 
     def _overflows(self, scaler: GradScaler) -> bool:
         """Unscales the gradients, and returns whether the step is to be left out."""
@@ -314,28 +325,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grads, samples = self.gradients.flat(), self.samples
         self.exchange.run(self.replica.finish(grads, self.exchange, samples))
         self.show_weights()
-        self._buffers.post(0.0 if skips else samples)
+        self.buffers.post(0.0 if skips else samples)
         self.gradients.settle()  # From here on the script may write to `.grad`.
-
-    def _come_back(self, problem: PacelineError, number: int) -> None:
-        """Joins anew after having been declared lost; of step `number` counts what has arrived."""
-        self.exchange.give_up_step(self.clock, problem)
-        self.gradients.lost = None
-        self.session.rejoin()
-        self.exchange.restart()
-        self._buffers.restart()
-        self.replica.restart()
-        self.replica.rank = self.session.rank
-        self.exchange.run(self.replica.begin(self.exchange))
-        self.show_weights()
-
-    def return_between_steps(self, problem: PacelineError) -> None:
-        """Comes back where a look finds that this worker was lost, or raises `problem`."""
-        if self.gradients.have_left:  # In the middle of a step: that comes back at its end.
-            raise problem
-        number = self.replica.step
-        self._come_back(problem, number)
-        self.progress.locate(number)
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -350,9 +341,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._end:
             yield
             return
-        with global_weights(self, self._buffers.shared()):
+        with global_weights(self, self.buffers.shared()):
             yield
 
+    @setback.mends
     def set_mode(self, mode: str | Rule) -> None:
         """Changes the mode of the running job, between two steps; every worker calls it.
 
@@ -381,10 +373,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._end = "close() or psworker.shutdown()"
             self.gradients.unwatch()
             _open.discard(self)
-            self.exchange.flush()
-            self.replica.end_round(self.gradients.flat(), self.exchange)
-            self.exchange.run(self.replica.fetch(None, self.exchange))
-            self.bucket.scatter_weights()
+            with setback.guard(self):
+                self.exchange.flush()
+                self.replica.end_round(self.gradients.flat(), self.exchange)
+                self.exchange.run(self.replica.fetch(None, self.exchange))
+                self.bucket.scatter_weights()
 
     # ----- state
 
@@ -396,6 +389,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return torch_state(self)
 
+    @setback.mends
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the shards' optimizer state and the model's weights on all workers.
 
@@ -454,7 +448,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.show_weights()
         if not self.rule.by_step:  # Nobody may end before all have come: the job would be over.
             self.session.barrier("begin")
-        self.gradients.watch()
+        self.gradients.watch(partial(setback.hook, self))
         self._context.at_close(self.close)
         _open.add(self)
 

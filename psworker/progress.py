@@ -6,8 +6,21 @@ joins, comes back or was too late is where the others are, in every mode.
 
 from __future__ import annotations
 
+from pscore.errors import ConfigError
+from pscore.types import SAMPLES_MAX
 from psworker.exchange import Exchange
 from psworker.replica import Replica
+
+
+def require_weight(samples: float) -> float:
+    """Returns a weight in the mean that the shards take.
+
+    Raises:
+        ConfigError: It is negative, too large, or no number.
+    """
+    if not 0.0 <= samples <= SAMPLES_MAX:
+        raise ConfigError(f"samples is {samples!r}, must be in 0..{SAMPLES_MAX:g}")
+    return samples
 
 
 class Progress:

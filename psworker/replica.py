@@ -14,7 +14,6 @@ from collections.abc import Generator, Sequence
 import numpy as np
 import torch
 
-from pscore.errors import GradientError
 from pscore.local.base import LocalSlice
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
@@ -22,6 +21,7 @@ from pscore.rules.base import Plan, Rule
 from pscore.timeline import Timeline
 from pscore.types import Origin, Push, Role, SegmentTable
 from psworker.landings import Landings
+from psworker.moves import spoilt, write_moves
 from psworker.outbox import Landing, Outbox
 
 Waits = Generator[int, None, None]
@@ -39,6 +39,7 @@ class Replica:
         clocks: For each slice, one more than the `step` of its last push on the wire: pushes made
             so far, or more where steps have closed without this worker.
         num_inner: Steps of the user's own optimizer since the last pull.
+        is_ending: Whether `finish` has begun to end a step, and has not ended it.
         timeline: Where local updates are recorded; None: nowhere.
     """
 
@@ -66,6 +67,7 @@ class Replica:
         self.step = 0
         self.clocks = [0] * len(layout.slices)
         self.num_inner = 0
+        self.is_ending = False
         self.timeline: Timeline | None = None
         self.local = rule.local_update()
         self.weights = weights
@@ -80,7 +82,7 @@ class Replica:
             )
             for spec in layout.slices
         ]
-        self._starts = [spec.start for spec in layout.slices]
+        self._spans = [slice(spec.start, spec.stop) for spec in layout.slices]
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
         self._num_state = len(optimizer.state_names)
@@ -163,7 +165,7 @@ class Replica:
         Raises:
             GradientError: The weights hold NaN or Inf at the end of a round.
         """
-        plan = self.plan()
+        plan, self.is_ending = self.plan(), True
         if plan.inner:
             self.num_inner += 1
             self._samples += samples
@@ -191,6 +193,7 @@ class Replica:
         self.step += 1
         if plan.block:
             yield from self.settle()
+        self.is_ending = False
 
     def end_round(self, grads: Sequence[torch.Tensor], outbox: Outbox) -> None:
         """Pushes what the weights have moved by in a round that is not over; for the last of all.
@@ -262,11 +265,9 @@ class Replica:
         self._pending.clear()
         self._clock = self._next = None
         self.clocks = [0] * len(self.parts)
-        self.num_inner, self._samples = 0, 0.0
+        self.num_inner, self._samples, self.is_ending = 0, 0.0, False
         for part in self.parts:
-            part.version, part.num_local, part.num_made = -1, 0, 0
-            part.counts[:] = 0
-            part.state.clear()
+            part.restart()
 
     def change(self, rule: Rule) -> None:
         """Goes on under another rule at the same step: the next pulls bring weights and clocks."""
@@ -341,11 +342,6 @@ class Replica:
     def _indices(self) -> range:
         return range(len(self.parts))
 
-    def _span(self, index: int) -> slice:
-        """Returns where a slice lies in the flat vector."""
-        start = self._starts[index]
-        return slice(start, start + len(self.parts[index].weights))
-
     def _newest(self, clock: int) -> int:
         return self.rule.min_version(clock - 1) if clock else 0
 
@@ -394,13 +390,11 @@ class Replica:
     def _push_moves(self, moves: Sequence[torch.Tensor], outbox: Outbox) -> None:
         """Pushes the weights of the last pull minus the weights now, weighed by mean samples."""
         assert self._reference is not None
-        for index, part in enumerate(self.parts):
-            torch.sub(self._reference[self._span(index)], part.weights, out=moves[index])
-            if not bool(torch.isfinite(moves[index]).all()):
-                raise GradientError(
-                    f"the weights of slice {index} hold NaN or Inf at step {self.step}, at the "
-                    "end of a round; nothing of it was pushed"
-                )
+        bad = write_moves(self.parts, [self._reference[span] for span in self._spans], moves)
+        if bad is not None:  # The round begins anew from the weights of the last pull.
+            self.weights.copy_(self._reference)
+            self.num_inner, self._samples, self.is_ending = 0, 0.0, False
+            raise spoilt(bad, self.step)
         for index in self.front_first():
             samples = self._samples / self.num_inner
             self._send(index, Role.DELTA, moves[index], -1, samples, outbox)
@@ -458,7 +452,7 @@ class Replica:
         assert self.local is not None
         part = self.parts[index]
         self.local.update(part, grad)
-        part.num_local += 1
+        part.past.append(part.hyper)
         part.num_made += 1
         if self.timeline is not None:
             self.timeline.span("local update", begin_ns, slice=index, step=self.step)
@@ -490,10 +484,11 @@ class Replica:
         elif landing.weights.data_ptr() != part.weights.data_ptr():
             part.weights.copy_(landing.weights, non_blocking=True)
         if self._reference is not None:
-            self._reference[self._span(index)].copy_(part.weights)
+            self._reference[self._spans[index]].copy_(part.weights)
         if part.version < 0:
             self.clocks[index], self._clock = max(self.clocks[index], landing.clock), None
         if part.version < 0 or landing.version > self.clocks[index]:
             self._next = None  # Else the clock, which is what counts, is as it was.
-        part.version, part.num_local = landing.version, 0
+        part.version = landing.version
+        part.past.clear()
         self._landings.release(index)

@@ -42,8 +42,7 @@ def overflows(
     Raises:
         PacelineError: This worker is no longer part of the job, or nobody answers.
     """
-    if not scaler._found_inf_per_device(optimizer):  # The script has not unscaled them.
-        scaler.unscale_(optimizer)
+    unscale(optimizer, scaler)
     found = scaler._found_inf_per_device(optimizer).values()
     largest = max((value.item() for value in found), default=0.0)
     if rule.takes_all and (session.num_workers > 1 or session.min_workers):
@@ -51,6 +50,12 @@ def overflows(
         for value in found:
             value.fill_(largest)
     return largest > 0.0
+
+
+def unscale(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+    """Unscales the gradients of a step, unless the script has done so."""
+    if not scaler._found_inf_per_device(optimizer):
+        scaler.unscale_(optimizer)
 
 
 def refuse_attributes(optimizer: torch.optim.Optimizer) -> None:

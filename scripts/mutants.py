@@ -119,8 +119,13 @@ MUTANTS = (
     Mutant("ssd", "pulls in turns", RULES + "ssd.py", "turn=turn, ", "turn=0, "),
     Mutant("ssd", "state over two steps", RULES + "ssd.py", "2 if brings_state else 1", "1"),
     Mutant("ssd", "k steps ahead", RULES + "ssd.py", "return self.steps\n", "return 1\n"),
-    Mutant("glu", "global gradient", LOCAL + "glu.py", " + beta * s[i]", ""),
+    Mutant("glu", "global gradient", LOCAL + "glu.py", " + beta * sync + decay", " + decay"),
     Mutant("glu", "own gradient", LOCAL + "glu.py", "alpha * g[i] + ", ""),
+    Mutant("glu", "weights before each step", LOCAL + "glu.py", "        p[i] = now\n", ""),
+    Mutant("glu", "divisor", LOCAL + "glu.py", "self.steps * rates", "rates"),
+    Mutant("secant", "global gradient", LOCAL + "secant.py", " + beta * s[i]", ""),
+    Mutant("secant", "own gradient", LOCAL + "secant.py", "alpha * g[i] + ", ""),
+    Mutant("secant", "rates of the updates", LOCAL + "secant.py", "part.past[-num_updates:]", "[]"),
     Mutant(
         "mirror", "takes the shards' state", LOCAL + "mirror.py", "kept.copy_(pulled)", "continue"
     ),

@@ -7,6 +7,9 @@ the residual is written once (Karimireddy et al., arXiv:1901.09847):
 
     u = grad + residual;  send C(u);  residual = u - D(C(u))
 
+What is finite stays finite: a payload of finite numbers decodes to finite numbers, and a gradient
+that cannot be added to what is owed is refused before anything is changed.
+
 Decoding adds straight into the shard's accumulator, in one pass.
 """
 
@@ -20,13 +23,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pscore.errors import GradientError
-from pscore.kernels import read_only
+from pscore.kernels import read_only, sum_is_finite
 from pscore.types import ByteArray, FloatArray
 
 RESIDUAL = "residual"
+LARGEST = "largest"  # An optional entry of a state, `(1,) float32`: no number in it is larger.
+CALM = np.float32(2.0**102)  # Added to any number of float32, what is smaller gives a number.
+INF_BITS = np.int32(0x7F800000)
 EMPTY: FloatArray = np.empty(0, dtype=np.float32)
 
-State = Mapping[str, FloatArray]  # By the names in `state_names`, each `(numel,) float32`.
+# By the names in `state_names`, each `(numel,) float32`; and `LARGEST`, if the caller keeps it.
+State = Mapping[str, FloatArray]
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,11 @@ class Compressor(ABC):
         """Arrays that the worker keeps of each slice; `residual` is what is still owed."""
         return (RESIDUAL,)
 
+    @property
+    def bounds_debt(self) -> bool:
+        """Whether sending reduces what is owed, whatever that is: then it cannot pile up."""
+        return self.state_names == (RESIDUAL,)
+
     @abstractmethod
     def payload_nbytes_max(self, numel: int) -> int:
         """Returns the largest payload of `numel` elements, in bytes."""
@@ -69,6 +81,23 @@ class Compressor(ABC):
             DecodeError: Its size, a size in it, an index or a scale is wrong.
         """
 
+    def require_room(self, grad: FloatArray, state: State) -> None:
+        """Refuses a gradient that cannot be added to what is owed; changes nothing.
+
+        Looks at the numbers only where `LARGEST` does not rule it out.
+
+        Raises:
+            GradientError: The gradient and what is owed are too large for float32 together.
+        """
+        known = state.get(LARGEST)
+        if known is None or not known[0] < CALM:
+            require_finite(self._has_room(grad, state), self.name)
+
+    def _has_room(self, grad: FloatArray, state: State) -> bool:
+        """Whether float32 holds the sum of the gradient and what is owed."""
+        owed = state.get(RESIDUAL)
+        return owed is None or sum_is_finite(grad, owed)
+
     @abstractmethod
     def encode(
         self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
@@ -77,7 +106,7 @@ class Compressor(ABC):
 
         Args:
             grad: `(numel,) float32`, finite; not changed.
-            state: The arrays of `state_names`, changed in place.
+            state: The arrays of `state_names`, changed in place unless an error is raised.
             out: `(>= payload_nbytes_max(numel),) uint8`, aligned to 8 bytes.
             seed: Of this (job, worker, slice, step), 64 bits, for compressors that draw.
             step: Of the worker, for compressors whose ratio is warmed up.
@@ -113,6 +142,17 @@ def aligned(payload: ByteArray, dtype: str) -> Any:
     """Returns a part of a payload as `dtype`, not writable; copied if it is not aligned."""
     array = payload.view(dtype)
     return read_only(array if array.flags.aligned else array.copy())
+
+
+def note_largest(state: State, bits: int | np.integer[Any], name: str) -> None:
+    """Notes the largest magnitude that an encoder has met, by its bits: no more is owed now.
+
+    Raises:
+        GradientError: It is no number: the gradient was none.
+    """
+    require_finite(bits < INF_BITS, name)
+    if LARGEST in state:
+        state[LARGEST].view(np.int32)[0] = bits
 
 
 def require_finite(ok: bool | np.bool, name: str) -> None:

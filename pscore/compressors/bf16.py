@@ -20,8 +20,8 @@ import numpy as np
 from numpy import uint32
 
 from pscore.compressors import blocks
-from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS
+from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, note_largest
+from pscore.compressors.blocks import BLOCK
 from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
@@ -51,7 +51,8 @@ class BF16(Compressor):
     ) -> int:
         """Rounds to the nearest bfloat16."""
         upper = out[: 2 * len(grad)].view("<u2")
-        require_finite(_encode(read_only(grad), state[RESIDUAL], upper), self.name)
+        self.require_room(grad, state)
+        note_largest(state, _encode(read_only(grad), state[RESIDUAL], upper), self.name)
         return 2 * len(grad)
 
     def decode_add(
@@ -62,7 +63,7 @@ class BF16(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
+def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.uint32:
     largest = uint32(0)
     for i in range(grad.size):
         u = np.float32(residual[i] + grad[i])
@@ -75,7 +76,7 @@ def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
         upper = uint32(sign | min(rounded, LARGEST))
         out[i] = np.uint16(upper)
         residual[i] = u - _float_of(upper)
-    return largest < INF_BITS
+    return largest
 
 
 @kernel

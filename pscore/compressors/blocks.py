@@ -8,8 +8,9 @@ Payload of a compressor with scales: `num_blocks` float32 scales, then the codes
 packed; both little-endian. The last block may be short; unused bits are zero.
 
 Sums over a block have one order, which is part of the contract because CUDA makes the same payload
-bit for bit. Magnitudes are added as float32; squares as float64, or where it says so as float32 if
-that gives 2^-60 to 2^60; zeros stand behind a short block:
+bit for bit. Magnitudes are added as float32, and where that gives Inf as float64; squares as
+float64, or where it says so as float32 if that gives 2^-60 to 2^60; zeros stand behind a short
+block:
 
     lane[t] = ((x[t]        + x[t + 256])  + (x[t + 512]  + x[t + 768]))
             + ((x[t + 1024] + x[t + 1280]) + (x[t + 1536] + x[t + 1792]))       t < 256
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy import int32
 
+from pscore.compressors.base import INF_BITS as INF_BITS
 from pscore.compressors.base import aligned
 from pscore.errors import DecodeError
 from pscore.kernels import kernel
@@ -33,7 +35,7 @@ LANES = 256
 SCALE_MIN = np.float32(2.0**-100)  # Below it a block is sent as zeros: 127 / scale must be finite.
 SQUARES_MIN, SQUARES_MAX = np.float32(2.0**-60), np.float32(2.0**60)
 ABS_BITS = np.int32(0x7FFFFFFF)
-INF_BITS = np.int32(0x7F800000)
+INFINITE = np.float32(np.inf)
 PACK_2 = np.uint32(0x40100401)  # Moves bits 0..1 of bytes 0, 1, 2, 3 to bits 30, 28, 26, 24.
 PACK_1 = np.uint64(0x8040201008040201)  # Moves bit 0 of bytes 0..7 to bits 63..56.
 SPREAD_1 = np.uint64(0x0101010101010101)
@@ -63,16 +65,27 @@ def check_nbytes(name: str, payload: ByteArray, wanted: int, numel: int) -> None
         )
 
 
-def check_scales(name: str, scales: FloatArray) -> None:
-    """Refuses scales that are negative, NaN or Inf.
+def largest_scale(levels: float) -> np.float32:
+    """Returns the largest scale of which float32 holds `levels` times."""
+    most = np.float32(levels)
+    scale = np.finfo(np.float32).max / most
+    with np.errstate(over="ignore"):
+        return scale if np.isfinite(scale * most) else np.nextafter(scale, np.float32(0.0))
+
+
+def check_scales(name: str, scales: FloatArray, levels: float = 1.0) -> None:
+    """Refuses scales that are negative, NaN or Inf, or of which float32 does not hold `levels`.
 
     Raises:
         DecodeError: Names the first one.
     """
-    bad = ~(np.isfinite(scales) & (scales >= 0))
+    most = largest_scale(levels)
+    bad = ~((scales >= 0) & (scales <= most))
     if bad.any():
         block = int(bad.argmax())
-        raise DecodeError(f"{name} scale of block {block} is {float(scales[block])!r}")
+        raise DecodeError(
+            f"{name} scale of block {block} is {float(scales[block])!r}, must be 0 to {most:g}"
+        )
 
 
 @kernel
@@ -126,21 +139,35 @@ def max_bits(owed: FloatArray) -> np.int32:
 
 
 @kernel
-def sum_abs(owed: FloatArray, lanes: FloatArray) -> Any:
-    """Returns the sum of magnitudes in the order of the contract; `lanes` is scratch, `(256,)`."""
+def mean_abs(owed: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> Any:
+    """Returns the mean magnitude, added up in the order of the contract.
+
+    Both kinds of lanes are scratch, `(256,)`.
+    """
     x = padded(owed)
     for t in range(LANES):
         lanes[t] = ((abs(x[t]) + abs(x[t + 256])) + (abs(x[t + 512]) + abs(x[t + 768]))) + (
             (abs(x[t + 1024]) + abs(x[t + 1280])) + (abs(x[t + 1536]) + abs(x[t + 1792]))
         )
-    return _fold(lanes)
+    total = _fold(lanes)
+    if total < INFINITE:
+        return total / np.float32(owed.size)
+    for t in range(LANES):
+        wide_lanes[t] = (
+            (_wide(x[t]) + _wide(x[t + 256])) + (_wide(x[t + 512]) + _wide(x[t + 768]))
+        ) + ((_wide(x[t + 1024]) + _wide(x[t + 1280])) + (_wide(x[t + 1536]) + _wide(x[t + 1792])))
+    return np.float32(_fold(wide_lanes) / np.float64(owed.size))
 
 
 @kernel
-def sample_beyond(
-    owed: FloatArray, threshold: np.float32, lanes: FloatArray, count: np.ndarray
+def mean_beyond(
+    owed: FloatArray,
+    threshold: np.float32,
+    lanes: FloatArray,
+    wide_lanes: np.ndarray,
+    count: np.ndarray,
 ) -> Any:
-    """Returns the sum of the sample's magnitudes that are `threshold` or more.
+    """Returns the mean of the sample's magnitudes that are `threshold` or more; NaN without any.
 
     The sample is elements 0 to 255 and 1024 to 1279. How many of the magnitudes are not zero is put
     into `count`, `(1,) int32`.
@@ -152,7 +179,12 @@ def sample_beyond(
         lanes[t] = a + b
         found = int32(found + int32(_one(a) + _one(b)))
     count[0] = found
-    return _fold(lanes)
+    total = _fold(lanes)
+    if total < INFINITE:
+        return total / np.float32(found)
+    for t in range(LANES):
+        wide_lanes[t] = _wide(_if(x[t], threshold)) + _wide(_if(x[t + 1024], threshold))
+    return np.float32(_fold(wide_lanes) / np.float64(found))
 
 
 @kernel
@@ -226,6 +258,11 @@ def padded(owed: FloatArray) -> FloatArray:
     whole = np.zeros(BLOCK, np.float32)
     whole[: owed.size] = owed
     return whole
+
+
+@kernel
+def _wide(x: np.float32) -> np.float64:
+    return np.float64(abs(x))
 
 
 @kernel

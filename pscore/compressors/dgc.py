@@ -27,8 +27,15 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.compressors import blocks, sparse
-from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS
+from pscore.compressors.base import (
+    INF_BITS,
+    RESIDUAL,
+    Compressor,
+    State,
+    note_largest,
+    require_finite,
+)
+from pscore.compressors.blocks import ABS_BITS, BLOCK
 from pscore.kernels import kernel, read_only
 from pscore.rules.base import require_one_of, require_range
 from pscore.types import ByteArray, FloatArray
@@ -104,17 +111,35 @@ class DGC(Compressor):
         self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
     ) -> int:
         """Corrects by momentum, selects and clears."""
+        self.require_room(grad, state)
         velocity, momentum = state[RESIDUAL], state[MOMENTUM]
-        grad = read_only(grad)
-        norm = math.sqrt(_sum_squares(grad)) if self.clip else 0.0
-        factor = self.clip / norm if norm > self.clip else 1.0
-        mu = np.float32(self.momentum)
-        _correct(grad, np.float32(factor), mu, self.nesterov, momentum, velocity)
-        require_finite(blocks.max_bits(read_only(velocity)) < INF_BITS, self.name)
+        factors = self._factor(grad), np.float32(self.momentum), self.nesterov
+        note_largest(state, _correct(read_only(grad), *factors, momentum, velocity), self.name)
         k = sparse.num_sent(self.ratio_at(step), len(grad))
         nbytes, indices = sparse.encode(velocity, k, self.select, out)
         _mask(indices, momentum)
         return nbytes
+
+    def require_room(self, grad: FloatArray, state: State) -> None:
+        """Refuses a gradient that velocity or momentum cannot take; changes nothing.
+
+        Raises:
+            GradientError: Together they are too large for float32.
+        """
+        if self.nesterov:  # It adds a gradient nearly twice: that may be too large by itself.
+            require_finite(self._has_room(grad, state), self.name)
+        else:
+            super().require_room(grad, state)
+
+    def _has_room(self, grad: FloatArray, state: State) -> bool:
+        factors = self._factor(grad), np.float32(self.momentum), self.nesterov
+        arrays = read_only(state[MOMENTUM]), read_only(state[RESIDUAL])
+        return bool(_largest(read_only(grad), *factors, *arrays) < INF_BITS)
+
+    def _factor(self, grad: FloatArray) -> np.float32:
+        """Returns what clipping multiplies the gradient by."""
+        norm = math.sqrt(_sum_squares(read_only(grad))) if self.clip else 0.0
+        return np.float32(self.clip / norm if norm > self.clip else 1.0)
 
     def decode_add(
         self, payload: ByteArray, out: FloatArray, scale: float, *, assign: bool
@@ -136,6 +161,27 @@ def _sum_squares(grad: FloatArray) -> float:
 
 
 @kernel
+def _largest(
+    grad: FloatArray,
+    factor: np.float32,
+    mu: np.float32,
+    nesterov: bool,
+    momentum: FloatArray,
+    velocity: FloatArray,
+) -> np.int32:
+    """Returns the largest magnitude that `_correct` would write, as its bits."""
+    largest = np.int32(0)
+    m, v = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for start in range(0, grad.size, BLOCK):
+        part = grad[start : start + BLOCK]
+        m[: part.size] = momentum[start : start + BLOCK]
+        v[: part.size] = velocity[start : start + BLOCK]
+        found = _correct(part, factor, mu, nesterov, m[: part.size], v[: part.size])
+        largest = max(largest, found)
+    return largest
+
+
+@kernel
 def _correct(
     grad: FloatArray,
     factor: np.float32,
@@ -143,14 +189,20 @@ def _correct(
     nesterov: bool,
     momentum: FloatArray,
     velocity: FloatArray,
-) -> None:
+) -> np.int32:
+    """Writes momentum and velocity; returns the largest magnitude of both, as its bits."""
     ahead = mu if nesterov else np.float32(1.0)
     own = np.float32(1.0) if nesterov else np.float32(0.0)
+    largest = np.int32(0)
     for i in range(grad.size):
         g = grad[i] * factor
         m = mu * momentum[i] + ahead * g
         momentum[i] = m
-        velocity[i] += m + own * g
+        v = np.float32(velocity[i] + (m + own * g))
+        velocity[i] = v
+        bits = max(np.float32(m).view(np.int32) & ABS_BITS, v.view(np.int32) & ABS_BITS)
+        largest = max(largest, np.int32(bits))
+    return largest
 
 
 @kernel

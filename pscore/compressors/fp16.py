@@ -20,8 +20,8 @@ import numpy as np
 from numpy import uint32
 
 from pscore.compressors import blocks
-from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS
+from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, note_largest
+from pscore.compressors.blocks import BLOCK
 from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
@@ -57,7 +57,8 @@ class FP16(Compressor):
     ) -> int:
         """Rounds to the nearest half."""
         half = out[: 2 * len(grad)].view("<u2")
-        require_finite(_encode(read_only(grad), state[RESIDUAL], half), self.name)
+        self.require_room(grad, state)
+        note_largest(state, _encode(read_only(grad), state[RESIDUAL], half), self.name)
         return 2 * len(grad)
 
     def decode_add(
@@ -68,7 +69,7 @@ class FP16(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
+def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.uint32:
     largest = uint32(0)
     for i in range(grad.size):
         u = np.float32(residual[i] + grad[i])
@@ -77,7 +78,7 @@ def _encode(grad: FloatArray, residual: FloatArray, out: np.ndarray) -> np.bool:
         half = _half_of(bits)
         out[i] = np.uint16(half)
         residual[i] = u - _float_of(half)
-    return largest < INF_BITS
+    return largest
 
 
 @kernel

@@ -3,11 +3,12 @@
 Tim Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861 (blocks of
 2048, each with its own largest magnitude).
 
-    u = g + r;  m = max(|u|) of the block;  s = m / 127
+    u = g + r;  m = max(|u|) of the block;  s = m / 127, or the largest of which float32 holds 127
     q = round(u * (127 / m)), ties to even;  send q;  r = u - q * s
 
 Payload of n elements, little-endian: ceil(n / 2048) float32 scales s, then n bytes q; -128 is
-refused. A block with m below 2^-100 is sent as zeros.
+refused, and so is an s of which float32 does not hold 127. A block with m below 2^-100 is sent as
+zeros.
 
 Differs from the paper: the levels are linear and not "dynamic", and what rounding cuts off stays in
 the residual (arXiv:1901.09847).
@@ -21,13 +22,14 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.compressors import blocks
-from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS, SCALE_MIN
+from pscore.compressors.base import RESIDUAL, Compressor, State, note_largest
+from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
 LEVELS = np.float32(127.0)
+SCALE_MAX = blocks.largest_scale(127.0)
 ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer.
 
 
@@ -46,7 +48,7 @@ class Int8(Compressor):
         """The exact length, scales that are numbers, levels that there are."""
         blocks.check_nbytes(self.name, payload, self.payload_nbytes_max(numel), numel)
         scales, data = blocks.split(payload, numel)
-        blocks.check_scales(self.name, scales)
+        blocks.check_scales(self.name, scales, float(LEVELS))
         if level_max(data) > LEVELS:
             raise DecodeError(f"{self.name} payload holds the level -128")
 
@@ -56,8 +58,9 @@ class Int8(Compressor):
         """Rounds each block while it is in the cache."""
         nbytes, head = self.payload_nbytes_max(len(grad)), 4 * blocks.num_blocks(len(grad))
         levels = out[head:nbytes].view(np.int8)
-        ok = _encode(read_only(grad), state[RESIDUAL], out[:head].view("<f4"), levels)
-        require_finite(ok, self.name)
+        self.require_room(grad, state)
+        largest = _encode(read_only(grad), state[RESIDUAL], out[:head].view("<f4"), levels)
+        note_largest(state, largest, self.name)
         return nbytes
 
     def decode_add(
@@ -69,7 +72,9 @@ class Int8(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: np.ndarray) -> np.bool:
+def _encode(
+    grad: FloatArray, residual: FloatArray, scales: FloatArray, out: np.ndarray
+) -> np.int32:
     zero = np.float32(0.0)
     largest = np.int32(0)
     limit = np.empty(1, np.float32)
@@ -79,10 +84,10 @@ def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: np.
         limit.view(np.int32)[0] = blocks.take_max(grad[start:stop], r)
         largest = max(largest, limit.view(np.int32)[0])
         is_sent = limit[0] >= SCALE_MIN
-        scale = limit[0] / LEVELS if is_sent else zero
+        scale = min(limit[0] / LEVELS, SCALE_MAX) if is_sent else zero
         scales[start // BLOCK] = scale
         _round(r, LEVELS / limit[0] if is_sent else zero, scale, out[start:stop])
-    return largest < INF_BITS
+    return largest
 
 
 @kernel

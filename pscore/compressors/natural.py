@@ -24,8 +24,8 @@ import numpy as np
 from numpy import int32, uint32
 
 from pscore.compressors import blocks, draw
-from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, aligned, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS
+from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, aligned, note_largest
+from pscore.compressors.blocks import BLOCK
 from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
@@ -68,7 +68,9 @@ class Natural(Compressor):
     ) -> int:
         """Draws one number for each element."""
         residual, data = state.get(RESIDUAL, EMPTY), out[: len(grad)]
-        require_finite(_encode(read_only(grad), residual, *draw.halves(seed), data), self.name)
+        self.require_room(grad, state)
+        largest = _encode(read_only(grad), residual, *draw.halves(seed), data)
+        note_largest(state, largest, self.name)
         return len(grad)
 
     def decode_add(
@@ -81,7 +83,7 @@ class Natural(Compressor):
 @kernel
 def _encode(
     grad: FloatArray, residual: FloatArray, low: np.uint32, high: np.uint32, out: ByteArray
-) -> np.bool:
+) -> np.int32:
     largest = np.int32(0)
     words = np.empty(BLOCK // 2, np.uint32)
     noise = words.view(np.uint16)
@@ -97,7 +99,7 @@ def _encode(
         else:
             largest = max(largest, blocks.max_bits(part))
             _round(part, noise, sent)
-    return largest < INF_BITS
+    return largest
 
 
 @kernel

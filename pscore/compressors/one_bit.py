@@ -23,7 +23,7 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.compressors import blocks
-from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite
+from pscore.compressors.base import RESIDUAL, Compressor, State, note_largest
 from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
@@ -60,8 +60,9 @@ class OneBit(Compressor):
         nbytes, head = self.payload_nbytes_max(len(grad)), 4 * blocks.num_blocks(len(grad))
         data = out[head:nbytes]
         data[-4:] = 0
-        ok = _encode(read_only(grad), state[RESIDUAL], out[:head].view("<f4"), data)
-        require_finite(ok, self.name)
+        self.require_room(grad, state)
+        largest = _encode(read_only(grad), state[RESIDUAL], out[:head].view("<f4"), data)
+        note_largest(state, largest, self.name)
         return nbytes
 
     def decode_add(
@@ -73,22 +74,20 @@ class OneBit(Compressor):
 
 
 @kernel
-def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray) -> bool:
+def _encode(grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray) -> np.int32:
     codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.LANES, np.float32)
-    is_finite = True
+    wide_lanes, largest = np.empty(blocks.LANES), np.int32(0)
     for start in range(0, grad.size, BLOCK):
         stop = min(start + BLOCK, grad.size)
         r = residual[start:stop]
-        blocks.take(grad[start:stop], r)
-        total = blocks.sum_abs(r, lanes)
-        is_finite &= np.isfinite(total)
-        mean = total / np.float32(r.size)
+        largest = max(largest, blocks.take_max(grad[start:stop], r))
+        mean = blocks.mean_abs(r, lanes, wide_lanes)
         scale = mean if mean >= SCALE_MIN else np.float32(0.0)
         scales[start // BLOCK] = scale
         _signs(r, scale, codes)
         blocks.clear_tail(codes, stop - start)
         blocks.pack_1(codes, out[start // 8 : (stop + 7) // 8])
-    return is_finite
+    return largest
 
 
 @kernel

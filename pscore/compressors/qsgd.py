@@ -7,7 +7,8 @@ NeurIPS 2017, arXiv:1610.02132.
     q = l + 1 with probability x - l, else l;  send q;  D = q * (m / levels)
 
 Payload of n elements, little-endian: ceil(n / 2048) float32 scales m / levels, then n signed bytes
-of at most `levels`. A block with m below 2^-100 is sent as zeros. In integers, so that the same is
+of at most `levels`. A block with m below 2^-100 is sent as zeros; a scale is at most the largest
+of which float32 holds `levels`, and is refused beyond. In integers, so that the same is
 drawn everywhere: X = u * (65536 * levels / m) in float32, towards zero, and q = (X + noise) >> 16
 with the element's noise (`draw.py`) of the push's seed. |X| is at most 65536 * levels, because that
 is less than 2^23 and floats are closer there than its rounding errors add up to: so q fits.
@@ -28,8 +29,8 @@ import numpy as np
 from numpy import int32
 
 from pscore.compressors import blocks, draw
-from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS, SCALE_MIN
+from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, note_largest
+from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.compressors.int8 import decode_levels, level_max
 from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
@@ -37,6 +38,9 @@ from pscore.rules.base import require_range
 from pscore.types import ByteArray, FloatArray
 
 LEVELS_MAX = 127
+# With so many levels E|u - D|^2 < |u|^2 in any block: the worst has 2047 elements of a quarter of a
+# level beside its largest, m, and then the difference is 2047 * (3/16 - 1/16) * (m/levels)^2 - m^2.
+CONTRACTING_MIN = 17
 UNIT = np.float32(65536.0)
 
 
@@ -63,6 +67,11 @@ class QSGD(Compressor):
         """A residual with `feedback` only."""
         return (RESIDUAL,) if self.feedback else ()
 
+    @property
+    def bounds_debt(self) -> bool:
+        """With enough levels: fewer turn what is small into noise that is larger."""
+        return self.feedback and self.levels >= CONTRACTING_MIN
+
     def payload_nbytes_max(self, numel: int) -> int:
         """One byte per element, and the scales."""
         return 4 * blocks.num_blocks(numel) + numel
@@ -71,7 +80,7 @@ class QSGD(Compressor):
         """The exact length, scales that are numbers, levels that there are."""
         blocks.check_nbytes(self.name, payload, self.payload_nbytes_max(numel), numel)
         scales, data = blocks.split(payload, numel)
-        blocks.check_scales(self.name, scales)
+        blocks.check_scales(self.name, scales, self.levels)
         largest = int(level_max(data))
         if largest > self.levels:
             raise DecodeError(
@@ -83,15 +92,17 @@ class QSGD(Compressor):
     ) -> int:
         """Draws one number for each element."""
         nbytes, head = self.payload_nbytes_max(len(grad)), 4 * blocks.num_blocks(len(grad))
-        ok = _encode(
+        self.require_room(grad, state)
+        largest = _encode(
             read_only(grad),
             state.get(RESIDUAL, EMPTY),
             np.float32(self.levels),
+            blocks.largest_scale(self.levels),
             *draw.halves(seed),
             out[:head].view("<f4"),
             out[head:nbytes].view(np.int8),
         )
-        require_finite(ok, self.name)
+        note_largest(state, largest, self.name)
         return nbytes
 
     def decode_add(
@@ -107,11 +118,12 @@ def _encode(
     grad: FloatArray,
     residual: FloatArray,
     levels: np.float32,
+    scale_max: np.float32,
     low: np.uint32,
     high: np.uint32,
     scales: FloatArray,
     out: np.ndarray,
-) -> np.bool:
+) -> np.int32:
     zero = np.float32(0.0)
     largest = np.int32(0)
     limit, words = np.empty(1, np.float32), np.empty(BLOCK // 2, np.uint32)
@@ -123,7 +135,7 @@ def _encode(
         largest = max(largest, bits)
         limit.view(np.int32)[0] = bits
         is_sent = limit[0] >= SCALE_MIN
-        scale = limit[0] / levels if is_sent else zero
+        scale = min(limit[0] / levels, scale_max) if is_sent else zero
         scales[start // BLOCK] = scale
         inverse = levels * UNIT / limit[0] if is_sent else zero
         draw.fill(start, low, high, words)
@@ -133,7 +145,7 @@ def _encode(
                 owed[i] -= np.float32(sent[i]) * scale
         else:
             _round(part, inverse, noise, sent)
-    return largest < INF_BITS
+    return largest
 
 
 @kernel

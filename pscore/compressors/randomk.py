@@ -23,8 +23,7 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.compressors import blocks, draw, sparse
-from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, require_finite
-from pscore.compressors.blocks import INF_BITS
+from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, note_largest
 from pscore.errors import DecodeError
 from pscore.kernels import kernel, read_only
 from pscore.rules.base import require_range
@@ -65,7 +64,8 @@ class RandomK(Compressor):
     ) -> int:
         """Gathers and clears."""
         owed, nbytes = state[RESIDUAL], self.payload_nbytes_max(len(grad))
-        require_finite(blocks.take_max(read_only(grad), owed) < INF_BITS, self.name)
+        self.require_room(grad, state)
+        note_largest(state, blocks.take_max(read_only(grad), owed), self.name)
         out[:SEED_NBYTES].view("<u8")[0] = seed
         _gather(owed, *draw.halves(seed), out[SEED_NBYTES:nbytes].view("<f4"))
         return nbytes

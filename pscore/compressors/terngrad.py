@@ -28,8 +28,8 @@ import numpy as np
 from numpy import int32
 
 from pscore.compressors import blocks, draw
-from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS, SCALE_MIN
+from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, note_largest
+from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
@@ -55,6 +55,11 @@ class TernGrad(Compressor):
         """A residual with `feedback` only."""
         return (RESIDUAL,) if self.feedback else ()
 
+    @property
+    def bounds_debt(self) -> bool:
+        """Not even with a residual: rounding to 0 or s adds more error than it removes."""
+        return False
+
     def payload_nbytes_max(self, numel: int) -> int:
         """A quarter of a byte per element, and the scales."""
         return 4 * blocks.num_blocks(numel) + 4 * -(-numel // 16)
@@ -74,8 +79,9 @@ class TernGrad(Compressor):
         data = out[head:nbytes]
         data[-4:] = 0
         residual, scales = state.get(RESIDUAL, EMPTY), out[:head].view("<f4")
-        ok = _encode(read_only(grad), residual, *draw.halves(seed), scales, data)
-        require_finite(ok, self.name)
+        self.require_room(grad, state)
+        largest = _encode(read_only(grad), residual, *draw.halves(seed), scales, data)
+        note_largest(state, largest, self.name)
         return nbytes
 
     def decode_add(
@@ -94,7 +100,7 @@ def _encode(
     high: np.uint32,
     scales: FloatArray,
     out: ByteArray,
-) -> np.bool:
+) -> np.int32:
     codes, words = np.empty(BLOCK, np.uint8), np.empty(BLOCK // 2, np.uint32)
     sums, lanes = np.empty(blocks.LANES, np.float32), np.empty(blocks.LANES)
     limit, noise = np.empty(1, np.float32), words.view(np.uint16)
@@ -124,7 +130,7 @@ def _encode(
             _draw(part, inverse, noise, codes)
         blocks.clear_tail(codes, part.size)
         blocks.pack_2(codes, out[start // 4 : start // 4 + (part.size + 3) // 4])
-    return largest < INF_BITS
+    return largest
 
 
 @kernel

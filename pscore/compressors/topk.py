@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pscore.compressors import blocks, sparse
-from pscore.compressors.base import RESIDUAL, Compressor, State, require_finite
-from pscore.compressors.blocks import INF_BITS
+from pscore.compressors.base import RESIDUAL, Compressor, State, note_largest
 from pscore.kernels import read_only
 from pscore.rules.base import require_one_of, require_range
 from pscore.types import ByteArray, FloatArray
@@ -62,7 +61,8 @@ class TopK(Compressor):
     ) -> int:
         """Selects and clears."""
         owed = state[RESIDUAL]
-        require_finite(blocks.take_max(read_only(grad), owed) < INF_BITS, self.name)
+        self.require_room(grad, state)
+        note_largest(state, blocks.take_max(read_only(grad), owed), self.name)
         nbytes, _ = sparse.encode(owed, sparse.num_sent(self.ratio, len(grad)), self.select, out)
         return nbytes
 

@@ -35,8 +35,8 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.compressors import blocks
-from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, require_finite
-from pscore.compressors.blocks import BLOCK, INF_BITS, SCALE_MIN
+from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, note_largest
+from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.kernels import kernel, read_only
 from pscore.rules.base import require_range
 from pscore.types import ByteArray, FloatArray
@@ -79,13 +79,14 @@ class TwoBit(Compressor):
         nbytes, head = self.payload_nbytes_max(len(grad)), self._scales_nbytes(len(grad))
         data = out[head:nbytes]
         data[-4:] = 0
+        self.require_room(grad, state)
         if self.threshold:
             fixed = np.float32(self.threshold)
-            ok = _encode_fixed(read_only(grad), state[RESIDUAL], fixed, data)
+            largest = _encode_fixed(read_only(grad), state[RESIDUAL], fixed, data)
         else:
             scales = out[:head].view("<f4")
-            ok = _encode_adapted(read_only(grad), state[RESIDUAL], scales, data)
-        require_finite(ok, self.name)
+            largest = _encode_adapted(read_only(grad), state[RESIDUAL], scales, data)
+        note_largest(state, largest, self.name)
         return nbytes
 
     def decode_add(
@@ -108,7 +109,7 @@ class TwoBit(Compressor):
 @kernel
 def _encode_fixed(
     grad: FloatArray, residual: FloatArray, threshold: np.float32, out: ByteArray
-) -> np.bool:
+) -> np.int32:
     codes = np.empty(BLOCK, np.uint8)
     largest = np.int32(0)
     for start in range(0, grad.size, BLOCK):
@@ -118,13 +119,13 @@ def _encode_fixed(
         largest = max(largest, blocks.max_bits(r))
         blocks.clear_tail(codes, stop - start)
         blocks.pack_2(codes, out[start // 4 : (stop + 3) // 4])
-    return largest < INF_BITS
+    return largest
 
 
 @kernel
 def _encode_adapted(
     grad: FloatArray, residual: FloatArray, scales: FloatArray, out: ByteArray
-) -> np.bool:
+) -> np.int32:
     codes, lanes = np.empty(BLOCK, np.uint8), np.empty(blocks.LANES)
     sums, limit = np.empty(blocks.LANES, np.float32), np.empty(1, np.float32)
     count = np.empty(1, np.int32)
@@ -136,8 +137,7 @@ def _encode_adapted(
         largest = max(largest, limit.view(np.int32)[0])
         squares = blocks.sample_squares(r, sums, lanes)
         threshold = np.float32(FACTOR * math.sqrt(squares / blocks.num_sampled(r.size)))
-        total = blocks.sample_beyond(r, threshold, sums, count)
-        value = total / np.float32(count[0])
+        value = blocks.mean_beyond(r, threshold, sums, lanes, count)
         if count[0] == 0:
             threshold = value = limit[0]
         is_sent = value >= SCALE_MIN
@@ -145,7 +145,7 @@ def _encode_adapted(
         _quantise(r, threshold if is_sent else np.float32(np.inf), value, codes)
         blocks.clear_tail(codes, stop - start)
         blocks.pack_2(codes, out[start // 4 : (stop + 3) // 4])
-    return largest < INF_BITS
+    return largest
 
 
 @kernel

@@ -49,24 +49,28 @@ __device__ inline void store8(float* to, int n, const float* x) {
   }
 }
 
-// `bad` is two numbers: whether something was beyond float32, which kernels say, and whether the
-// gradient is refused, which they read: then nothing of it may enter what is kept.
-__device__ inline bool is_refused(const int* bad) { return bad[1] != 0; }
+// `bad` is two numbers: whether gradient and residual are beyond float32 together, which `room` says,
+// and whether the gradient is refused. Either way nothing of it may enter what is kept.
+__device__ inline bool is_refused(const int* bad) { return bad[0] != 0 || bad[1] != 0; }
 
-// u = grad + residual, or grad alone; says in `bad` what float32 cannot hold.
-__device__ inline void take8(const float* grad, const float* residual, int n, float* u, int* bad) {
-  load8(grad, n, u);
-  if (residual) {
-    float r[EACH];
-    load8(residual, n, r);
-    for (int k = 0; k < EACH; ++k) u[k] = r[k] + u[k];
-  }
+// Says in `bad` whether one of this thread's elements is beyond float32.
+__device__ inline void note8(const float* u, int* bad) {
   int largest = 0;
   for (int k = 0; k < EACH; ++k) {
     int m = magnitude_of(u[k]);
     largest = m > largest ? m : largest;
   }
   if (largest >= INF_BITS) *bad = 1;
+}
+
+// u = grad + residual, or grad alone.
+__device__ inline void take8(const float* grad, const float* residual, int n, float* u) {
+  load8(grad, n, u);
+  if (residual) {
+    float r[EACH];
+    load8(residual, n, r);
+    for (int k = 0; k < EACH; ++k) u[k] = r[k] + u[k];
+  }
 }
 
 // The block's elements in shared memory, so that thread t can add t, t + 256 ... t + 1792.
@@ -93,10 +97,18 @@ __device__ inline T fold_lanes(T lane) {
   return total;
 }
 
-__device__ inline float sum_abs8(const float* x) {
-  return fold_lanes<float>(
-      ((fabsf(x[0]) + fabsf(x[256])) + (fabsf(x[512]) + fabsf(x[768]))) +
-      ((fabsf(x[1024]) + fabsf(x[1280])) + (fabsf(x[1536]) + fabsf(x[1792]))));
+template <class T>
+__device__ inline T sum_abs8(const float* x) {
+  return fold_lanes<T>((((T)fabsf(x[0]) + (T)fabsf(x[256])) + ((T)fabsf(x[512]) + (T)fabsf(x[768]))) +
+                       (((T)fabsf(x[1024]) + (T)fabsf(x[1280])) +
+                        ((T)fabsf(x[1536]) + (T)fabsf(x[1792]))));
+}
+
+// In float64 where float32 does not hold the sum.
+__device__ inline float mean_abs8(const float* x, int numel) {
+  float total = sum_abs8<float>(x);
+  if (total < float_of(INF_BITS)) return total / (float)numel;
+  return (float)(sum_abs8<double>(x) / (double)numel);
 }
 
 __device__ inline float beyond(float x, float threshold) {
@@ -105,8 +117,11 @@ __device__ inline float beyond(float x, float threshold) {
 }
 
 // What two_bit.py asks of a block's sample: elements 0 to 255 and 1024 to 1279.
-__device__ inline float sample_beyond(const float* x, float threshold) {
-  return fold_lanes<float>(beyond(x[0], threshold) + beyond(x[1024], threshold));
+__device__ inline float mean_beyond(const float* x, float threshold, int count) {
+  float a = beyond(x[0], threshold), b = beyond(x[1024], threshold);
+  float total = fold_lanes<float>(a + b);
+  if (total < float_of(INF_BITS)) return total / (float)count;
+  return (float)(fold_lanes<double>((double)a + (double)b) / (double)count);
 }
 
 __device__ inline int count_beyond(const float* x, float threshold) {

@@ -10,12 +10,19 @@ __device__ inline void ternary8(float* u, float threshold, float value, int n, i
   }
 }
 
+// Runs before what encodes: says in `bad` whether float32 holds gradient and residual together.
+extern "C" __global__ void room(const float* grad, const float* residual, int n, int* bad) {
+  float u[EACH];
+  take8(grad, residual, n, u);
+  note8(u, bad);
+}
+
 extern "C" __global__ void two_bit_fixed(const float* grad, float* residual, float threshold,
                                          u8* out, int n, int* bad) {
   if (is_refused(bad)) return;
   float u[EACH];
   int code[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   ternary8(u, threshold, threshold, n, code);
   store8(residual, n, u);
   store_codes(out, n, code);
@@ -26,13 +33,13 @@ extern "C" __global__ void two_bit_adapted(const float* grad, float* residual, f
   if (is_refused(bad)) return;
   float u[EACH];
   int code[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   float limit = max_abs8(u);
   const float* x = stage8(u);
   double mean = sample_squares(x) / (double)num_sampled(numel_here(n));
   float threshold = (float)((double)factor * sqrt(mean));
   int count = count_beyond(x, threshold);
-  float value = sample_beyond(x, threshold) / (float)count;
+  float value = mean_beyond(x, threshold, count);
   if (count == 0) threshold = value = limit;
   bool is_sent = value >= SCALE_MIN;
   if (threadIdx.x == 0) scales[blockIdx.x] = is_sent ? value : 0.0f;
@@ -47,11 +54,10 @@ extern "C" __global__ void one_bit(const float* grad, float* residual, float* sc
   if (is_refused(bad)) return;
   __shared__ u8 nibbles[2][THREADS];
   float u[EACH];
-  take8(grad, residual, n, u, bad);
-  float mean = sum_abs8(stage8(u)) / (float)numel_here(n);
+  take8(grad, residual, n, u);
+  float mean = mean_abs8(stage8(u), numel_here(n));
   float scale = mean >= SCALE_MIN ? mean : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;
-  if (magnitude_of(mean) >= INF_BITS) *bad = 1;  // The sum was, though no element is.
   for (int row = 0; row < 2; ++row) {
     int nibble = 0;
     for (int c = 0; c < 4; ++c) {
@@ -71,14 +77,17 @@ extern "C" __global__ void one_bit(const float* grad, float* residual, float* sc
   }
 }
 
+#define INT8_SCALE_MAX 2.67938839e+36f  // int8.py: SCALE_MAX
+
 extern "C" __global__ void int8_levels(const float* grad, float* residual, float* scales,
                                        signed char* out, int n, int* bad) {
   if (is_refused(bad)) return;
   float u[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   float limit = max_abs8(u);
   bool is_sent = limit >= SCALE_MIN;
-  float scale = is_sent ? limit / 127.0f : 0.0f, inverse = is_sent ? 127.0f / limit : 0.0f;
+  float scale = is_sent ? fminf(limit / 127.0f, INT8_SCALE_MAX) : 0.0f;
+  float inverse = is_sent ? 127.0f / limit : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;
   for (int k = 0; k < EACH; ++k) {
     float level = (u[k] * inverse + 12582912.0f) - 12582912.0f;
@@ -88,14 +97,15 @@ extern "C" __global__ void int8_levels(const float* grad, float* residual, float
   store8(residual, n, u);
 }
 
-extern "C" __global__ void qsgd(const float* grad, float* residual, float levels, u32 low,
-                                u32 high, float* scales, signed char* out, int n, int* bad) {
+extern "C" __global__ void qsgd(const float* grad, float* residual, float levels,
+                                float scale_max, u32 low, u32 high, float* scales,
+                                signed char* out, int n, int* bad) {
   if (is_refused(bad)) return;
   float u[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   float limit = max_abs8(u);
   bool is_sent = limit >= SCALE_MIN;
-  float scale = is_sent ? limit / levels : 0.0f;
+  float scale = is_sent ? fminf(limit / levels, scale_max) : 0.0f;
   float inverse = is_sent ? levels * 65536.0f / limit : 0.0f;
   if (threadIdx.x == 0) scales[blockIdx.x] = scale;
   int noise[EACH];
@@ -113,7 +123,7 @@ extern "C" __global__ void terngrad(const float* grad, float* residual, u32 low,
   if (is_refused(bad)) return;
   float u[EACH];
   int code[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   float limit = max_abs8(u);
   float clip = (float)(2.5 * sqrt(sum_squares8(stage8(u)) / (double)numel_here(n)));
   float scale = limit < clip ? limit : clip;
@@ -135,7 +145,7 @@ extern "C" __global__ void natural(const float* grad, float* residual, u32 low, 
                                    int n, int* bad) {
   if (is_refused(bad)) return;
   float u[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   int noise[EACH];
   draw8(low, high, noise);
   for (int k = 0; k < EACH; ++k) {
@@ -167,7 +177,7 @@ __device__ inline float float_of_half(int h) {
 extern "C" __global__ void fp16(const float* grad, float* residual, u16* out, int n, int* bad) {
   if (is_refused(bad)) return;
   float u[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   for (int k = 0; k < EACH; ++k) {
     int half = half_of(u[k]);
     if (place(k) < n) out[place(k)] = (u16)half;
@@ -179,7 +189,7 @@ extern "C" __global__ void fp16(const float* grad, float* residual, u16* out, in
 extern "C" __global__ void bf16(const float* grad, float* residual, u16* out, int n, int* bad) {
   if (is_refused(bad)) return;
   float u[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   for (int k = 0; k < EACH; ++k) {
     u32 b = (u32)magnitude_of(u[k]), sign = ((u32)bits_of(u[k]) >> 16) & 0x8000u;
     u32 rounded = (b + 0x7fffu + (b >> 16 & 1u)) >> 16;

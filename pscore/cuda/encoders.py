@@ -58,6 +58,9 @@ class KernelEncoder(Encoder):
     def _encode(self, grad: torch.Tensor, seed: int, step: int) -> None:
         assert grad.is_contiguous()
         assert grad.data_ptr() % 16 == 0  # Kernels load four elements at once.
+        if self.residual and MOMENTUM not in self.state:
+            n = np.int32(self.numel)
+            self.blocks("room", pointer(grad), self.residual, n, self.verdict)
         ENCODERS[type(self.compressor)](self, grad, seed, step)
 
     # ----- arguments of kernels
@@ -133,7 +136,8 @@ def _int8(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> N
 def _qsgd(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> None:
     compressor = encoder.compressor
     assert isinstance(compressor, QSGD)
-    start = (pointer(grad), encoder.residual, np.float32(compressor.levels), *draw.halves(seed))
+    levels = np.float32(compressor.levels), blocks.largest_scale(compressor.levels)
+    start = (pointer(grad), encoder.residual, *levels, *draw.halves(seed))
     where = (encoder.at(0), encoder.at(_head(encoder)), np.int32(encoder.numel), encoder.verdict)
     encoder.blocks("qsgd", *start, *where)
 
@@ -172,17 +176,10 @@ def _dgc(encoder: KernelEncoder, grad: torch.Tensor, seed: int, step: int) -> No
     compressor = encoder.compressor
     assert isinstance(compressor, DGC)
     momentum = pointer(encoder.state[MOMENTUM])
-    encoder.blocks(
-        "dgc_correct",
-        pointer(grad),
-        momentum,
-        encoder.residual,
-        np.float32(1.0),
-        np.float32(compressor.momentum),
-        np.int32(compressor.nesterov),
-        np.int32(encoder.numel),
-        encoder.verdict,
-    )
+    factors = np.float32(1.0), np.float32(compressor.momentum), np.int32(compressor.nesterov)
+    for kernel in ("dgc_room", "dgc_correct"):
+        where = (pointer(grad), momentum, encoder.residual)
+        encoder.blocks(kernel, *where, *factors, np.int32(encoder.numel), encoder.verdict)
     k = sparse.num_sent(compressor.ratio_at(step), encoder.numel)
     _send_largest(encoder, k, compressor.select, momentum)
 

@@ -9,13 +9,24 @@ extern "C" __global__ void local_sgd(float* w, const float* g, int n, float sign
   EACH_ELEMENT(i, n) w[i] = w[i] - lr * (g[i] * sign + decay * w[i]);
 }
 
-extern "C" __global__ void local_glu(float* w, const float* g, const float* sync, int n,
-                                     float alpha, float beta, float decay, float lr) {
+extern "C" __global__ void local_glu(float* w, const float* g, float* p, int n, float alpha,
+                                     float beta, float decay, float lr, float shrink,
+                                     float inverse) {
+  EACH_ELEMENT(i, n) {
+    float now = w[i];
+    float sync = (shrink * p[i] - now) * inverse;
+    p[i] = now;
+    w[i] = now - lr * (alpha * g[i] + beta * sync + decay * now);
+  }
+}
+
+extern "C" __global__ void local_secant(float* w, const float* g, const float* sync, int n,
+                                        float alpha, float beta, float decay, float lr) {
   EACH_ELEMENT(i, n) w[i] = w[i] - lr * (alpha * g[i] + beta * sync[i] + decay * w[i]);
 }
 
-extern "C" __global__ void glu_rebase(float* w, const float* pulled, float* old, float* sync, int n,
-                                      float shrink, float rate) {
+extern "C" __global__ void secant_rebase(float* w, const float* pulled, float* old, float* sync,
+                                         int n, float shrink, float rate) {
   EACH_ELEMENT(i, n) {
     float now = pulled[i];
     sync[i] = (shrink * old[i] - now) * rate;

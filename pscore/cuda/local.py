@@ -13,7 +13,7 @@ import numpy as np
 
 from pscore.cuda.encoders import EACH, THREADS, Launch
 from pscore.cuda.runtime import launcher
-from pscore.types import HyperArray, IntArray, SegmentTable
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 MAX_BLOCKS = 1 << 16
 
@@ -44,36 +44,64 @@ def glu(
     launch: Launch,
     part: Any,
     grad: Any,
+    before: Any,
+    factors: tuple[float, float, float],
+    inverse: FloatArray,
+    columns: tuple[int, int],
+) -> None:
+    """Makes the local step of `pscore/local/glu.py`.
+
+    Args:
+        launch: Starts kernels.
+        part: The slice.
+        grad: `(numel,) float32`.
+        before: The weights before the last local step.
+        factors: alpha, beta and lr_scale.
+        inverse: `(num_groups,)`, 1 / D.
+        columns: Of weight decay and of maximize; -1 for none.
+    """
+    alpha, beta, lr_scale = factors
+    for index, (start, n, row) in _numbered(part.segments, part.active, part.hyper):
+        own, decay = np.float32(alpha) * _sign(row, columns[1]), _decay(row, columns[0])
+        lr = np.float32(lr_scale * row[0])
+        shrink = np.float32(1.0) - lr * decay
+        where = (_at(part.weights, start), _at(grad, start), _at(before, start), n)
+        tail = (decay, lr, shrink, inverse[part.segments.groups[index]])
+        _launch(launch, "local_glu", n, *where, own, np.float32(beta), *tail)
+
+
+def secant(
+    launch: Launch,
+    part: Any,
+    grad: Any,
     sync: Any,
     factors: tuple[float, float, float],
     columns: tuple[int, int],
 ) -> None:
-    """Makes the local step of `pscore/local/glu.py`; `factors` are alpha, beta and lr_scale."""
+    """Makes the local step of `pscore/local/secant.py`; `factors` are alpha, beta and lr_scale."""
     alpha, beta, lr_scale = factors
     for start, n, row in _active(part.segments, part.active, part.hyper):
         own = np.float32(alpha) * _sign(row, columns[1])
         where = (_at(part.weights, start), _at(grad, start), _at(sync, start), n)
         decay, lr = _decay(row, columns[0]), np.float32(lr_scale * row[0])
-        _launch(launch, "local_glu", n, *where, own, np.float32(beta), decay, lr)
+        _launch(launch, "local_secant", n, *where, own, np.float32(beta), decay, lr)
 
 
-def glu_rebase(
+def secant_rebase(
     launch: Launch,
     part: Any,
     pulled: Any,
     old: Any,
     sync: Any,
-    num_updates: int,
-    decay_column: int,
+    shrinks: FloatArray,
+    rates: FloatArray,
 ) -> None:
-    """Reads the global update off two pulls, as `pscore/local/glu.py` does; all on the device."""
+    """Reads the global update off two pulls, as `pscore/local/secant.py` does."""
     every = np.ones(len(part.segments), dtype=np.int64)
-    for start, n, row in _active(part.segments, every, part.hyper):
-        decay = row[decay_column] if decay_column >= 0 else 0.0
-        shrink = np.float32((1.0 - row[0] * decay) ** num_updates)
-        rate = np.float32(1.0 / (num_updates * row[0]) if row[0] != 0.0 else 0.0)
+    for index, (start, n, _) in _numbered(part.segments, every, part.hyper):
+        group = part.segments.groups[index]
         where = (_at(part.weights, start), _at(pulled, start), _at(old, start), _at(sync, start))
-        _launch(launch, "glu_rebase", n, *where, n, shrink, rate)
+        _launch(launch, "secant_rebase", n, *where, n, shrinks[group], rates[group])
 
 
 def dc(
@@ -145,9 +173,17 @@ def _active(
     segments: SegmentTable, active: IntArray, hyper: HyperArray
 ) -> Iterator[tuple[int, np.int32, list[float]]]:
     """Yields start, length and hyper-parameters of each segment that is active."""
-    for index in np.flatnonzero(active):
+    for _, segment in _numbered(segments, active, hyper):
+        yield segment
+
+
+def _numbered(
+    segments: SegmentTable, active: IntArray, hyper: HyperArray
+) -> Iterator[tuple[int, tuple[int, np.int32, list[float]]]]:
+    """Yields the same with each segment's number."""
+    for index in np.flatnonzero(active).tolist():
         start, stop = segments.bounds[index].tolist()
-        yield start, np.int32(stop - start), hyper[segments.groups[index]].tolist()
+        yield index, (start, np.int32(stop - start), hyper[segments.groups[index]].tolist())
 
 
 def _launch(launch: Launch, kernel: str, n: np.int32, *arguments: Any) -> None:

@@ -20,7 +20,7 @@ from pscore.compressors.bf16 import BF16
 from pscore.compressors.blocks import BLOCK, LANES, SCALE_MIN, SQUARES_MAX, SQUARES_MIN
 from pscore.compressors.dgc import DGC, MOMENTUM
 from pscore.compressors.fp16 import FP16
-from pscore.compressors.int8 import LEVELS, ROUND, Int8
+from pscore.compressors.int8 import LEVELS, ROUND, SCALE_MAX, Int8
 from pscore.compressors.natural import CODE_MAX, OFFSET, Natural
 from pscore.compressors.one_bit import OneBit
 from pscore.compressors.qsgd import QSGD, UNIT
@@ -74,10 +74,10 @@ class TorchEncoder(Encoder):
         self.bad.copy_(torch.isfinite(values).all().logical_not().view(1))
 
     def keep(self, name: str, values: Tensor) -> None:
-        """Replaces an array of the state, if there is one and the gradient is not refused."""
+        """Replaces an array of the state, if there is one and the gradient is fit to be sent."""
         if name in self.state:
             old = self.state[name]
-            old.copy_(torch.where(self.refused != 0, old, values))
+            old.copy_(torch.where((self.refused | self.bad) != 0, old, values))
 
     def put(self, start: int, values: Tensor) -> None:
         """Writes values into the payload, from byte `start` on."""
@@ -169,7 +169,7 @@ def _int8(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
     x = encoder.in_blocks(u)
     limit = x.abs().amax(1)
     is_sent, most = limit >= SMALLEST, encoder.like(float(LEVELS), x)
-    scale = torch.where(is_sent, limit / most, 0.0)
+    scale = torch.where(is_sent, (limit / most).clamp(max=float(SCALE_MAX)), 0.0)
     inverse = torch.where(is_sent, most / limit, 0.0)
     level = (x * _column(inverse) + float(ROUND)) - float(ROUND)
     encoder.put_scales(scale)
@@ -205,15 +205,18 @@ def _two_bit(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
 def _adapted(encoder: TorchEncoder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns each block's threshold and value, `(num_blocks, 1)`, and scales as they are sent."""
     first, second = x[:, :LANES], x[:, 1024 : 1024 + LANES]
-    wide = first.double() * first.double() + second.double() * second.double()
-    squares = _in_range(_fold(first * first + second * second), _fold(wide))
+    exact = first.double() * first.double() + second.double() * second.double()
+    squares = _in_range(_fold(first * first + second * second), _fold(exact))
     sampled = encoder.sizes.clamp(max=LANES) + (encoder.sizes - 1024).clamp(0, LANES)
     threshold = (FACTOR * torch.sqrt(squares / sampled)).float()
     a, b = (
         torch.where(part.abs() >= _column(threshold), part.abs(), 0.0) for part in (first, second)
     )
     count = ((a > 0).sum(1) + (b > 0).sum(1)).float()
-    value, limit, none = _fold(a + b) / count, x.abs().amax(1), count == 0
+    narrow = _fold(a + b)
+    wide = (_fold(a.double() + b.double()) / count.double()).float()
+    value = torch.where(torch.isfinite(narrow), narrow / count, wide)
+    limit, none = x.abs().amax(1), count == 0
     threshold, value = torch.where(none, limit, threshold), torch.where(none, limit, value)
     is_sent = value >= SMALLEST
     threshold = torch.where(is_sent, threshold, math.inf)
@@ -223,8 +226,8 @@ def _adapted(encoder: TorchEncoder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _one_bit(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
     u = encoder.owed(grad)
     x = encoder.in_blocks(u)
-    mean = _sum(x.abs()) / encoder.sizes.float()
-    encoder.require_finite(mean)
+    narrow, wide = _sum(x.abs()), (_sum(x.abs().double()) / encoder.sizes).float()
+    mean = torch.where(torch.isfinite(narrow), narrow / encoder.sizes.float(), wide)
     scale = torch.where(mean >= SMALLEST, mean, 0.0)
     is_negative = x < 0
     weights = 1 << torch.arange(7, -1, -1, device=x.device)
@@ -242,7 +245,8 @@ def _qsgd(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
     x = encoder.in_blocks(u)
     limit = x.abs().amax(1)
     is_sent, levels = limit >= SMALLEST, encoder.like(float(compressor.levels), x)
-    scale = torch.where(is_sent, limit / levels, 0.0)
+    most = float(blocks.largest_scale(compressor.levels))
+    scale = torch.where(is_sent, (limit / levels).clamp(max=most), 0.0)
     inverse = torch.where(is_sent, levels * float(UNIT) / limit, 0.0)
     level = ((x * _column(inverse)).to(torch.int32) + encoder.noise(seed)) >> 16
     encoder.put_scales(scale)
@@ -307,7 +311,7 @@ def _dgc(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
     ahead, own = (compressor.momentum, 1.0) if compressor.nesterov else (1.0, 0.0)
     momentum = encoder.state[MOMENTUM] * compressor.momentum + grad * ahead
     velocity = encoder.state[RESIDUAL] + (momentum + grad * own)
-    encoder.require_finite(velocity)
+    encoder.require_finite(velocity)  # It is not where the momentum is not.
     k = sparse.num_sent(compressor.ratio_at(step), encoder.numel)
     is_sent = _put_largest(encoder, velocity, k, compressor.select)
     encoder.keep(RESIDUAL, torch.where(is_sent, 0.0, velocity))

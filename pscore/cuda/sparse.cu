@@ -15,14 +15,13 @@ struct Select {
 extern "C" __global__ void take(const float* grad, float* residual, int n, int* bad) {
   if (is_refused(bad)) return;
   float u[EACH];
-  take8(grad, residual, n, u, bad);
+  take8(grad, residual, n, u);
   store8(residual, n, u);
 }
 
-extern "C" __global__ void dgc_correct(const float* grad, float* momentum, float* velocity,
-                                       float factor, float mu, int nesterov, int n, int* bad) {
-  if (is_refused(bad)) return;
-  float g[EACH], m[EACH], v[EACH];
+__device__ inline void dgc8(const float* grad, const float* momentum, const float* velocity,
+                            float factor, float mu, int nesterov, int n, float* m, float* v) {
+  float g[EACH];
   load8(grad, n, g);
   load8(momentum, n, m);
   load8(velocity, n, v);
@@ -31,8 +30,23 @@ extern "C" __global__ void dgc_correct(const float* grad, float* momentum, float
     float x = g[k] * factor;
     m[k] = mu * m[k] + ahead * x;
     v[k] = v[k] + (m[k] + own * x);
-    if (magnitude_of(v[k]) >= INF_BITS) *bad = 1;
   }
+}
+
+// Runs before `dgc_correct`, as `room` does.
+extern "C" __global__ void dgc_room(const float* grad, const float* momentum, const float* velocity,
+                                    float factor, float mu, int nesterov, int n, int* bad) {
+  float m[EACH], v[EACH];
+  dgc8(grad, momentum, velocity, factor, mu, nesterov, n, m, v);
+  note8(m, bad);
+  note8(v, bad);
+}
+
+extern "C" __global__ void dgc_correct(const float* grad, float* momentum, float* velocity,
+                                       float factor, float mu, int nesterov, int n, int* bad) {
+  if (is_refused(bad)) return;
+  float m[EACH], v[EACH];
+  dgc8(grad, momentum, velocity, factor, mu, nesterov, n, m, v);
   store8(momentum, n, m);
   store8(velocity, n, v);
 }

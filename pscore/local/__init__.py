@@ -11,10 +11,11 @@ from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
 from pscore.local.mirror import Mirror
 from pscore.local.none import NoLocalUpdate
+from pscore.local.secant import Secant
 from pscore.local.sgd import PlainSGD
 
 LOCAL_UPDATES: dict[str, type[LocalUpdate]] = {
-    update.name: update for update in (DC, AdaptiveDC, GLU, Mirror, NoLocalUpdate, PlainSGD)
+    update.name: update for update in (DC, AdaptiveDC, GLU, Mirror, NoLocalUpdate, PlainSGD, Secant)
 }
 
 __all__ = ["LOCAL_UPDATES", "LocalSlice", "LocalUpdate", "make_local_update"]

@@ -32,12 +32,26 @@ class LocalSlice:
     active: IntArray  # (num_segments,) int64; replaced at each step.
     counts: IntArray  # (num_segments,) int64: optimizer steps the weights have had.
     version: int = -1  # Of the newest pull that has landed; -1 before the first.
-    num_local: int = 0  # Local updates since that pull.
+    past: list[HyperArray] = field(default_factory=list)  # Of the local updates since that pull.
     num_made: int = 0  # Local updates since the worker began, or came back.
     state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.
+    largest_rates: np.ndarray = field(init=False)  # (num_groups,) float64: of local updates so far.
 
     def __post_init__(self) -> None:
         assert self.counts.dtype == np.int64
+        self.largest_rates = np.zeros(len(self.hyper))
+
+    @property
+    def num_local(self) -> int:
+        """Local updates since the newest pull that has landed."""
+        return len(self.past)
+
+    def restart(self) -> None:
+        """Forgets everything but the weights: the next pull is as the first one."""
+        self.version, self.num_made = -1, 0
+        self.counts[:], self.largest_rates[:] = 0, 0.0
+        self.past.clear()
+        self.state.clear()
 
 
 def zeros_like(weights: Any) -> Any:

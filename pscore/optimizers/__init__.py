@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pscore.errors import UnsupportedOptimizerError
+from pscore.errors import ConfigError, UnsupportedOptimizerError
 from pscore.optimizers.adam import Adam
 from pscore.optimizers.adamw import AdamW
 from pscore.optimizers.assign import Assign
@@ -78,9 +78,14 @@ def hyper_rows(optimizer: Optimizer | str, param_groups: Sequence[Mapping[str, A
 
     Raises:
         UnsupportedOptimizerError: An argument is set that the shards do not implement.
+        ConfigError: A hyper-parameter is NaN or Inf.
     """
     plugin = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    return np.array([plugin.hyper_from_torch(group) for group in param_groups], dtype=np.float64)
+    rows = np.array([plugin.hyper_from_torch(group) for group in param_groups], dtype=np.float64)
+    for group, column in np.argwhere(~np.isfinite(rows)).tolist():
+        name, value = plugin.hyper_names[column], rows[group, column]
+        raise ConfigError(f"{name} of parameter group {group} is {value}, must be a number")
+    return rows
 
 
 def warm_up(optimizer: Optimizer) -> None:

@@ -39,11 +39,11 @@ class CD(OD):
     Attributes:
         warmup: Steps of plain synchronous, uncompressed SGD before the delay starts.
         local: Local update, from the uncompressed gradient: `sgd`, `dc`, `dc_adaptive`, `glu`,
-            `mirror`, or `none`.
+            `secant`, `mirror`, or `none`.
         steps: k, steps from one uncompressed push to the next, 1..1024; 1 never compresses.
         correction: What is pushed then: `raw` the gradient, `flush` what is owed along with it.
-        lr_scale: `sgd`, `dc`, `dc_adaptive`, `glu`: learning rate of the local update over the
-            optimizer's.
+        lr_scale: `sgd`, `dc`, `dc_adaptive`, `glu`, `secant`: learning rate of the local update
+            over the optimizer's.
         variance_control: `dc`: lambda, 0 or more, without unit.
         adaptive_control: `dc_adaptive`: lambda_0, 0 or more, in units of the gradient.
         decay: `dc_adaptive`: how much of the mean square is kept from one step to the next.

@@ -16,8 +16,8 @@ misses its own newest gradient and misses those of others by one step.
 Differs from the paper, of which only the abstract and the code were read: the warm-up is counted in
 steps that the caller sets (the code has 200 fixed). Gradients are means, and the local learning
 rate is `lr_scale` times the optimizer's: the authors' scripts come to 0.4 to 0.6 in these units. A
-push is acknowledged on receipt. `none` (go on from the pulled weights as they are), `glu` and
-`mirror` are choices that the paper does not have.
+push is acknowledged on receipt. `none` (go on from the pulled weights as they are), `glu`,
+`secant` and `mirror` are choices that the paper does not have.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class OD(Synchronous):
 
     Attributes:
         warmup: Steps of plain synchronous SGD before the delay starts.
-        local: Local update: `dc`, `dc_adaptive`, `sgd`, `glu`, `mirror`, or `none`.
-        lr_scale: `dc`, `dc_adaptive`, `sgd`, `glu`: learning rate of the local update over the
-            optimizer's.
+        local: Local update: `dc`, `dc_adaptive`, `sgd`, `glu`, `secant`, `mirror`, or `none`.
+        lr_scale: `dc`, `dc_adaptive`, `sgd`, `glu`, `secant`: learning rate of the local update
+            over the optimizer's.
         variance_control: `dc`: lambda, 0 or more, without unit.
         adaptive_control: `dc_adaptive`: lambda_0, 0 or more, in units of the gradient.
         decay: `dc_adaptive`: how much of the mean square is kept from one step to the next.
@@ -72,4 +72,4 @@ class OD(Synchronous):
 
     def local_update(self) -> Any:
         """Returns the local update with this rule's arguments."""
-        return make_local_update(self.local, self.arguments())
+        return make_local_update(self.local, {**self.arguments(), "steps": 1})  # Of each pull.

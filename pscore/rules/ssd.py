@@ -23,7 +23,7 @@ is the k-th; a worker computes with slices whose last pulls are up to p - 1 step
 Differs from the paper: the warm-up is counted in steps that the caller sets (the authors' code has
 500 fixed), the step number travels with every message instead of being counted from calls, a push
 is acknowledged on receipt, so that a fast worker may run k steps ahead, and the local update is a
-choice (`glu` is the authors').
+choice (`glu` is what the authors have released).
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ class SSD(Synchronous):
         steps: k, steps from one pull to the next, 1..1024. More hides a slower network and lets
             the workers' weights drift further apart.
         warmup: Steps of plain synchronous SGD before the delay starts.
-        local: Local update between pulls: `mirror`, `glu`, `sgd`, `dc`, `dc_adaptive`
-            or `none`.
+        local: Local update between pulls: `mirror`, `glu`, `secant`, `sgd`, `dc`,
+            `dc_adaptive` or `none`.
         lr_scale: Learning rate of the local update over the optimizer's.
-        alpha: `glu`: factor of the worker's own gradient.
-        beta: `glu`: factor of the global update read off two pulls.
-        local_warmup: `glu`: local steps over which its rate rises to its full size.
+        alpha: `glu`, `secant`: factor of the worker's own gradient.
+        beta: `glu`, `secant`: factor of what stands for the global gradient.
+        local_warmup: `glu`, `secant`: local steps over which their rate rises to its full size.
+        divisor: `glu`: D, of its global gradient; 8 as released, for the authors' rates. 0 is k
+            times the largest local rate so far.
         mirror: `exact` (the shard's optimizer state travels with each pull) or `kept`.
         spread: p, over how many of the k steps the pulls are spread, 1..k. A worker may run
             k - p + 1 steps ahead. 0 is as many as keep the bytes of a step below those of its
@@ -64,6 +66,7 @@ class SSD(Synchronous):
     alpha: float = 2.0
     beta: float = 0.5
     local_warmup: int = 0
+    divisor: float = 0.0
     mirror: str = "exact"
     spread: int = 0
 

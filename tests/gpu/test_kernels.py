@@ -16,6 +16,7 @@ from pscore.local import LocalSlice, LocalUpdate
 from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
 from pscore.local.mirror import Mirror
+from pscore.local.secant import Secant
 from pscore.local.sgd import PlainSGD
 from pscore.partition import make_layout
 from pscore.types import FloatArray, Push, TensorSpec, Verdict
@@ -155,7 +156,7 @@ def on(device: torch.device, part: LocalSlice) -> LocalSlice:
 
 @pytest.mark.parametrize(
     "update",
-    [PlainSGD(0.7), GLU(), DC(), AdaptiveDC(decay=0.5), Mirror("kept")],
+    [PlainSGD(0.7), GLU(), Secant(), DC(), AdaptiveDC(decay=0.5), Mirror("kept")],
     ids=lambda update: update.name,
 )
 def test_local_updates_are_the_cpus(

@@ -30,6 +30,7 @@ def place(where: str) -> Iterator[torch.device]:
     with (
         mock.patch("psworker.exchange.is_on_device", return_value=True),
         mock.patch("psworker.bucket.is_on_device", return_value=True),
+        mock.patch("psworker.payloads.is_on_device", return_value=True),
     ):
         yield torch.device("cpu")
 
@@ -59,8 +60,11 @@ def train(me: Station, mode: str, compression: str, where: str) -> dict[str, np.
         return {name: weight.detach().cpu().numpy() for name, weight in model.named_parameters()}
 
 
-def spoil(me: Station, compression: str, where: str) -> None:
-    """Trains until a gradient is NaN; tells the error, how long it took, and the residuals' sum."""
+def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
+    """Trains, and goes on behind a gradient of NaN; returns the global weights.
+
+    Tells the error, how long it took, and the residuals' sum.
+    """
     with place(where) as device:
         model = make_model().to(device)
         optimizer = wrap(model, "ssgd", compression)
@@ -77,13 +81,18 @@ def spoil(me: Station, compression: str, where: str) -> None:
                 owed = optimizer.exchange.compressor_state().values()
                 took_s = time.monotonic() - begin_s
                 me.tell((str(problem), took_s, sum(float(np.abs(array).sum()) for array in owed)))
-                return
+                optimizer.state_dict()
+        optimizer.close()
+        assert optimizer.clock == STEPS  # The step counts without the slice that was refused.
+        return {name: weight.detach().cpu().numpy() for name, weight in model.named_parameters()}
 
 
 def expect_refusal(shards: Shards, compression: str, where: str) -> None:
     """Asserts that the step which waits for a push of NaN tells it, and that no NaN is owed."""
     with shards.workers(spoil, compression, where, num_workers=1) as (worker,):
         message, took_s, owed = worker.hear()
+        weights = worker.result()
+    assert all(np.isfinite(weight).all() for weight in weights.values())
     # Of the tensor it names the part that is in this slice.
     assert re.match(r"gradient of '2.weight' holds (\d+) NaN or Inf of \1 elements", message)
     assert "at step 2; nothing of it was pushed" in message

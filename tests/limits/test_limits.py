@@ -157,7 +157,7 @@ def test_dcasgd_without_lambda_is_asgd(rule: Rule, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("local", ["sgd", "dc", "dc_adaptive", "glu", "mirror", "none"])
+@pytest.mark.parametrize("local", ["sgd", "dc", "dc_adaptive", "glu", "secant", "mirror", "none"])
 def test_cd_without_compression_is_od(local: str, seed: int) -> None:
     od = run(OD(warmup=10, local=local), seed)
     for correction in ("raw", "flush"):

@@ -27,10 +27,10 @@ def test_the_correction_by_hand() -> None:
     local, part = DC(variance_control=2.0), make_part([0.5, 0.0, 0.0, 0.25, 0.0, 0.0], 1)
     rebase(local, part, [1.0], version=0)
     local.update(part, torch.tensor([0.5]))
-    part.num_local = 1
+    part.past = [part.hyper]
     assert part.weights.tolist() == [1.0 - 0.5 * (0.5 + 0.25)]
     rebase(local, part, [3.0], version=1)
-    part.num_local = 0
+    part.past = []
     local.update(part, torch.tensor([0.5]))
     # 1/2 + 1/4 * 3 + 2 * 1/4 * (3 - 1) = 9/4.
     assert part.weights.tolist() == [3.0 - 0.5 * 2.25]
@@ -72,7 +72,7 @@ def test_a_segment_without_gradient_stays_and_its_pulls_count_all_the_same() -> 
     for version, weight in enumerate((3.0, 4.0, 6.0)):
         rebase(local, part, [weight], version)
         part.active[:] = version == 2
-        part.num_local = 1
+        part.past = [part.hyper]
         local.update(part, torch.tensor([1.0]))
         assert part.weights.tolist() == [weight if version < 2 else 6.0 - (1.0 + 2.0)]
 

@@ -74,6 +74,13 @@ def plain(state: dict[str, Vector], weights: Vector, grad: Vector) -> Vector:
 
 
 def glu(state: dict[str, Vector], weights: Vector, grad: Vector) -> Vector:
+    """As released, with D = k * lr."""
+    before, state["before"] = state.get("before", weights), weights
+    sync = ((1 - LR * DECAY) * before - weights) / (state["k"] * LR)
+    return weights - LR * (2.0 * grad + 0.5 * sync + DECAY * weights)
+
+
+def secant(state: dict[str, Vector], weights: Vector, grad: Vector) -> Vector:
     return weights - LR * (2.0 * grad + 0.5 * state["sync"] + DECAY * weights)
 
 
@@ -93,7 +100,8 @@ def model(
     old, sync = weights, weights
     base = np.zeros((WORKERS, NUMEL))
     view = base.copy()
-    states = [{"sync": weights, "velocity": velocity} for _ in range(WORKERS)]
+    k = np.array(rule.steps)
+    states = [{"sync": weights, "velocity": velocity, "k": k} for _ in range(WORKERS)]
     seen = np.zeros((WORKERS, 200, NUMEL))
     since, turn = np.zeros(NUMEL), np.zeros(NUMEL)
     for number, part in enumerate(SLICES):
@@ -128,6 +136,7 @@ def model(
     [
         ("sgd", "exact", plain),
         ("glu", "exact", glu),
+        ("secant", "exact", secant),
         ("mirror", "exact", mirror),
         ("mirror", "kept", mirror),
     ],

@@ -14,6 +14,7 @@ from pscore.local import LOCAL_UPDATES, LocalSlice, LocalUpdate, make_local_upda
 from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
 from pscore.local.mirror import Mirror
+from pscore.local.secant import Secant
 from pscore.local.sgd import PlainSGD
 from pscore.optimizers import OPTIMIZERS
 from pscore.types import SegmentTable
@@ -56,8 +57,10 @@ def make_part(sizes: list[int], optimizer: str = "sgd") -> LocalSlice:
 
 LOCALS: list[LocalUpdate] = [
     PlainSGD(0.5),
-    GLU(),
-    GLU(1.5, 0.25, 0.5),
+    GLU(steps=3),
+    GLU(1.5, 0.25, 0.5, divisor=0.7),
+    Secant(),
+    Secant(1.5, 0.25, 0.5),
     Mirror(),
     DC(0.5, 0.5),
     AdaptiveDC(1.0, 0.7, 0.5),
@@ -155,12 +158,12 @@ def test_a_plain_step_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 9))
-def test_glu_follows_its_formula_in_any_layout(sizes: list[int], num_updates: int) -> None:
+def test_the_secant_follows_its_formula_in_any_layout(sizes: list[int], num_updates: int) -> None:
     part = make_part(sizes)
     numel = len(part.weights)
     rng = np.random.default_rng(9)
     old, new, grad = (rng.standard_normal(numel, np.float32) for _ in range(3))
-    local = GLU(alpha=1.25, beta=0.75, lr_scale=0.5)
+    local = Secant(alpha=1.25, beta=0.75, lr_scale=0.5)
     for version, pulled in ((2, old), (2 + num_updates, new)):
         local.rebase(part, torch.from_numpy(pulled.copy()), [], version)
         part.version = version
@@ -174,6 +177,29 @@ def test_glu_follows_its_formula_in_any_layout(sizes: list[int], num_updates: in
         np.testing.assert_allclose(plain(part.weights)[start:stop], wanted, rtol=1e-5, atol=1e-6)
 
 
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 9))
+def test_glu_follows_its_formula_in_any_layout(sizes: list[int], steps: int) -> None:
+    part = make_part(sizes)
+    rng = np.random.default_rng(9)
+    local = GLU(alpha=1.25, beta=0.75, lr_scale=0.5, steps=steps)
+    before = plain(part.weights).astype(np.float64)
+    for pull in (False, False, True):
+        if pull:
+            pulled = torch.from_numpy(rng.standard_normal(len(part.weights), np.float32))
+            local.rebase(part, pulled, [], part.version + 1)
+        weights = plain(part.weights).astype(np.float64)
+        grad = rng.standard_normal(len(weights), np.float32)
+        local.update(part, torch.from_numpy(grad))
+        for (start, stop), group in zip(part.segments.bounds, part.segments.groups, strict=True):
+            lr, decay = 0.5 * part.hyper[group, 0], part.hyper[group, 3]
+            w, p, g = (array[start:stop] for array in (weights, before, grad))
+            sync = ((1 - lr * decay) * p - w) / (steps * lr)
+            own = -g if group == 1 else g
+            wanted = w - lr * (1.25 * own + 0.75 * sync + decay * w)
+            np.testing.assert_allclose(plain(part.weights)[start:stop], wanted, 1e-4, 1e-5)
+        before = weights
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "named"),
     [
@@ -181,6 +207,8 @@ def test_glu_follows_its_formula_in_any_layout(sizes: list[int], num_updates: in
         ("glu", {"alpha": float("nan")}, "glu.alpha is nan"),
         ("glu", {"beta": -0.5}, "glu.beta is -0.5"),
         ("glu", {"lr_scale": 2e6}, "glu.lr_scale is 2000000.0"),
+        ("glu", {"divisor": -1.0}, "glu.divisor is -1.0"),
+        ("secant", {"beta": -0.5}, "secant.beta is -0.5"),
         ("mirror", {"mirror": "both"}, "mirror.mirror is 'both', must be one of exact, kept"),
     ],
 )

@@ -253,6 +253,35 @@ def test_what_bounds_nothing_is_refused(name: str) -> None:
             require_for_pulls(compressor)
 
 
+@pytest.mark.parametrize("text", ["natural(feedback=True)", "qsgd(feedback=True)"])
+def test_with_feedback_what_rounds_at_random_may_compress_pulls(text: str) -> None:
+    require_for_pulls(parse_compressor(text))
+
+
+def owed_after(compressor: Compressor, grad: FloatArray) -> float:
+    """Returns the mean square norm of what is owed after `grad`, over several draws."""
+    out, squares = np.zeros(compressor.payload_nbytes_max(len(grad)), np.uint8), []
+    for seed in range(20):
+        owed = np.zeros_like(grad)
+        compressor.encode(grad, {RESIDUAL: owed}, out, seed=seed)
+        squares.append(float(np.square(owed).sum()))
+    return float(np.mean(squares))
+
+
+@pytest.mark.parametrize("text", ["terngrad(feedback=True)", "qsgd(levels=3, feedback=True)"])
+def test_more_noise_than_is_made_up_for_is_refused(text: str) -> None:
+    """There are numbers of which more is owed when they have been sent than before."""
+    compressor = parse_compressor(text)
+    with pytest.raises(ConfigError, match=r"bounds what is owed: .* with 17 levels or more"):
+        require_for_pulls(compressor)
+    grad = np.full(2048, 1 / 12, np.float32)
+    grad[0] = 1.0
+    assert owed_after(compressor, grad) > 1.4 * float(np.square(grad).sum())
+    grad[1:] = 1 / 68
+    allowed = parse_compressor("qsgd(levels=17, feedback=True)")
+    assert owed_after(allowed, grad) < float(np.square(grad).sum())
+
+
 # ----- as part of a slice
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pscore import wire
 from pscore.compressors import parse_compressor
 from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
 from pscore.optimizers.sgd import SGD
@@ -378,3 +379,41 @@ def test_a_restart_forgets_what_was_under_way_and_declares_again() -> None:
     exchange.flush()
     assert exchange.has_landed(0)
     assert len(session.defined) == 2
+
+
+def test_a_gradient_that_turns_out_to_be_no_number_is_pushed_as_absent_and_told_once() -> None:
+    """As on a device, whose gradient is looked at when it has arrived: the step still ends."""
+    exchange, _ = make("2bit")
+
+    def payload() -> memoryview:
+        raise GradientError("gradient of 'weight' holds NaN")
+
+    header, parts = exchange._make(0, a_push(), payload, "2bit", shared=True)
+    num_segments = len(exchange.layout.slices[0].segments)
+    assert wire.unpack_bits(header.present, num_segments) == 0
+    assert (header.compressor, header.shared, header.may_wait, list(parts)) == (
+        "",
+        False,
+        False,
+        [],
+    )
+    with pytest.raises(GradientError, match="holds NaN"):
+        exchange.payloads.raise_refused()
+    exchange.payloads.raise_refused()
+
+
+def test_a_gradient_without_room_is_refused_before_anything_is_sent() -> None:
+    exchange, session = make("2bit", num_shards=1)
+    grads = [torch.full((spec.numel,), 3e38) for spec in exchange.layout.slices]
+    numel = exchange.layout.numel
+    exchange.load_compressor_state({"residual": np.full(numel, 3e38, np.float32)})
+    with pytest.raises(GradientError, match="beyond float32"):
+        exchange.payloads.require_room(grads, lambda index: -1)
+    with pytest.raises(GradientError, match="beyond float32"):
+        exchange.push(0, a_push(), grads[0], compress=True)
+    assert not session.planes[0].pushes
+    assert (exchange.compressor_state()["residual"] == np.float32(3e38)).all()
+    # Without a gradient there is nothing to add.
+    exchange.payloads.require_room(grads, lambda index: 0)
+    exchange.push(0, a_push(), -grads[0], compress=True)
+    assert len(session.planes[0].pushes) == 1

@@ -6,10 +6,11 @@ from psworker.leftout import LeftOut
 
 
 def play(calls: str) -> LeftOut:
-    """Returns the count after `z` for zero_grad() and `s` for step()."""
+    """Returns the count after `z` for zero_grad(), `s` for step(), `g` for a step given up."""
     count = LeftOut()
+    methods = {"z": count.zeroed, "s": count.ended, "g": count.given_up}
     for call in calls:
-        count.zeroed() if call == "z" else count.ended()
+        methods[call]()
     return count
 
 
@@ -29,3 +30,8 @@ def test_a_script_that_does_the_same_at_each_step_leaves_out_none(calls: str) ->
 )
 def test_a_step_that_is_begun_twice_is_counted(calls: str, report: tuple[int, int, int]) -> None:
     assert play(calls).report == report
+
+
+@pytest.mark.parametrize("calls", ["zgzszs", "zszgzgzszs", "zszszggzs", "zzszzgzgzzs", "ggzszs"])
+def test_a_step_that_is_given_up_is_not_one_that_was_left_out(calls: str) -> None:
+    assert play(calls).report == (len(calls.replace("z", "")), 0, 0)

@@ -246,12 +246,12 @@ def test_ssd_pulls_at_each_kth_step_and_takes_it_one_step_later() -> None:
 
 
 @pytest.mark.parametrize("maps", [False, True], ids=["beside", "late"])
-def test_glu_takes_a_pull_where_its_own_direction_lay_with_the_same_bits(maps: bool) -> None:
+def test_the_secant_takes_a_pull_where_its_own_direction_lay_with_the_same_bits(maps: bool) -> None:
     """k = 2: in shared memory the pull of step 1 lands on G_sync once that step's update is made.
 
     W = 1, 8: G_sync = (1 - 8) / (2 * 0.5) = -7; w = 8 - 0.5 * (2 * 1 + 0.5 * -7).
     """
-    replica, notes = make("ssd(steps=2, warmup=0, local=glu)")
+    replica, notes = make("ssd(steps=2, warmup=0, local=secant)")
     notes.maps = maps
     sync = [part.state["grad_sync"] for part in replica.parts]
     step(replica, notes, 1.0, 0.0, 0)
@@ -267,7 +267,7 @@ def test_glu_takes_a_pull_where_its_own_direction_lay_with_the_same_bits(maps: b
 
 
 def test_a_pull_that_may_bring_the_same_version_leaves_the_direction_of_the_last_one() -> None:
-    replica, notes = make("ssd(steps=1, warmup=0, local=glu)")
+    replica, notes = make("ssd(steps=1, warmup=0, local=secant)")
     step(replica, notes, 1.0, 0.0, 0)
     step(replica, notes, 1.0, 0.5, 1)
     notes.run(replica.settle(), 0.25, 2)
@@ -452,6 +452,13 @@ def test_in_rounds_the_way_of_the_weights_is_pushed_with_the_mean_of_the_samples
     assert list(replica.finish(moves, notes)) == []
     with pytest.raises(GradientError, match="weights of slice 0 hold NaN or Inf at step 3"):
         list(replica.finish(moves, notes))
+    # The round is given up: one step of the next one is left, and it begins where this one did.
+    assert (replica.weights[0].item(), replica.num_inner, replica.is_ending) == (9.0, 0, False)
+    replica.weights.fill_(8.0)
+    notes.run(replica.finish(moves, notes, 5.0), 7.0, 2)
+    assert {(push.step, push.samples, value) for _, push, value in notes.pushes[2:]} == {
+        (1, 5.0, 1.0)
+    }
 
 
 def test_a_round_that_is_not_over_is_pushed_at_the_end() -> None:

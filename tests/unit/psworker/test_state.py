@@ -94,6 +94,7 @@ class FakeWrapper:
         self.exchange = self.replica = self.session = self.shards = fakes
         self.samples, self.samples_seen = 2.0, 8.0
         self.progress = self
+        self.setback = None
 
     def plain_state_dict(self) -> dict[str, Any]:
         return dict(self.inner.state_dict())

@@ -29,6 +29,27 @@ OWING = [
 SIZES = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 1023, 1025, 2047, 2048, 2049, 4097, 6000)
 
 
+FLOAT_MAX = np.finfo(np.float32).max
+
+
+def _extremes() -> dict[str, FloatArray]:
+    rng, numel = np.random.default_rng(4), 4200
+    mixed: list[float] = [float(FLOAT_MAX), -float(FLOAT_MAX), 1e-45, 0.0, -0.0, 1e-30, 1.0, -1e36]
+    values = {
+        "largest": np.full(numel, FLOAT_MAX),
+        "both signs": rng.choice([FLOAT_MAX, -FLOAT_MAX], numel),
+        "one of all": np.where(np.arange(numel) == 2049, -FLOAT_MAX, 0.0),
+        "1e38": np.clip(rng.standard_normal(numel), -3, 3) * 1e38,
+        "3e36": rng.standard_normal(numel) * 3e36,
+        "denormal": rng.standard_normal(numel) * 1e-40,
+        "mixed": rng.choice(mixed, numel),
+    }
+    return {name: value.astype(np.float32) for name, value in values.items()}
+
+
+EXTREMES = _extremes()  # Finite numbers at the ends of float32.
+
+
 class Sender:
     """A worker's side of one slice."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pscore.compressors import parse_compressor
+from pscore.compressors import blocks, parse_compressor
 from pscore.errors import DecodeError
 from pscore.types import ByteArray
 from tests.unit.pscore.compressors.cases import NAMES, Sender, decode, normal
@@ -70,6 +70,21 @@ def test_scales_that_are_no_sizes_are_refused(name: str, value: float) -> None:
     payload = payload_of(name)
     payload[4:8].view("<f4")[0] = value
     assert "scale of block 1" in refusal(name, payload)
+
+
+@pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("qsgd", 127), ("qsgd(levels=5)", 5)])
+def test_a_scale_of_which_float32_does_not_hold_the_levels_is_refused(
+    name: str, levels: int
+) -> None:
+    payload = payload_of(name)
+    payload[8:] = levels
+    largest = blocks.largest_scale(levels)
+    payload[:8].view("<f4")[:] = largest
+    assert np.isfinite(decode(parse_compressor(name), payload, NUMEL)).all()
+    payload[4:8].view("<f4")[0] = np.nextafter(largest, np.float32(np.inf))
+    assert "scale of block 1" in refusal(name, payload)
+    payload[4:8].view("<f4")[0] = 3e38
+    assert "scale of block 1 is 3" in refusal(name, payload)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -5,10 +5,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pscore.compressors import COMPRESSORS, make_compressor, parse_compressor
+from pscore.compressors import COMPRESSORS, base, make_compressor, parse_compressor
 from pscore.errors import ConfigError, GradientError
 from pscore.types import FloatArray
-from tests.unit.pscore.compressors.cases import NAMES, OWING, SIZES, Sender, decode, normal
+from tests.unit.pscore.compressors.cases import (
+    EXTREMES,
+    NAMES,
+    OWING,
+    SIZES,
+    Sender,
+    decode,
+    normal,
+)
 
 MODERATE = st.floats(-(2.0**99), 2.0**99, width=32)
 
@@ -95,14 +103,57 @@ def test_any_moderate_gradient_is_sent_or_owed(name: str, values: list[float], s
 
 
 @pytest.mark.parametrize("name", OWING)
-def test_what_float32_cannot_hold_is_reported(name: str) -> None:
-    compressor = parse_compressor(name)
-    sender = Sender(compressor, 40)
-    sender.residual[3] = 3e38
-    grad = normal(40)
-    grad[3] = 3e38
+def test_what_float32_cannot_hold_is_refused_and_changes_nothing(name: str) -> None:
+    """The element is in the last block of three: the ones before it must not have been encoded."""
+    compressor, numel = parse_compressor(name), 5000
+    sender, other = Sender(compressor, numel), Sender(compressor, numel)
+    for state in (sender.state, other.state):
+        for key in state:
+            state[key][:] = normal(numel, 3)
+        state["residual"][4999] = 3e38
+    before = {key: value.copy() for key, value in sender.state.items()}
+    grad = normal(numel)
+    grad[4999] = 3e38
     with pytest.raises(GradientError, match="beyond float32"):
         sender.encode(grad)
+    for key, value in before.items():
+        assert np.array_equal(sender.state[key], value)
+    good = normal(numel, 9)
+    assert np.array_equal(sender.encode(good, seed=1), other.encode(good, seed=1))
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_finite_stays_finite(name: str, extreme: str) -> None:
+    """And sent + owed is the gradient, to one rounding of its largest number."""
+    compressor, grad = parse_compressor(name), EXTREMES[extreme]
+    sender = Sender(compressor, len(grad))
+    sent = decode(compressor, sender.encode(grad, seed=11), len(grad)).astype(np.float64)
+    assert np.isfinite(sent).all()
+    assert all(np.isfinite(value).all() for value in sender.state.values())
+    if base.RESIDUAL in compressor.state_names and not name.startswith("dgc"):
+        error = np.abs(grad.astype(np.float64) - sent - sender.residual)
+        assert error.max() <= np.abs(grad).max() * 2.0**-24
+
+
+def test_room_is_looked_for_only_where_it_may_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the largest number that is owed known, and small, no pass over memory is made."""
+    looked: list[int] = []
+
+    def look(grad: FloatArray, owed: FloatArray) -> bool:
+        looked.append(len(grad))
+        return True
+
+    monkeypatch.setattr(base, "sum_is_finite", look)
+    sender = Sender(parse_compressor("int8"), 100)
+    sender.state[base.LARGEST] = np.zeros(1, np.float32)
+    sender.encode(normal(100))
+    assert not looked
+    assert sender.state[base.LARGEST][0] == np.abs(normal(100)).max()
+    sender.encode(np.full(100, 1e35, np.float32))  # Nothing large is owed yet.
+    assert not looked
+    sender.encode(normal(100))
+    assert looked
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {"none", *OWING}])

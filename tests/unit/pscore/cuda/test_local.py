@@ -12,6 +12,7 @@ from pscore.cuda.encoders import Launch
 from pscore.local import LocalSlice
 from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
+from pscore.local.secant import Secant, passed
 from pscore.local.sgd import PlainSGD, hyper_columns
 from pscore.optimizers import OPTIMIZERS
 from pscore.types import SegmentTable
@@ -68,9 +69,25 @@ def test_plain_steps_are_the_cpus(launch: Launch) -> None:
         assert_same(host.weights, other.weights)
 
 
-def test_glu_steps_and_pulls_are_the_cpus(launch: Launch) -> None:
+@pytest.mark.parametrize("divisor", [0.0, 0.3])
+def test_glu_steps_are_the_cpus(launch: Launch, divisor: float) -> None:
     host, other = parts()
-    update = GLU(alpha=2.0, beta=0.5, lr_scale=0.9)
+    update = GLU(alpha=2.0, beta=0.5, lr_scale=0.9, steps=3, divisor=divisor)
+    before = normal(0)
+    for step in range(3):
+        if step == 2:
+            update.rebase(host, normal(5), [], 3)
+            other.weights.copy_(normal(5))
+        update.update(host, normal(step + 1))
+        factors = (2.0, 0.5, 0.9), update._inverse(other), hyper_columns(other)
+        device.glu(launch, other, normal(step + 1), before, *factors)
+        assert_same(host.weights, other.weights)
+        assert_same(host.state["weights_before"], before)
+
+
+def test_secant_steps_and_pulls_are_the_cpus(launch: Launch) -> None:
+    host, other = parts()
+    update = Secant(alpha=2.0, beta=0.5, lr_scale=0.9)
     update.rebase(host, normal(5), [], 0)
     host.version = 0
     other.weights.copy_(normal(5))
@@ -80,9 +97,9 @@ def test_glu_steps_and_pulls_are_the_cpus(launch: Launch) -> None:
         host.version = 4 * (step + 1)
         columns = hyper_columns(other)
         other.weights.copy_(normal(6 + step))  # The kernel leaves what lies between segments.
-        device.glu_rebase(launch, other, normal(6 + step), old, sync, 4, columns[0])
+        device.secant_rebase(launch, other, normal(6 + step), old, sync, *passed(other, 4))
         update.update(host, normal(step + 1))
-        device.glu(launch, other, normal(step + 1), sync, (2.0, 0.5, 0.9), columns)
+        device.secant(launch, other, normal(step + 1), sync, (2.0, 0.5, 0.9), columns)
         assert_same(host.weights, other.weights)
         assert_same(host.state["grad_sync"], sync)
 
