@@ -15,6 +15,7 @@ import torch
 
 import psworker
 from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver import remote
 from psworker.link import Link
 from tests.integration.cluster import Script, Shards, Station, new_job, wait_until
 from tests.integration.models import (
@@ -126,13 +127,14 @@ def test_a_killed_worker_hangs_nobody(impatient: Shards, mode: str) -> None:
         agree(weights, alone((LONG, SHORT)))
 
 
-def test_a_job_whose_workers_have_died_can_begin_anew(impatient: Shards) -> None:
+def test_a_job_whose_workers_have_died_can_be_forgotten_and_begin_anew(impatient: Shards) -> None:
     job = new_job()
     with impatient.workers(train, "ssgd", (SHORT, SHORT), "hold", job=job) as workers:
         workers[1].hear()
         for worker in workers:
             worker.kill()
     wait_until(lambda: losses(impatient, job) == 4)  # Both, at both shards.
+    assert all(reply.found for reply in remote.forget(impatient.addresses, job))
     first, _ = impatient.run(train, "ssgd", (LONG, SHORT), job=job)
     agree(first, alone((LONG, SHORT)))
 

@@ -116,9 +116,9 @@ def test_workers_that_were_all_killed_are_gone_on_with_and_ended_ones_are_not(
             assert all(goes_on in worker.written() for worker in workers)
             assert goes_on in cluster.log()
             finish(workers)
-        with by_hand(cluster) as worker:  # Another model is allowed: the job has ended.
-            worker.join()
-            worker.define(cluster.num_shards)
+        with by_hand(cluster) as other:  # Another model is allowed: the job has ended.
+            other.join()
+            other.define(cluster.num_shards)
             anew = (
                 f"job 'night' begins anew at step 0: the former one ended at step {2 * STEPS} "
                 "(table 'model' of 2 tensors in ssgd"
