@@ -139,9 +139,10 @@ class Exchange:
         shared = feedback is None and push.present != 0 and self._is_shared(index, grad)
         payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
         compressor = self.compressor.name if feedback is not None and not flush else ""
+        sender = self._sender()  # Now: when it leaves, this worker may have come back as another.
 
         def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
-            return self._make(index, push, payload, compressor, shared=shared)
+            return self._make(index, push, sender, payload, compressor, shared=shared)
 
         call = PushCall(make=make, slice=index, is_shared=shared, waits=is_on_device(grad))
         if self._timeline is not None:
@@ -415,6 +416,7 @@ class Exchange:
         self,
         index: int,
         push: Push,
+        sender: data_pb2.Sender,
         payload: Callable[[], memoryview],
         compressor: str,
         *,
@@ -423,7 +425,7 @@ class Exchange:
         """Returns header and payload of one push."""
         spec = self.layout.slices[index]
         header = data_pb2.PushHeader(
-            sender=self._sender(),
+            sender=sender,
             slice=index,
             step=push.step,
             base_version=push.base_version,

@@ -106,6 +106,15 @@ def accept(call: PushCall, verdict: Verdict = Verdict.ACCEPTED) -> None:
     call.done.set_result(data_pb2.PushReply(verdict=name, version=1))
 
 
+def test_a_push_that_leaves_after_a_return_is_still_one_of_the_former_worker() -> None:
+    exchange, session = make()
+    exchange.push(0, a_push(), gradient(0), compress=False)
+    (call,) = session.planes[0].pushes
+    session.rank, session.incarnation = 0, 78  # It comes back before the call is made up.
+    header, _ = call.make()
+    assert (header.sender.worker, header.sender.incarnation) == (1, 77)
+
+
 def test_a_push_goes_to_the_shard_of_its_slice_with_all_that_travels() -> None:
     exchange, session = make()
     assert session.defined[0][0] == "model"
@@ -388,7 +397,7 @@ def test_a_gradient_that_turns_out_to_be_no_number_is_pushed_as_absent_and_told_
     def payload() -> memoryview:
         raise GradientError("gradient of 'weight' holds NaN")
 
-    header, parts = exchange._make(0, a_push(), payload, "2bit", shared=True)
+    header, parts = exchange._make(0, a_push(), exchange._sender(), payload, "2bit", shared=True)
     num_segments = len(exchange.layout.slices[0].segments)
     assert wire.unpack_bits(header.present, num_segments) == 0
     assert (header.compressor, header.shared, header.may_wait, list(parts)) == (
