@@ -203,7 +203,7 @@ def test_what_is_refused_is_raised_and_what_was_joined_is_left(
 ) -> None:
     prepare(change, monkeypatch)
     with pytest.raises(kind, match=message):
-        begin()
+        begin(patience_s=0.1)
     joined = [1, 0] if kind is RankTakenError else [0, 0]
     assert [len(link.sent("Leave")) for link in links] == joined
 
