@@ -206,7 +206,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
                 self._driver.intake.armed.setdefault(key, []).append(capture.armed[index])
 
     def _describe(self, capture: Cut) -> dict[str, Any]:
-        # Whoever restores it says from which count of pushes on: not all modes have one.
+        # The count of pushes is set when it is restored: not all modes have one.
         spec = replace(capture.table.spec, origin=Origin(0, capture.step))
         return {
             "spec": records.spec_to_json(spec),

@@ -139,7 +139,7 @@ class SliceClock:
         return self.recheck()
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
-        """Goes on from a checkpoint: its version, and the clock of each worker.
+        """Restores a checkpoint's version, and the clock of each worker.
 
         What had entered an open step is not in the checkpoint's weights, so it is not counted.
         """
@@ -420,7 +420,7 @@ class SliceClock:
         return True
 
     def _advance(self, version: int) -> None:
-        """Goes on to a version; whoever begins there, or before, is waited for like anybody."""
+        """Sets the version; workers that begin there, or before, are waited for like others."""
         self.version = version
         if self._begins:
             self._begins = {rank: step for rank, step in self._begins.items() if step > version}

@@ -1,6 +1,6 @@
 """Log lines about what peers do wrong: one of a kind and peer in a while, the others counted.
 
-Whoever connects can be refused as often as he likes; without this each refusal is a line. A state
+A peer may be refused as often as it connects; without this each refusal would be a line. A state
 machine: time is an argument (`logs.py` drives it).
 """
 

@@ -127,7 +127,7 @@ Heard = Callable[[str, int, int], object]  # Job, rank, incarnation; raises if t
 
 
 class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets calls in by their token, before their message is read.
+    """Admits calls by their token, before their message is read.
 
     A push or pull also names its worker beside the message, which may be of many megabytes: one of
     a worker that is not live here is refused unread, where no token is asked for too.

@@ -106,7 +106,7 @@ class Buffers:
     # ----- inside
 
     def _count_on(self) -> None:
-        """Goes on behind the posts that the shards have of this rank: they count none twice."""
+        """Continues behind the posts that the shards have of this rank: they count none twice."""
         if self._session.rank in self._tables:
             _, self._step = self._pull(self._session.rank)
 

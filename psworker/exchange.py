@@ -299,7 +299,7 @@ class Exchange:
         self.table, self.origin = self._define(again=True)
 
     def change(self, rule: Rule, step: int) -> None:
-        """Has the table go on under another rule, on every shard and for every worker.
+        """Changes the table's rule, on every shard and for every worker.
 
         Args:
             rule: The new mode.

@@ -73,7 +73,7 @@ class Gradients:
     # ----- during backward
 
     def watch(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Has autograd call `hook` with each parameter whose gradient is there, if that is wanted.
+        """Registers `hook` for each parameter's gradient with autograd, if overlap is wanted.
 
         Args:
             hook: Calls `made`.
