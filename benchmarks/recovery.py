@@ -219,7 +219,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "status_answers": outcome.num_status,
         "faults": len(outcome.faults),
         "recovery_s": {kind: summary(outcome.faults, kind)["median"] for kind in KILLS},
-        "recovery": {kind: summary(outcome.faults, kind) for kind in KILLS},
+        "recovery": {kind: summary(outcome.faults, kind) for kind in STRIKES},
         "throughput_kept": round(outcome.kept, 3),
         "throughput_measured": outcome.is_measured,
         "workers_failed": len(outcome.failures),
