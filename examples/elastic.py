@@ -32,7 +32,7 @@ def main():
     model = Net()
     state = None
     if args.file is not None and args.file.exists():
-        state = torch.load(args.file)
+        state = torch.load(args.file, weights_only=True)
         model.load_state_dict(state["model"])
     optimizer = psworker.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9),

@@ -240,7 +240,7 @@ class Session:
         return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of it.
 
     def step_aside(self, table: int, number: int, step: int) -> None:
-        """Has nobody wait for this worker's pushes to a table until change `number` of its mode.
+        """Tells the shards not to wait for this worker's pushes until change `number` of the mode.
 
         Args:
             table: The table.

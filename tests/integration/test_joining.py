@@ -20,7 +20,7 @@ ALONE, TOGETHER = 3, 2  # Steps.
 
 
 def hold_the_second_pull(me: Station) -> None:
-    """Has this process ask one shard for weights, and the other when the test says so."""
+    """Asks one shard for weights at once, and the other when the test says so."""
     original, asked = Exchange.pull, list[int]()
 
     def pull(self: Exchange, index: int, *args: Any, **options: Any) -> None:

@@ -78,7 +78,7 @@ def settle(optimizer: psworker.DistributedOptimizer) -> None:
 
 
 def lose(optimizer: psworker.DistributedOptimizer) -> None:
-    """Has the shards declare this worker lost: it comes back with one of its next steps."""
+    """Makes the shards declare this worker lost: it comes back with one of its next steps."""
     settle(optimizer)
     for link in optimizer.session.links:
         patience_s = link.patience.limit_s

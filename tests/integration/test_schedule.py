@@ -152,7 +152,7 @@ def train(station: Station, mode: str = "ssgd", compressor: str = "none") -> lis
 
 
 def run_until(worker: Worker, clock: int) -> dict[int, Weights]:
-    """Lets a worker train up to a step, and stops it there; returns the weights by step."""
+    """Trains a worker up to a step, and stops it there; returns the weights by step."""
     seen: dict[int, Weights] = {}
     while True:
         now, weights = worker.hear(DEADLINE_S)

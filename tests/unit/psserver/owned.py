@@ -1,4 +1,4 @@
-"""Whoever reads or changes a state machine of a shard holds the shard's lock: checked as tests run.
+"""Checks, as tests run, that a shard's state machines are touched only under its lock.
 
 Every attribute of the machines, and of what holds them, is looked up through a check of the lock's
 owner while `owned` is active. So a reader outside of the lock is found by being run once, however

@@ -45,7 +45,7 @@ class Silent:
 
 @contextmanager
 def switching(interval_s: float) -> Iterator[None]:
-    """Has threads change places as often as they can."""
+    """Makes threads change places as often as they can."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(interval_s)
     try:
@@ -65,7 +65,7 @@ async def many_tables(front: Front) -> None:
 
 
 def train(front: Front, rank: int) -> None:
-    """Is one worker's connection: pushes that wait for others, pulls that do, refused pushes."""
+    """Plays one worker's connection: pushes and pulls that wait for others, refused pushes."""
     data = grad(1.0).view(np.uint8)
     for step in range(NUM_STEPS):
         for index in range(NUM_SLICES):
