@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy --data ../shared/data/fashion-mnist --json
 
-Each mode is one `psworker run --workers 2 --shards 2 -- -m psworker.demo.train ...`: processes,
-sockets and shared memory as in real life, so that only accuracy and loss are figures to rely on,
-not seconds. The learning rate falls as a cosine to 0; the batch is 2 x 32 images.
+Each mode is one `psworker run --workers 2 --shards 2 -- -m psworker.commands.demo.train ...`:
+processes, sockets and shared memory as in real life, so that only accuracy and loss are figures to
+rely on, not seconds. The learning rate falls as a cosine to 0; the batch is 2 x 32 images.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Result:
 def run(name: str, mode: str, args: argparse.Namespace) -> Result:
     """Trains in one mode and returns what the workers said."""
     words = [sys.executable, "-m", "psworker", "run", "--workers", str(args.workers)]
-    words += ["--shards", str(args.shards), "--quiet", "--", "-m", "psworker.demo.train"]
+    words += ["--shards", str(args.shards), "--quiet", "--", "-m", "psworker.commands.demo.train"]
     words += ["--mode", mode, "--epochs", str(args.epochs), "--lr", str(args.lr)]
     words += ["--momentum", str(args.momentum), "--seed", str(args.seed)]
     words += ["--data", str(args.data)] if args.data else []

@@ -29,16 +29,16 @@ from pscore.partition import make_layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.types import ByteArray, FloatArray, Pull, Push, Role, SliceSpec, Verdict
-from psserver.actions import Acknowledge, Action, Answer
-from psserver.clock import SliceClock
-from psserver.counted import Token
-from psserver.lanes import carry_out
-from psserver.store import Payload, SliceStore
-from psworker.bucket import Bucket, describe
-from psworker.estimate import Held
-from psworker.feedback import Feedback, choose
-from psworker.outbox import Landing
-from psworker.replica import Replica
+from psserver.decisions.orders import Acknowledge, Action, Answer
+from psserver.decisions.progress import Token
+from psserver.decisions.slice_clock import SliceClock
+from psserver.engine.slice_queue import carry_out
+from psserver.slices.store import Payload, SliceStore
+from psworker.compression.error_feedback import Feedback, choose
+from psworker.compression.pull_estimate import Held
+from psworker.model.flat import Bucket, describe
+from psworker.replica.ports import Landing
+from psworker.replica.replica import Replica
 
 RAW = NoCompression()
 REQUEST_NBYTES = 64  # Of a pull's request, and of what stands in front of a payload.

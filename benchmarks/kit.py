@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 
-from psserver import certs
-from psserver.embedded import start_embedded
-from psserver.trust import Trust
-from psworker import plan
+from psserver.access import certs
+from psserver.access.files import Trust
+from psserver.process.embedded import start_embedded
+from psworker.commands import model_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLE_TIMEOUT_S = 300.0
@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
     """Returns the shapes of torchvision's ResNet-50: 161 tensors, 25,557,032 elements."""
-    return [shape for _, shape in plan.resnet50_shapes()]
+    return [shape for _, shape in model_plan.resnet50_shapes()]
 
 
 def shapes_of(case: str) -> list[tuple[int, ...]]:

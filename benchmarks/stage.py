@@ -33,7 +33,7 @@ from safetensors.numpy import load_file
 from benchmarks import kit, netlab, proof
 from pscore.partition import Layout, make_layout
 from pscore.types import TensorSpec
-from psserver.sealed import read_json, write_json
+from psserver.durability.sealed import read_json, write_json
 
 RATE = "10gbit"
 NUM_HOSTS = 3  # The shards' one, and two more.

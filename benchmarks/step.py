@@ -152,7 +152,7 @@ def _sleep_until(moment_s: float) -> None:
 
 def serve(host: str) -> None:
     """Is the shard's host."""
-    from psserver.embedded import start_embedded
+    from psserver.process.embedded import start_embedded
 
     with start_embedded(1, host=host) as servers:
         cpu = kit.Cpu(1)

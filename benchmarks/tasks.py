@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
-from psworker.demo import data
+from psworker.commands.demo import data
 
 BATCH = 32  # Images of one worker in one step.
 CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -48,9 +48,9 @@ def _flat_rounds(rounds: int) -> None:
     from pscore.partition import make_layout
     from pscore.rules import SSGD
     from pscore.types import Role, TensorSpec
-    from psworker import context
-    from psworker.exchange import Exchange
-    from psworker.replica import Replica
+    from psworker.connection.exchange import Exchange
+    from psworker.job import context
+    from psworker.replica.replica import Replica
 
     session = context.join().session
     spec = TensorSpec(name="flat", shape=(kit.FLAT_NUMEL,), dtype="float32")

@@ -23,8 +23,8 @@ from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.compressors.qsgd import CONTRACTING_MIN
 from pscore.errors import ConfigError
+from pscore.net.wire import as_bytes
 from pscore.types import FloatArray
-from pscore.wire import as_bytes
 
 DELTAS_MAX = 64  # Deltas in one answer; a worker that is further behind gets the estimate whole.
 

@@ -17,19 +17,19 @@ def main() -> None:
         sys.exit(Exit.USAGE)
     if sys.argv[1:2] == ["shard"] and len(sys.argv) == 3:  # noqa: PLR2004
         # Started by a supervisor, which waits: nothing of the command line is loaded.
-        from psserver import daemon
+        from psserver.process import daemon
 
         daemon.main(sys.argv[2])
     elif sys.argv[1:2] == ["schedule"] and len(sys.argv) == 3:  # noqa: PLR2004
-        from psserver import schedule
+        from psserver.process import checkpoint_schedule
 
-        schedule.main(sys.argv[2])
+        checkpoint_schedule.main(sys.argv[2])
     else:
         from pscore import commandline
 
         commandline.open_standard_streams()
         try:
-            from psserver import cli
+            from psserver.commands import cli
 
             cli.main()
         except KeyboardInterrupt:

@@ -33,8 +33,11 @@ from pscore.rules import (
     SlowMo,
     Staleness,
 )
-from psworker.clipping import clip_grad_norm_
-from psworker.lowlevel import (
+from psworker.modes import modes
+from psworker.training.clipping import clip_grad_norm_
+from psworker.training.optimizer import DistributedOptimizer
+from psworker.training.script_errors import install as _install
+from psworker.training.verbs import (
     barrier,
     broadcast_parameters,
     init,
@@ -46,9 +49,6 @@ from psworker.lowlevel import (
     shutdown,
     size,
 )
-from psworker.modes import modes
-from psworker.optimizer import DistributedOptimizer
-from psworker.script_errors import install as _install
 
 __all__ = [
     "ASGD",

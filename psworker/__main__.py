@@ -11,7 +11,7 @@ def main() -> None:
     """Runs one command and ends the process with its exit code."""
     commandline.open_standard_streams()
     try:
-        from psworker import cli
+        from psworker.commands import cli
 
         cli.main()
     except KeyboardInterrupt:

@@ -22,13 +22,13 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role, Segment, SliceSpec, TensorSpec, Verdict
-from psserver.actions import Acknowledge, Action, Answer
-from psserver.clock import SliceClock
-from psserver.counted import Token
-from psserver.lanes import carry_out
-from psserver.store import Payload, SliceStore
-from psworker.outbox import Landing
-from psworker.replica import Replica
+from psserver.decisions.orders import Acknowledge, Action, Answer
+from psserver.decisions.progress import Token
+from psserver.decisions.slice_clock import SliceClock
+from psserver.engine.slice_queue import carry_out
+from psserver.slices.store import Payload, SliceStore
+from psworker.replica.ports import Landing
+from psworker.replica.replica import Replica
 
 Vector = npt.NDArray[np.float64]
 Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.

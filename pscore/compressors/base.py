@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pscore.errors import GradientError
-from pscore.kernels import read_only, sum_is_finite
+from pscore.memory.kernels import read_only, sum_is_finite
 from pscore.types import ByteArray, FloatArray
 
 RESIDUAL = "residual"

@@ -27,7 +27,7 @@ from numpy import int32
 from pscore.compressors.base import INF_BITS as INF_BITS
 from pscore.compressors.base import aligned
 from pscore.errors import DecodeError
-from pscore.kernels import kernel
+from pscore.memory.kernels import kernel
 from pscore.types import ByteArray, FloatArray
 
 BLOCK = 2048

@@ -36,7 +36,7 @@ from pscore.compressors.base import (
     require_finite,
 )
 from pscore.compressors.blocks import ABS_BITS, BLOCK
-from pscore.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only
 from pscore.rules.base import require_one_of, require_range
 from pscore.types import ByteArray, FloatArray
 

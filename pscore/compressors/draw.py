@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy import uint32
 
-from pscore.kernels import kernel
+from pscore.memory.kernels import kernel
 
 
 @kernel

@@ -23,7 +23,7 @@ from pscore.compressors import blocks
 from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, note_largest
 from pscore.compressors.blocks import BLOCK
 from pscore.errors import DecodeError
-from pscore.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
 MAX_BITS = uint32(0x477FE000)  # Of 65504, the largest half, in float32.

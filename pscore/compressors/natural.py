@@ -27,7 +27,7 @@ from pscore.compressors import blocks, draw
 from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, aligned, note_largest
 from pscore.compressors.blocks import BLOCK
 from pscore.errors import DecodeError
-from pscore.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
 OFFSET = np.int32(127 - 110)  # From a code to the exponent's bits in float32.

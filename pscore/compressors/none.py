@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from pscore import kernels
 from pscore.compressors.base import RESIDUAL, Compressor, State
+from pscore.memory import kernels
+from pscore.net.wire import floats
 from pscore.types import ByteArray, FloatArray
-from pscore.wire import floats
 
 
 @dataclass(frozen=True)

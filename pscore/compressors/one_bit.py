@@ -26,7 +26,7 @@ from pscore.compressors import blocks
 from pscore.compressors.base import RESIDUAL, Compressor, State, note_largest
 from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.errors import DecodeError
-from pscore.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from pscore.compressors import blocks, draw, sparse
 from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, note_largest
 from pscore.errors import DecodeError
-from pscore.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only
 from pscore.rules.base import require_range
 from pscore.types import ByteArray, FloatArray
 

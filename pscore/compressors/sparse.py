@@ -24,7 +24,7 @@ from pscore.compressors import blocks
 from pscore.compressors.base import aligned
 from pscore.compressors.blocks import ABS_BITS, BLOCK
 from pscore.errors import DecodeError
-from pscore.kernels import kernel
+from pscore.memory.kernels import kernel
 from pscore.types import ByteArray, FloatArray
 
 SELECTS = ("exact", "sampled")

@@ -30,7 +30,7 @@ from numpy import int32
 from pscore.compressors import blocks, draw
 from pscore.compressors.base import EMPTY, RESIDUAL, Compressor, State, note_largest
 from pscore.compressors.blocks import BLOCK, SCALE_MIN
-from pscore.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
 CLIP = 2.5  # Standard deviations.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from pscore.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 

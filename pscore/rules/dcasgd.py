@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from pscore.kernels import kernel, read_only
+from pscore.memory.kernels import kernel, read_only
 from pscore.rules.base import Memory, Rule, require_range
 from pscore.types import FloatArray
 

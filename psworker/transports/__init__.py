@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from pscore.access import ANYONE, Credentials
 from pscore.errors import ConfigError, TransportError
-from psworker.retry import Patience
+from pscore.net.credentials import ANYONE, Credentials
 from psworker.transports.base import PullCall, PushCall, Transport
 from psworker.transports.grpc import GrpcTransport
+from psworker.transports.retry import Patience
 from psworker.transports.socket import Endpoint, SocketTransport, connect
 
 log = logging.getLogger("paceline")

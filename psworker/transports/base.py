@@ -17,10 +17,10 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.errors import DecodeError
+from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray
-from pscore.wire import FLOAT_NBYTES
-from psworker.estimate import Held
+from psworker.compression.pull_estimate import Held
 
 log = logging.getLogger("paceline")
 SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pscore import faults, rpc, wire
-from pscore.access import ANYONE, Credentials
+from pscore.net import faults, rpc, wire
+from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import data_pb2
-from psworker.crew import Crew
-from psworker.retry import CALL_TIMEOUT_S, Patience
 from psworker.transports.base import PullCall, PushCall, Transport
+from psworker.transports.daemon_threads import Crew
+from psworker.transports.retry import CALL_TIMEOUT_S, Patience
 
 
 class GrpcTransport(Transport):

@@ -1,11 +1,11 @@
 """The bulk data plane: frames on plain sockets, and shared memory on the same host.
 
-The other side is psserver/bulk.py. Two connections per shard, one for pushes and one for pulls, so
-that a small request never stands behind four megabytes going the other way. Over TCP within one
-host, where cores are the limit and not the link, there are two for pushes: one brings a slice while
-the shard makes the step of another's. What has not been answered is remembered, and sent again when
-a connection has broken and somebody answers anew: every request may come twice, the second time
-changes nothing.
+The other side is psserver/service/data_socket.py. Two connections per shard, one for pushes and one
+for pulls, so that a small request never stands behind four megabytes going the other way. Over TCP
+within one host, where cores are the limit and not the link, there are two for pushes: one brings a
+slice while the shard makes the step of another's. What has not been answered is remembered, and
+sent again when a connection has broken and somebody answers anew: every request may come twice, the
+second time changes nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from typing import ClassVar, NamedTuple
 
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore import errors, faults, sockets, streaming, tls, wire
+from pscore import errors
 from pscore.errors import DecodeError, PacelineError, RemoteProtocolError, TransportError
+from pscore.memory import streaming
+from pscore.memory.segment import Segment, WeightsMap
+from pscore.net import faults, sockets, tls, wire
 from pscore.pb.ps.v1 import data_pb2 as pb
-from pscore.segment import Segment, WeightsMap
 from pscore.text import printable
 from pscore.types import FloatArray, IntArray, SliceSpec
-from psworker.crew import Crew
-from psworker.retry import Patience
 from psworker.transports.base import PullCall, PushCall, Transport
+from psworker.transports.daemon_threads import Crew
+from psworker.transports.retry import Patience
 
 CONNECT_TIMEOUT_S = 5.0
 CREDENTIALS = struct.Struct("3i")

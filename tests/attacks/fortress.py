@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pscore.access import Credentials
+from pscore.net.credentials import Credentials
+from pscore.net.tls import client_context
 from pscore.pb.ps.v1 import control_pb2 as pb
-from pscore.tls import client_context
-from psserver import certs
-from psworker.link import Link
+from psserver.access import certs
+from psworker.connection.shard_link import Link
 from psworker.transports.socket import Endpoint
 from tests.integration.command import Command
 from tests.integration.worker import Worker

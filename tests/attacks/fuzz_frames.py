@@ -20,14 +20,23 @@ from typing import Any
 import atheris
 import structlog
 
-from pscore import sockets, wire
-from psserver import bulk, intake
-from psserver.clock import SliceClock
+from pscore.net import sockets, wire
+from psserver.decisions.slice_clock import SliceClock
+from psserver.engine import requests
+from psserver.service import data_socket
 from tests.attacks.target import Target, resealed, seeds
 from tests.unit.psserver.front import Front
 
 # What guides it. Not whole packages: traced functions cannot be compiled by Numba.
-GUIDES = (wire, sockets, sockets.Incoming, bulk.Connection, intake, intake.Intake, SliceClock)
+GUIDES = (
+    wire,
+    sockets,
+    sockets.Incoming,
+    data_socket.Connection,
+    requests,
+    requests.Intake,
+    SliceClock,
+)
 
 
 def mutate(data: bytes, nbytes_max: int, seed: int) -> bytes:

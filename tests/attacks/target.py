@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pscore import wire
 from pscore.errors import DecodeError
+from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.bulk import Connection
+from psserver.service.data_socket import Connection
 from tests.golden.frames.frames import frames
 from tests.unit.psserver.front import NUMEL, Front, pull_header, push_header, sender
 

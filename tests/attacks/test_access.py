@@ -11,12 +11,12 @@ import grpc
 import psutil
 import pytest
 
-from pscore import sockets, wire
 from pscore.errors import AccessError, PacelineError, TransportError
+from pscore.net import sockets, wire
+from pscore.net.rpc import error_of
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from pscore.rpc import error_of
-from psserver import listener
+from psserver.service import listener
 from psworker.transports.socket import Attachment, _attach, connect
 from tests.attacks.fortress import (
     EVERYTHING,
@@ -150,7 +150,7 @@ def test_a_bulk_connection_of_one_job_reads_and_writes_no_other(
 def test_memory_is_shared_with_the_tokens_job_only(
     stronghold: Fortress, token: str, message: str
 ) -> None:
-    from pscore.segment import Segment, WeightsMap
+    from pscore.memory.segment import Segment, WeightsMap
 
     segment = Segment.create(4 * NUMEL)
     attachment = Attachment(

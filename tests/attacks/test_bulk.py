@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pscore import sockets, tls, wire
+from pscore.net import sockets, tls, wire
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Verdict
-from psserver import bulk
-from psserver.bulk import Connection
+from psserver.service import data_socket
+from psserver.service.data_socket import Connection
 from tests.attacks.test_certificates import tls_pair
 from tests.unit.psserver.front import (
     HYPER,
@@ -248,7 +248,7 @@ def silent(
     monkeypatch: pytest.MonkeyPatch, front: Front, near: tls.Stream, far: tls.Stream
 ) -> None:
     """Has a peer pause between two frames, and stop in the middle of the third."""
-    monkeypatch.setattr(bulk, "SILENCE_S", 0.1)
+    monkeypatch.setattr(data_socket, "SILENCE_S", 0.1)
     serving = threading.Thread(target=Connection(front.driver, far).serve)
     serving.start()
     for number in (9, 10):

@@ -11,9 +11,9 @@ import pytest
 from pscore.errors import ConfigError, PacelineError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.types import TensorSpec
-from psserver.membership import Member
-from psserver.shard import NAME_LENGTH_MAX, Shard
-from psserver.table import TableSpec, make_spec
+from psserver.decisions.membership import Member
+from psserver.decisions.shard import NAME_LENGTH_MAX, Shard
+from psserver.decisions.table import TableSpec, make_spec
 from tests.unit.psserver.front import JOB, Context, Front, Refused, play
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
@@ -88,7 +88,7 @@ def test_a_model_larger_than_the_memory_of_the_host_is_refused(
 ) -> None:
     """It is within the limits of a plan; what it would cost is compared with what is left."""
     left = SimpleNamespace(available=1 << 20)
-    monkeypatch.setattr("psserver.host_memory.psutil.virtual_memory", lambda: left)
+    monkeypatch.setattr("psserver.engine.host_memory.psutil.virtual_memory", lambda: left)
 
     async def scene(front: Front) -> None:
         await front.join(0)

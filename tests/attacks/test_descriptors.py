@@ -15,13 +15,13 @@ import grpc
 import psutil
 import pytest
 
-from pscore import sockets, wire
-from pscore.access import read_credentials
+from pscore.net import sockets, wire
+from pscore.net.credentials import read_credentials
+from pscore.net.rpc import error_of
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from pscore.rpc import error_of
-from psserver import descriptors, listener
-from psserver.listener import BulkServer
+from psserver.service import descriptors, listener
+from psserver.service.listener import BulkServer
 from psworker.transports.socket import Endpoint, connect
 from tests.attacks.test_overload import Peer, listening, ready
 from tests.integration.command import Command, eventually

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from pscore.errors import DecodeError
-from pscore.wire import CHECKED, HEADER_NBYTES_MAX, MAGIC, PAYLOAD_NBYTES_MAX, PREFIX, decode
+from pscore.net.wire import CHECKED, HEADER_NBYTES_MAX, MAGIC, PAYLOAD_NBYTES_MAX, PREFIX, decode
 from tests.golden.frames.frames import recorded
 
 FRAMES = sorted(recorded().items())

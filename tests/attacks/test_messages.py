@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pscore import wire
+from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.clock import PARKED_MAX
-from psserver.counted import LATE_KEPT
+from psserver.decisions.progress import LATE_KEPT
+from psserver.decisions.slice_clock import PARKED_MAX
 from tests.unit.psserver.front import (
     HYPER,
     JOB,

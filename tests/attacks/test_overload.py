@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from pscore import sockets, wire
+from pscore.net import sockets, wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.limits import Budget
-from psserver.listener import BulkServer
+from psserver.decisions.limits import Budget
+from psserver.service.listener import BulkServer
 from tests.unit.psserver.front import Front, play, pull_header, push_header
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.

@@ -9,8 +9,8 @@ import torch
 import xxhash
 
 import psworker
-from pscore import sockets, wire
 from pscore.errors import DecodeError
+from pscore.net import sockets, wire
 from pscore.pb.ps.v1 import data_pb2
 from tests.attacks.target import Target, mutated, resealed, seeds
 from tests.integration.cluster import Shards, Station

@@ -20,9 +20,9 @@ from pscore.local.secant import Secant
 from pscore.local.sgd import PlainSGD
 from pscore.partition import make_layout
 from pscore.types import FloatArray, Push, TensorSpec, Verdict
-from psworker.device import DeviceFeedback, DeviceSide
-from psworker.feedback import Feedback
-from psworker.screen import Screen
+from psworker.compression.error_feedback import Feedback
+from psworker.compression.on_gpu import DeviceFeedback, DeviceSide
+from psworker.model.finite import Screen
 from tests.golden.compressors.vectors import gradient
 from tests.unit.pscore.compressors.cases import NAMES, Sender
 from tests.unit.pscore.cuda.test_kernels import SIZES

@@ -34,7 +34,7 @@ def given() -> set[str]:
     return {
         node.attr
         for path in modules("psserver")
-        if name(path) == "psserver/clock.py"
+        if name(path) == "psserver/decisions/slice_clock.py"
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id == "Verdict"

@@ -22,14 +22,14 @@ CORE = (
     "pscore/optimizers",
     "pscore/local",
     "pscore/partition.py",
-    "psserver/barriers.py",
-    "psserver/counted.py",
-    "psserver/job.py",
-    "psserver/lifetime.py",
-    "psserver/shard.py",
-    "psserver/table.py",
-    "psserver/uneven.py",
-    "psserver/membership.py",
+    "psserver/decisions/barriers.py",
+    "psserver/decisions/progress.py",
+    "psserver/decisions/job.py",
+    "psserver/decisions/lifetime.py",
+    "psserver/decisions/shard.py",
+    "psserver/decisions/table.py",
+    "psserver/decisions/uneven.py",
+    "psserver/decisions/membership.py",
 )
 IMPURE = {
     "asyncio",
@@ -86,13 +86,13 @@ def test_the_core_imports_nothing_impure(place: str) -> None:
 
 
 def test_the_shared_core_loads_without_grpc() -> None:
-    names = dotted_names("pscore/types.py", "pscore/errors.py", "pscore/wire.py", *CORE[:5])
+    names = dotted_names("pscore/types.py", "pscore/errors.py", "pscore/net/wire.py", *CORE[:5])
     if not names:
         pytest.skip("pscore has no core module yet")
     assert not loaded(names, {"grpc"})
 
 
-@pytest.mark.parametrize("module", ["psserver.shard", "psserver.membership"])
+@pytest.mark.parametrize("module", ["psserver.decisions.shard", "psserver.decisions.membership"])
 def test_a_shard_loads_without_torch_or_grpc(module: str) -> None:
     modules_or_skip(module.replace(".", "/") + ".py")
     assert not loaded([module], {"grpc", "torch"})

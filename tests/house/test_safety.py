@@ -13,7 +13,11 @@ from tests.house.source import PACKAGES, ROOT, modules_or_skip, name, parse
 
 # The daemon's outermost handler ends the process with a log line.
 # The last one calls a module of the user's, which may raise anything.
-BROAD_EXCEPTS_ALLOWED = {"psserver/daemon.py": 1, "psworker/crew.py": 1, "psworker/plan.py": 1}
+BROAD_EXCEPTS_ALLOWED = {
+    "psserver/process/daemon.py": 1,
+    "psworker/transports/daemon_threads.py": 1,
+    "psworker/commands/model_plan.py": 1,
+}
 BROAD = {"Exception", "BaseException"}
 
 UNSAFE_MODULES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from psworker.bench import measure_wire_to
+from psworker.commands.bench_compressors import measure_wire_to
 from tests.integration.cluster import Shards
 
 

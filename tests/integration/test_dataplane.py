@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import psworker
-from psworker import link
-from psworker.retry import Patience
+from psworker.connection import shard_link as link
 from psworker.transports import Endpoint, Transport, choose
+from psworker.transports.retry import Patience
 from tests.integration.cluster import Shards, Station, wait_until
 from tests.integration.models import backward, batch, make_model, sgd, weights_of
 
@@ -353,7 +353,7 @@ def train_through_a_cut(me: Station) -> tuple[int, int, np.ndarray]:
     Each slice goes over a connection of its own, for both ends are on one host.
     """
     psworker.init()
-    (shard,) = psworker.context.current().session.links
+    (shard,) = psworker.job.context.current().session.links
     found = shard._endpoint()
     psworker.shutdown()
     with cutter(found.port, cut_after_nbytes=int(1.3 * 4 * LARGE)) as made:

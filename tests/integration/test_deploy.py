@@ -13,9 +13,9 @@ import yaml
 from cryptography import x509
 from typer.main import get_command
 
-from pscore.doctor import names_of
-from psserver.cli import app
-from psworker.environment import Environment
+from pscore.observe.doctor import names_of
+from psserver.commands.cli import app
+from psworker.job.environment import Environment
 from tests.house.source import ROOT
 from tests.integration.command import Command
 from tests.integration.worker import Worker

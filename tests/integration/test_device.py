@@ -28,9 +28,9 @@ def place(where: str) -> Iterator[torch.device]:
         yield torch.device(where)
         return
     with (
-        mock.patch("psworker.exchange.is_on_device", return_value=True),
-        mock.patch("psworker.bucket.is_on_device", return_value=True),
-        mock.patch("psworker.payloads.is_on_device", return_value=True),
+        mock.patch("psworker.connection.exchange.is_on_device", return_value=True),
+        mock.patch("psworker.model.flat.is_on_device", return_value=True),
+        mock.patch("psworker.connection.payloads.is_on_device", return_value=True),
     ):
         yield torch.device("cpu")
 

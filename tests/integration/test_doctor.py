@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from pscore import doctor, wire
-from pscore.access import ANYONE
-from psworker.checks import examine as examine_worker
+from pscore.net import wire
+from pscore.net.credentials import ANYONE
+from pscore.observe import doctor
+from psworker.commands.doctor import examine as examine_worker
 from tests.attacks.fortress import (
     TRAIN,
     YESTERDAY,
@@ -59,7 +60,7 @@ def test_who_listens_and_is_no_shard_is_told(shards: Shards, monkeypatch: Any) -
     monkeypatch.setattr(doctor, "ASK_TIMEOUT_S", 0.5)
     with taken_port() as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        monkeypatch.setattr("pscore.tls.PROBE_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("pscore.net.tls.PROBE_TIMEOUT_S", 0.5)
         (finding,) = [f for f in doctor.examine([address], ANYONE, None) if f.state == doctor.WRONG]
     assert (finding.check, finding.about) == ("shard", address)
     assert "no answer within 0.5 s" in finding.what

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import psworker
-from pscore import wire
 from pscore.errors import ProtocolVersionError, ShardMapError
+from pscore.net import wire
 from tests.integration.cluster import DEADLINE_S, Shards, Station, Worker, new_job
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 

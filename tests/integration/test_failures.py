@@ -15,8 +15,8 @@ import torch
 
 import psworker
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver import remote
-from psworker.link import Link
+from psserver.remote import ask
+from psworker.connection.shard_link import Link
 from tests.integration.cluster import Script, Shards, Station, new_job, wait_until
 from tests.integration.models import (
     backward,
@@ -134,7 +134,7 @@ def test_a_job_whose_workers_have_died_can_be_forgotten_and_begin_anew(impatient
         for worker in workers:
             worker.kill()
     wait_until(lambda: losses(impatient, job) == 4)  # Both, at both shards.
-    assert all(reply.found for reply in remote.forget(impatient.addresses, job))
+    assert all(reply.found for reply in ask.forget(impatient.addresses, job))
     first, _ = impatient.run(train, "ssgd", (LONG, SHORT), job=job)
     agree(first, alone((LONG, SHORT)))
 

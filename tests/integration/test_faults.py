@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import psworker
-from pscore import faults
+from pscore.net import faults
 from tests.integration.cluster import Shards, Station, clean_environment
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 

@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from psworker.launch import Launch, LaunchPlan, OnFailure
+from psworker.commands.run import Launch, LaunchPlan, OnFailure
 
 NO_SHARD = ("127.0.0.1:1",)  # The workers here never ask it.
 LOOP = "while true; do sleep 0.05; done"

@@ -14,8 +14,8 @@ import torch
 
 import psworker
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.checkpoint_files import newest
-from psserver.sealed import read_json, write_json
+from psserver.durability.sealed import read_json, write_json
+from psserver.remote.checkpoint_files import newest
 from tests.integration.cluster import Station, Worker
 from tests.integration.command import Command, eventually, gone
 from tests.integration.worker import Worker as ByHand

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import psworker
-from pscore.access import ANYONE
 from pscore.compressors import COMPRESSORS
+from pscore.net.credentials import ANYONE
 from pscore.rules import RULES
-from psserver import checkpoint
+from psserver.remote import checkpoint
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pscore.net.rpc import RETRYABLE
 from pscore.pb.ps.v1 import data_pb2
-from pscore.rpc import RETRYABLE
 from tests.integration.command import Command, eventually, gone, taken_port
 from tests.integration.worker import Worker, nested
 
@@ -455,7 +455,7 @@ def test_ctrl_c_at_the_terminal_leaves_embedded_shards_to_their_parent(psserver:
 
 PARENT = """
 import os, sys
-from psserver.embedded import start_embedded
+from psserver.process.embedded import start_embedded
 servers = start_embedded(2)
 if os.fork() == 0:  # Holds the pipes open, as a data loader's process would.
     print(os.getpid(), *servers.addresses, flush=True)
@@ -493,7 +493,7 @@ def psserver_is_gone(psserver: Command, addresses: list[str]) -> bool:
 
 
 def test_embedded_servers_are_a_context_manager(psserver: Command) -> None:
-    from psserver.embedded import start_embedded
+    from psserver.process.embedded import start_embedded
 
     with start_embedded(1) as embedded:
         psserver.run("health", "--servers", ",".join(embedded.addresses))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from psserver import cli as psserver_cli
+from psserver.commands import cli as psserver_cli
 from psserver.exits import Exit as ServerExit
-from psworker import cli as psworker_cli
-from psworker.launch import Exit as WorkerExit
+from psworker.commands import cli as psworker_cli
+from psworker.commands.run import Exit as WorkerExit
 from tests.house.source import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import psworker
-from pscore.access import ANYONE
-from psserver import checkpoint
+from pscore.net.credentials import ANYONE
+from psserver.remote import checkpoint
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.models import batch, make_model, sgd
 

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
-from pscore import wire
+from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from psserver import checkpoint_files as files
+from psserver.remote import checkpoint_files as files
 from tests.integration.cluster import Station, Worker, WorkerError
 from tests.integration.command import Command, eventually, gone, taken_port
 

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pscore.access import Credentials
 from pscore.errors import AccessError
-from pscore.rpc import error_of
+from pscore.net.credentials import Credentials
+from pscore.net.rpc import error_of
 from tests.attacks.fortress import EVERYTHING, OTHER, Fortress, fortress, secrets_of
 from tests.integration.cluster import clean_environment
 from tests.integration.command import Command
@@ -32,8 +32,8 @@ for _ in range(5):
     optimizer.zero_grad()
     model(torch.ones(4, 300)).square().mean().backward()
     optimizer.step()
-names = [link.transport.name for link in psworker.context.current().session.links]
-shares = [link.transport.shares_memory for link in psworker.context.current().session.links]
+names = [link.transport.name for link in psworker.job.context.current().session.links]
+shares = [link.transport.shares_memory for link in psworker.job.context.current().session.links]
 with optimizer.global_weights():
     print(names[0], shares[0], float(model.weight.double().sum()))
 """

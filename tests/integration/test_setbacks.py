@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import psworker
-from psworker.exchange import Exchange
+from psworker.connection.exchange import Exchange
 from tests.integration.cluster import Shards, Station
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 

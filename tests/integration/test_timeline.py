@@ -35,7 +35,7 @@ def train(station: Station) -> bool:
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
-    return psworker.context.current().session.timeline is not None
+    return psworker.job.context.current().session.timeline is not None
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
 def psworker_timeline(files: Iterable[Path], out: Path) -> list[str]:
     from typer.testing import CliRunner
 
-    from psworker.cli import app
+    from psworker.commands.cli import app
 
     done = CliRunner().invoke(app, ["timeline", *map(str, files), "--out", str(out)])
     assert done.exit_code == 0, done.output

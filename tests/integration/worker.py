@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from pscore import wire
-from pscore.access import ANYONE, Credentials
+from pscore.net import wire
+from pscore.net.credentials import ANYONE, Credentials
+from pscore.net.rpc import DATA_SERVICE, SENDER_KEY
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from pscore.rpc import DATA_SERVICE, SENDER_KEY
 
 NUMEL = 4096
 WAIT_S = 20.0

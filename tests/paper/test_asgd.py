@@ -5,8 +5,8 @@ import pytest
 
 from pscore.rules import ASGD
 from pscore.types import Pull, Push
-from psserver.actions import Answer, Update
-from psserver.clock import SliceClock
+from psserver.decisions.orders import Answer, Update
+from psserver.decisions.slice_clock import SliceClock
 from tests.harness import Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
 

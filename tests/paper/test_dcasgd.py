@@ -8,7 +8,7 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.rules import DCASGD
 from pscore.rules.base import Memory
-from psserver.actions import Answer
+from psserver.decisions.orders import Answer
 from tests.harness import SLICES, Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
 

@@ -9,8 +9,8 @@ from pscore.errors import ConfigError
 from pscore.rules import CD, OD, SSD
 from pscore.rules.base import Rule
 from pscore.types import Push, Verdict
-from psserver.actions import Acknowledge
-from psserver.clock import SliceClock
+from psserver.decisions.orders import Acknowledge
+from psserver.decisions.slice_clock import SliceClock
 from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
 
 LR, MOMENTUM, DECAY, WORKERS = 0.04, 0.8, 0.01, 4

@@ -6,9 +6,9 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.rules import SSGD
 from pscore.types import Push, Verdict
-from psserver.actions import Acknowledge, Action, Add, Update
-from psserver.clock import SliceClock
-from psserver.counted import LATE_KEPT
+from psserver.decisions.orders import Acknowledge, Action, Add, Update
+from psserver.decisions.progress import LATE_KEPT
+from psserver.decisions.slice_clock import SliceClock
 from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
 
 LR, MOMENTUM, DECAY = 0.05, 0.9, 0.01

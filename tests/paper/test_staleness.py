@@ -6,8 +6,8 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.rules import Staleness
 from pscore.types import Push
-from psserver.actions import Action, Add, Update
-from psserver.clock import SliceClock
+from psserver.decisions.orders import Action, Add, Update
+from psserver.decisions.slice_clock import SliceClock
 from tests.harness import SLICES, Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
-from psserver.actions import Acknowledge, Action, Add, Answer, Skip, Update
-from psserver.clock import SliceClock
-from psserver.membership import Member, Presence
-from psserver.store import Payload
+from psserver.decisions.membership import Member, Presence
+from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Skip, Update
+from psserver.decisions.slice_clock import SliceClock
+from psserver.slices.store import Payload
 from tests.sim.case import Case
 
 Identity: TypeAlias = tuple[int, int, int]  # Worker, step on the wire, incarnation.

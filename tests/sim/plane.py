@@ -5,7 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar
 
-from pscore import wire
+from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Origin, Role, Verdict

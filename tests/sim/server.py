@@ -13,22 +13,22 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from pscore import wire
 from pscore.errors import PacelineError
+from pscore.memory.segment import WeightsMap
+from pscore.net import wire
 from pscore.pb.ps.v1 import data_pb2
-from pscore.segment import WeightsMap
 from pscore.types import ByteArray, FloatArray, Role
-from psserver.actions import Update
-from psserver.clock import SliceClock
-from psserver.intake import Intake, Request
-from psserver.lanes import INLINE_NUMEL_MAX, Lane
-from psserver.membership import Member
-from psserver.recovery import Recovery, Room, resume
-from psserver.shard import Actions, Job, Shard
-from psserver.store import SliceStore
-from psserver.table import Table, TableSpec
-from psserver.tally import Tally
-from psserver.vault import Vault
+from psserver.decisions.membership import Member
+from psserver.decisions.orders import Update
+from psserver.decisions.shard import Actions, Job, Shard
+from psserver.decisions.slice_clock import SliceClock
+from psserver.decisions.table import Table, TableSpec
+from psserver.durability.journal_dir import Vault
+from psserver.durability.recovery import Recovery, Room, resume
+from psserver.engine.counters import Tally
+from psserver.engine.requests import Intake, Request
+from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Lane
+from psserver.slices.store import SliceStore
 from tests.sim.case import Case
 from tests.sim.ledger import Identity, Ledger
 from tests.sim.loop import Network

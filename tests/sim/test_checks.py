@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from pscore.rules.base import Rule
-from psserver.actions import Acknowledge, Action, Add, Answer
-from psserver.clock import SliceClock
-from psserver.counted import Counted
-from psserver.membership import Membership
-from psserver.store import SliceStore
-from psserver.weights import Weights
-from psworker.missed import Missed
-from psworker.replica import Replica
+from psserver.decisions.membership import Membership
+from psserver.decisions.orders import Acknowledge, Action, Add, Answer
+from psserver.decisions.progress import Counted
+from psserver.decisions.slice_clock import SliceClock
+from psserver.slices.store import SliceStore
+from psserver.slices.weights import Weights
+from psworker.connection.missed import Missed
+from psworker.replica.replica import Replica
 from tests.sim.case import Case, draw, draw_elastic
 from tests.sim.cluster import simulate
 
@@ -85,8 +85,8 @@ def test_more_open_steps_than_the_rule_allows_are_caught(
     clocks_with: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers keep to the bound by themselves, so one that does not wait for its pull is needed."""
-    monkeypatch.setattr("psworker.replica.Replica.land", lambda self, index: iter(()))
-    monkeypatch.setattr("psworker.replica.Replica._has_landed", lambda self, index: True)
+    monkeypatch.setattr("psworker.replica.replica.Replica.land", lambda self, index: iter(()))
+    monkeypatch.setattr("psworker.replica.replica.Replica._has_landed", lambda self, index: True)
     clocks_with(steps_open=lambda: 1 << 30)
     assert first_failure("od")
 

@@ -18,11 +18,11 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Role, Verdict
-from psserver.store import Payload
-from psserver.table import TableSpec
-from psworker.exchange import Exchange
-from psworker.replica import Replica
-from psworker.session import Session
+from psserver.decisions.table import TableSpec
+from psserver.slices.store import Payload
+from psworker.connection.exchange import Exchange
+from psworker.connection.session import Session
+from psworker.replica.replica import Replica
 from tests.sim.case import GRADIENT, RAW, STEPS_MAX, Case
 from tests.sim.ledger import Ledger, Sent
 from tests.sim.loop import Loop, Network

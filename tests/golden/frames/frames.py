@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pscore import wire
+from pscore.net import wire
 from pscore.partition import Layout, make_layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import TensorSpec

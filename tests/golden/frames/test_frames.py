@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from pscore import wire
+from pscore.net import wire
+from pscore.net.wire import decode, floats
 from pscore.pb.ps.v1 import data_pb2
-from pscore.wire import decode, floats
 from tests.golden.frames.frames import LAYOUT, STATE, VALUES, frames, layout, recorded
 
 AGAIN = "record them anew: python -m tests.golden.frames.frames (and raise wire.PROTOCOL)"

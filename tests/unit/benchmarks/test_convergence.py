@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import convergence, runs, tasks
 from benchmarks.sweeps import Setting, ssd, ssgd
-from psworker.demo import data
+from psworker.commands.demo import data
 
 NUM_IMAGES, STEPS = 500, 20
 ARGS = argparse.Namespace(gbit=1.0, compute_ms=8.0)

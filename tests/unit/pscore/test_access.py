@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pscore.access import ANYONE, EVERY, pick, read_credentials, read_tokens
 from pscore.errors import ConfigError
+from pscore.net.credentials import ANYONE, EVERY, pick, read_credentials, read_tokens
 
 A, B, C = "a" * 16, "b" * 16, "c" * 256
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from pscore import doctor, wire
+from pscore.net import wire
+from pscore.observe import doctor
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver import certs
+from psserver.access import certs
 
 DAY = datetime.timedelta(days=1)
 

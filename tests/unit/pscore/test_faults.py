@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
-from pscore import faults, sockets, wire
 from pscore.errors import ConfigError, DamagedError, TransportError
-from pscore.faults import Fault, Faults, Line
+from pscore.net import faults, sockets, wire
+from pscore.net.faults import Fault, Faults, Line
 
 FRAME = wire.encode(b"header", b"payload")
 

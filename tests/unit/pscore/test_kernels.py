@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pscore import kernels
+from pscore.memory import kernels
 from pscore.types import FloatArray
 
 ARRAYS = hnp.arrays(np.float32, st.integers(0, 70), elements=st.floats(-1e6, 1e6, width=32))

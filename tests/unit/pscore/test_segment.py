@@ -6,9 +6,9 @@ import socket
 import numpy as np
 import pytest
 
-from pscore import sockets, wire
+from pscore.memory.segment import Segment, WeightsMap
+from pscore.net import sockets, wire
 from pscore.pb.ps.v1 import data_pb2
-from pscore.segment import Segment, WeightsMap
 from pscore.types import SliceSpec
 from psworker.transports import PullCall
 from psworker.transports.socket import Attachment, SocketTransport

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pscore import sockets, wire
 from pscore.errors import DecodeError, TransportError
+from pscore.net import sockets, wire
 
 HEADER = b"header"
 PAYLOAD = bytes(range(256)) * 40

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pscore import kernels, streaming
+from pscore.memory import kernels, streaming
 
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
 

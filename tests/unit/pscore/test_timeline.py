@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pscore import timeline
 from pscore.errors import ConfigError
-from pscore.timeline import Timeline, join, open_timeline
+from pscore.observe import timeline
+from pscore.observe.timeline import Timeline, join, open_timeline
 
 
 def test_without_a_path_there_is_none() -> None:

@@ -8,9 +8,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore import wire
 from pscore.errors import DecodeError
-from pscore.wire import (
+from pscore.net import wire
+from pscore.net.wire import (
     CHECKED,
     HEADER_NBYTES_MAX,
     MAGIC,

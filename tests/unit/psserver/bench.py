@@ -8,8 +8,8 @@ import numpy as np
 from pscore.rules import ASGD, SSD
 from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role
-from psserver.actions import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
-from psserver.clock import SliceClock
+from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
+from psserver.decisions.slice_clock import SliceClock
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pscore import wire
+from pscore.net import wire
+from pscore.net.rpc import DATA_SERVICE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from pscore.rpc import DATA_SERVICE
 from pscore.types import FloatArray, Verdict
-from psserver.driver import Driver
-from psserver.servicer import ControlServicer, data_handler
-from psserver.shard import Job, Shard
-from psserver.vault import Vault
+from psserver.decisions.shard import Job, Shard
+from psserver.durability.journal_dir import Vault
+from psserver.engine.engine import Driver
+from psserver.service.control import ControlServicer, data_handler
 from tests.unit.psserver.owned import owned
 
 T = TypeVar("T")

@@ -14,21 +14,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from psserver.barriers import Barriers
-from psserver.clock import SliceClock
-from psserver.counted import Bin, Counted
-from psserver.debts import Ask, Debts
-from psserver.driver import Driver
-from psserver.intake import Intake
-from psserver.job import Counters, Job, Life
-from psserver.lifetime import Lifetimes
-from psserver.membership import Member, Membership
-from psserver.recovery import Recovery
-from psserver.shard import Shard
-from psserver.stalls import Stalls
-from psserver.table import Table
-from psserver.tally import Histogram, Tally
-from psserver.waits import Waits
+from psserver.decisions.barriers import Barriers
+from psserver.decisions.job import Counters, Job, Life
+from psserver.decisions.lifetime import Lifetimes
+from psserver.decisions.membership import Member, Membership
+from psserver.decisions.progress import Bin, Counted
+from psserver.decisions.shard import Shard
+from psserver.decisions.slice_clock import SliceClock
+from psserver.decisions.stalls import Stalls
+from psserver.decisions.table import Table
+from psserver.durability.recovery import Recovery
+from psserver.engine.counters import Histogram, Tally
+from psserver.engine.engine import Driver
+from psserver.engine.requests import Intake
+from psserver.engine.residuals import Ask, Debts
+from psserver.engine.waits import Waits
 
 # What anybody may read: it is set once, or made to be shared.
 FIXED: dict[type, set[str]] = {
@@ -55,11 +55,9 @@ FIXED: dict[type, set[str]] = {
 SHARED = {"lanes", "shared", "armed", "waiting"}  # Of an intake: the rest guards itself.
 PACKAGE = Path(sys.modules["psserver"].__file__ or "").parent
 MACHINES = {
-    str(PACKAGE / f"{name}.py")
-    for name in (
-        *("barriers", "clock", "counted", "debts", "job", "lifetime", "membership", "recovery"),
-        *("shard", "stalls", "table", "tally", "views", "waits"),
-    )
+    *(str(path) for path in (PACKAGE / "decisions").glob("*.py")),
+    *(str(PACKAGE / "engine" / f"{name}.py") for name in ("counters", "residuals", "views",
+    "waits")), str(PACKAGE / "durability" / "recovery.py"),
 }
 
 

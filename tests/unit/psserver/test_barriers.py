@@ -1,6 +1,6 @@
 """Rounds of barriers: who is missing, what stays open, and where somebody who comes late begins."""
 
-from psserver.barriers import BARRIERS_MAX, Barriers
+from psserver.decisions.barriers import BARRIERS_MAX, Barriers
 
 
 def arrive(barriers: Barriers, name: str, number: int, rank: int, expected: list[int]) -> list[int]:

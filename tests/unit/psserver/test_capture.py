@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
-from psserver import capture
-from psserver.capture import Checkpointer
+from psserver.service import checkpoint_service
+from psserver.service.checkpoint_service import Checkpointer
 from tests.unit.psserver.front import (
     JOB,
     NUMEL,
@@ -180,7 +180,7 @@ def test_room_is_asked_for_before_anything_is_written() -> None:
 
 
 def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "IDLE_S", 0.02)
+    monkeypatch.setattr(checkpoint_service, "IDLE_S", 0.02)
 
     async def scene(front: Front) -> None:
         desk = Desk(front)

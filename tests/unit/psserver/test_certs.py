@@ -8,9 +8,9 @@ import pytest
 from cryptography import x509
 
 from pscore.errors import ConfigError
-from psserver import certs
+from psserver.access import certs
 from psserver.exits import CommandError, Exit
-from psserver.settings import resolve
+from psserver.process.settings import resolve
 
 
 @pytest.fixture(scope="module")

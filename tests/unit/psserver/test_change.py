@@ -4,10 +4,10 @@ import pytest
 
 from pscore.errors import ConfigError, JobMismatchError, LimitError, RemoteProtocolError
 from pscore.rules import ASGD, SSD, SSGD, LocalSGD
-from psserver.actions import Update
-from psserver.limits import Limits
-from psserver.membership import Presence
-from psserver.shard import Job, Shard
+from psserver.decisions.limits import Limits
+from psserver.decisions.membership import Presence
+from psserver.decisions.orders import Update
+from psserver.decisions.shard import Job, Shard
 from tests.unit.psserver.test_shard import push, ready
 
 NEW = SSD(steps=4, warmup=0)

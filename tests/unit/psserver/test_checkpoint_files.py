@@ -19,11 +19,11 @@ from pscore.compressors.none import NoCompression
 from pscore.rules import ASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import TensorSpec
-from psserver import checkpoint_files as files
-from psserver import records
-from psserver.checkpoint_files import Checkpoint, TableState
+from psserver.decisions.table import TableSpec
+from psserver.durability import records
 from psserver.exits import CommandError, Exit
-from psserver.table import TableSpec
+from psserver.remote import checkpoint_files as files
+from psserver.remote.checkpoint_files import Checkpoint, TableState
 
 SHAPE = (3, 2)
 FORK = multiprocessing.get_context("fork")

@@ -2,7 +2,7 @@
 
 from pscore.rules import ASGD, SSD, SSGD
 from pscore.types import Pull
-from psserver.actions import Answer
+from psserver.decisions.orders import Answer
 from tests.unit.psserver.bench import Bench, Bounded
 
 SYNC = SSGD()

@@ -15,12 +15,12 @@ from structlog.testing import capture_logs
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from psserver import descriptors
-from psserver.daemon import NAMES, STATUS, Daemon, bind_error, probe, serve
-from psserver.driver import Driver
+from psserver.engine.engine import Driver
 from psserver.exits import CommandError, Exit
-from psserver.plan import ShardPlan, report_from_json, report_to_json
-from psserver.servicer import ControlServicer
+from psserver.process.daemon import NAMES, STATUS, Daemon, bind_error, probe, serve
+from psserver.process.shard_plan import ShardPlan, report_from_json, report_to_json
+from psserver.service import descriptors
+from psserver.service.control import ControlServicer
 from tests.unit.psserver.test_supervisor import make_plan
 
 Stub = control_pb2_grpc.ControlStub
@@ -199,7 +199,7 @@ def test_a_report_that_is_none_is_refused(line: str) -> None:
 def test_the_table_of_exit_codes_is_complete_and_in_the_help() -> None:
     from typer.testing import CliRunner
 
-    from psserver.cli import app
+    from psserver.commands.cli import app
     from psserver.exits import MEANINGS
 
     assert list(MEANINGS) == list(Exit)
@@ -211,7 +211,7 @@ def test_the_daemon_has_no_torch(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    program = "import sys, psserver.daemon; print('torch' in sys.modules)"
+    program = "import sys, psserver.process.daemon; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n"
 

@@ -10,7 +10,7 @@ import pytest
 
 from pscore.pb.ps.v1 import checkpoint_pb2 as cp
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.vault import Vault
+from psserver.durability.journal_dir import Vault
 from tests.unit.psserver.front import (
     JOB,
     LEASE_S,

@@ -11,10 +11,10 @@ from pscore.optimizers.sgd import SGD
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import ASGD, DCASGD
 from pscore.types import ByteArray, FloatArray, Role, Segment, SliceSpec
-from psserver.actions import Answer, Load
-from psserver.estimate import Estimate
-from psserver.store import Payload, SliceStore
-from psworker.estimate import Held
+from psserver.decisions.orders import Answer, Load
+from psserver.slices.pull_estimate import Estimate
+from psserver.slices.store import Payload, SliceStore
+from psworker.compression.pull_estimate import Held
 
 NUMEL = 5000  # No multiple of a block or of a code's packing.
 FOR_PULLS = [

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from psserver import __main__, cli, daemon, find, remote
+from psserver import __main__
+from psserver.commands import cli, find
 from psserver.exits import MEANINGS, CommandError, Exit
-from psserver.runfile import Run
+from psserver.process import daemon
+from psserver.process.run_dir import Run
+from psserver.remote import ask
 from tests.house.source import ROOT
 from tests.unit.psserver.test_supervisor import make_plan
 
@@ -107,7 +110,7 @@ def test_ctrl_c_has_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(remote, "answers", interrupted)
+    monkeypatch.setattr(ask, "answers", interrupted)
     assert psserver(monkeypatch, "status", *NOBODY, main=__main__.main) == Exit.INTERRUPTED
 
 

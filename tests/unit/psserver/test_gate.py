@@ -2,10 +2,10 @@
 
 import pytest
 
-from pscore.access import EVERY, TOKEN_KEY, Token
 from pscore.errors import AccessError
+from pscore.net.credentials import EVERY, TOKEN_KEY, Token
 from pscore.pb.ps.v1 import control_pb2
-from psserver.gate import CONTROL, WORKERS_METHODS, Gate, Pass
+from psserver.access.gate import CONTROL, WORKERS_METHODS, Gate, Pass
 
 A, B, BOTH = "a" * 16, "b" * 16, "c" * 16
 SERVICE = control_pb2.DESCRIPTOR.services_by_name["Control"]

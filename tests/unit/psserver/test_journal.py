@@ -11,14 +11,14 @@ from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
-from psserver.actions import Acknowledge, Action, Answer, Skip
-from psserver.arena import Arena
-from psserver.clock import SliceClock
-from psserver.counted import Token
-from psserver.journal import ROOT_NBYTES, SliceJournal
-from psserver.lanes import carry_out
-from psserver.recovery import bins_of
-from psserver.store import Payload, SliceStore
+from psserver.decisions.orders import Acknowledge, Action, Answer, Skip
+from psserver.decisions.progress import Token
+from psserver.decisions.slice_clock import SliceClock
+from psserver.durability.recovery import bins_of
+from psserver.engine.slice_queue import carry_out
+from psserver.slices.arena import Arena
+from psserver.slices.journal import ROOT_NBYTES, SliceJournal
+from psserver.slices.store import Payload, SliceStore
 from tests.sim.server import spoil
 
 RAW = NoCompression()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pscore.types import Push, Role, Verdict
-from psserver.actions import Acknowledge, Add, Answer, Hold, Load, Update
-from psserver.lanes import INLINE_NUMEL_MAX, Copy, Lane, Work, carry_out
+from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Update
+from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Copy, Lane, Work, carry_out
 
 PUSH = Push(worker=0, step=0, base_version=0)
 LOAD = Load(token=1, role=Role.WEIGHTS, version=0)

@@ -6,10 +6,10 @@ import pytest
 
 from pscore.errors import ConfigError, JobMismatchError, LimitError, RankTakenError
 from pscore.types import Push, Role
-from psserver.actions import Update
-from psserver.job import State
-from psserver.limits import KEEP_ENDED_S, Limits
-from psserver.shard import Actions, Address, Job, Shard
+from psserver.decisions.job import State
+from psserver.decisions.limits import KEEP_ENDED_S, Limits
+from psserver.decisions.orders import Update
+from psserver.decisions.shard import Actions, Address, Job, Shard
 from tests.unit.psserver.test_shard import LEASE_S, SPEC, member, push, ready, tensor
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from pscore.errors import LimitError
 from pscore.types import TensorSpec
-from psserver.limits import Budget, Limits
-from psserver.membership import Member
-from psserver.shard import Shard
-from psserver.table import TableSpec, make_spec
+from psserver.decisions.limits import Budget, Limits
+from psserver.decisions.membership import Member
+from psserver.decisions.shard import Shard
+from psserver.decisions.table import TableSpec, make_spec
 
 MB = 1 << 20
 

@@ -11,15 +11,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from pscore.rules import ASGD, SSGD
-from psserver import checkpoint_files as files
-from psserver.driver import Driver
+from psserver.decisions.limits import Limits
+from psserver.decisions.membership import Member
+from psserver.decisions.shard import Shard
+from psserver.durability.journal_dir import Vault
+from psserver.engine.engine import Driver
 from psserver.exits import CommandError
-from psserver.limits import Limits
-from psserver.loading import MARKER, load
-from psserver.membership import Member
-from psserver.shard import Shard
-from psserver.store import SliceStore
-from psserver.vault import Vault
+from psserver.process.checkpoint_loading import MARKER, load
+from psserver.remote import checkpoint_files as files
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.test_checkpoint_files import flip, make
 
 JOB = "run/1"

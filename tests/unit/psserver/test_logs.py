@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import structlog
 
-from psserver import floods, logs
-from psserver.floods import EVERY_S, Floods
+from psserver.logs import floods, setup
+from psserver.logs.floods import EVERY_S, Floods
 
 
 @pytest.fixture(name="written", params=["text", "json"])
@@ -22,10 +22,10 @@ def _written(
     """What is logged to, in one format; all is as before afterwards."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(logs, "_floods", Floods())
+    monkeypatch.setattr(setup, "_floods", Floods())
     root = logging.getLogger()
     before = (root.handlers, root.level)
-    logs.configure(request.param, "info", shard=3)
+    setup.configure(request.param, "info", shard=3)
     yield request.param, stream
     root.handlers, _ = before
     root.setLevel(before[1])
@@ -87,12 +87,12 @@ def test_a_peer_that_does_something_all_the_time_is_told_of_once(
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     for _ in range(1000):
         for peer in ("10.0.0.1", "10.0.0.2"):
-            logs.sparsely("connection refused", peer, reason="no frame")
-    logs.tell_left_out()
+            setup.sparsely("connection refused", peer, reason="no frame")
+    setup.tell_left_out()
     assert len(stream.getvalue().splitlines()) == 2
     now_s += EVERY_S
-    logs.sparsely("connection refused", "10.0.0.1", reason="no frame")
-    logs.tell_left_out()
+    setup.sparsely("connection refused", "10.0.0.1", reason="no frame")
+    setup.tell_left_out()
     told = stream.getvalue().splitlines()[2:]
     assert len(told) == 2
     assert all("left_out" in line and "999" in line for line in told)

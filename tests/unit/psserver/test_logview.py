@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from psserver.commands.logview import LogView, files
 from psserver.exits import CommandError
-from psserver.logview import LogView, files
-from psserver.runfile import ShardRun
+from psserver.process.run_dir import ShardRun
 from tests.unit.psserver.test_runfile import make_run
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
-from psserver.membership import SPENT_MAX, WORKERS_MAX, Member, Membership, Presence
-from psserver.uneven import report
+from psserver.decisions.membership import SPENT_MAX, WORKERS_MAX, Member, Membership, Presence
+from psserver.decisions.uneven import report
 
 
 def member(rank: int, incarnation: int = 1, *, restart: int = 0, heard_s: float = 0.0) -> Member:

@@ -7,10 +7,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pscore.types import Verdict
-from psserver.driver import Driver
-from psserver.membership import Member
-from psserver.metrics import CONNECTIONS_MAX, REQUEST_NBYTES_MAX, MetricsPage
-from psserver.shard import Shard
+from psserver.decisions.membership import Member
+from psserver.decisions.shard import Shard
+from psserver.engine.engine import Driver
+from psserver.service.metrics import CONNECTIONS_MAX, REQUEST_NBYTES_MAX, MetricsPage
 
 
 def make_driver() -> Driver:

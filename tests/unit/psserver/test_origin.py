@@ -9,9 +9,9 @@ from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Origin
-from psserver import records
-from psserver.table import COUNT_MAX
-from psserver.vault import Vault
+from psserver.decisions.table import COUNT_MAX
+from psserver.durability import records
+from psserver.durability.journal_dir import Vault
 from tests.unit.psserver.front import (
     JOB,
     Context,

@@ -11,9 +11,9 @@ import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.metrics import MetricsPage
-from psserver.servicer import ControlServicer
-from psserver.views import Shared
+from psserver.engine.views import Shared
+from psserver.service.control import ControlServicer
+from psserver.service.metrics import MetricsPage
 from tests.unit.psserver.front import (
     JOB,
     NUMEL,
@@ -134,7 +134,7 @@ def test_a_reader_without_the_lock_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     async def scene(front: Front) -> None:
         await front.control.Status(pb.StatusRequest(), Context())
 
-    with pytest.raises(AssertionError, match=r"Shard.jobs is read without the lock at servicer.py"):
+    with pytest.raises(AssertionError, match=r"Shard.jobs is read without the lock at control.py"):
         play(scene)
 
 

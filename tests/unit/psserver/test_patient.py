@@ -3,7 +3,7 @@
 import io
 from pathlib import Path
 
-from psserver.patient import Patient
+from psserver.logs.patient import Patient
 
 
 def test_a_full_disk_raises_nothing_and_is_told_of_later(tmp_path: Path) -> None:

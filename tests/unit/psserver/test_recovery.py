@@ -11,20 +11,20 @@ import pytest
 
 from pscore.compressors.none import NoCompression
 from pscore.errors import ReplacedError, StateLostError
+from pscore.memory.segment import PAGE
 from pscore.rules import SSGD
-from pscore.segment import PAGE
 from pscore.types import TensorSpec
-from psserver.actions import Skip
-from psserver.driver import Driver
-from psserver.journal import SliceJournal
-from psserver.limits import Limits
-from psserver.membership import Member
-from psserver.recovery import Recovery
-from psserver.sealed import read_json, write_json
-from psserver.shard import Job, Shard
-from psserver.store import SliceStore
-from psserver.table import TableSpec
-from psserver.vault import JobVault, Vault
+from psserver.decisions.limits import Limits
+from psserver.decisions.membership import Member
+from psserver.decisions.orders import Skip
+from psserver.decisions.shard import Job, Shard
+from psserver.decisions.table import TableSpec
+from psserver.durability.journal_dir import JobVault, Vault
+from psserver.durability.recovery import Recovery
+from psserver.durability.sealed import read_json, write_json
+from psserver.engine.engine import Driver
+from psserver.slices.journal import SliceJournal
+from psserver.slices.store import SliceStore
 
 STEPS = 30
 SPEC = TableSpec(

@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from psserver.logview import LogView
-from psserver.rotation import former
+from psserver.commands.logview import LogView
+from psserver.logs.rotation import former
 
 WRITER = """
 import sys
 from pathlib import Path
 from psserver import logs
-from psserver.rotation import RotatingLog
+from psserver.logs.rotation import RotatingLog
 import structlog
 
 logs.configure("text", "info", RotatingLog(Path(sys.argv[1]), int(sys.argv[2])))

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pscore.boot import began
-from psserver import runfile
+from pscore.observe.boot import began
 from psserver.exits import CommandError, Exit
-from psserver.runfile import Run, RunDirectory, ShardRun
+from psserver.process import run_dir
+from psserver.process.run_dir import Run, RunDirectory, ShardRun
 
 OURS = psutil.Process()
 
@@ -38,19 +38,19 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "state")
     runs = [make_run(7071), make_run(7070)]
     for run in runs:
-        runfile.write(directory.make(str(run.port)), run)
+        run_dir.write(directory.make(str(run.port)), run)
     assert directory.runs() == sorted(runs, key=lambda run: run.port)
-    runfile.remove(directory.path / "7070")
-    runfile.remove(directory.path / "7070")
+    run_dir.remove(directory.path / "7070")
+    run_dir.remove(directory.path / "7070")
     assert directory.runs() == [runs[0]]
 
 
 def test_the_run_file_of_another_process_stays(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     folder = directory.make("7070")
-    runfile.write(folder, replace(make_run(), pid=1))
-    runfile.remove(folder)
-    assert (folder / runfile.FILE).exists()
+    run_dir.write(folder, replace(make_run(), pid=1))
+    run_dir.remove(folder)
+    assert (folder / run_dir.FILE).exists()
 
 
 def test_what_runs_on_free_ports_leave_is_cleared(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_what_runs_on_free_ports_leave_is_cleared(tmp_path: Path) -> None:
     gone = 2**22 + 1  # Above the largest number that Linux gives to a process.
     for name in (f"free-{gone}", f"free-{gone + 1}", f"free-{OURS.pid}", "7070"):
         (directory.make(name) / "shard-0.log").touch()
-    runfile.write(tmp_path / f"free-{gone + 1}", make_run())
+    run_dir.write(tmp_path / f"free-{gone + 1}", make_run())
     (directory.make(f"free-{gone + 2}") / "weights").touch()
     directory.clear()
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -80,7 +80,7 @@ def test_a_process_that_is_gone_or_another_one_does_not_count(tmp_path: Path) ->
             replace(make_run(), began=""),
         ]
     ):
-        runfile.write(directory.make(str(number)), run)
+        run_dir.write(directory.make(str(number)), run)
     assert directory.runs() == []
 
 
@@ -109,7 +109,7 @@ def test_a_zombie_does_not_count() -> None:
 @pytest.mark.parametrize("text", ["", "{}", '{"shards": [{}]}', "[1]"])
 def test_what_is_no_run_file_is_passed_over(tmp_path: Path, text: str) -> None:
     directory = RunDirectory(tmp_path)
-    (directory.make("7070") / runfile.FILE).write_text(text)
+    (directory.make("7070") / run_dir.FILE).write_text(text)
     assert directory.runs() == []
 
 

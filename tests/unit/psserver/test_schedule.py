@@ -10,12 +10,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver import keeper as keepers
-from psserver import records, remote, schedule
+from psserver.durability import records
 from psserver.exits import CommandError, Exit
-from psserver.keeper import Keeper
-from psserver.plan import SchedulePlan
-from psserver.schedule import Schedule
+from psserver.process import checkpoint_keeper as keepers
+from psserver.process import checkpoint_schedule
+from psserver.process.checkpoint_keeper import Keeper
+from psserver.process.checkpoint_schedule import Schedule
+from psserver.process.shard_plan import SchedulePlan
+from psserver.remote import ask
 from tests.integration.command import eventually
 from tests.unit.psserver.test_checkpoint_files import make, names
 
@@ -38,8 +40,8 @@ class Cluster:
         self.versions: dict[str, int] = {}  # By job.
         self.states: dict[str, str] = {}  # Of each job.
         self.failing: dict[str, Exception] = {}
-        monkeypatch.setattr(remote, "statuses", self.statuses)
-        monkeypatch.setattr(schedule, "capture", self.capture)
+        monkeypatch.setattr(ask, "statuses", self.statuses)
+        monkeypatch.setattr(checkpoint_schedule, "capture", self.capture)
 
     def statuses(self, *_: object) -> list[pb.StatusReply]:
         if problem := self.failing.get("all"):
@@ -79,7 +81,7 @@ def test_a_job_is_saved_when_it_has_changed(cluster: Cluster, tmp_path: Path) ->
     assert names(tmp_path) == ["a-00000001", "a-00000002", "b-00000001"]
     for cluster.versions["b"] in range(1, 9):
         taker.take()
-    assert len([name for name in names(tmp_path) if name[0] == "b"]) == schedule.KEEP
+    assert len([name for name in names(tmp_path) if name[0] == "b"]) == checkpoint_schedule.KEEP
 
 
 def test_what_cannot_be_taken_is_announced_and_tried_again(

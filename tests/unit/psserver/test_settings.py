@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
-from psserver.certs import make
-from psserver.settings import is_loopback, metrics_ports, resolve
+from psserver.access.certs import make
+from psserver.process.settings import is_loopback, metrics_ports, resolve
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,10 @@ from pscore.errors import (
 )
 from pscore.rules import ASGD, SSGD
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
-from psserver import shard as shard_module
-from psserver.actions import Acknowledge, Answer, Update
-from psserver.membership import Member, Presence
-from psserver.shard import (
+from psserver.decisions import shard as shard_module
+from psserver.decisions.membership import Member, Presence
+from psserver.decisions.orders import Acknowledge, Answer, Update
+from psserver.decisions.shard import (
     GROUPS_MAX,
     JOBS_MAX,
     NAME_LENGTH_MAX,
@@ -30,7 +30,7 @@ from psserver.shard import (
     Job,
     Shard,
 )
-from psserver.table import TableSpec, make_spec
+from psserver.decisions.table import TableSpec, make_spec
 
 LEASE_S = 10.0
 HYPER = np.zeros((1, 6))

@@ -7,8 +7,8 @@ import pytest
 from pscore.errors import ConfigError, JobMismatchError
 from pscore.rules import ASGD, SSGD
 from pscore.types import Pull, Push, Role
-from psserver.actions import Update
-from psserver.shard import Actions, Address, Job, Shard
+from psserver.decisions.orders import Update
+from psserver.decisions.shard import Actions, Address, Job, Shard
 from tests.unit.psserver.test_shard import LEASE_S, SPEC, member, push
 
 

@@ -1,6 +1,6 @@
 """What stands still is told after some seconds, and then less and less."""
 
-from psserver.stalls import Stalls
+from psserver.decisions.stalls import Stalls
 
 
 def test_a_wait_is_told_after_five_seconds_and_each_time_it_has_doubled() -> None:

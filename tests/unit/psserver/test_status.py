@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver import status
 from psserver.exits import CommandError
+from psserver.remote import status
 
 
 def worker(rank: int, **values: object) -> pb.WorkerStatus:

@@ -15,8 +15,8 @@ from pscore.optimizers.sgd import SGD
 from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, HyperArray, Push, Role, Segment, SliceSpec
-from psserver.actions import Add, Answer, Load, Update
-from psserver.store import Payload, SliceStore
+from psserver.decisions.orders import Add, Answer, Load, Update
+from psserver.slices.store import Payload, SliceStore
 
 RAW = NoCompression()
 PULLED = Answer(token=0, worker=0, version=0, with_state=False)

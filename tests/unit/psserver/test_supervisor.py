@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from psserver import supervisor
 from psserver.exits import CommandError, Exit
-from psserver.plan import Ready, Refused, Report, ShardPlan
-from psserver.supervisor import Post, ShardProcess, Supervisor, Wake, ended, wait_ready
+from psserver.process import supervisor
+from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan
+from psserver.process.supervisor import Post, ShardProcess, Supervisor, Wake, ended, wait_ready
 
 KILLED = -signal.SIGKILL
 

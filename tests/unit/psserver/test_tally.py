@@ -1,6 +1,6 @@
 """Counting: bounds are inclusive, and times move into the histogram once."""
 
-from psserver.tally import STALENESS_BOUNDS, Histogram, Tally
+from psserver.engine.counters import STALENESS_BOUNDS, Histogram, Tally
 
 
 def test_a_value_at_a_bound_counts_below_it() -> None:

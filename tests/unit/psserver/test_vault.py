@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psserver import vault
-from psserver.lifetime import digest
-from psserver.sealed import read_json, write_json
-from psserver.vault import JobVault, ShortLived, Vault
+from psserver.decisions.lifetime import digest
+from psserver.durability import journal_dir
+from psserver.durability.journal_dir import JobVault, ShortLived, Vault
+from psserver.durability.sealed import read_json, write_json
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_what_workers_owe_is_found_again_or_refused(tmp_path: Path) -> None:
 def test_what_killed_starts_have_left_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vault, "SHM", tmp_path)
+    monkeypatch.setattr(journal_dir, "SHM", tmp_path)
     killed, running = ShortLived("killed"), ShortLived("running")
     assert killed.path is not None
     assert running.path is not None

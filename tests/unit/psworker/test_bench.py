@@ -8,8 +8,16 @@ import pytest
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
-from psworker import bench, cli
-from psworker.bench import Cost, Row, Wire, advise, make_report, measure_cost, pipeline_s
+from psworker.commands import bench_compressors, cli
+from psworker.commands.bench_compressors import (
+    Cost,
+    Row,
+    Wire,
+    advise,
+    make_report,
+    measure_cost,
+    pipeline_s,
+)
 
 SHAPES = [("weight", (1024, 1024)), ("bias", (16,))]  # Two slices; the first is compressed.
 COSTS = {
@@ -25,7 +33,7 @@ def cost_of(compressor: Compressor, numel: int, num_slices: int) -> Cost:
     return COSTS[compressor.name]
 
 
-def report(gbit: float, **options: float) -> bench.Report:
+def report(gbit: float, **options: float) -> bench_compressors.Report:
     return make_report(
         "model",
         SHAPES,

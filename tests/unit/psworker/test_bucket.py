@@ -6,7 +6,7 @@ import torch
 
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout, make_layout
-from psworker.bucket import Bucket, describe
+from psworker.model.flat import Bucket, describe
 
 
 def make_parameters() -> dict[str, torch.nn.Parameter]:

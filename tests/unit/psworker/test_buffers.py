@@ -9,9 +9,9 @@ import torch
 
 from pscore.errors import ConfigError
 from pscore.types import Push, Role
-from psworker import buffers as module
-from psworker.buffers import Buffers
-from psworker.outbox import Landing
+from psworker.replica.ports import Landing
+from psworker.training import buffers as module
+from psworker.training.buffers import Buffers
 
 Posts = dict[str, dict[int, np.ndarray]]  # By table, then slice.
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError, RemoteProtocolError, ServerUnavailableError
-from psworker import cli
-from psworker.launch import MEANINGS, Exit
+from psworker.commands import cli
+from psworker.commands.run import MEANINGS, Exit
 
 
 def psworker(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

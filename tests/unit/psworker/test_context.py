@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pscore.errors import ConfigError, ServerUnavailableError
-from psworker import context as module
-from psworker.context import Context, join, shutdown
-from psworker.environment import Environment
+from psworker.job import context as module
+from psworker.job.context import Context, join, shutdown
+from psworker.job.environment import Environment
 
 
 class FakeSession:

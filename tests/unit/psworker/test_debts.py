@@ -13,8 +13,8 @@ from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ANY_STEP, Push, TensorSpec
-from psworker.debts import Debts
-from psworker.feedback import Feedback
+from psworker.compression.error_feedback import Feedback
+from psworker.connection.residuals import Debts
 
 NUMEL = 32
 LAYOUT = make_layout([TensorSpec(name="w", shape=(NUMEL,), dtype="float32", compress=True)], 1)

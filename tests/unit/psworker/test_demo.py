@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
-from psworker.demo import data, report
-from psworker.demo.report import Curve, Result
-from psworker.demo.run import DemoPlan, Run, keyed, run_demo
+from psworker.commands.demo import data, report
+from psworker.commands.demo.report import Curve, Result
+from psworker.commands.demo.run import DemoPlan, Run, keyed, run_demo
 
 
 def write_idx(path: Path, shape: tuple[int, ...], content: bytes, magic: int = 0x0800) -> Path:

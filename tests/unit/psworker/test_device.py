@@ -15,9 +15,9 @@ from pscore.cuda.plain import TorchEncoder
 from pscore.errors import GradientError
 from pscore.partition import make_layout
 from pscore.types import TensorSpec, Verdict
-from psworker.device import DeviceFeedback, DeviceSide
-from psworker.feedback import Feedback
-from psworker.screen import Screen
+from psworker.compression.error_feedback import Feedback
+from psworker.compression.on_gpu import DeviceFeedback, DeviceSide
+from psworker.model.finite import Screen
 from tests.unit.pscore.cuda.shim import build, launcher
 from tests.unit.pscore.cuda.test_kernels import aligned
 from tests.unit.psworker.test_feedback import NUMEL, gradient, push

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from pscore.errors import ConfigError
-from psworker.environment import Environment, parse_servers
+from psworker.job.environment import Environment, parse_servers
 
 TORCHRUN = {
     "RANK": "3",

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from pscore import wire
 from pscore.compressors import parse_compressor
 from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
+from pscore.net import wire
 from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.rules.ssgd import SSGD
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
-from psworker.exchange import Exchange
-from psworker.outbox import Landing
+from psworker.connection.exchange import Exchange
+from psworker.replica.ports import Landing
 from psworker.transports import PullCall, PushCall
 
 TENSORS = [
@@ -279,7 +279,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A clock that goes on by a second each time it is asked."""
     seconds = iter(range(1000))
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    monkeypatch.setattr("psworker.exchange.time", clock)
+    monkeypatch.setattr("psworker.connection.exchange.time", clock)
     return iter([None])
 
 

@@ -12,8 +12,8 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
 from pscore.types import FloatArray, Origin, Push, TensorSpec, Verdict
-from psworker.exchange import Exchange
-from psworker.feedback import Feedback, choose
+from psworker.compression.error_feedback import Feedback, choose
+from psworker.connection.exchange import Exchange
 
 NUMEL = 2100
 OWING = ["fp16", "bf16", "int8", "2bit", "1bit", "topk", "randomk", "qsgd(feedback=True)"]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
-from psworker import launch
-from psworker.launch import Exit, Launch, LaunchPlan, worker_command, worker_environment
-from psworker.output import Prefixed, plain
+from psworker.commands import run
+from psworker.commands.output import Prefixed, plain
+from psworker.commands.run import Exit, Launch, LaunchPlan, worker_command, worker_environment
 
 
 def plan(num_workers: int = 2) -> LaunchPlan:
@@ -88,9 +88,9 @@ def test_a_worker_gets_its_place_under_torchruns_names() -> None:
 
 
 def test_nothing_around_tells_a_worker_another_place() -> None:
-    around = dict.fromkeys(launch.REPLACED_VARIABLES, "7") | {"RANK": "7", "PACELINE_JOB": "x"}
+    around = dict.fromkeys(run.REPLACED_VARIABLES, "7") | {"RANK": "7", "PACELINE_JOB": "x"}
     given = worker_environment(plan(), 0, [], around)
-    assert not set(launch.REPLACED_VARIABLES) & given.keys()
+    assert not set(run.REPLACED_VARIABLES) & given.keys()
     assert (given["RANK"], given["PACELINE_JOB"]) == ("0", "run-1")
 
 
@@ -112,18 +112,18 @@ def test_no_more_workers_start_than_an_elastic_job_may_have() -> None:
 @pytest.mark.parametrize("text", ["", "3", "0:3", "3:2", "a:b", "1:2:3", ":4", "-1:3"])
 def test_what_is_no_least_and_most_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--elastic is .* must look like MIN:MAX"):
-        launch.parse_elastic(text)
+        run.parse_elastic(text)
 
 
 def test_least_and_most_may_be_equal() -> None:
-    assert launch.parse_elastic("2:2") == (2, 2)
+    assert run.parse_elastic("2:2") == (2, 2)
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, 4), (2, 2, 1), (2, 5, 1)])
 def test_workers_share_the_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int
 ) -> None:
-    monkeypatch.setattr(launch, "num_cores", lambda: cores)
+    monkeypatch.setattr(run, "num_cores", lambda: cores)
     assert worker_environment(plan(workers), 0, [], {})["OMP_NUM_THREADS"] == str(threads)
 
 
@@ -143,8 +143,8 @@ def test_the_number_of_workers_may_not_pass_its_limits(num_workers: int) -> None
 
 
 def test_each_launch_has_a_job_of_its_own() -> None:
-    assert launch.new_job() != launch.new_job()
-    assert launch.new_job("demo").startswith("demo-")
+    assert run.new_job() != run.new_job()
+    assert run.new_job("demo").startswith("demo-")
 
 
 @pytest.mark.parametrize(
@@ -164,5 +164,5 @@ def test_a_line_has_its_rank_in_front(line: str, written: str) -> None:
 
 
 def test_signals_have_names() -> None:
-    assert launch.name_of(11) == "SIGSEGV"
-    assert launch.name_of(1000) == "signal 1000"
+    assert run.name_of(11) == "SIGSEGV"
+    assert run.name_of(1000) == "signal 1000"

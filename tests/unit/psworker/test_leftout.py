@@ -2,7 +2,7 @@
 
 import pytest
 
-from psworker.leftout import LeftOut
+from psworker.connection.left_out import LeftOut
 
 
 def play(calls: str) -> LeftOut:

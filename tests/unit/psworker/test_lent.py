@@ -8,8 +8,8 @@ import torch
 
 from pscore.partition import make_layout
 from pscore.types import TensorSpec
-from psworker.bucket import Bucket
-from psworker.lent import NBYTES_MIN
+from psworker.model.flat import Bucket
+from psworker.model.grad_views import NBYTES_MIN
 
 LARGE = (NBYTES_MIN // 4 // 64, 64)
 

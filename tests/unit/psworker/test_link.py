@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 import pytest
 
-from pscore import rpc
 from pscore.errors import (
     ConfigError,
     RankTakenError,
@@ -15,10 +14,11 @@ from pscore.errors import (
     ServerUnavailableError,
     TransportError,
 )
+from pscore.net import rpc
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psworker import retry
-from psworker.link import Link
-from psworker.retry import Patience
+from psworker.connection.shard_link import Link
+from psworker.transports import retry
+from psworker.transports.retry import Patience
 
 ADDRESS = "127.0.0.1:1"  # Nobody may listen there.
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from psworker.missed import RECENT_MAX, Missed
+from psworker.connection.missed import RECENT_MAX, Missed
 
 
 def send_all(missed: Missed, step: int, num_slices: int = 3) -> None:

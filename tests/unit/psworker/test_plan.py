@@ -11,8 +11,8 @@ from pscore.compressors import parse_compressor
 from pscore.errors import ConfigError
 from pscore.optimizers import OPTIMIZERS
 from pscore.rules import parse_mode
-from psworker import cli
-from psworker.plan import Report, lines_of, make_report, resnet50_shapes, shapes_of
+from psworker.commands import cli
+from psworker.commands.model_plan import Report, lines_of, make_report, resnet50_shapes, shapes_of
 
 SHAPES = [("large", (1024, 1024)), ("small", (64, 64)), ("bias", (1 << 20,))]
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from pscore.types import Origin
-from psworker.progress import Progress
+from psworker.training.progress import Progress
 
 
 def test_each_step_counts_with_its_samples_and_others_steps_with_those_of_then() -> None:

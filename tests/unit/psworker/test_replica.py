@@ -13,8 +13,8 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
 from pscore.types import Origin, Push, Role, TensorSpec
-from psworker.outbox import Landing
-from psworker.replica import Replica, Waits
+from psworker.replica.ports import Landing
+from psworker.replica.replica import Replica, Waits
 
 NUMEL = 5000  # Two slices of at least 4,096 elements: 0 holds the back of the model.
 

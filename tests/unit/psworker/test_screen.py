@@ -8,7 +8,7 @@ import torch
 from pscore.errors import GradientError
 from pscore.partition import make_layout
 from pscore.types import TensorSpec
-from psworker.screen import Screen
+from psworker.model.finite import Screen
 
 TENSORS = [
     TensorSpec(name="weight", shape=(5000,), dtype="float32"),

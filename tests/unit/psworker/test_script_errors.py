@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from pscore.errors import ConfigError
-from psworker import context, script_errors
+from psworker.job import context
+from psworker.training import script_errors
 
 
 @pytest.fixture(autouse=True)

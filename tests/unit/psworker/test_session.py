@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from pscore import wire
-from pscore.access import ANYONE, Credentials
 from pscore.compressors.none import NoCompression
 from pscore.errors import (
     ConfigError,
@@ -22,15 +20,17 @@ from pscore.errors import (
     ServerUnavailableError,
     ShardMapError,
 )
+from pscore.net import wire
+from pscore.net.credentials import ANYONE, Credentials
 from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
 from pscore.types import Origin, TensorSpec
-from psworker import session as module
-from psworker import waits
-from psworker.environment import Environment
-from psworker.session import Session
+from psworker.connection import session as module
+from psworker.connection import waits
+from psworker.connection.session import Session
+from psworker.job.environment import Environment
 
 LEASE_S = 1000.0  # The first heartbeat would be after 200 s.
 

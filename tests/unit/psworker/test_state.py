@@ -12,9 +12,9 @@ from pscore.optimizers import from_torch
 from pscore.partition import make_layout
 from pscore.rules.ssgd import SSGD
 from pscore.types import Role
-from psworker.bucket import Bucket, describe
-from psworker.outbox import Landing
-from psworker.state import load_torch_state, torch_state
+from psworker.model.flat import Bucket, describe
+from psworker.replica.ports import Landing
+from psworker.training.state_dict import load_torch_state, torch_state
 
 
 class FakeShards:

@@ -1,0 +1,1 @@
+"""Kernels, and memory that processes share."""

@@ -1,0 +1,1 @@
+"""Frames, sockets, TLS, credentials and calls."""

@@ -1,0 +1,197 @@
+r"""Tokens and certificates: what a process shows to a shard, and what it believes of one.
+
+A token file holds one token for everything, or a token for each job:
+
+    9fd1...e2                a lone token: every job, and control (status, stop)
+    mnist 77ab...10          the token of job "mnist": its weights, nothing else
+    * 9fd1...e2              the same as a lone token, where there are others beside it
+
+Empty lines and lines that begin with # do not count. A job may have two tokens, so that one can be
+replaced while workers run. Shards and workers read the same format; a worker takes the line of its
+job, else the one for everything. The file, like a private key, must not be open to others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from pscore.errors import ConfigError
+from pscore.net.rpc import CHANNEL_OPTIONS
+
+TOKEN_KEY = "paceline-token"  # Of the metadata of a gRPC call.
+EVERY = "*"  # In the place of a job: all of them, and control.
+TOKENS_MAX = 1024
+FILE_NBYTES_MAX = 1 << 19
+TOKEN = re.compile(r"[!-~]{16,256}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One line of a token file."""
+
+    job: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """What a worker, or a command of `psserver`, connects to shards with."""
+
+    ca: Path | None = None  # Who signed the shards' certificates; None: no TLS.
+    cert: Path | None = None  # Our own certificate, for shards that ask for one.
+    key: Path | None = None
+    token: str = field(default="", repr=False)
+
+    def channel(self, address: str) -> grpc.Channel:
+        """Returns a gRPC channel to a shard that shows the token with each call."""
+        if self.ca is None:
+            channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            own = self.cert is not None and self.key is not None
+            secrets = grpc.ssl_channel_credentials(
+                self.ca.read_bytes(),
+                self.key.read_bytes() if own and self.key else None,
+                self.cert.read_bytes() if own and self.cert else None,
+            )
+            channel = grpc.secure_channel(address, secrets, options=CHANNEL_OPTIONS)
+        return grpc.intercept_channel(channel, _Shows(self.token)) if self.token else channel
+
+
+ANYONE = Credentials()
+
+
+def read_credentials(
+    variables: Mapping[str, str] = os.environ, *, job: str = EVERY, token_file: str | None = None
+) -> Credentials:
+    """Returns what the variables PACELINE_TLS_CA, _CERT, _KEY and PACELINE_TOKEN_FILE name.
+
+    Args:
+        variables: The environment.
+        job: Whose token is wanted; `EVERY` for control.
+        token_file: In the place of the variable where that is not set.
+
+    Raises:
+        ConfigError: A file cannot be used; says why and what to do.
+    """
+    ca, cert, key = (
+        readable(Path(path), name) if (path := variables.get(name)) else None
+        for name in ("PACELINE_TLS_CA", "PACELINE_TLS_CERT", "PACELINE_TLS_KEY")
+    )
+    if key is not None:
+        require_private(key, "PACELINE_TLS_KEY")
+    if ca is not None and (cert is None) != (key is None):
+        raise ConfigError(
+            "PACELINE_TLS_CERT and PACELINE_TLS_KEY belong together, and one of them is not set"
+        )
+    path = variables.get("PACELINE_TOKEN_FILE") or token_file
+    token = pick(read_tokens(Path(path)), job, Path(path)) if path else ""
+    return Credentials(ca=ca, cert=cert, key=key, token=token)
+
+
+def read_tokens(path: Path) -> list[Token]:
+    """Returns the tokens in a file.
+
+    Raises:
+        ConfigError: It cannot be read, is open to others, or has a line that is none. The message
+            never holds a token.
+    """
+    require_private(readable(path, "the token file"), "the token file")
+    if path.stat().st_size > FILE_NBYTES_MAX:
+        raise ConfigError(f"{path} is longer than {FILE_NBYTES_MAX} bytes, which no token file is")
+    lines = [
+        line.split() for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
+    ]
+    rows = [
+        (number, words)
+        for number, words in enumerate(lines, start=1)
+        if words and not words[0].startswith("#")
+    ]
+    tokens = [_token(path, number, words) for number, words in rows]
+    if not tokens or len(tokens) > TOKENS_MAX:
+        raise ConfigError(f"{path} holds {len(tokens)} tokens, must hold 1 to {TOKENS_MAX}")
+    secrets = [token.secret for token in tokens]
+    if len(set(secrets)) != len(secrets):
+        raise ConfigError(f"{path} has one token twice: give each job its own")
+    return tokens
+
+
+def pick(tokens: Sequence[Token], job: str, path: Path) -> str:
+    """Returns the token for a job, or for control; empty if there is none for control.
+
+    Raises:
+        ConfigError: There is none for this job.
+    """
+    for wanted in (job, EVERY):
+        for token in tokens:
+            if token.job == wanted:
+                return token.secret
+    if job == EVERY:
+        return ""  # Health needs none; the shard says of the rest what it needs.
+    listed = ", ".join(sorted({repr(token.job) for token in tokens}))
+    raise ConfigError(f"{path} has no token for job {job!r}, only for {listed}")
+
+
+def readable(path: Path, what: str) -> Path:
+    """Returns `path` if it is a file that this process can read.
+
+    Raises:
+        ConfigError: It is not; says why.
+    """
+    try:
+        with path.open("rb"):
+            return path
+    except OSError as problem:
+        raise ConfigError(f"cannot read {what} {path}: {problem.strerror}") from problem
+
+
+def require_private(path: Path, what: str) -> None:
+    """Refuses a file of secrets that others can read or change.
+
+    Raises:
+        ConfigError: It can be; says how to close it.
+    """
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o027:
+        raise ConfigError(
+            f"{what} {path} is open to others (mode {mode:04o}); close it with: chmod 600 {path}"
+        )
+
+
+def _token(path: Path, number: int, words: Sequence[str]) -> Token:
+    if len(words) > 2:  # noqa: PLR2004 - a job and its token
+        raise ConfigError(f"line {number} of {path} has {len(words)} words, must be: job token")
+    if not TOKEN.fullmatch(words[-1]):
+        raise ConfigError(
+            f"line {number} of {path} ends in {len(words[-1])} characters, a token is 16 to 256 "
+            "printable ones; make one with: openssl rand -hex 32"
+        )
+    return Token(job=words[0] if len(words) > 1 else EVERY, secret=words[-1])
+
+
+class _Details(grpc.ClientCallDetails):
+    """A call's details with the token among its metadata."""
+
+    def __init__(self, former: Any, token: str) -> None:
+        self.method, self.timeout = former.method, former.timeout
+        self.credentials, self.wait_for_ready = former.credentials, former.wait_for_ready
+        self.compression = former.compression
+        self.metadata = (*(former.metadata or ()), (TOKEN_KEY, token))
+
+
+class _Shows(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    """Adds the token to each call."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        """Goes on with the token."""
+        return continuation(_Details(details, self._token), request)

@@ -1,0 +1,261 @@
+"""The fault switch: frames that are lost, late, doubled, out of order or damaged on purpose.
+
+    PACELINE_FAULTS="drop=0.01,delay=5ms@push,corrupt=0.001@pulled,seed=3"
+
+Off unless that variable is set, and for tests only. Faults are chosen when a connection is made;
+without them what sends is the plain function, so that being able to fail costs nothing. A fault
+strikes at one of four points, or at all of them where none is named:
+
+    push, pull       a worker sends a push, or asks for weights
+    pushed, pulled   a shard answers one
+
+| fault | what happens to a frame |
+|---|---|
+| `drop=P` | it is lost, and with it the connection: a stream loses nothing by itself |
+| `disconnect=P` | it arrives, then the connection is cut, so that its answer is lost |
+| `duplicate=P` | it arrives twice |
+| `corrupt=P` | one of its bits is flipped; not of its lengths, which decide when its end is seen |
+| `reorder=P` | it waits a moment in which others pass it |
+| `delay=5ms`, `delay=5ms:P` | it waits that long (s or ms), with a probability of P, else always |
+
+P is a probability, 0 to 1. Each connection draws from a generator of its own, of `seed`, its point
+and its number in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pscore.errors import ConfigError, TransportError
+from pscore.net.tls import Stream
+
+VARIABLE = "PACELINE_FAULTS"
+POINTS = ("push", "pull", "pushed", "pulled")
+KINDS = ("drop", "disconnect", "duplicate", "corrupt", "reorder", "delay")
+REORDER_S = 0.01
+DELAY_S_MAX = 60.0
+LENGTHS_NBYTES = 16  # Magic and lengths, at the begin of a frame.
+DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
+
+Send = Callable[[bytes], None]
+Cut = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One kind of fault."""
+
+    kind: str
+    chance: float
+    point: str = ""  # Empty: everywhere.
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What PACELINE_FAULTS asks for."""
+
+    faults: tuple[Fault, ...]
+    seed: int = 0
+
+    def at(self, point: str) -> Line | None:
+        """Returns the faults of a new connection at a point, or None if it has none there."""
+        found = tuple(fault for fault in self.faults if fault.point in ("", point))
+        name = f"{self.seed}/{point}/{next(_numbers)}"
+        return Line(found, random.Random(name)) if found else None
+
+
+_numbers = itertools.count()
+NONE = Faults(faults=())
+
+
+class Line:
+    """The faults of one connection at one point."""
+
+    def __init__(self, faults: tuple[Fault, ...], rng: random.Random) -> None:
+        """Draws from `rng`."""
+        self._faults = faults
+        self._rng = rng
+        self._lock = threading.Lock()
+
+    def draw(self) -> dict[str, Fault]:
+        """Returns the faults of the next frame, by kind."""
+        with self._lock:
+            return {f.kind: f for f in self._faults if self._rng.random() < f.chance}
+
+    def send(self, frame: bytes, send: Send, cut: Cut) -> None:
+        """Sends a frame on a stream, or does to it what was asked for.
+
+        Args:
+            frame: All of it.
+            send: Sends now; may be called later, from another thread, and more than once.
+            cut: Breaks the connection.
+        """
+        drawn = self.draw()
+        if "drop" in drawn:
+            cut()
+            return
+        frame = self.damaged(frame, drawn)
+        wait_s = self.wait_s(drawn)
+
+        def deliver() -> None:
+            for _ in range(1 + ("duplicate" in drawn)):
+                send(frame)
+            if "disconnect" in drawn:
+                cut()
+
+        if wait_s:
+            timer = threading.Timer(wait_s, deliver)
+            timer.daemon = True
+            timer.start()
+        else:
+            deliver()
+
+    def call(self, make: Callable[[bytes], bytes], frame: bytes) -> bytes:
+        """Makes a call that answers a frame with a frame, or fails as was asked for.
+
+        Raises:
+            TransportError: The frame, or its answer, was lost on purpose.
+        """
+        drawn = self.draw()
+        if "drop" in drawn:
+            raise TransportError("a frame was dropped on purpose")
+        threading.Event().wait(self.wait_s(drawn))
+        frame = self.damaged(frame, drawn)
+        for _ in range("duplicate" in drawn):
+            make(frame)
+        answer = make(frame)
+        if "disconnect" in drawn:
+            raise TransportError("an answer was lost on purpose")
+        return answer
+
+    def wait_s(self, drawn: Mapping[str, Fault]) -> float:
+        """Returns how long a frame waits, in seconds."""
+        wait_s = drawn["delay"].delay_s if "delay" in drawn else 0.0
+        return wait_s + (REORDER_S if "reorder" in drawn else 0.0)
+
+    def damaged(self, frame: bytes, drawn: Mapping[str, Fault]) -> bytes:
+        """Returns a frame, with a bit flipped if that was drawn."""
+        if "corrupt" not in drawn:
+            return frame
+        broken = bytearray(frame)
+        with self._lock:
+            bit = self._rng.randrange(8 * LENGTHS_NBYTES, 8 * len(broken))
+        broken[bit // 8] ^= 1 << bit % 8
+        return bytes(broken)
+
+
+SendAll = Callable[[Stream, Sequence[memoryview]], None]
+Call = Callable[..., bytes]
+
+
+def sender(line: Line | None, send_all: SendAll) -> SendAll:
+    """Returns what sends frames on a stream: `send_all`, or the same with a line's faults."""
+    if line is None:
+        return send_all
+    one_by_one = threading.Lock()
+
+    def send(connection: Stream, parts: Sequence[memoryview]) -> None:
+        here = threading.get_ident()
+
+        def send_now(frame: bytes) -> None:
+            try:
+                with one_by_one:
+                    send_all(connection, [memoryview(frame)])
+            except TransportError:
+                if threading.get_ident() == here:
+                    raise  # Later nobody waits for it: it is sent again on the next connection.
+
+        def cut() -> None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+        line.send(b"".join(parts), send_now, cut)
+
+    return send
+
+
+def caller(line: Line | None, call: Call) -> Call:
+    """Returns what makes calls of frames: `call`, or the same with a line's faults."""
+    if line is None:
+        return call
+
+    def make(frame: bytes, **options: object) -> bytes:
+        return line.call(lambda sent: call(sent, **options), frame)
+
+    return make
+
+
+def from_environment(variables: Mapping[str, str] = os.environ) -> Faults:
+    """Returns what PACELINE_FAULTS asks for; nothing where it is not set.
+
+    Raises:
+        ConfigError: It is not what it must be; says what.
+    """
+    text = variables.get(VARIABLE, "")
+    return parse(text) if text else NONE
+
+
+def parse(text: str) -> Faults:
+    """Returns the faults that `text` describes.
+
+    Raises:
+        ConfigError: A part of it is none.
+    """
+    faults: list[Fault] = []
+    seed = 0
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals:
+            raise _refusal(part, "must look like drop=0.01 or delay=5ms@push")
+        if name == "seed":
+            if not value.isdecimal():
+                raise _refusal(part, "must be a whole number")
+            seed = int(value)
+            continue
+        faults.append(_fault(part, name, *value.partition("@")))
+    for one, other in itertools.combinations(faults, 2):
+        if one.kind == other.kind and (one.point == other.point or "" in (one.point, other.point)):
+            raise _refusal(text, f"has {one.kind!r} twice at one point")
+    return Faults(faults=tuple(faults), seed=seed)
+
+
+def _fault(part: str, kind: str, value: str, at: str, point: str) -> Fault:
+    """Returns one fault.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if kind not in KINDS:
+        raise _refusal(part, f"must be one of {', '.join(KINDS)}, or seed")
+    if at and point not in POINTS:
+        raise _refusal(part, f"must be at one of {', '.join(POINTS)}")
+    delay_s = 0.0
+    if kind == "delay":
+        duration, colon, value = value.partition(":")
+        matched = DURATION.fullmatch(duration)
+        if matched is None:
+            raise _refusal(part, "must be a time such as 5ms or 0.5s")
+        delay_s = float(matched[1]) / (1e3 if matched[2] == "ms" else 1.0)
+        if not 0.0 < delay_s <= DELAY_S_MAX:
+            raise _refusal(part, f"must be in 0..{DELAY_S_MAX:g} s")
+        value = value if colon else "1"
+    try:
+        chance = float(value)
+    except ValueError:
+        chance = -1.0
+    if not 0.0 <= chance <= 1.0:
+        raise _refusal(part, "must have a probability in 0..1")
+    return Fault(kind=kind, chance=chance, point=point, delay_s=delay_s)
+
+
+def _refusal(part: str, wanted: str) -> ConfigError:
+    return ConfigError(f"{VARIABLE}: {part.strip()!r} {wanted}")

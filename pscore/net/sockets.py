@@ -1,0 +1,357 @@
+"""Frames (wire.py) on a stream socket, without a copy of a payload in either direction.
+
+A frame's header is read first; the caller then says where the payload goes. The checksum covers
+both and is compared after the last byte has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from pscore.errors import DamagedError, DecodeError, TransportError
+from pscore.net.tls import Stream, TLSSocket
+from pscore.net.wire import (
+    CHECKED,
+    HEADER_NBYTES_MAX,
+    MAGIC,
+    PAYLOAD_NBYTES_MAX,
+    PREFIX,
+)
+
+SCRATCH_NBYTES = 1 << 16
+AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
+CLOSED_S = 5.0  # Until one who polls looks whether the connection has been closed.
+SOCKET_NBYTES = 4 << 20  # Kernel buffers of a local bulk connection, as far as granted.
+SAME_HOST_NBYTES = 512 << 10  # Of TCP within one host: what is under way stays in the cache.
+UNPACED = b"reno"  # Every Linux has it and, as it comes, lets everybody choose it.
+CONGESTION_NBYTES = 16
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
+    """Listens on TCP; what is accepted has to be `tune`d.
+
+    Returns:
+        The listener, and what `tune` needs.
+
+    Raises:
+        OSError: The port cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=256)
+    return listener, _defer_pacing(listener)
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Returns a TCP connection that is ready for bulk; it waits for ever, as sockets do at first.
+
+    Raises:
+        OSError: There is no such host, or nobody listens there.
+    """
+    problem = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            congestion = _defer_pacing(connection)
+            connection.settimeout(timeout_s)
+            connection.connect(address)
+            connection.settimeout(None)
+            tune(connection, congestion)
+            return connection
+        except OSError as error:
+            connection.close()
+            problem = error
+    raise problem
+
+
+def tune(connection: socket.socket, congestion: bytes = b"") -> None:
+    """Sets what a bulk connection needs: no delay for small frames, and large buffers.
+
+    TCP sizes its buffers itself, by what is under way; a size set here is an upper limit. Between
+    two processes of one host there is no distance to fill, and small ones are faster.
+
+    Args:
+        connection: TCP, or a Unix socket.
+        congestion: The system's congestion control, which a connection to another host gets.
+    """
+    nbytes = SOCKET_NBYTES
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if not is_within_host(connection):
+            if congestion and _congestion(connection) == UNPACED:  # Else its route has its own.
+                with contextlib.suppress(OSError):  # Only root may choose it.
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
+            return
+        nbytes = SAME_HOST_NBYTES
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, nbytes)
+
+
+def _defer_pacing(endpoint: socket.socket) -> bytes:
+    """Chooses a congestion control that does not pace, until `tune` knows where the peer is.
+
+    One that does (BBR) has the kernel set a timer for each packet, which between two processes of
+    one host is work for nothing. It cannot be undone: a connection that was made with it is paced
+    to its end.
+
+    Returns:
+        What the system would have used; nothing if it lets us choose no other.
+    """
+    try:
+        usual = _congestion(endpoint)
+        endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
+    except OSError:
+        return b""
+    return usual
+
+
+def _congestion(endpoint: socket.socket) -> bytes:
+    name = endpoint.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NBYTES)
+    return name.rstrip(b"\0")
+
+
+def is_within_host(connection: Stream) -> bool:
+    """Whether a TCP connection's two ends have the same address."""
+    try:
+        return bool(connection.getsockname()[0] == connection.getpeername()[0])
+    except OSError:
+        return False  # It is gone; whoever reads it will see that.
+
+
+def limit_silence(connection: Stream, limit_s: float) -> None:
+    """Has one read wait for at most `limit_s` seconds, however long a write may wait.
+
+    Between two frames `read_header` goes on waiting; in the middle of one it is an error.
+    """
+    if isinstance(connection, TLSSocket):
+        connection.limit_silence(limit_s)
+        return
+    # Of the kernel: with Python's own a read would return what there is, again and again.
+    seconds, rest = divmod(limit_s, 1.0)
+    timeval = struct.pack("@ll", int(seconds), int(1e6 * rest))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+
+
+class Ahead:
+    """Reads a connection; of frames without a payload, all that have come at once.
+
+    Behind such a frame comes such a frame: requests to pull, answers to pushes. So one of them
+    takes two calls of the kernel, `wait` and one read, as many as to read its two parts.
+    """
+
+    def __init__(self, connection: Stream) -> None:
+        """Reads `connection`, which nobody else may."""
+        self._connection = connection
+        self._buffer = memoryview(bytearray(AHEAD_NBYTES))
+        self._left = self._buffer[:0]
+        self.is_short = False  # The last frame had no payload.
+        self._poll = select.poll()
+        if not isinstance(connection, TLSSocket):  # That one polls by itself.
+            self._poll.register(connection, select.POLLIN)
+
+    def wait(self) -> None:
+        """Waits for a frame behind a short one, or for the end.
+
+        The kernel wakes who waits in `recv` at each part that a send on the same connection gets
+        rid of, as long as another thread sends gradients or weights; a poll it does not.
+        """
+        if not self.is_short or self._left or isinstance(self._connection, TLSSocket):
+            return
+        # Closed by another thread, its number may be another connection's by now.
+        while self._connection.fileno() >= 0 and not self._poll.poll(1e3 * CLOSED_S):
+            pass
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        """Limits how long one call waits, in seconds."""
+        self._connection.settimeout(timeout_s)
+
+    def recv_into(self, target: memoryview, nbytes: int = 0, flags: int = 0) -> int:
+        """Reads some bytes; returns 0 when the peer has closed."""
+        if not self._left:
+            if not self.is_short or target.nbytes >= AHEAD_NBYTES:
+                return self._connection.recv_into(target, nbytes, flags)
+            count = self._connection.recv_into(self._buffer)
+            self._left = self._buffer[:count]
+        count = min(target.nbytes, self._left.nbytes)
+        target[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+
+def frame_parts(header: bytes, payload: Sequence[memoryview]) -> list[memoryview]:
+    """Returns a frame as parts for `sendmsg`; the payload is not copied."""
+    start = CHECKED.pack(MAGIC, len(header), sum(part.nbytes for part in payload))
+    digest = xxhash.xxh3_64(start)
+    digest.update(header)
+    for part in payload:
+        digest.update(part)
+    head = b"".join((start, digest.intdigest().to_bytes(8, "little"), header))
+    return [memoryview(head), *(part for part in payload if part.nbytes)]
+
+
+def send_all(connection: Stream, parts: Sequence[memoryview]) -> None:
+    """Sends parts one behind the other; waits while the peer does not read.
+
+    Raises:
+        TransportError: The connection broke.
+    """
+    left = list(parts)
+    try:
+        while left:
+            left = advance(left, connection.sendmsg(left))
+    except OSError as problem:
+        raise TransportError(f"connection broke: {problem}") from problem
+
+
+def advance(parts: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Returns what is left of `parts` after their first `nbytes` have gone."""
+    position = 0
+    while position < len(parts) and nbytes >= parts[position].nbytes:
+        nbytes -= parts[position].nbytes
+        position += 1
+    left = parts[position:]
+    if nbytes:
+        left[0] = left[0][nbytes:]
+    return left
+
+
+class Incoming:
+    """One frame that is being read: the header is here, the payload still on its way."""
+
+    def __init__(
+        self, connection: Stream | Ahead, header: bytes, nbytes: int, start: bytes
+    ) -> None:
+        """Is made by `read_header`."""
+        self.header = header
+        self.payload_nbytes = nbytes
+        self._connection = connection
+        self._declared = int.from_bytes(start[CHECKED.size :], "little")
+        self._digest = xxhash.xxh3_64(start[: CHECKED.size])
+        self._digest.update(header)
+
+    def read_into(self, *targets: memoryview) -> None:
+        """Reads the payload into `targets`, which are as long as it, and checks the frame.
+
+        Raises:
+            DecodeError: The targets have another length.
+            DamagedError: The checksum differs.
+            TransportError: The connection broke.
+        """
+        if sum(target.nbytes for target in targets) != self.payload_nbytes:
+            wanted = sum(target.nbytes for target in targets)
+            self.skip()  # If it was damaged, that is what is wrong with it.
+            raise DecodeError(f"payload of {self.payload_nbytes} bytes, {wanted} wanted")
+        for target in targets:
+            receive_into(self._connection, target)
+            self._digest.update(target)
+        self._check()
+
+    def skip(self) -> None:
+        """Reads the payload and drops it; a frame is believed only once all of it is checked.
+
+        Raises:
+            DamagedError: The checksum differs.
+            TransportError: The connection broke.
+        """
+        scratch = memoryview(bytearray(min(self.payload_nbytes, SCRATCH_NBYTES)))
+        left = self.payload_nbytes
+        while left:
+            part = scratch[: min(left, scratch.nbytes)]
+            receive_into(self._connection, part)
+            self._digest.update(part)
+            left -= part.nbytes
+        self._check()
+
+    def _check(self) -> None:
+        if self._digest.intdigest() != self._declared:
+            raise DamagedError(
+                f"checksum of a frame of {self.payload_nbytes} bytes of payload differs from its "
+                "content"
+            )
+
+
+def read_header(
+    connection: Stream | Ahead,
+    *,
+    header_nbytes_max: int = HEADER_NBYTES_MAX,
+    payload_nbytes_max: int = PAYLOAD_NBYTES_MAX,
+    deadline_s: float | None = None,
+    reserve: Callable[[int], None] | None = None,
+) -> Incoming | None:
+    """Reads up to a frame's header; returns None if the peer has closed between two frames.
+
+    Args:
+        connection: Where it comes from.
+        header_nbytes_max: A longer header is refused.
+        payload_nbytes_max: A longer payload is refused.
+        deadline_s: Of the monotonic clock, for all of it, however slowly it trickles in.
+        reserve: Called with the header's length before memory is taken for it; may raise.
+
+    Raises:
+        DecodeError: What comes is not a frame; nothing has been allocated for it.
+        TransportError: The connection broke.
+    """
+    if isinstance(connection, Ahead) and deadline_s is None:
+        connection.wait()
+    start = bytearray(PREFIX.size)
+    if not receive_into(connection, memoryview(start), may_end=True, deadline_s=deadline_s):
+        return None
+    magic, header_nbytes, payload_nbytes, _ = PREFIX.unpack(start)
+    if magic != MAGIC:
+        raise DecodeError(f"frame begins with {magic!r}, {MAGIC!r} wanted")
+    if header_nbytes > header_nbytes_max or payload_nbytes > payload_nbytes_max:
+        raise DecodeError(
+            f"frame declares {header_nbytes} bytes of header and {payload_nbytes} of payload, "
+            f"at most {header_nbytes_max} and {payload_nbytes_max}"
+        )
+    if reserve is not None:
+        reserve(header_nbytes)
+    header = bytearray(header_nbytes)
+    receive_into(connection, memoryview(header), deadline_s=deadline_s)
+    if isinstance(connection, Ahead):
+        connection.is_short = payload_nbytes == 0
+    return Incoming(connection, bytes(header), payload_nbytes, bytes(start))
+
+
+def receive_into(
+    connection: Stream | Ahead,
+    target: memoryview,
+    *,
+    may_end: bool = False,
+    deadline_s: float | None = None,
+) -> bool:
+    """Fills `target`; returns False if the peer closed before the first byte and `may_end`.
+
+    Raises:
+        TransportError: The connection broke.
+    """
+    filled = 0
+    try:
+        while filled < target.nbytes:
+            if deadline_s is not None:
+                connection.settimeout(max(1e-3, deadline_s - time.monotonic()))
+            try:
+                count = connection.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:  # `limit_silence`.
+                if may_end and filled == 0:
+                    continue  # Nothing has begun that could be late.
+                raise TransportError(
+                    f"nothing came for long after {filled} of {target.nbytes} bytes"
+                ) from None
+            if count == 0:
+                if may_end and filled == 0:
+                    return False
+                raise TransportError(f"connection closed after {filled} of {target.nbytes} bytes")
+            filled += count
+    except OSError as problem:
+        raise TransportError(f"connection broke: {problem}") from problem
+    return True

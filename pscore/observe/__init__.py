@@ -1,0 +1,1 @@
+"""Timelines, diagnosis, and which boot of which machine this is."""

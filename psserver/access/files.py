@@ -1,0 +1,102 @@
+"""The files of a shard that say who may connect: certificate, key, CA of the clients, tokens.
+
+Part of a shard's plan, so that it imports what is of size only where it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pscore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import ssl
+
+    import grpc
+
+    from psserver.access.gate import Gate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """Paths, as they travel in a shard's plan: secrets are in files and nowhere else."""
+
+    cert: str | None = None
+    key: str | None = None
+    client_ca: str | None = None  # Clients must show a certificate that it has signed.
+    token_file: str | None = None
+
+    def check(self) -> None:
+        """Reads all files once.
+
+        Raises:
+            ConfigError: One of them cannot be used; says which and what to do.
+        """
+        if self.token_file is not None:
+            self.gate()
+        if self.cert is None or self.key is None:
+            return
+        from pscore.net.credentials import readable, require_private
+
+        for path, flag in (
+            (self.cert, "--tls-cert"),
+            (self.key, "--tls-key"),
+            (self.client_ca, "--tls-client-ca"),
+        ):
+            if path is not None:
+                readable(Path(path), flag)
+        require_private(Path(self.key), "--tls-key")
+        self.context()
+
+    def gate(self) -> Gate:
+        """Returns who may do what.
+
+        Raises:
+            ConfigError: The token file cannot be used.
+        """
+        from psserver.access.gate import Gate
+
+        return Gate.of(self.token_file)
+
+    def context(self, *, mutual: bool = True) -> ssl.SSLContext | None:
+        """Returns the TLS of our own sockets; None for none.
+
+        Args:
+            mutual: Whether clients have to show a certificate, if there is a CA for them.
+
+        Raises:
+            ConfigError: A certificate cannot be used.
+        """
+        if self.cert is None or self.key is None:
+            return None
+        from pscore.net.tls import server_context
+
+        client_ca = Path(self.client_ca) if mutual and self.client_ca is not None else None
+        return server_context(Path(self.cert), Path(self.key), client_ca)
+
+    def grpc_credentials(self) -> grpc.ServerCredentials | None:
+        """Returns the TLS of gRPC; None for none."""
+        if self.cert is None or self.key is None:
+            return None
+        import grpc
+
+        pair = (Path(self.key).read_bytes(), Path(self.cert).read_bytes())
+        client_ca = None if self.client_ca is None else Path(self.client_ca).read_bytes()
+        return grpc.ssl_server_credentials(
+            [pair], root_certificates=client_ca, require_client_auth=client_ca is not None
+        )
+
+
+def require_whole(trust: Trust) -> None:
+    """Refuses half of a pair.
+
+    Raises:
+        ConfigError: Says what is missing.
+    """
+    if (trust.cert is None) != (trust.key is None):
+        missing = "--tls-key" if trust.key is None else "--tls-cert"
+        raise ConfigError(f"--tls-cert and --tls-key belong together: {missing} is missing")
+    if trust.client_ca is not None and trust.cert is None:
+        raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")

@@ -1,0 +1,228 @@
+"""Who may do what on a shard: tokens, compared in constant time, before anything else is read.
+
+A token is for one job (its weights), or for everything (every job, and control: status, drain).
+Health is open to all. A method that is not listed here as one of the workers' needs a token for
+everything, so that a new one is closed until somebody decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+from google.protobuf.message import DecodeError as ProtobufDecodeError
+
+from pscore.errors import AccessError, DecodeError, PacelineError, RemoteProtocolError
+from pscore.net.credentials import EVERY, TOKEN_KEY, Token, read_tokens
+from pscore.net.rpc import DATA_SERVICE, ERROR_KEY, SENDER_KEY, code_of
+from pscore.pb.ps.v1 import data_pb2
+from pscore.text import printable
+from psserver.logs import setup
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
+    Metadata = Sequence[tuple[str, str | bytes]] | None
+
+HEALTH = "/grpc.health.v1.Health/"
+CONTROL = "/ps.v1.Control/"
+DATA = f"/{DATA_SERVICE}/"
+# What a worker calls, and who ends its job; all but Describe name one, which has to be the token's.
+JOINED = ("Describe", "Join", "Define", "Change", "Heartbeat", "Owe", "Claim", "Barrier", "Leave")
+WORKERS_METHODS = {
+    *(CONTROL + name for name in (*JOINED, "Forget")),
+    *(DATA + name for name in ("Push", "Pull")),
+}
+HOW = "set PACELINE_TOKEN_FILE (or token_file=) to a file with the token"
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What one who has been let in may do."""
+
+    job: str  # `EVERY` for everything.
+
+    def require(self, job: str) -> None:
+        """Refuses what belongs to another job.
+
+        Raises:
+            AccessError: It does.
+        """
+        if self.job not in (EVERY, job):
+            raise AccessError(f"the token is of job {self.job!r}, not of {job!r}; {HOW} of that")
+
+    def require_control(self, method: str) -> None:
+        """Refuses a token of one job for what concerns all of them.
+
+        Raises:
+            AccessError: It is one.
+        """
+        if self.job != EVERY:
+            raise AccessError(
+                f"the token is of job {self.job!r}, and {method} concerns every job; {HOW} for "
+                f"everything ('{EVERY}' in the shards' token file)"
+            )
+
+
+class Gate:
+    """The tokens of one shard; without any, everybody may do everything."""
+
+    def __init__(self, tokens: Iterable[Token] = ()) -> None:
+        """Keeps digests, which have one length whatever the tokens have."""
+        self._known = [(_digest(token.secret), token.job) for token in tokens]
+
+    @classmethod
+    def of(cls, token_file: str | None) -> Gate:
+        """Returns the gate of a token file, if there is one.
+
+        Raises:
+            ConfigError: The file cannot be used.
+        """
+        return cls(() if token_file is None else read_tokens(Path(token_file)))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no token is asked for."""
+        return not self._known
+
+    def admit(self, secret: str) -> Pass:
+        """Returns what the bearer of a token may do.
+
+        Raises:
+            AccessError: There is none, or it is not known here.
+        """
+        if self.is_open:
+            return Pass(EVERY)
+        if not secret:
+            raise AccessError(f"a token is needed, and none came; {HOW}")
+        digest, found = _digest(secret), ""
+        for known, job in self._known:  # All of them, so that the time says nothing.
+            found = job if hmac.compare_digest(known, digest) else found
+        if not found:
+            raise AccessError(f"the token that came is none of this shard's; {HOW} that it has")
+        return Pass(found)
+
+    def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Pass:
+        """Returns what the caller of a gRPC method may do.
+
+        Raises:
+            AccessError: Its token is missing or wrong.
+        """
+        if self.is_open:
+            return Pass(EVERY)
+        shown = [value for key, value in metadata or () if key == TOKEN_KEY]
+        return self.admit(str(shown[0]) if len(shown) == 1 else "")
+
+    def refused(self, error: PacelineError, where: str, peer: str = "") -> None:
+        """Logs a refusal, unless one of this peer was logged just now."""
+        reason = str(error)
+        setup.sparsely("refused", peer, kind=f"refused at {where}", where=where, reason=reason)
+
+
+Heard = Callable[[str, int, int], object]  # Job, rank, incarnation; raises if there is none.
+
+
+class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Admits calls by their token, before their message is read.
+
+    A push or pull also names its worker beside the message, which may be of many megabytes: one of
+    a worker that is not live here is refused unread, where no token is asked for too.
+    """
+
+    def __init__(self, gate: Gate, heard: Heard) -> None:
+        """Asks `gate`, and `heard` whether a worker is live."""
+        self._gate = gate
+        self._heard = heard
+        self._handlers: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Returns the method's handler, or one that refuses."""
+        method = str(handler_call_details.method)
+        if method.startswith(HEALTH):
+            return cast("Handler", await continuation(handler_call_details))
+        try:
+            metadata = cast("Metadata", handler_call_details.invocation_metadata)
+            visitor = self._gate.admit_call(metadata)
+            if method not in WORKERS_METHODS:
+                visitor.require_control(method.rpartition("/")[2])
+            if method.startswith(DATA):
+                sender = _sender(metadata)
+                visitor.require(sender.job)
+                self._heard(sender.job, sender.worker, sender.incarnation)
+        except PacelineError as error:
+            if not method.startswith(DATA) or isinstance(error, AccessError | DecodeError):
+                self._gate.refused(error, method)
+            return _refusal(error)
+        if self._gate.is_open:
+            return cast("Handler", await continuation(handler_call_details))
+        if method not in self._handlers:
+            handler = await continuation(handler_call_details)
+            if handler is None or not method.startswith(CONTROL):
+                return cast("Handler", handler)
+            self._handlers[method] = self._checked(handler, method)
+        return self._handlers[method]
+
+    def _checked(self, handler: Handler, method: str) -> Handler:
+        """Returns the handler behind a comparison of the request's job with the token's."""
+        inner = cast("Callable[[Any, Any], Awaitable[object]]", handler.unary_unary)
+
+        async def call(request: Any, context: Any) -> object:
+            if hasattr(request, "job"):
+                try:
+                    self._gate.admit_call(context.invocation_metadata()).require(request.job)
+                except AccessError as error:
+                    self._gate.refused(error, method)
+                    await _abort(context, error)
+            return await inner(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(
+            cast("Any", call), handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _sender(metadata: Metadata) -> data_pb2.Sender:
+    """Returns the worker that a push or pull is of.
+
+    Raises:
+        RemoteProtocolError: The call does not name one.
+    """
+    shown = [value for key, value in metadata or () if key == SENDER_KEY]
+    if len(shown) != 1 or not isinstance(shown[0], bytes):
+        raise RemoteProtocolError(
+            f"a push or pull by gRPC names its worker in {SENDER_KEY}, and this one does not; "
+            "install one version of paceline everywhere"
+        )
+    try:
+        return data_pb2.Sender.FromString(shown[0])
+    except ProtobufDecodeError as problem:
+        raise DecodeError(f"{SENDER_KEY} holds no worker") from problem
+
+
+def _refusal(error: PacelineError) -> Handler:
+    """Returns a handler that ends the call and reads nothing.
+
+    As one of a stream, because a unary one is only called with the message, all of it.
+    """
+
+    async def refuse(messages: AsyncIterator[object], context: Any) -> None:
+        await _abort(context, error)
+
+    return grpc.stream_unary_rpc_method_handler(cast("Any", refuse))
+
+
+async def _abort(context: Any, error: PacelineError) -> None:
+    await context.abort(
+        code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
+    )
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()

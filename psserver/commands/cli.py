@@ -1,0 +1,485 @@
+"""The commands of `psserver`: flags to settings, and errors to exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pscore import commandline
+from pscore.errors import ConfigError
+from psserver.exits import MEANINGS, CommandError, Exit
+
+if TYPE_CHECKING:
+    from psserver.process.settings import Settings
+
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
+
+app = typer.Typer(
+    help="Parameter server of Paceline: starts shards, and shows how they do.",
+    epilog=EPILOG,
+    context_settings=commandline.CONTEXT,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+Port = Annotated[int | None, typer.Option(help="Port of shard 0 [7070]; 0 takes free ports.")]
+StateDir = Annotated[
+    Path | None,
+    typer.Option(help="Directory of run file and logs; if given, of journals and checkpoints."),
+]
+Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
+Servers = Annotated[
+    str | None,
+    typer.Option(envvar="PACELINE_SERVERS", help="Addresses, host:port,host:port,..."),
+]
+Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=commandline.show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=commandline.set_debug,
+            help="Show the traceback of an error [PACELINE_DEBUG].",
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+@app.command()
+def start(
+    *,
+    shards: Annotated[int | None, typer.Option(help="Number of shards [1].")] = None,
+    shard_index: Annotated[
+        int | None, typer.Option(help="Start only this one; needs --cluster.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Name that shards which belong together share [a new one].")
+    ] = None,
+    port: Port = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
+    state_dir: StateDir = None,
+    checkpoint_s: Annotated[
+        float | None, typer.Option(help="Seconds between checkpoints into --state-dir [300].")
+    ] = None,
+    shard_addresses: Annotated[
+        str | None,
+        typer.Option(help="Of all shards, in order; for checkpoints where each starts by itself."),
+    ] = None,
+    snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
+    durability: Annotated[
+        str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of a shard [cores/shards].")] = None,
+    lease_s: Annotated[float | None, typer.Option(help="Silence until a worker is lost.")] = None,
+    grace_s: Annotated[float | None, typer.Option(help="Time for requests under way.")] = None,
+    memory_mb: Annotated[
+        int | None, typer.Option(help="MiB of a shard for tables [what there is].")
+    ] = None,
+    keep_ended_s: Annotated[
+        float | None, typer.Option(help="Seconds that an ended job is kept [3600].")
+    ] = None,
+    under_way_mb: Annotated[
+        int | None, typer.Option(help="MiB of pushes and answers that wait [4096].")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Where shards write a Chrome trace at their end.")
+    ] = None,
+    restart: Annotated[
+        bool | None, typer.Option(help="Start shards that die again [--restart].")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the shards.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Ask clients for a certificate that this CA has signed.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="A token for everything, or lines: job token.")
+    ] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Listen beyond loopback without these.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of the metrics page [port+1000]; 0 is off.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    log_max_mb: Annotated[
+        int | None, typer.Option(help="MiB of a log file until the next is begun [64]; 0: never.")
+    ] = None,
+    config: Config = None,
+) -> None:
+    """Start shards, one process each, on ports P..P+N-1."""
+    from psserver.process.start import launch
+
+    flags = {k: v for k, v in locals().items() if k not in ("detach", "launch")}
+    sys.exit(launch(_settings(flags), detach=detach))
+
+
+@app.command()
+def status(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+    job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show shards, jobs, workers, and what waits for whom."""
+    from psserver.commands.find import find
+    from psserver.remote import ask
+    from psserver.remote import status as picture
+
+    found = find(servers, port, state_dir)
+    replies = ask.answers(found.addresses, found.credentials)
+    combined = picture.combine(found.addresses, replies)
+    if job is not None:
+        combined = picture.only(combined, job)
+    if as_json:
+        sys.stdout.write(json.dumps(combined, indent=1) + "\n")
+    else:
+        picture.show(combined)
+    if silent := next((reply for reply in replies if isinstance(reply, CommandError)), None):
+        raise silent
+
+
+@app.command()
+def jobs(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the jobs that the shards have, live ones first: state, step, workers, memory."""
+    from psserver.commands.find import find
+    from psserver.remote import ask
+    from psserver.remote import jobs as lister
+
+    found = find(servers, port, state_dir)
+    listed = lister.listed(ask.statuses(found.addresses, found.credentials))
+    if as_json:
+        sys.stdout.write(json.dumps(listed, indent=1) + "\n")
+    else:
+        lister.show(listed)
+
+
+@app.command()
+def forget(
+    *,
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Its name, as `jobs` shows it.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if workers take part: they end with an error.")
+    ] = False,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Throw away a job and all that the shards keep of it; its checkpoints are moved aside."""
+    from psserver.commands.find import find
+    from psserver.remote import jobs as lister
+    from psserver.remote.status import in_bytes
+
+    found = find(servers, port, state_dir)
+    nbytes, folders = lister.forget(found.addresses, found.credentials, job, is_forced=force)
+    sys.stdout.write(f"forgot job {job} ({in_bytes(nbytes)} on {len(found.addresses)} shards)\n")
+    for folder in folders:
+        sys.stdout.write(
+            f"its checkpoints are in {folder} now: psserver restore {shlex.quote(folder)} "
+            "brings it back\n"
+        )
+
+
+@app.command()
+def health(*, port: Port = None, state_dir: StateDir = None, servers: Servers = None) -> None:
+    """Exit with 0 if every shard is ready, else with 1."""
+    from psserver.commands.find import find
+    from psserver.remote import ask
+
+    try:
+        found = find(servers, port, state_dir)
+    except CommandError as problem:
+        raise CommandError(
+            problem.code if problem.code is Exit.USAGE else Exit.UNHEALTHY, problem.message
+        ) from problem
+    ready = ask.readiness(found.addresses, found.credentials)
+    for address, is_ready in zip(found.addresses, ready, strict=True):
+        sys.stdout.write(f"{address} {'ready' if is_ready else 'not ready'}\n")
+    sys.exit(Exit.OK if all(ready) else Exit.UNHEALTHY)
+
+
+@app.command()
+def stop(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+    grace_s: Annotated[
+        float | None,
+        typer.Option(help="With --servers: time for requests under way [10].", min=0.0),
+    ] = None,
+) -> None:
+    """End shards once the requests under way are answered."""
+    from psserver.commands.find import end, find
+    from psserver.remote import ask
+
+    found = find(servers, port, state_dir)
+    if found.run is not None and grace_s is not None:
+        raise ConfigError(
+            f"--grace-s {grace_s:g} has no effect on servers that were started here: they take "
+            f"{found.run.grace_s:g} s, as `psserver start --grace-s` says; leave it out"
+        )
+    if found.run is not None:
+        end(found.run)
+    else:
+        grace_s = 10.0 if grace_s is None else grace_s
+        ask.drain(found.addresses, grace_s, found.credentials)
+    sys.stdout.write(f"stopped {', '.join(found.addresses)}\n")
+
+
+@app.command()
+def logs(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    shard: Annotated[int | None, typer.Option(help="Only this one.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until they end.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="At most so many.", min=1)] = 1000,
+) -> None:
+    """Print the logs of detached shards of this machine."""
+    from psserver.commands import logview
+    from psserver.commands.find import find_run
+
+    run = find_run(port, state_dir)
+    view = logview.LogView(logview.files(run, shard))
+    sys.stdout.writelines(view.read()[-lines:])
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        for news in view.follow(run) if follow else ():
+            sys.stdout.writelines(news)
+            sys.stdout.flush()
+
+
+@app.command()
+def embedded(
+    *,
+    shards: Annotated[int, typer.Option(help="Number of shards.", min=1, max=64)] = 1,
+    lease_s: Annotated[float, typer.Option(envvar="PACELINE_LEASE_S", min=0.5, max=3600.0)] = 10.0,
+    log_level: Annotated[str, typer.Option(envvar="PACELINE_LOG_LEVEL")] = "error",
+    token: Annotated[bool, typer.Option("--token", help="With a token; names its file.")] = False,
+) -> None:
+    """Start shards that end when standard input does; print their addresses as JSON."""
+    from psserver.process.embedded import serve_parent
+
+    serve_parent(shards, lease_s=lease_s, log_level=log_level, has_token=token)
+
+
+@app.command()
+def checkpoint(
+    *,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where checkpoints go.")],
+    job: Job = None,
+    keep: Annotated[int, typer.Option(help="Delete this job's oldest beyond so many.", min=1)] = 3,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Write a job as it is at one step of all shards; training goes on meanwhile."""
+    from psserver.commands.find import find
+    from psserver.remote.checkpoint import capture
+    from psserver.remote.checkpoint_files import write
+
+    found = find(servers, port, state_dir)
+    taken = capture(found.addresses, found.credentials, job, weights_only=False)
+    with _disk(folder):
+        path = write(folder, taken, keep=keep)
+    sys.stdout.write(f"{path}\n")
+    sys.stderr.write(f"job {taken.job} at {taken.position}\n")
+
+
+@app.command()
+def restore(
+    *,
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or its folder.")],
+    job: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the job [as it was]; chooses where DIR has checkpoints of several."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers that will join [as many as there were].", min=1)
+    ] = None,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Make a job of a checkpoint, on any number of shards; workers then join it."""
+    from psserver.commands.find import find
+    from psserver.remote import checkpoint as shards
+    from psserver.remote.checkpoint_files import read
+
+    found = find(servers, port, state_dir)
+    chosen, taken = read(path, job, _warn)
+    name = taken.job if job is None else job
+    taken.num_workers = taken.num_workers if workers is None else workers
+    shards.restore(found.addresses, found.credentials, taken, name)
+    number = len(found.addresses)
+    sys.stdout.write(
+        f"restored job {name} from {chosen} ({taken.position}) on {number} "
+        f"{'shard' if number == 1 else 'shards'}\n"
+    )
+
+
+@app.command()
+def export(
+    *,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="model.safetensors")],
+    job: Job = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A checkpoint [the running job].")
+    ] = None,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Write a job's weights as one safetensors file."""
+    from psserver.commands.find import find
+    from psserver.remote import checkpoint as shards
+    from psserver.remote import checkpoint_files as files
+
+    if source is not None and (port is not None or state_dir is not None):
+        raise ConfigError("--from reads a checkpoint: --port and --state-dir have no effect on it")
+    if source is not None:
+        _, taken = files.read(source, job, _warn)
+    else:
+        found = find(servers, port, state_dir)
+        taken = shards.capture(found.addresses, found.credentials, job, weights_only=True)
+    with _disk(path):
+        files.export(path, taken)
+    sys.stdout.write(f"{path}\n")
+    sys.stderr.write(f"weights of job {taken.job} at {taken.position}\n")
+
+
+def _warn(sentence: str) -> None:
+    sys.stderr.write(f"psserver: {sentence}\n")
+
+
+@contextlib.contextmanager
+def _disk(path: Path) -> Iterator[None]:
+    """Says of a failing disk where and why."""
+    try:
+        yield
+    except OSError as problem:
+        raise CommandError(
+            Exit.STATE_DIR, f"cannot write {path}: {problem}; what was there before still is"
+        ) from problem
+
+
+@app.command()
+def certs(
+    *,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address of a shard; may be repeated.")
+    ] = None,
+    days: Annotated[int, typer.Option(help="How long they are good.", min=1, max=3650)] = 365,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+) -> None:
+    """Make a CA for development, certificates for shards and clients, and a token."""
+    from psserver.access import certs as maker
+
+    maker.make(folder, host or [], days=days, is_forced=force)
+    sys.stdout.write("".join(f"{line}\n" for line in maker.next_steps(folder, host or [])))
+
+
+@app.command()
+def doctor(
+    *,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+    job: Annotated[str | None, typer.Option(help="Look at this job too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what is wrong with the shards and this machine; exit with 1 if something is."""
+    from pscore.observe import doctor as doc
+    from psserver.commands.doctor import examine
+
+    findings = examine(servers, port, state_dir, job)
+    if as_json:
+        sys.stdout.write(json.dumps(doc.as_json(findings), indent=1) + "\n")
+    else:
+        doc.show(findings)
+    sys.exit(Exit.OK if doc.is_well(findings) else Exit.UNHEALTHY)
+
+
+@app.command()
+def rules(*, as_json: AsJson = False) -> None:
+    """List the modes there are, with their arguments and sources."""
+    from psserver.commands import listing
+
+    sys.stdout.write(listing.rules(as_json=as_json))
+
+
+@config_app.command(
+    "show", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def config_show(context: typer.Context, *, as_json: AsJson = False) -> None:
+    """Print each setting and where it comes from; takes the flags of start."""
+    from psserver.commands import listing
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    given = commands["start"].make_context("start", list(context.args)).params
+    settings = _settings({key: value for key, value in given.items() if key != "detach"})
+    sys.stdout.write(listing.settings(settings, as_json=as_json))
+
+
+def _settings(flags: dict[str, Any]) -> Settings:
+    """Returns the settings from flags by their names in `start`."""
+    from psserver.process.settings import resolve
+
+    file = flags.pop("config")
+    return resolve({_setting(name): value for name, value in flags.items()}, file)
+
+
+def _setting(flag: str) -> str:
+    section, _, field = flag.partition("_")
+    return f"{section}.{field}" if section in ("metrics", "log") else f"server.{flag}"
+
+
+def main() -> None:
+    """Runs one command; an error ends the process with its code and one line."""
+    try:
+        commandline.run(app, "psserver")
+    except CommandError as problem:
+        commandline.tell_error("psserver", problem)
+        sys.exit(problem.code)
+    except ConfigError as problem:
+        commandline.tell_error("psserver", problem)
+        sys.exit(Exit.USAGE)

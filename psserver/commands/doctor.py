@@ -1,0 +1,32 @@
+"""`psserver doctor`: the shards of this machine or at given addresses, and what they write to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pscore.errors import ConfigError
+from pscore.observe import doctor
+from pscore.observe.doctor import Finding
+from psserver.commands.find import find
+from psserver.exits import CommandError
+from psserver.process.run_dir import RunDirectory
+
+
+def examine(
+    servers: str | None, port: int | None, state_dir: Path | None, job: str | None
+) -> list[Finding]:
+    """Looks at everything; what cannot be found is a finding too.
+
+    Args:
+        servers: Addresses with commas between them.
+        port: Port of shard 0 on this machine.
+        state_dir: As given to `start`.
+        job: Look at this job too.
+    """
+    here = doctor.examine_machine(RunDirectory(state_dir).path)
+    try:
+        found = find(servers, port, state_dir)
+    except (CommandError, ConfigError) as problem:
+        what, _, do = str(problem).partition("; ")
+        return [*here, doctor.wrong("shards", "here", what, do)]
+    return [*here, *doctor.examine(found.addresses, found.credentials, job)]

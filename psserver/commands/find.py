@@ -1,0 +1,118 @@
+"""Which running servers a command means: by address, by port, or the only ones there are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pscore.net.credentials import Credentials, read_credentials
+from psserver.exits import CommandError, Exit
+from psserver.process.run_dir import Run, RunDirectory
+from psserver.remote import ask
+
+PORT = 7070
+POLL_S = 0.02
+STOP_MARGIN_S = 10.0  # More than the supervisor's own, so that it can still kill what hangs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The servers that a command is about."""
+
+    addresses: list[str]
+    run: Run | None  # Known if they were started on this machine by this user.
+    credentials: Credentials  # What to connect with.
+
+
+def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found:
+    """Returns the servers that are meant.
+
+    Args:
+        servers: Addresses with commas between them; they are believed.
+        port: Port of shard 0 on this machine.
+        state_dir: As given to `start`.
+
+    Raises:
+        CommandError: There are none, or several and it is not clear which.
+        ConfigError: The variables name files that cannot be used.
+    """
+    if servers and port is None and state_dir is None:
+        addresses = [part.strip() for part in servers.split(",") if part.strip()]
+        for address in addresses:
+            _require_address(address)
+        return Found(addresses=addresses, run=None, credentials=read_credentials())
+    runs = RunDirectory(_state_dir(state_dir)).runs()
+    chosen = [run for run in runs if port in (None, run.port)]
+    if len(chosen) == 1:
+        run = chosen[0]
+        credentials = read_credentials(token_file=run.token_file)
+        return Found(addresses=run.addresses, run=run, credentials=credentials)
+    if chosen:
+        listed = ", ".join(str(run.port) for run in chosen)
+        raise CommandError(
+            Exit.USAGE, f"servers run on ports {listed}; say which with --port, or with --servers"
+        )
+    # Started by another user, in a container, or with another --state-dir.
+    credentials = read_credentials()
+    addresses = ask.neighbours("127.0.0.1", PORT if port is None else port, credentials)
+    return Found(addresses=addresses, run=None, credentials=credentials)
+
+
+def find_run(port: int | None, state_dir: Path | None) -> Run:
+    """Returns the run on this machine that is meant.
+
+    Raises:
+        CommandError: There is none, or several.
+    """
+    directory = RunDirectory(_state_dir(state_dir))
+    runs = [run for run in directory.runs() if port in (None, run.port)]
+    if len(runs) > 1:
+        listed = ", ".join(str(run.port) for run in runs)
+        raise CommandError(Exit.USAGE, f"servers run on ports {listed}; say which with --port")
+    if not runs:
+        where = "" if port is None else f" on port {port}"
+        raise CommandError(
+            Exit.NO_ANSWER,
+            f"no psserver runs{where} according to {directory.path}; if it was started with "
+            "--state-dir, give the same",
+        )
+    return runs[0]
+
+
+def end(run: Run) -> None:
+    """Ends a run of this machine in order, and returns when it has ended.
+
+    Raises:
+        CommandError: It is another user's, or does not end in time.
+    """
+    try:
+        os.kill(run.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    except PermissionError as problem:
+        raise CommandError(
+            Exit.NOT_PERMITTED, f"process {run.pid} belongs to another user"
+        ) from problem
+    wait_s = 2 * run.grace_s + STOP_MARGIN_S  # For last checkpoints, and for the shards.
+    deadline_s = time.monotonic() + wait_s
+    while run.is_alive():
+        if time.monotonic() > deadline_s:
+            raise CommandError(
+                Exit.SHARD_DIED,
+                f"process {run.pid} has not ended within {wait_s:g} s",
+            )
+        time.sleep(POLL_S)
+
+
+def _state_dir(flag: Path | None) -> Path | None:
+    variable = os.environ.get("PACELINE_STATE_DIR")
+    return flag or (Path(variable) if variable else None)
+
+
+def _require_address(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not host or not colon or not port.isdecimal():
+        raise CommandError(Exit.USAGE, f"address {address!r} must look like host:port")

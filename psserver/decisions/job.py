@@ -1,0 +1,142 @@
+"""What one shard knows of a job: its workers, its tables, how far it has come, and its state.
+
+restored      it comes from a checkpoint, and nobody has joined yet
+live          workers take part
+interrupted   all workers were lost before the last of them said that its part was done
+ended         the last worker to go has said so; or all are lost and no update was ever made
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from pscore.errors import UnknownJobError
+from psserver.decisions.barriers import Barriers
+from psserver.decisions.membership import Membership
+from psserver.decisions.table import Table
+
+TABLES_NAMED = 2  # In a sentence.
+
+
+class State(enum.Enum):
+    """State of a job."""
+
+    LIVE = "live"
+    RESTORED = "restored"
+    INTERRUPTED = "interrupted"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What a job has done on this shard since it began."""
+
+    num_pushes: int = 0
+    num_updates: int = 0
+    pushed_nbytes: int = 0
+    pulled_nbytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """The time of a job from its begin, or from when new workers went on with it."""
+
+    number: int = 1
+    first_step: int = 0
+    is_restored: bool = False  # It has come from a checkpoint, whatever its step is.
+    over_s: float | None = None  # When it was first seen to be over.
+    news: str = ""  # For each worker, when it joins for the first time.
+    told: dict[int, int] = field(default_factory=dict)  # By rank: the incarnation that was told.
+
+    def news_for(self, rank: int, incarnation: int) -> str:
+        """Returns what a worker that joins has to know; nothing if its rank was told before.
+
+        Args:
+            rank: Of the worker.
+            incarnation: Of the worker: a join that is sent twice is answered twice.
+        """
+        return self.news if self.told.setdefault(rank, incarnation) == incarnation else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """The workers that train together, and their tables."""
+
+    name: str
+    membership: Membership
+    tables: dict[str, Table] = field(default_factory=dict)
+    barriers: Barriers = field(default_factory=Barriers)
+    steps: dict[int, int] = field(default_factory=dict)  # Steps that each worker has pushed.
+    met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
+    counters: Counters = field(default_factory=Counters)
+    life: Life = field(default_factory=Life)
+
+    def table(self, index: int) -> Table:
+        """Returns a table by its index.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        for table in self.tables.values():
+            if table.index == index:
+                return table
+        raise UnknownJobError(f"job {self.name!r} has no table {index}")
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Bytes that its tables take."""
+        return sum(table.memory_nbytes for table in self.tables.values())
+
+    @property
+    def step(self) -> int:
+        """The newest step of any slice."""
+        return max((table.step for table in self.tables.values()), default=0)
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """The step of each table that would be missed if a shard did not have it."""
+        return {
+            name: table.step
+            for name, table in self.tables.items()
+            if table.step > 0 or (self.life.is_restored and table.clocks and table.has_weights)
+        }
+
+    @property
+    def has_progress(self) -> bool:
+        """Whether anything would be lost with it: an update, or what a checkpoint held."""
+        return self.life.is_restored or self.step > 0
+
+    @property
+    def state(self) -> State:
+        """Whether workers take part, may go on with it, or have ended it."""
+        members = self.membership
+        if not members.members:
+            return State.RESTORED if self.life.is_restored else State.LIVE
+        if not members.is_idle:
+            return State.LIVE
+        return State.INTERRUPTED if self.has_progress and not members.has_ended else State.ENDED
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended: who joins begins it anew, unless that worker belongs to it."""
+        return self.state is State.ENDED
+
+    def end_in_words(self) -> str:
+        """Returns how far it came: `ended at step 70 (table 'model' of 4 tensors in ssgd)`."""
+        listed = [
+            f"table {table.spec.name!r} of {len(table.spec.tensors)} tensors in {table.spec.rule}"
+            for table in self.tables.values()
+        ]
+        more = f" and {len(listed) - TABLES_NAMED} more" if len(listed) > TABLES_NAMED else ""
+        return f"ended at step {self.step} ({', '.join(listed[:TABLES_NAMED])}{more})"
+
+    def hint(self) -> str:
+        """Returns what else a worker can do that does not fit; nothing if nothing went on here."""
+        if self.state is not State.INTERRUPTED and not self.life.first_step:
+            return ""
+        return (
+            f"; the job was interrupted at step {self.life.first_step or self.step}: start its "
+            "workers as they were, or take another job name, or run `psserver forget "
+            f"{self.name}` and begin anew"
+        )

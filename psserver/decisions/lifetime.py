@@ -1,0 +1,207 @@
+"""When a job goes on, begins anew, or is forgotten, as one shard decides it; no I/O, no clock.
+
+An interrupted job (job.py) keeps all it has until somebody goes on with it: new workers under its
+name do, from its newest step, and it waits for all of them as at its start. Only a person throws
+it away (`psserver forget`). A job that has ended is kept for a while, so that its weights can still
+be exported, and makes room for others before; who joins under its name begins anew. Both are said
+to the workers and in the log. A job whose numbers cannot be used is not begun in silence either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+from pscore.errors import ConfigError, LimitError, StateLostError
+from psserver.decisions.job import Job, Life, State
+from psserver.decisions.limits import Limits
+from psserver.decisions.membership import Member
+
+FORMER_MAX = 1024  # Ended jobs whose numbers are freed, but not the memory of how they ended.
+
+
+class Lifetimes:
+    """The jobs of one shard, and what it remembers of those that it no longer has.
+
+    Attributes:
+        lost: Jobs whose numbers cannot be used, by `digest` of the name: the name or, where that
+            is not known, the digest; and why.
+    """
+
+    def __init__(self, index: int, limits: Limits) -> None:
+        """Starts without jobs.
+
+        Args:
+            index: Of the shard, for messages.
+            limits: What it may use.
+        """
+        self.jobs: dict[str, Job] = {}
+        self.lost: dict[str, tuple[str, str]] = {}
+        self._ends: dict[str, str] = {}  # How jobs ended that were freed, the newest last.
+        self._index = index
+        self._limits = limits
+
+    # ----- when a worker joins
+
+    def is_gone(self, job: Job, num_workers: int, member: Member) -> bool:
+        """Returns whether a job is no longer there for a worker that joins.
+
+        It is not if it has ended, or if the worker takes the rank of a dead one before there was
+        any update: then nothing is lost.
+        """
+        if job.is_over:
+            return not self._belongs(job, num_workers, member)
+        is_dead = member.rank in job.membership.members and job.membership.is_deserted(member.rank)
+        is_back = member.returns or is_repeated(job, member)
+        return is_dead and not is_back and not job.has_progress
+
+    def begins_anew(self, name: str) -> str:
+        """Returns what workers are told that begin a job of this name; nothing if it is the first.
+
+        Raises:
+            StateLostError: The job was here, and its numbers cannot be used.
+        """
+        lost = self.lost.get(digest(name))
+        if lost is not None:
+            _, reason = lost
+            raise StateLostError(
+                f"shard {self._index} had job {name!r} and cannot go on with it: {reason}; restore "
+                f"a checkpoint with `psserver restore DIR --job {name}`, or run `psserver forget "
+                f"{name}` and begin anew"
+            )
+        former = self.jobs.get(name)
+        how = self._ends.get(name, "")
+        if former is not None and former.step > 0:
+            how = former.end_in_words()
+        return f"job {name!r} begins anew at step 0: the former one {how}" if how else ""
+
+    def meet(self, job: Job, member: Member, life: int) -> None:
+        """Begins another life of a job if the worker that joins is the first of it.
+
+        The first shard finds out whether anybody takes part any more; the others follow it, though
+        they may not have noticed the deaths: a job begins another life on all of them or on none.
+
+        Args:
+            job: It has not ended.
+            member: The worker, not taken in yet.
+            life: Number of the life on the first shard; 0: this is the first shard.
+        """
+        if member.returns or is_repeated(job, member):
+            job.life.number = life or job.life.number
+        elif life == 0 and job.membership.is_deserted(member.rank):
+            self._go_on(job, job.life.number + 1)
+        elif life not in (0, job.life.number):
+            self._go_on(job, life)
+
+    def _go_on(self, job: Job, number: int) -> None:
+        state, step = job.state, job.step
+        if state is State.ENDED or not job.has_progress:
+            return
+        job.membership.begin_again()
+        job.met.clear()
+        job.barriers.begin_again()
+        for table in job.tables.values():
+            table.begin_again()
+        why = "as it was restored"
+        if state is not State.RESTORED:
+            why = (
+                "all of its workers were lost before the last of them had ended; to begin anew "
+                f"instead, end them and run `psserver forget {job.name}`"
+            )
+        news = f"job {job.name!r} goes on at step {step}: {why}"
+        restored = job.life.is_restored
+        job.life = Life(number=number, first_step=step, is_restored=restored, news=news)
+
+    def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
+        """Returns whether a worker goes on with a job that is over.
+
+        It does if it comes back, and if it has not been there yet: in an asynchronous mode the
+        others may have come to their end before it began. To an elastic job that has had as many
+        as it needs nobody is yet to come.
+        """
+        was_there = member.returns and member.rank in job.membership.members
+        is_awaited = (
+            0 <= member.rank < num_workers == job.membership.num_workers
+            and member.rank not in job.met
+            and not job.membership.has_begun
+        )
+        return was_there or is_awaited or is_repeated(job, member)
+
+    # ----- how long it is kept
+
+    def tick(self, now_s: float) -> None:
+        """Notes when jobs have ended, and forgets the numbers of those that did so long ago."""
+        for job in self.jobs.values():
+            job.life.over_s = (job.life.over_s or now_s) if job.is_over else None
+        for job in self._ended():
+            assert job.life.over_s is not None
+            if now_s - job.life.over_s >= self._limits.keep_ended_s:
+                self._free(job)
+
+    def free_one(self) -> bool:
+        """Forgets the numbers of the job that ended first; returns whether any has ended."""
+        ended = self._ended()
+        if ended:
+            self._free(ended[0])
+        return bool(ended)
+
+    def make_room(self, name: str, most: int) -> None:
+        """Forgets the numbers of the job that ended first if there are `most` beside this one.
+
+        Raises:
+            LimitError: None of them has ended.
+        """
+        if name not in self.jobs and len(self.jobs) >= most and not self.free_one():
+            raise LimitError(
+                f"{most} jobs have not ended on shard {self._index}: `psserver jobs` lists them, "
+                "`psserver forget JOB` frees one"
+            )
+
+    def forget(self, name: str, *, is_forced: bool) -> tuple[bool, int]:
+        """Forgets a job and all that is known of it; returns whether it was here, and its memory.
+
+        Raises:
+            ConfigError: Workers take part in it, and it is not forced.
+        """
+        job = self.jobs.get(name)
+        if job is not None and job.membership.live() and not is_forced:
+            who = ", ".join(job.membership.describe(rank) for rank in job.membership.live()[:4])
+            raise ConfigError(
+                f"job {name!r} has live workers on shard {self._index}: {who}; end them first, or "
+                "give --force: then they end with an error"
+            )
+        found = [
+            self.jobs.pop(name, None),
+            self._ends.pop(name, None),
+            self.lost.pop(digest(name), None),
+        ]
+        nbytes = 0 if job is None else job.memory_nbytes
+        return any(entry is not None for entry in found), nbytes
+
+    def _ended(self) -> list[Job]:
+        """Returns the jobs that have ended, the first to do so first."""
+
+        def since(job: Job) -> float:
+            return math.inf if job.life.over_s is None else job.life.over_s
+
+        return sorted((job for job in self.jobs.values() if job.is_over), key=since)
+
+    def _free(self, job: Job) -> None:
+        del self.jobs[job.name]
+        if job.step > 0:
+            self._ends.pop(job.name, None)
+            self._ends[job.name] = job.end_in_words()
+        while len(self._ends) > FORMER_MAX:
+            del self._ends[next(iter(self._ends))]
+
+
+def is_repeated(job: Job, member: Member) -> bool:
+    """Returns whether a join has been sent twice."""
+    rank = job.membership.rank_of(member.incarnation) if member.rank < 0 else member.rank
+    held = None if rank is None else job.membership.members.get(rank)
+    return held is not None and held.incarnation == member.incarnation
+
+
+def digest(name: str) -> str:
+    """Returns what stands for a job's name in the name of a file: the name may hold anything."""
+    return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]

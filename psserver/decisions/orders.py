@@ -1,0 +1,85 @@
+"""What the clock of a slice (slice_clock.py) decides, and its queue (slice_queue.py) does in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pscore.types import HyperArray, Push, Role, Verdict
+from psserver.decisions.progress import Token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Take the weights (and state) in `token`'s payload as they are."""
+
+    token: Token
+    role: Role
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Keep `token`'s payload; it is added later. The sender's buffer must be free after this."""
+
+    token: Token
+    push: Push
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add:
+    """Add `weight` times `token`'s gradient to a bin, after the rule's compensation."""
+
+    token: Token
+    bin: int
+    push: Push
+    weight: float
+    is_first: bool  # The bin is empty: assign.
+
+    @property
+    def worker(self) -> int:
+        """Whose gradient it is."""
+        return self.push.worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Make one optimizer step with a bin's sum times `scale`, and empty the bin."""
+
+    bin: int
+    scale: float
+    present: int  # Bit i: segment i has a gradient; -1 for all.
+    hyper: HyperArray
+    version: int  # Of the weights after it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """Give the weights as they are another version: nobody pushes the steps in between."""
+
+    former: int  # Their version before.
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledge:
+    """Answer a push."""
+
+    token: Token
+    verdict: Verdict
+    version: int
+    push: Push | None = None  # One that has been counted, and will not be added.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer a pull with the weights as they are now."""
+
+    token: Token
+    worker: int
+    version: int
+    with_state: bool
+    clock: int = 0  # Where that worker goes on counting if it has come anew.
+    is_look: bool = False  # Only to be seen (`Pull.is_look`).
+
+
+Action = Load | Hold | Add | Update | Skip | Acknowledge | Answer

@@ -1,0 +1,385 @@
+"""The vault: the folder in which a shard keeps what outlives its process.
+
+    stamp.json          the boot of the machine, and the number that this shard has for its workers
+    lock                held by the process that uses the folder
+    JOB/job.json        who takes part, who waits at which barrier, how many tables there are
+    JOB/arena           the arrays of all tables, and the record of each slice (journal.py)
+    JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
+    JOB/0.weights       its weights, as workers of this host map them
+    JOB/owed            what workers have not claimed yet of a checkpoint's residuals
+    JOB/lost.json       why there is nothing of the job but its name
+
+JOB is a number, larger than those of the jobs before it, and a digest of its name. Each file says
+whether it is whole, and the one that is meant (sealed.py). What is in memory-mapped files is
+complete after the death of a process, whatever it was doing, but not after that of the machine:
+after another boot, what is left of a job is that it was there, so that nobody begins it anew
+without knowing. What cannot be used is left where it is, until the job is restored or forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from pscore.memory.descriptor import Descriptor
+from pscore.observe.boot import boot_id
+from pscore.types import FloatArray
+from psserver.decisions.lifetime import digest
+from psserver.durability.sealed import (
+    Meta,
+    WeightsFile,
+    read_bytes,
+    read_json,
+    write_bytes,
+    write_json,
+)
+from psserver.slices.arena import Arena
+
+log = structlog.get_logger()
+FORMAT = 2
+STAMP, LOCK, JOB, ARENA, OWED, LOST = (
+    "stamp.json", "lock", "job.json", "arena", "owed", "lost.json",
+)  # fmt: skip
+SHM = Path("/dev/shm")
+
+
+class JobVault:
+    """What is kept of one job."""
+
+    def __init__(self, folder: Path, *, is_new: bool = False) -> None:
+        """Makes the folder, or opens what a former process has left in it.
+
+        Raises:
+            OSError: It cannot be made, the disk is full, or something is not there.
+            ValueError: What is there is damaged, or there is nothing of the job but its name.
+        """
+        self.folder = folder
+        self._noted: Meta | None = None  # What `write_job` wrote last.
+        if is_new:
+            folder.mkdir(mode=0o700)
+            self.seal = secrets.randbits(63)
+            self.arena = Arena(folder / ARENA, self.seal)
+            return
+        if (folder / LOST).exists():
+            raise ValueError(str(read_json(folder / LOST)["reason"]))
+        self.seal = int(self.read_job()["seal"])
+        self.arena = Arena(folder / ARENA)
+        if self.arena.seal != self.seal:
+            raise ValueError(f"{self.arena.path} is not the arena of this journal")
+
+    def make_weights(self, table: int, nbytes: int, num_slices: int) -> WeightsFile:
+        """Returns a new file for a table's weights.
+
+        Raises:
+            OSError: There is no room for it.
+        """
+        return WeightsFile(self._weights(table), nbytes, num_slices, self.seal, is_new=True)
+
+    def open_weights(self, table: int, nbytes: int, num_slices: int) -> WeightsFile:
+        """Returns the file of a table's weights.
+
+        Raises:
+            OSError: It is not there.
+            ValueError: It is not whole, or of another job.
+        """
+        return WeightsFile(self._weights(table), nbytes, num_slices, self.seal, is_new=False)
+
+    def _weights(self, table: int) -> Path:
+        return self.folder / f"{table}.weights"
+
+    def write_table(self, table: int, meta: Meta) -> None:
+        """Notes a table, once all of it is there.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        write_json(self.folder / f"{table}.json", meta)
+
+    def write_job(self, meta: Meta) -> None:
+        """Notes who takes part; what is there already is not written again.
+
+        Raises:
+            OSError: The disk is full; what was noted before is still there.
+        """
+        if meta != self._noted:
+            write_json(self.folder / JOB, {**meta, "seal": self.seal})
+            self._noted = meta
+
+    def read_job(self) -> Meta:
+        """Returns what `write_job` wrote.
+
+        Raises:
+            ValueError: It is damaged.
+            OSError: It is not there.
+        """
+        return read_json(self.folder / JOB)
+
+    def read_tables(self, count: int) -> list[Meta]:
+        """Returns what `write_table` wrote, in the order of the tables.
+
+        Args:
+            count: How many there are at least. One more may be there that `write_job` has not
+                counted, because the process was killed then.
+
+        Raises:
+            ValueError: One is damaged.
+            OSError: One is not there.
+        """
+        tables: list[Meta] = []
+        while len(tables) < count or (self.folder / f"{len(tables)}.json").exists():
+            tables.append(read_json(self.folder / f"{len(tables)}.json"))
+        return tables
+
+    def write_owed(self, arrays: Mapping[str, FloatArray]) -> None:
+        """Notes what workers have still to claim; with nothing of it, none is kept.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        if arrays:
+            write_bytes(self.folder / OWED, save(dict(arrays)))
+        else:
+            (self.folder / OWED).unlink(missing_ok=True)
+
+    def read_owed(self) -> dict[str, FloatArray]:
+        """Returns what `write_owed` wrote.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        try:
+            return load(read_bytes(self.folder / OWED))
+        except FileNotFoundError:
+            return {}
+        except (SafetensorError, OSError) as problem:
+            raise ValueError(f"{self.folder / OWED}: {problem}") from problem
+
+    def remove(self) -> None:
+        """Deletes all of it."""
+        self.arena.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Lock(Descriptor):
+    """Keeps other processes out of a folder, for as long as this one lives."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the lock.
+
+        Raises:
+            BlockingIOError: Another process has it.
+        """
+        super().__init__(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise
+
+
+class Vault:
+    """What is kept of one shard.
+
+    Attributes:
+        instance: The number under which workers know this shard: the same as before for a process
+            that goes on where another one was killed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens or makes the folder, and keeps other processes from using it.
+
+        Raises:
+            OSError: It cannot be made, or another process uses it.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = folder
+        self._lock = Lock(folder)
+        self.instance = secrets.randbits(63)
+        stamp: Meta = {}
+        with contextlib.suppress(OSError, ValueError):
+            stamp = read_json(folder / STAMP)
+        known = stamp.get("instance")
+        if (found := _format_of(folder / STAMP)) is not None and found != FORMAT:
+            log.error("journals of another format are left alone", folder=str(folder))
+        elif stamp.get("boot") == boot_id() and isinstance(known, int):
+            self.instance = known
+            return
+        else:
+            self._empty()
+        self._try_stamp()
+
+    def make(self, name: str) -> JobVault:
+        """Returns a place for a new job; what there is of another one of its name is deleted.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        if not (self.folder / STAMP).exists():
+            self._write_stamp()  # Else nobody would believe the job.
+        self.forget(name)
+        numbers = [folder.name.partition("-")[0] for folder in self.folder.glob("*/")]
+        newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        # Counted, and not the time: a clock may be set back.
+        folder = self.folder / f"{newest + 1:020d}-{digest(name)}"
+        try:
+            return JobVault(folder, is_new=True)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def found(self) -> list[Path]:
+        """Returns the folders of the jobs that a former process has left, the newest first."""
+        return sorted(self.folder.glob("*/"), reverse=True)
+
+    def give_up(self, folder: Path, problem: Exception) -> tuple[str, str, str]:
+        """Leaves out a job that cannot be gone on with; its workers will know by the instance.
+
+        Returns:
+            A digest of its name, its name or else the digest, and the reason; the reason is empty
+            if nothing is lost with it.
+        """
+        name, is_worth_it = name_of(folder), _is_worth_it(folder)
+        log.error(
+            "a job's journal cannot be used",
+            job=name or "unknown",
+            path=str(folder),
+            reason=str(problem),
+            is_lost=is_worth_it,
+        )
+        if not is_worth_it:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.instance = secrets.randbits(63)
+        self._try_stamp()
+        key = digest(name) if name else folder.name.rpartition("-")[2]
+        reason = str(problem) if (folder / LOST).exists() else f"{problem} ({folder})"
+        return key, name or key, reason if is_worth_it else ""
+
+    def forget(self, name: str) -> None:
+        """Deletes what there is of a job, also of one that was given up."""
+        for folder in self.found():
+            if folder.name.endswith(f"-{digest(name)}") or name_of(folder) == name:
+                self.remove_folder(folder)
+
+    @staticmethod
+    def remove_folder(folder: Path) -> None:
+        """Deletes what there is in one folder."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets another process use the folder."""
+        self._lock.close()
+
+    def remove(self) -> None:
+        """Deletes the folder."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _empty(self) -> None:
+        """Deletes the journals of another boot, but not what says that there were jobs."""
+        for folder in self.folder.glob("*/"):
+            if not _is_worth_it(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            reason = "the machine was started anew since, which a journal does not survive"
+            with contextlib.suppress(OSError):
+                if not (folder / LOST).exists():
+                    write_json(folder / LOST, {"reason": reason})
+            for path in folder.glob("*"):
+                if path.name not in (JOB, LOST):
+                    path.unlink(missing_ok=True)
+
+    def _write_stamp(self) -> None:
+        stamp = {"format": FORMAT, "boot": boot_id(), "instance": self.instance}
+        write_json(self.folder / STAMP, stamp)
+
+    def _try_stamp(self) -> None:
+        """Writes the stamp; on a full disk the former one stays, with the former instance."""
+        try:
+            self._write_stamp()
+        except OSError as problem:
+            log.error("stamp of the journals cannot be written", reason=str(problem))
+
+
+def _format_of(stamp: Path) -> int | None:
+    """Returns the format that a stamp names, also in another layout; None if it names none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        whole = json.loads(stamp.read_bytes())
+        for meta in (whole, whole.get("meta") if isinstance(whole, dict) else None):
+            if isinstance(meta, dict) and isinstance(meta.get("format"), int):
+                return int(meta["format"])
+    return None
+
+
+def name_of(folder: Path) -> str:
+    """Returns the name of a job by its folder, also where the file has another format or hash."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        whole = json.loads((folder / JOB).read_bytes())
+        for meta in (whole, whole.get("meta") if isinstance(whole, dict) else None):
+            if isinstance(meta, dict) and isinstance(meta.get("name"), str):
+                return str(meta["name"])
+    return ""
+
+
+def _is_worth_it(folder: Path) -> bool:
+    """Whether something would be lost with a job: it had tables, and is not known to have ended."""
+    if (folder / LOST).exists():
+        return True
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        meta = read_json(folder / JOB)
+        return bool(meta["num_tables"]) and not meta["ended"]
+    return any(folder.glob("*.weights")) or any(folder.glob("[0-9]*.json"))
+
+
+class ShortLived:
+    """A folder in memory for the journals of one start; gone with its last process.
+
+    What others have left that were all killed at once is deleted on the way.
+
+    Attributes:
+        path: The folder, or None if there is no place for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Makes the folder `name`, private to this user."""
+        self.path: Path | None = None
+        base = (SHM if os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())) / (
+            f"paceline-{os.geteuid()}"
+        )
+        try:
+            base.mkdir(mode=0o700, exist_ok=True)
+            found = base.stat(follow_symlinks=False)
+            if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+                raise PermissionError(f"{base} belongs to somebody else")
+            _sweep(base)
+            folder = base / name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            self._lock = Lock(folder)
+            self.path = folder
+        except OSError as problem:
+            log.warning("no journals: a killed shard would lose its weights", reason=str(problem))
+
+    def remove(self) -> None:
+        """Deletes the folder."""
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _sweep(base: Path) -> None:
+    """Deletes the folders whose owner is gone."""
+    for folder in base.glob("*/"):
+        if (folder / LOCK).exists():  # Else it is just being made.
+            with contextlib.suppress(OSError):
+                Lock(folder).close()
+                shutil.rmtree(folder, ignore_errors=True)

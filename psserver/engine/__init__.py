@@ -1,0 +1,1 @@
+"""Carries decisions out: the lock, the threads, time."""

@@ -1,0 +1,1 @@
+"""Log lines: their form, floods of them, and files that rotate."""

@@ -1,0 +1,109 @@
+"""The supervisor's end of scheduled checkpoints: starts their process, and asks it for a last one.
+
+The process (checkpoint_schedule.py) ends when its standard input does, so it does not outlive this
+one. When it dies by itself it is started again after a pause: shards and training do not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from psserver.process.supervisor import SAFE, ended
+
+log = structlog.get_logger()
+PAUSE_S_MIN = 0.5
+PAUSE_S_MAX = 60.0
+SETTLED_S = 60.0
+
+
+class Keeper:
+    """The process that takes the checkpoints of one start."""
+
+    def __init__(self, last_s: float) -> None:
+        """Starts nothing yet; `last_s` is the time that the last checkpoints may take."""
+        self._last_s = last_s
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self._is_ending = threading.Event()
+        self._lock = threading.Lock()  # Of `_process`, the one that runs, and of its input.
+
+    def start(self, plan: Callable[[], str]) -> None:
+        """Starts the process, unless that has been done; `plan` returns what it is told."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._keep, args=(plan(),), name="keeper", daemon=True
+            )
+            self._thread.start()
+
+    def last(self) -> None:
+        """Takes the last checkpoints, of all that has changed, and ends the process."""
+        with self._lock:
+            self._is_ending.set()
+            process = self._process
+            if process is not None and process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.write("last\n")
+                    process.stdin.flush()
+        try:
+            if process is not None:
+                process.wait(self._last_s)
+        except subprocess.TimeoutExpired:
+            log.warning("no last checkpoint in time; those before it stay", waited_s=self._last_s)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process at once; again is of no effect."""
+        with self._lock:
+            self._is_ending.set()
+            if self._process is not None:
+                self._process.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _keep(self, plan: str) -> None:
+        """Starts the process again whenever it has died, until the end is wanted."""
+        pause_s = PAUSE_S_MIN
+        while not self._is_ending.is_set():
+            started_s = time.monotonic()
+            how = self._run(plan)
+            if self._is_ending.is_set():
+                return
+            if time.monotonic() - started_s > SETTLED_S:
+                pause_s = PAUSE_S_MIN
+            log.error(
+                "the process that takes checkpoints died, it is started again",
+                how=how,
+                pause_s=pause_s,
+            )
+            self._is_ending.wait(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+    def _run(self, plan: str) -> str:
+        """Runs the process to its end; returns how it ended, in words."""
+        try:
+            with self._lock:
+                if self._is_ending.is_set():
+                    return "was not wanted any more"
+                self._process = process = subprocess.Popen(
+                    [sys.executable, *SAFE, "-m", "psserver", "schedule", plan],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    process_group=0,
+                    text=True,
+                )
+        except OSError as problem:  # No memory or descriptors are left for it.
+            return f"could not be started: {problem}"
+        status = process.wait()
+        with self._lock:
+            self._process = None
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        return ended(status)

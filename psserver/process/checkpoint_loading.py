@@ -1,0 +1,115 @@
+"""What a start finds in its state directory: the newest checkpoint of each job becomes that job.
+
+It is for what journals do not survive: a machine that went down, or a shard without a journal that
+was killed. A job that a journal has brought back is newer, and stays. One that had ended is not
+loaded: its name is free for another one.
+
+Shards that are started one by one have folders of their own, and the checkpoints are with shard 0.
+It brings their parts to those that lack the job before it lets workers in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from pscore.errors import PacelineError
+from pscore.net.credentials import Credentials
+from psserver.engine.engine import Driver
+from psserver.exits import CommandError, Exit
+from psserver.remote import ask
+from psserver.remote import checkpoint as shards
+from psserver.remote.checkpoint_files import PROBLEMS, Checkpoint, Found, newest, verified
+from psserver.service.checkpoint_restore import Delivery
+
+log = structlog.get_logger()
+MARKER = "loading"  # In the vault: names the job whose journal is not complete yet.
+
+
+def load(driver: Driver, folder: Path, vault: Path | None) -> dict[str, Checkpoint]:
+    """Makes the jobs of a folder of checkpoints that a shard does not have; returns them.
+
+    Args:
+        driver: The shard; it does not listen yet.
+        folder: Of the checkpoints.
+        vault: Where the shard keeps its journals, if it does.
+
+    Raises:
+        CommandError: A good checkpoint cannot be loaded: without it the job would begin anew.
+    """
+    marker = None if vault is None else vault / MARKER
+    half = marker.read_text(encoding="utf-8") if marker is not None and marker.exists() else None
+    loaded: dict[str, Checkpoint] = {}
+    for job, found in newest(folder).items():
+        if job in driver.shard.jobs and job != half:
+            continue  # Its journal is newer.
+        if found[0].manifest.get("finished"):
+            log.info("job had ended, it is not loaded", job=job, path=str(found[0].path))
+            continue
+        chosen = _newest_good(job, found)
+        if chosen is None:
+            continue
+        path, checkpoint = chosen
+        try:
+            if marker is not None:
+                marker.write_text(job, encoding="utf-8")
+            deliver(driver, checkpoint, job)
+            if marker is not None:
+                marker.unlink()
+        except (PacelineError, OSError) as problem:
+            raise CommandError(
+                Exit.STATE_DIR,
+                f"cannot load {path}: {problem}; make room for it, or move its checkpoints away "
+                f"if job {job!r} is not to go on",
+            ) from problem
+        loaded[job] = checkpoint
+        log.warning(
+            "job taken up from its newest checkpoint",
+            job=job,
+            at=checkpoint.position,
+            path=str(path),
+        )
+    return loaded
+
+
+def _newest_good(job: str, found: Sequence[Found]) -> tuple[Path, Checkpoint] | None:
+    for one in found:
+        try:
+            return one.path, verified(one)
+        except PROBLEMS as problem:
+            log.error("checkpoint cannot be used", job=job, path=str(one.path), reason=str(problem))
+    log.error("no checkpoint of a job can be used, it would begin anew", job=job)
+    return None
+
+
+def deliver(driver: Driver, checkpoint: Checkpoint, job: str) -> None:
+    """Makes a job of this shard's part of a checkpoint.
+
+    Raises:
+        PacelineError: The shard cannot hold it.
+    """
+    index, num_shards = driver.shard.index, driver.shard.num_shards
+    delivery = Delivery(shards.preparation("", checkpoint, job, num_shards), driver, 0)
+    for _, message in shards.messages("", checkpoint, num_shards, [index]):
+        delivery.write(message)
+    with driver.lock:
+        delivery.finish()
+
+
+def bring(
+    addresses: Sequence[str], credentials: Credentials, loaded: Mapping[str, Checkpoint]
+) -> None:
+    """Brings their parts of what shard 0 has loaded to the shards that lack those jobs.
+
+    Raises:
+        CommandError: A shard does not answer, or cannot hold its part.
+    """
+    statuses = ask.statuses(addresses, credentials)
+    known = [{job.job for job in status.jobs} for status in statuses]
+    for job, checkpoint in loaded.items():
+        lacking = [index for index, jobs in enumerate(known) if job not in jobs]
+        if lacking:
+            shards.restore(addresses, credentials, checkpoint, job, lacking)
+            log.warning("checkpoint brought to other shards", job=job, shards=lacking)

@@ -1,0 +1,515 @@
+"""One shard's process: binds, serves, reports, and ends in order.
+
+It ends when it gets SIGTERM or SIGINT, when a Drain request comes, or when its parent is gone: the
+supervisor holds the other end of standard input. Ending means: no new requests, those under way are
+answered, exit code 0. A broken invariant ends it too, at once and with a log line: other shards
+go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # We say ourselves why a port cannot be had.
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pscore.errors import ConfigError, PacelineError
+from pscore.net.credentials import read_credentials
+from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
+from pscore.observe.timeline import open_timeline
+from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
+from psserver.access.gate import Door
+from psserver.decisions.shard import Shard
+from psserver.durability.journal_dir import Lock, Vault
+from psserver.engine.engine import Driver
+from psserver.exits import CommandError, Exit
+from psserver.logs import setup
+from psserver.process.checkpoint_loading import bring, load
+from psserver.process.shard_plan import (
+    Ready,
+    Refused,
+    Report,
+    ShardPlan,
+    join_address,
+    report_to_json,
+)
+from psserver.remote.checkpoint_files import Checkpoint, set_aside
+from psserver.service import descriptors
+from psserver.service.checkpoint_service import Checkpointer
+from psserver.service.control import ControlServicer, data_handler
+from psserver.service.listener import BulkServer
+from psserver.service.metrics import MetricsPage
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+log = structlog.get_logger()
+
+TICK_S = 1.0
+BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
+QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
+POLL_S = 0.05
+MOMENT_S = 0.002
+GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
+STATUS = health_pb2.HealthCheckResponse
+NAMES = ("", "liveness", "readiness")
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Ends the process when a request fails by our own fault."""
+
+    def __init__(self, broke: Callable[[BaseException], None]) -> None:
+        """Calls `broke` with what no servicer expected."""
+        self._broke = broke
+        self._guarded: dict[str, Handler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Returns the method's handler inside ours; each is made once."""
+        method = str(handler_call_details.method)
+        if method in self._guarded:
+            return self._guarded[method]
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return cast("Handler", handler)  # No such method, or a stream: the watch on health.
+        self._guarded[method] = self._guard(handler)
+        return self._guarded[method]
+
+    def _guard(self, handler: Handler) -> Handler:
+        inner = cast("Callable[[object, object], Awaitable[object]]", handler.unary_unary)
+
+        async def call(request: object, context: object) -> object:
+            try:
+                return await inner(request, context)
+            except grpc.aio.BaseError:
+                raise  # A refusal, or a connection that is gone.
+            except Exception as problem:
+                self._broke(problem)
+                raise
+
+        return grpc.unary_unary_rpc_method_handler(
+            cast("Any", call), handler.request_deserializer, handler.response_serializer
+        )
+
+
+class Daemon:
+    """One shard that listens."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        """Makes the shard; nothing is bound yet. Must be called inside the event loop."""
+        self.plan = plan
+        self.code = Exit.OK
+        self._loop = asyncio.get_running_loop()
+        self._is_short = False  # Of descriptors: newcomers are refused.
+        self._ending = asyncio.Event()
+        self._grace_s = plan.grace_s
+        self._parent = os.getppid()
+        self._claim = _claim(plan)
+        self._vault = _open_vault(plan)
+        self._timeline = open_timeline(plan.timeline, "shard", plan.index)
+        self.driver = Driver(
+            Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
+            num_threads=plan.num_threads,
+            vault=self._vault,
+            broke=self.broke,
+            timeline=self._timeline,
+        )
+        self._gate = plan.trust.gate()
+        self._instance = secrets.randbits(63)
+        self._bulk: BulkServer | None = None
+        self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._page = MetricsPage(
+            self.driver,
+            is_ready=lambda: not (self._ending.is_set() or self._is_short),
+            gate=self._gate,
+            context=plan.trust.context(mutual=False),
+        )
+
+    def _make_server(self) -> grpc.aio.Server:
+        connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
+        server = grpc.aio.server(
+            options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
+            interceptors=[Door(self._gate, self.driver.heard), Guard(self.broke)],
+        )
+        server.add_generic_rpc_handlers((data_handler(self.driver, self._gate),))
+        self._servicer = ControlServicer(
+            self.driver,
+            self.plan.cluster,
+            self._instance,
+            self.drain,
+            self._bulk,
+            partial(_set_aside, self.plan.checkpoint_dir),
+        )
+        if self._to_bring:
+            self._servicer.closed = "it brings the newest checkpoints to the other shards first"
+        control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
+        checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.driver), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        return server
+
+    def _make_bulk(self) -> BulkServer:
+        """Binds the bulk data plane to any free port; workers learn it from this shard.
+
+        Raises:
+            CommandError: The host is not one of this machine.
+        """
+        local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
+        try:
+            return BulkServer(
+                self.driver,
+                self.plan.host,
+                0,
+                local,
+                gate=self._gate,
+                context=self.plan.trust.context(),
+            )
+        except OSError as problem:
+            raise bind_error(problem, self.plan.host, 0, "--port") from problem
+
+    async def start(self) -> Ready:
+        """Binds, and answers from then on.
+
+        Raises:
+            CommandError: A port cannot be had; says which and why.
+        """
+        self._restore()
+        self._bulk = self._make_bulk()
+        self._server = self._make_server()
+        port = self._bind()
+        metrics_port = None
+        if self.plan.metrics_port is not None:
+            try:
+                metrics_port = await self._page.start(self.plan.host, self.plan.metrics_port)
+            except OSError as problem:
+                raise bind_error(
+                    problem, self.plan.host, self.plan.metrics_port, "--metrics-port"
+                ) from problem
+        for name in NAMES:
+            await self._health.set(name, STATUS.SERVING)
+        await self._server.start()
+        self._bulk.start()
+        log.info("shard ready", address=join_address(self.plan.host, port))
+        return Ready(port=port, metrics_port=metrics_port)
+
+    async def run(self) -> None:
+        """Serves until asked to end, then lets the requests under way be answered."""
+        self._watch()
+        ticking = asyncio.create_task(self._tick())
+        ticking.add_done_callback(self._check)
+        bringing = asyncio.create_task(self._bring())
+        bringing.add_done_callback(self._check)
+        await self._ending.wait()
+        ticking.cancel()
+        bringing.cancel()
+        if self.code is not Exit.BUG:
+            await self.end()
+
+    async def end(self) -> None:
+        """Takes no new requests, and returns when those under way are answered."""
+        log.info("shard draining", grace_s=self._grace_s)
+        for name in ("", "readiness"):
+            await self._health.set(name, STATUS.NOT_SERVING)
+        await self._finish()
+        await self._page.stop()
+        if self._timeline is not None:
+            self._timeline.write()
+        if self.plan.state_dir is None:
+            self.driver.recovery.remove()
+        log.info("shard ended")
+
+    def drain(self, grace_s: float) -> None:
+        """Ends the process in order, within `grace_s` seconds at most."""
+        self._grace_s = min(max(grace_s, 0.0), self.plan.grace_s)
+        self._ending.set()
+
+    def broke(self, problem: BaseException) -> None:
+        """Ends the process at once: an invariant is broken. May be called from any thread."""
+        log.error("shard broke and ends; this is a bug in Paceline", exc_info=problem)
+        self.code = Exit.BUG
+        self._loop.call_soon_threadsafe(self._ending.set)
+
+    def _bind(self) -> int:
+        address = join_address(self.plan.host, self.plan.port)
+        credentials = self.plan.trust.grpc_credentials()
+        try:
+            if credentials is not None:
+                return self._server.add_secure_port(address, credentials)
+            return self._server.add_insecure_port(address)
+        except RuntimeError as problem:
+            reason = probe(self.plan.host, self.plan.port)
+            raise bind_error(reason, self.plan.host, self.plan.port, "--port") from problem
+
+    def _watch(self) -> None:
+        """Ends on a signal, when the parent has closed our standard input, or a thread fails."""
+        threading.excepthook = self._on_thread
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._ending.set)
+        self._loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 1 << 10):
+            self._loop.remove_reader(sys.stdin.fileno())
+            self._ending.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.driver.tick()
+            setup.tell_left_out()
+            await self._look_at_doors()
+            # A process that the parent forked may keep our standard input open after its death.
+            if os.getppid() != self._parent:
+                self._ending.set()
+
+    async def _look_at_doors(self) -> None:
+        """Says in the health service, and once in the log, whether newcomers can be let in."""
+        bulk_is_well = self._bulk is None or self._bulk.is_well
+        is_short = not (bulk_is_well and descriptors.are_there_any())
+        if is_short == self._is_short or self._ending.is_set():
+            return
+        self._is_short = is_short
+        for name in ("", "readiness"):
+            await self._health.set(name, STATUS.NOT_SERVING if is_short else STATUS.SERVING)
+        if is_short:
+            log.error(
+                "shard not ready, it cannot let anybody in",
+                descriptors=descriptors.limit(),
+                do="raise the limit (ulimit -n, LimitNOFILE=), or find who holds connections open",
+            )
+        else:
+            log.warning("shard ready again")
+
+    def _restore(self) -> None:
+        """Takes up the jobs that a former process of this shard has left."""
+        for name in self.driver.take_up():
+            log.warning("job taken up where it was", job=name)
+        if self._vault is not None:
+            self._instance = self._vault.instance
+        if self.plan.checkpoint_dir is None:
+            return
+        vault = None if self._vault is None else self._vault.folder
+        loaded = load(self.driver, Path(self.plan.checkpoint_dir), vault)
+        if self.plan.addresses:
+            self._to_bring = loaded
+
+    async def _bring(self) -> None:
+        """Brings the other shards their parts of what was loaded, and lets workers in then."""
+        pause_s = BRING_S_MIN
+        while self._to_bring:
+            try:
+                credentials = read_credentials(token_file=self.plan.trust.token_file)
+                await asyncio.to_thread(bring, self.plan.addresses, credentials, self._to_bring)
+            except PacelineError as problem:
+                log.warning(
+                    "workers wait until all shards have the checkpoints", reason=str(problem)
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, BRING_S_MAX)
+            else:
+                self._to_bring = {}
+        self._servicer.closed = ""
+
+    def _on_thread(self, failed: threading.ExceptHookArgs) -> None:
+        assert failed.exc_value is not None
+        self.broke(failed.exc_value)
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            self.broke(problem)
+
+    async def _finish(self) -> None:
+        """Stops the servers when nothing moves any more, or when the grace period is over."""
+        deadline_s = self._loop.time() + self._grace_s
+        stopping = asyncio.create_task(self._server.stop(self._grace_s))
+        quiet_s = 0.0
+        while not stopping.done() and quiet_s < QUIET_S:
+            await asyncio.wait([stopping], timeout=POLL_S)
+            quiet_s = 0.0 if self.driver.is_busy else quiet_s + POLL_S
+        await self._server.stop(0)
+        await stopping
+        while self.driver.is_busy and self._loop.time() < deadline_s:
+            await asyncio.sleep(MOMENT_S)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the bulk connections."""
+        if self._bulk is not None:
+            self._bulk.stop()
+
+
+def folder_name(plan: ShardPlan) -> str:
+    """Returns the name of a shard's folder, so that no other shard takes up what is in it."""
+    return f"shard-{plan.index}-of-{plan.num_shards}"
+
+
+def _claim(plan: ShardPlan) -> Lock | None:
+    """Keeps other processes of this shard out of the state directory, if there is one.
+
+    Raises:
+        CommandError: Another process uses it, or it cannot be used.
+    """
+    if plan.state_dir is None:
+        return None
+    folder = Path(plan.state_dir) / folder_name(plan)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Lock(folder)
+    except BlockingIOError as problem:
+        raise _in_use(plan, folder) from problem
+    except OSError as problem:
+        raise CommandError(
+            Exit.STATE_DIR, f"cannot use {folder}: {problem}; give another --state-dir"
+        ) from problem
+
+
+def _set_aside(folder: str | None, job: str) -> str:
+    """Moves the checkpoints of a forgotten job aside; returns where they are, or nothing.
+
+    Raises:
+        ConfigError: They cannot be moved.
+    """
+    try:
+        moved = None if folder is None else set_aside(Path(folder), job)
+    except OSError as problem:
+        raise ConfigError(
+            f"job {job!r} is forgotten, but its checkpoints in {folder} cannot be moved aside: "
+            f"{problem}; move them away, or the next start begins with them"
+        ) from problem
+    return "" if moved is None else str(moved)
+
+
+def _in_use(plan: ShardPlan, folder: Path) -> CommandError:
+    return CommandError(
+        Exit.ALREADY_RUNNING,
+        f"another process of shard {plan.index} uses {folder}; stop it first, or give another "
+        "--state-dir",
+    )
+
+
+def _open_vault(plan: ShardPlan) -> Vault | None:
+    """Opens where this shard keeps its journals, if it keeps any.
+
+    Raises:
+        CommandError: The folder cannot be used.
+    """
+    if plan.journal_dir is None:
+        return None
+    folder = Path(plan.journal_dir) / folder_name(plan)
+    try:
+        return Vault(folder)
+    except BlockingIOError as problem:
+        raise _in_use(plan, folder) from problem
+    except OSError as problem:
+        raise CommandError(
+            Exit.STATE_DIR,
+            f"cannot keep journals in {folder}: {problem}; give another --state-dir, or "
+            "--durability memory",
+        ) from problem
+
+
+def probe(host: str, port: int) -> OSError:
+    """Returns the system's reason for not letting us listen."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen()
+    except OSError as problem:
+        return problem
+    return OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))  # Free again by now.
+
+
+def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandError:
+    """Returns what a person needs to know about a port that cannot be had."""
+    address = join_address(host, port)
+    if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
+        return CommandError(
+            Exit.HOST,
+            f"cannot listen on {address}: {host!r} is not an address of this machine; "
+            "give --host one that is, or 127.0.0.1",
+        )
+    if problem.errno == errno.EADDRINUSE:
+        return CommandError(
+            Exit.PORT_TAKEN,
+            f"cannot listen on {address}: another process does; stop it (psserver status shows "
+            f"ours), or choose other ports with {flag}",
+        )
+    if problem.errno in (errno.EACCES, errno.EPERM):
+        return CommandError(
+            Exit.NOT_PERMITTED,
+            f"cannot listen on {address}: {os.strerror(problem.errno).lower()}; ports below 1024 "
+            f"need rights that this user lacks, choose one above with {flag}",
+        )
+    what = f"cannot listen on {address}: {problem.strerror or problem}"
+    if problem.errno in descriptors.EXHAUSTED:
+        what += f"; {descriptors.limit()} file descriptors are allowed (ulimit -n)"
+    return CommandError(Exit.SHARD_DIED, what)
+
+
+async def serve(plan: ShardPlan) -> Exit:
+    """Runs one shard until it ends; returns the exit code."""
+    daemon: Daemon | None = None
+    try:
+        daemon = Daemon(plan)
+        ready = await daemon.start()
+    except CommandError as refusal:
+        if daemon is not None:
+            daemon.close()
+        tell(Refused(code=refusal.code, message=refusal.message))
+        return refusal.code
+    except ConfigError as problem:  # A file of secrets has changed since the start was checked.
+        tell(Refused(code=Exit.USAGE, message=str(problem)))
+        return Exit.USAGE
+    tell(ready)
+    await daemon.run()
+    return daemon.code
+
+
+def tell(report: Report) -> None:
+    """Reports to the supervisor; that it is gone is seen at standard input."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(report_to_json(report) + "\n")
+        sys.stdout.flush()
+
+
+def log_crash(
+    kind: type[BaseException], problem: BaseException, trace: TracebackType | None
+) -> None:
+    """Is the last line of a process that nothing else has caught."""
+    log.error("shard crashed; this is a bug in Paceline", exc_info=problem)
+    os._exit(Exit.BUG)
+
+
+def main(text: str) -> None:
+    """Is the process of one shard; `text` is its plan."""
+    plan = ShardPlan.from_json(text)
+    stream = setup.rotating(plan.log_file, plan.log_max_mb)
+    setup.configure(plan.log_format, plan.log_level, stream, shard=plan.index)
+    sys.excepthook = log_crash
+    descriptors.raise_limit()
+    code = asyncio.run(serve(plan))
+    with contextlib.suppress(OSError):  # Of a full disk.
+        sys.stderr.flush()
+    os._exit(code)  # Without waiting for threads: of lanes that are stuck, or connections.

@@ -1,0 +1,168 @@
+"""Shards for one process: on free ports of this machine, gone when that process is, in any way."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from pscore.errors import ConfigError
+from psserver.access.files import Trust
+from psserver.exits import CommandError, Exit
+from psserver.process.shard_plan import Ready, ShardPlan, join_address
+from psserver.process.supervisor import ShardProcess, ended, stop, wait_ready
+
+SHARDS_MAX = 64
+GRACE_S = 2.0
+LEVELS = ("debug", "info", "warning", "error")
+PARENT_POLL_S = 1.0
+
+
+class EmbeddedServers:
+    """Shards that this process has started; a context manager."""
+
+    def __init__(self, shards: list[ShardProcess]) -> None:
+        """Takes shards that are ready."""
+        self._shards = shards
+        self.addresses = [
+            join_address(shard.plan.host, shard.report.port)
+            for shard in shards
+            if isinstance(shard.report, Ready)
+        ]
+
+    def stop(self) -> None:
+        """Ends the shards; again is of no effect."""
+        shards, self._shards = self._shards, []
+        stop(shards, GRACE_S)
+
+    def require_alive(self) -> None:
+        """Raises a `CommandError` if a shard has ended by itself."""
+        for shard in self._shards:
+            status = shard.wait(0)
+            if status is not None:
+                index = shard.plan.index
+                raise CommandError(Exit.SHARD_DIED, f"embedded shard {index} {ended(status)}")
+
+    def __enter__(self) -> EmbeddedServers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def start_embedded(
+    num_shards: int,
+    *,
+    host: str = "127.0.0.1",
+    lease_s: float = 10.0,
+    log_format: str = "text",
+    log_level: str = "error",
+    trust: Trust | None = None,
+    journal_dir: Path | None = None,
+) -> EmbeddedServers:
+    """Starts shards and returns when all of them answer.
+
+    Args:
+        num_shards: How many.
+        host: Where they listen.
+        lease_s: Silence until a worker is declared lost, in seconds.
+        log_format: `text` or `json`.
+        log_level: The lowest level that is written.
+        trust: Who may connect; None: whoever is on this machine.
+        journal_dir: Where they keep journals; nobody starts a shard again here, so by default
+            nowhere.
+
+    Raises:
+        ConfigError: The number of shards or the log level is not one that there can be.
+        CommandError: They could not be started.
+    """
+    if log_level not in LEVELS:
+        raise ConfigError(f"log.level is {log_level!r}, must be one of {', '.join(LEVELS)}")
+    if not 1 <= num_shards <= SHARDS_MAX:
+        raise ConfigError(f"number of shards is {num_shards}, must be in 1..{SHARDS_MAX}")
+    cluster = secrets.token_hex(4)
+    plans = [
+        ShardPlan(
+            index=index,
+            num_shards=num_shards,
+            cluster=cluster,
+            host=host,
+            port=0,
+            metrics_port=None,
+            num_threads=max(1, (os.cpu_count() or 1) // num_shards),
+            lease_s=lease_s,
+            grace_s=GRACE_S,
+            log_format=log_format,
+            log_level=log_level,
+            trust=Trust() if trust is None else trust,
+            journal_dir=None if journal_dir is None else str(journal_dir),
+            timeline=os.environ.get("PACELINE_TIMELINE"),
+        )
+        for index in range(num_shards)
+    ]
+    shards: list[ShardProcess] = []
+    is_ready = False
+    try:
+        for plan in plans:
+            shards.append(ShardProcess(plan))
+        is_ready = wait_ready(shards)
+    finally:
+        if not is_ready:
+            stop(shards, 0.0)
+    return EmbeddedServers(shards)
+
+
+def serve_parent(
+    num_shards: int, *, lease_s: float, log_level: str, has_token: bool = False
+) -> None:
+    """Is `psserver embedded`: serves until standard input ends, or the parent is gone.
+
+    Args:
+        num_shards: Shards to start.
+        lease_s: Seconds of silence until a worker is lost.
+        log_level: The lowest level that is logged.
+        has_token: Make a token for these shards, in a file that only this user can read: loopback
+            is open to every user of the machine.
+
+    Raises:
+        CommandError: The shards could not be started, or one has died.
+    """
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent decides when its servers may go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.OK))
+    trust = Trust(token_file=make_token() if has_token else None)
+    _serve(num_shards, lease_s, log_level, trust, parent)
+
+
+def _serve(num_shards: int, lease_s: float, log_level: str, trust: Trust, parent: int) -> None:
+    with start_embedded(num_shards, lease_s=lease_s, log_level=log_level, trust=trust) as servers:
+        ready = {"addresses": servers.addresses, "token_file": trust.token_file or ""}
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        while os.getppid() == parent:
+            readable, _, _ = select.select([sys.stdin], [], [], PARENT_POLL_S)
+            if readable and not os.read(sys.stdin.fileno(), 1 << 10):
+                return
+            servers.require_alive()
+
+
+def make_token() -> str:
+    """Makes a token for everything; returns the path of a file that holds it.
+
+    The file is in memory, and processes of this user open it by the number of this process. So it
+    goes with this process, however that ends, and leaves nothing behind.
+    """
+    fd = os.memfd_create("paceline-token")
+    os.fchmod(fd, 0o600)
+    os.write(fd, f"{secrets.token_hex(32)}\n".encode())
+    return f"/proc/{os.getpid()}/fd/{fd}"

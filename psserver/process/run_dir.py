@@ -1,0 +1,166 @@
+"""The run directory: where a running `psserver start` can be found, and its logs.
+
+    DIR/7070/run.json       who runs: processes, addresses, log files
+    DIR/7070/shard-0.log    log lines of a detached shard; shard-0.log.1 has those before
+    DIR/7070/supervisor.log
+
+DIR is the state directory if one is given, else `paceline` in $XDG_RUNTIME_DIR, else a directory of
+this user alone below the one for temporary files. A run file whose process is gone does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from pscore.observe.boot import began
+from psserver.exits import CommandError, Exit
+
+FILE = "run.json"
+FREE = "free-"  # Begins the name of a run on free ports; the number of its process follows.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRun:
+    """One shard in a run file."""
+
+    index: int
+    pid: int | None  # None while it is down.
+    port: int
+    metrics_port: int | None
+    log: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One `psserver start` that runs on this machine."""
+
+    pid: int  # Of the supervisor.
+    began: str  # When that process began (pscore/observe/boot.py): process numbers are used again.
+    cluster: str
+    host: str
+    port: int
+    addresses: list[str]  # For programs on this machine.
+    grace_s: float
+    detached: bool
+    supervisor_log: str | None
+    shards: list[ShardRun]
+    token_file: str | None = None
+
+    def is_alive(self) -> bool:
+        """Returns whether the supervisor still runs."""
+        try:
+            is_zombie = psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+        return not is_zombie and began(self.pid) == self.began
+
+
+class RunDirectory:
+    """The runs of one state directory, or of this user."""
+
+    def __init__(self, state_dir: Path | None) -> None:
+        """Names the directory; nothing is made or read yet."""
+        self.path = state_dir.absolute() if state_dir is not None else _default()
+        self._is_private = state_dir is None
+
+    def make(self, name: str) -> Path:
+        """Returns the directory of the run `name`, made if need be, in which one can write.
+
+        Raises:
+            CommandError: It cannot be made or used; says why and what to do.
+        """
+        folder = self.path / name
+        try:
+            if self.path.exists() and not self.path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{self.path} is not a directory")
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._require_ours()
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as problem:
+            raise CommandError(
+                Exit.STATE_DIR,
+                f"cannot use {folder}: {problem.strerror or problem}; give --state-dir a "
+                "directory that can be written to",
+            ) from problem
+        return folder
+
+    def runs(self) -> list[Run]:
+        """Returns the runs whose supervisor is alive, by port."""
+        found = [_read(file) for file in self.path.glob(f"*/{FILE}")]
+        alive = [run for run in found if run is not None and run.is_alive()]
+        return sorted(alive, key=lambda run: run.port)
+
+    def clear(self) -> None:
+        """Removes what ended runs on free ports have left; nothing would write there again."""
+        for folder in self.path.glob(f"{FREE}*"):
+            number = folder.name.removeprefix(FREE)
+            run = _read(folder / FILE)
+            is_used = number.isdecimal() and psutil.pid_exists(int(number))
+            if is_used or (run is not None and run.is_alive()):
+                continue
+            with contextlib.suppress(OSError):
+                for file in [*folder.glob("*.log*"), folder / FILE]:
+                    file.unlink(missing_ok=True)
+                folder.rmdir()
+
+    def _require_ours(self) -> None:
+        """Raises an OSError if somebody else owns or can change the default directory."""
+        about = self.path.lstat()
+        if not self._is_private:
+            return
+        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o022:
+            raise OSError(0, "it belongs to, or can be changed by, another user")
+
+
+def write(folder: Path, run: Run) -> None:
+    """Writes the run file in one piece.
+
+    Raises:
+        CommandError: It cannot be written.
+    """
+    temporary = folder / f".{FILE}.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(asdict(run), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(folder / FILE)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise CommandError(
+            Exit.STATE_DIR, f"cannot write {folder / FILE}: {problem.strerror}"
+        ) from problem
+
+
+def remove(folder: Path) -> None:
+    """Removes this process's run file; the logs stay, the next run on this port adds to them."""
+    run = _read(folder / FILE)
+    if run is not None and run.pid == os.getpid():
+        with contextlib.suppress(OSError):
+            (folder / FILE).unlink(missing_ok=True)
+
+
+def _default() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        return Path(runtime) / "paceline"
+    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+
+
+def _read(file: Path) -> Run | None:
+    """Returns what a run file says, or None if it is not one of this version."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        values["shards"] = [ShardRun(**shard) for shard in values["shards"]]
+        return Run(**values)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,415 @@
+"""Settings of the server side: flags > environment > file > defaults, bounded, with their origin.
+
+Each class is one section: `[server]` in the file, `PACELINE_...` in the environment. A wrong value
+is refused with a message that names section, field, value and range.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from pscore.errors import ConfigError
+from psserver.access.files import Trust, require_whole
+from psserver.decisions.limits import KEEP_ENDED_S
+
+SHARDS_MAX = 64
+METRICS_OFFSET = 1000
+PORT_MAX = 65535
+MB_MAX = 1 << 30
+
+
+def _config(prefix: str) -> SettingsConfigDict:
+    return SettingsConfigDict(
+        env_prefix=prefix,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class ServerSettings(BaseSettings):
+    """Section `server`: where the shards listen and what they may use."""
+
+    model_config = _config("PACELINE_")
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs TLS and tokens, or `insecure`."""
+    port: int = Field(default=7070, ge=0, le=PORT_MAX)
+    """Port of shard 0; the others follow. 0 takes free ports."""
+    shards: int = Field(default=1, ge=1, le=SHARDS_MAX)
+    """Number of shard processes. About one for each two cores is enough."""
+    shard_index: int | None = Field(default=None, ge=0, le=SHARDS_MAX - 1)
+    """Start only this one of the shards, on `port` itself: the others have machines or containers
+    of their own. Needs `cluster`."""
+    cluster: str | None = None
+    """Name that shards which belong together share. By default a new one for each start."""
+    threads: int | None = Field(default=None, ge=1, le=256)
+    """Threads for the numeric work of each shard. By default cores divided by shards."""
+    lease_s: float = Field(default=10.0, ge=0.5, le=3600.0)
+    """Seconds of silence until a worker is declared lost. Shorter frees its peers earlier."""
+    grace_s: float = Field(default=10.0, ge=0.0, le=600.0)
+    """Seconds that requests under way may take when the shards end."""
+    state_dir: Path | None = None
+    """Directory for the run file, logs, journals and scheduled checkpoints. By default one below
+    $XDG_RUNTIME_DIR or the directory for temporary files, for the run file and logs alone."""
+    checkpoint_s: float = Field(default=300.0, ge=0.0, le=86400.0)
+    """Seconds between checkpoints of each job into `state_dir`/checkpoints. After all machines
+    went down, shards start from the newest. Less loses less, and writes more. 0 is never."""
+    shard_addresses: str | None = None
+    """Addresses of all shards, in order, `host:port,host:port`: shard 0 needs them to take
+    checkpoints where each shard is started by itself, with `shard_index`."""
+    memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
+    """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
+    refused. By default what the host has."""
+    keep_ended_s: float = Field(default=KEEP_ENDED_S, ge=0.0, le=1e9)
+    """Seconds that the weights of an ended job are kept, for `psserver export` and the like; less
+    if others need the memory. A job whose workers were all lost has not ended."""
+    under_way_mb: int = Field(default=4096, ge=64, le=MB_MAX)
+    """Bytes on their way in each shard, in MiB: pushes that wait for their turn, answers that wait
+    for slow readers. A push beyond it is refused, a reader beyond it is cut off."""
+    durability: Literal["journal", "memory"] = "journal"
+    """What a killed shard comes back with. journal: everything it has acknowledged, from files in
+    `state_dir` or in memory; it costs the optimizer's state a second time. memory: nothing but the
+    newest checkpoint, if there is one."""
+    timeline: Path | None = None
+    """Where each shard writes at its end what it did when: `trace.json` becomes
+    `trace.shard0.json` and so on, for `psworker timeline`. By default nothing is recorded."""
+    restart: bool = True
+    """Whether a shard that dies is started again."""
+    tls_cert: Path | None = None
+    """Certificate of the shards, with `tls_key`: all connections are TLS then."""
+    tls_key: Path | None = None
+    """Private key of `tls_cert`, readable by nobody else."""
+    tls_client_ca: Path | None = None
+    """CA of the clients: who connects must show a certificate that it has signed."""
+    token_file: Path | None = None
+    """File with a token for everything, or lines `job token`; readable by nobody else."""
+    insecure: bool = False
+    """Whether others than this machine may connect without TLS and token."""
+
+    @property
+    def trust(self) -> Trust:
+        """Who may connect, as absolute paths."""
+
+        def absolute(path: Path | None) -> str | None:
+            return None if path is None else str(path.absolute())
+
+        return Trust(
+            cert=absolute(self.tls_cert),
+            key=absolute(self.tls_key),
+            client_ca=absolute(self.tls_client_ca),
+            token_file=absolute(self.token_file),
+        )
+
+    @property
+    def threads_each(self) -> int:
+        """Threads of one shard."""
+        return self.threads or max(1, (os.cpu_count() or 1) // len(self.indices))
+
+    @property
+    def other_addresses(self) -> list[str]:
+        """Addresses of all shards, in order, at a shard 0 that is started by itself."""
+        if self.shard_index != 0 or self.shard_addresses is None:
+            return []
+        return [address.strip() for address in self.shard_addresses.split(",")]
+
+    @property
+    def takes_checkpoints(self) -> bool:
+        """Whether scheduled checkpoints are taken here: by who starts shard 0."""
+        return bool(
+            self.checkpoint_s
+            and self.state_dir is not None
+            and self.shard_index in (None, 0)
+            and not self.why_no_checkpoints
+        )
+
+    @property
+    def why_no_checkpoints(self) -> str:
+        """Why scheduled checkpoints cannot be taken by who starts shard 0; empty if they can."""
+        if self.state_dir is None:
+            return "there is no place for them: give --state-dir"
+        if self.shard_index == 0 and self.shards > 1 and self.shard_addresses is None:
+            return "shard 0 does not know the others: give --shard-addresses HOST:PORT,HOST:PORT"
+        if self.tls_cert is not None and not os.environ.get("PACELINE_TLS_CA"):
+            return "they are read over TLS: set PACELINE_TLS_CA to the CA that signed --tls-cert"
+        return ""
+
+    @property
+    def indices(self) -> range:
+        """The shards to start here."""
+        if self.shard_index is None:
+            return range(self.shards)
+        return range(self.shard_index, self.shard_index + 1)
+
+
+class MetricsSettings(BaseSettings):
+    """Section `metrics`: the page for Prometheus."""
+
+    model_config = _config("PACELINE_METRICS_")
+
+    port: int | None = Field(default=None, ge=0, le=PORT_MAX)
+    """Port of shard 0's page; the others follow. 0 is off. By default server.port + 1000."""
+
+
+class LogSettings(BaseSettings):
+    """Section `log`: what is written to standard error."""
+
+    model_config = _config("PACELINE_LOG_")
+
+    format: Literal["text", "json"] = "text"
+    """Lines for people or for machines."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The lowest level that is written."""
+    max_mb: int = Field(default=64, ge=0, le=MB_MAX)
+    """Size of a detached process's log file in MiB; then it becomes `NAME.log.1`, in the place of
+    the one before, and a new one is begun. 0 lets it grow."""
+
+
+SECTIONS: dict[str, type[BaseSettings]] = {
+    "server": ServerSettings,
+    "metrics": MetricsSettings,
+    "log": LogSettings,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All sections, and where each value came from."""
+
+    server: ServerSettings
+    metrics: MetricsSettings
+    log: LogSettings
+    origins: Mapping[str, str]  # "server.port" -> "flag --port".
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Returns name, value and origin of every setting."""
+        return [
+            (f"{section}.{field}", _shown(getattr(getattr(self, section), field)), origin)
+            for name, origin in self.origins.items()
+            for section, field in [name.split(".")]
+        ]
+
+
+def resolve(flags: Mapping[str, object] | None = None, file: Path | None = None) -> Settings:
+    """Returns the settings from all sources.
+
+    Args:
+        flags: By name, `server.port`; None where a flag is not given.
+        file: A TOML file with the sections as tables.
+
+    Raises:
+        ConfigError: A value is out of its range, unknown, or does not go with another.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    tables = _read(file)
+    _refuse_former(given, tables, file)
+    sections: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for section, kind in SECTIONS.items():
+        from_flags = {n.split(".")[1]: v for n, v in given.items() if n.startswith(f"{section}.")}
+        from_env = EnvSettingsSource(kind)()
+        from_file = tables.pop(section, {})
+        for field in kind.model_fields:
+            variable = f"{kind.model_config['env_prefix']}{field.upper()}"
+            origins[f"{section}.{field}"] = (
+                f"flag --{_flag(section, field)}"
+                if field in from_flags
+                else f"environment {variable}"
+                if field in from_env
+                else f"file {file}"
+                if field in from_file
+                else "default"
+            )
+        try:
+            sections[section] = kind(**{**from_file, **from_env, **from_flags})
+        except ValidationError as problem:
+            raise ConfigError(_sentence(section, kind, problem, origins)) from problem
+    if tables:
+        listed = ", ".join(f"[{name}]" for name in SECTIONS)
+        raise ConfigError(f"{file} has {sorted(tables)}, known are {listed}")
+    settings = Settings(**sections, origins=origins)
+    _check(settings)
+    return settings
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def metrics_ports(settings: Settings) -> list[int | None]:
+    """Returns the port of each shard's metrics page: None for off, 0 for a free one."""
+    num_shards, port = len(settings.server.indices), settings.server.port
+    first = settings.metrics.port
+    if first is None:
+        first = port + METRICS_OFFSET if port else None
+        if first is None:
+            return [0] * num_shards
+    return [first + index if first else None for index in range(num_shards)]
+
+
+def _check(settings: Settings) -> None:
+    """Raises a `ConfigError` if values do not go together."""
+    server = settings.server
+    require_whole(server.trust)
+    missing = [
+        flags
+        for flags, value in (
+            ("--tls-cert and --tls-key", server.tls_cert),
+            ("--token-file", server.token_file),
+        )
+        if value is None
+    ]
+    if missing and not is_loopback(server.host) and not server.insecure:
+        raise ConfigError(
+            f"server.host is {server.host!r}: others than this machine could connect; give "
+            f"{' and '.join(missing)} too (`psserver certs DIR --host NAME` makes the files), or "
+            "--insecure if the network is yours alone, or --host 127.0.0.1"
+        )
+    server.trust.check()
+    _check_part(server)
+    _check_checkpoints(settings)
+    for name, first in (("server.port", server.port), ("metrics.port", settings.metrics.port)):
+        num_shards = len(server.indices)
+        last = (first or 0) + num_shards - 1
+        if last > PORT_MAX:
+            raise ConfigError(
+                f"{name} is {first} for {num_shards} shards, the last would have {last}, must be "
+                f"at most {PORT_MAX}"
+            )
+    last_metrics = server.port + METRICS_OFFSET + len(server.indices) - 1
+    if settings.metrics.port is None and last_metrics > PORT_MAX:
+        raise ConfigError(
+            f"metrics.port is by default server.port + {METRICS_OFFSET} = {last_metrics}, must be "
+            f"at most {PORT_MAX}; give --metrics-port, 0 is off"
+        )
+
+
+def _refuse_former(
+    given: Mapping[str, object], tables: Mapping[str, Mapping[str, object]], file: Path | None
+) -> None:
+    """Raises a `ConfigError` if a setting is given that another one has replaced."""
+    for origin, is_given in (
+        ("flag --snapshot-s", "server.snapshot_s" in given),
+        ("environment PACELINE_SNAPSHOT_S", bool(os.environ.get("PACELINE_SNAPSHOT_S"))),
+        (f"file {file}", "snapshot_s" in tables.get("server", {})),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"server.snapshot_s ({origin}) is gone: there are no snapshots any more, but "
+                "checkpoints of all shards together; give server.checkpoint_s (--checkpoint-s, "
+                "PACELINE_CHECKPOINT_S), the seconds between two of them"
+            )
+
+
+def _check_checkpoints(settings: Settings) -> None:
+    """Raises a `ConfigError` if checkpoints are asked for that cannot be taken."""
+    server, origin = settings.server, settings.origins["server.checkpoint_s"]
+    is_wanted = origin != "default" and server.checkpoint_s and server.shard_index in (None, 0)
+    if is_wanted and (reason := server.why_no_checkpoints):
+        raise ConfigError(
+            f"server.checkpoint_s is {server.checkpoint_s:g} ({origin}), and {reason}"
+        )
+    if server.shard_addresses is None:
+        return
+    if server.shard_index is None:
+        raise ConfigError(
+            "server.shard_addresses is for shards that are started one by one, with --shard-index"
+        )
+    for address in (addresses := server.shard_addresses.split(",")):
+        host, _, port = address.strip().rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"server.shard_addresses has {address!r}, must be host:port")
+    if len(addresses) != server.shards:
+        raise ConfigError(
+            f"server.shard_addresses has {len(addresses)} addresses for {server.shards} shards"
+        )
+
+
+def _check_part(server: ServerSettings) -> None:
+    """Raises a `ConfigError` if this is no part of a cluster."""
+    if server.cluster is not None and not re.fullmatch(r"[\w.-]{1,64}", server.cluster):
+        raise ConfigError(
+            f"server.cluster is {server.cluster!r}, must be 1 to 64 letters, digits, '.', '_', '-'"
+        )
+    if server.shard_index is None:
+        return
+    if server.shard_index >= server.shards:
+        raise ConfigError(
+            f"server.shard_index is {server.shard_index}, must be in 0..{server.shards - 1} for "
+            f"{server.shards} shards"
+        )
+    if server.cluster is None:
+        raise ConfigError(
+            f"server.shard_index is {server.shard_index} without server.cluster: give --cluster "
+            "the same name at every shard"
+        )
+
+
+def _read(file: Path | None) -> dict[str, dict[str, object]]:
+    if file is None:
+        return {}
+    try:
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"cannot read {file}: {problem.strerror}") from problem
+    except ValueError as problem:
+        raise ConfigError(f"{file} is not TOML: {problem}") from problem
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{file} has {name!r} outside of a table such as [server]")
+    return tables
+
+
+def _sentence(
+    section: str, kind: type[BaseSettings], problem: ValidationError, origins: Mapping[str, str]
+) -> str:
+    """Returns the first problem as `server.shards is 0, must be in 1..64`."""
+    first = problem.errors()[0]
+    field, value = str(first["loc"][0]), first["input"]
+    name = f"{section}.{field}"
+    if field not in kind.model_fields:
+        known = ", ".join(kind.model_fields)
+        return f"{name} is unknown; section {section} has {known}"
+    hint = ""
+    if isinstance(value, str) and value.startswith("tcp://"):
+        hint = "; Kubernetes sets it for a service of this name: set enableServiceLinks to false"
+    return f"{name} is {value!r} ({origins[name]}), must be {_wanted(kind, field, first)}{hint}"
+
+
+def _wanted(kind: type[BaseSettings], field: str, error: Mapping[str, Any]) -> str:
+    bounds = {
+        key: getattr(item, key)
+        for item in kind.model_fields[field].metadata
+        for key in ("ge", "le")
+        if hasattr(item, key)
+    }
+    if len(bounds) == 2:  # noqa: PLR2004
+        return f"in {bounds['ge']:g}..{bounds['le']:g}"
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"]).replace("'", "")
+    message = str(error["msg"])
+    return message.removeprefix("Input should be ").partition(",")[0]
+
+
+def _flag(section: str, field: str) -> str:
+    name = field.replace("_", "-")
+    return name if section == "server" else f"{section}-{name}"
+
+
+def _shown(value: object) -> str:
+    return "auto" if value is None else str(value)

@@ -1,0 +1,134 @@
+"""What one shard process is told, and what it reports: the seam between supervisor and daemon.
+
+The plan travels as one JSON argument. The process reports one JSON line on its standard output,
+`Ready` or `Refused`, and ends when its standard input does. This module imports nothing of size,
+because both sides wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from psserver.access.files import Trust
+from psserver.decisions.limits import KEEP_ENDED_S, Limits
+from psserver.exits import Exit
+
+FOLDER = "checkpoints"  # In the state directory.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """Everything that one shard process has to know."""
+
+    index: int
+    num_shards: int
+    cluster: str
+    host: str
+    port: int  # 0: any free one.
+    metrics_port: int | None  # None: no metrics page; 0: any free port.
+    num_threads: int
+    lease_s: float
+    grace_s: float
+    log_format: str
+    log_level: str
+    log_file: str | None = None  # Standard error, if that is a file that is turned over.
+    log_max_mb: int = 0  # Its size in MiB at that; 0: never.
+    state_dir: str | None = None
+    checkpoint_dir: str | None = None  # Of checkpoints that are loaded at the start.
+    loading_s: float = 0.0  # Time that this may take, beyond that of a start without any.
+    # Of all shards, in order, where shard 0 brings the others what it has loaded; else empty.
+    addresses: list[str] = field(default_factory=list)
+    trust: Trust = field(default_factory=Trust)
+    journal_dir: str | None = None  # Where the journals are; None: nowhere.
+    memory_mb: int | None = None  # For tables; None: what is there.
+    under_way_mb: int = 4096
+    keep_ended_s: float = KEEP_ENDED_S
+    # Where timelines are written (pscore/observe/timeline.py); None: nowhere.
+    timeline: str | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What the shard may use."""
+        memory = None if self.memory_mb is None else self.memory_mb << 20
+        return Limits(
+            memory_nbytes=memory,
+            is_kept=self.journal_dir is not None,
+            under_way_nbytes=self.under_way_mb << 20,
+            keep_ended_s=self.keep_ended_s,
+        )
+
+    def to_json(self) -> str:
+        """Returns the plan as an argument of a command line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ShardPlan:
+        """Returns the plan that `to_json` wrote."""
+        values = json.loads(text)
+        return ShardPlan(**{**values, "trust": Trust(**values["trust"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePlan:
+    """Everything that the process which takes scheduled checkpoints has to know."""
+
+    addresses: list[str]  # Of all shards, in order.
+    folder: str
+    every_s: float
+    token_file: str | None
+    log_format: str
+    log_level: str
+
+    def to_json(self) -> str:
+        """Returns the plan as an argument of a command line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> SchedulePlan:
+        """Returns the plan that `to_json` wrote."""
+        return SchedulePlan(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The shard answers, and its health service says SERVING."""
+
+    port: int
+    metrics_port: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The shard could not start, and this is why."""
+
+    code: Exit
+    message: str
+
+
+Report = Ready | Refused
+
+
+def report_to_json(report: Report) -> str:
+    """Returns a report as one line."""
+    return json.dumps(asdict(report))
+
+
+def report_from_json(line: str) -> Report:
+    """Returns the report that `report_to_json` wrote.
+
+    Raises:
+        ValueError: The line is not a report.
+    """
+    try:
+        values = json.loads(line)
+        if "code" in values:
+            return Refused(code=Exit(values["code"]), message=str(values["message"]))
+        return Ready(port=values["port"], metrics_port=values["metrics_port"])
+    except (TypeError, KeyError) as problem:
+        raise ValueError(f"not a report: {line!r}") from problem
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns `host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

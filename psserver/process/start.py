@@ -1,0 +1,370 @@
+"""`psserver start`: checks, the run file, and whether we stay in the foreground or detach."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from pscore.net import faults
+from pscore.observe.boot import began
+from psserver.durability.journal_dir import ShortLived
+from psserver.exits import CommandError, Exit
+from psserver.logs import setup
+from psserver.process import run_dir
+from psserver.process.checkpoint_keeper import Keeper
+from psserver.process.run_dir import FREE, Run, RunDirectory, ShardRun
+from psserver.process.settings import Settings, metrics_ports
+from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan, join_address
+from psserver.process.supervisor import Post, Supervisor
+
+log = structlog.get_logger()
+READ_RATE = 50e6  # Bytes of checkpoints that a shard reads in a second, at the least.
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What the person who started the shards is told."""
+
+    servers: str  # `host:port,host:port`, as workers take it.
+    hints: list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Launch:
+    """One `psserver start`."""
+
+    settings: Settings
+    tell: Callable[[Started], None]
+    folder: Path | None
+    detached: bool
+    cluster: str = ""
+    is_told: bool = False
+    keeper: Keeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Gives a cluster without a name one that no other has."""
+        self.cluster = self.settings.server.cluster or secrets.token_hex(4)
+        self.keeper = Keeper(self.settings.server.grace_s)
+
+    def run(self) -> Exit:
+        """Supervises the shards until they end.
+
+        Raises:
+            CommandError: They cannot be started.
+        """
+        settings = self.settings
+        stream = setup.rotating(self._log_file("supervisor"), settings.log.max_mb)
+        setup.configure(settings.log.format, settings.log.level, stream, shard="all")
+        state_dir, journals = settings.server.state_dir, None
+        if settings.server.durability == "journal" and state_dir is None:
+            journals = ShortLived(self._unique())
+        self._say_without_checkpoints()
+        supervisor = Supervisor(
+            plans=self._plans(None if journals is None else journals.path),
+            log_files=[self._log_file(f"shard-{i}") for i in settings.server.indices],
+            restart=settings.server.restart,
+            on_ready=self._on_ready,
+            on_end=self._on_end,
+            before_stop=self.keeper.last,
+        )
+        try:
+            return supervisor.run()
+        finally:
+            self.keeper.close()
+            if journals is not None:
+                journals.remove()
+
+    def _unique(self) -> str:
+        """Returns a name that no other start on this machine has: parts may share a cluster."""
+        return f"{self.cluster}-{os.getpid()}"
+
+    def _plans(self, short_lived: Path | None) -> list[ShardPlan]:
+        server = self.settings.server
+        journal_dir = short_lived
+        if server.durability == "journal" and server.state_dir is not None:
+            journal_dir = server.state_dir.absolute() / "journal"
+        folder = self._checkpoint_dir()
+        return [
+            ShardPlan(
+                index=index,
+                num_shards=server.shards,
+                cluster=self.cluster,
+                host=server.host,
+                port=server.port + place if server.port else 0,
+                metrics_port=metrics_port,
+                num_threads=server.threads_each,
+                lease_s=server.lease_s,
+                grace_s=server.grace_s,
+                state_dir=None if server.state_dir is None else str(server.state_dir.absolute()),
+                checkpoint_dir=folder,
+                loading_s=0.0 if folder is None else _nbytes(Path(folder)) / READ_RATE,
+                addresses=server.other_addresses,
+                trust=server.trust,
+                memory_mb=server.memory_mb,
+                under_way_mb=server.under_way_mb,
+                keep_ended_s=server.keep_ended_s,
+                timeline=None if server.timeline is None else str(server.timeline.absolute()),
+                journal_dir=None if journal_dir is None else str(journal_dir),
+                log_format=self.settings.log.format,
+                log_level=self.settings.log.level,
+                log_file=None
+                if (log_file := self._log_file(f"shard-{index}")) is None
+                else str(log_file),
+                log_max_mb=self.settings.log.max_mb,
+            )
+            for place, (index, metrics_port) in enumerate(
+                zip(server.indices, metrics_ports(self.settings), strict=True)
+            )
+        ]
+
+    def _checkpoint_dir(self) -> str | None:
+        """Returns where scheduled checkpoints are taken and loaded; None: nowhere."""
+        server = self.settings.server
+        if server.state_dir is None or not server.takes_checkpoints:
+            return None
+        return str(server.state_dir.absolute() / FOLDER)
+
+    def _say_without_checkpoints(self) -> None:
+        """Warns who has given a state directory and gets no checkpoints in it."""
+        server = self.settings.server
+        is_wanted = server.state_dir is not None and server.checkpoint_s
+        if is_wanted and server.shard_index in (None, 0) and server.why_no_checkpoints:
+            log.warning("no scheduled checkpoints", reason=server.why_no_checkpoints)
+
+    def _schedule(self, folder: str, addresses: list[str]) -> SchedulePlan:
+        server = self.settings.server
+        return SchedulePlan(
+            addresses=server.other_addresses or addresses,
+            folder=folder,
+            every_s=server.checkpoint_s,
+            token_file=server.trust.token_file,
+            log_format=self.settings.log.format,
+            log_level=self.settings.log.level,
+        )
+
+    def _on_ready(self, posts: Sequence[Post]) -> None:
+        run = self._run(posts)
+        if (folder := self._checkpoint_dir()) is not None:
+            self.keeper.start(lambda: self._schedule(folder, run.addresses).to_json())
+        if self.folder is not None:
+            self._write(self.folder, run)
+        if not self.is_told:
+            self.is_told = True
+            self.tell(self._started(run))
+
+    def _write(self, folder: Path, run: Run) -> None:
+        """Writes the run file; a later one that cannot be written leaves the one before.
+
+        That has the same addresses; what it says of the shards' processes is of then.
+
+        Raises:
+            CommandError: It is the first, and cannot be written.
+        """
+        try:
+            run_dir.write(folder, run)
+        except CommandError as problem:
+            if not self.is_told:
+                raise
+            log.error("the run file stays as it was", reason=problem.message)
+
+    def _on_end(self) -> None:
+        if self.folder is not None:
+            run_dir.remove(self.folder)
+
+    def _run(self, posts: Sequence[Post]) -> Run:
+        server = self.settings.server
+        entries = [
+            ShardRun(
+                index=post.plan.index,
+                pid=None if post.process is None else post.process.pid,
+                port=post.plan.port,
+                metrics_port=post.plan.metrics_port,
+                log=_text(post.log_file),
+            )
+            for post in posts
+        ]
+        supervisor_log = self._log_file("supervisor")
+        host = WILDCARDS.get(server.host, server.host)
+        return Run(
+            pid=os.getpid(),
+            began=began(os.getpid()),
+            cluster=self.cluster,
+            host=server.host,
+            port=entries[0].port,
+            addresses=[join_address(host, entry.port) for entry in entries],
+            grace_s=server.grace_s,
+            token_file=server.trust.token_file,
+            detached=self.detached,
+            supervisor_log=_text(supervisor_log),
+            shards=entries,
+        )
+
+    def _started(self, run: Run) -> Started:
+        host = socket.gethostname() if run.host in WILDCARDS else run.host
+        servers = ",".join(join_address(host, shard.port) for shard in run.shards)
+        scheme = "http" if self.settings.server.tls_cert is None else "https"
+        pages = ", ".join(
+            f"{scheme}://{join_address(host, shard.metrics_port)}/metrics"
+            for shard in run.shards
+            if shard.metrics_port is not None
+        )
+        which = f"--port {run.port}"
+        if self.settings.server.state_dir is not None:
+            which += f" --state-dir {shlex.quote(str(self.settings.server.state_dir.absolute()))}"
+        hints = [
+            f"shards ready: {self._which()} (cluster {run.cluster}, process {run.pid})",
+            "connect: set the variable above for the workers, or pass servers= in the script"
+            if self.settings.server.shard_index is None
+            else "connect: give workers the addresses of all shards, in the order of their index",
+            f"look: psserver status {which}",
+            f"end: psserver stop {which}",
+            *self._access(),
+        ]
+        if pages:
+            hints.append(f"metrics: {pages}")
+        if self.detached:
+            hints.append(f"logs, in {self.folder}: psserver logs {which}")
+        elif self.settings.log.format == "json":
+            hints = []  # Standard error is for machines.
+        return Started(servers=servers, hints=hints)
+
+    def _access(self) -> list[str]:
+        """Returns what clients need besides the addresses."""
+        server = self.settings.server
+        wanted = []
+        if server.tls_cert is not None:
+            wanted.append("PACELINE_TLS_CA=ca.pem (who signed --tls-cert)")
+        if server.tls_client_ca is not None:
+            wanted.append("PACELINE_TLS_CERT and PACELINE_TLS_KEY (a certificate of their own)")
+        if server.token_file is not None:
+            wanted.append("PACELINE_TOKEN_FILE (the token of their job)")
+        if wanted:
+            return [f"workers and psserver's commands need {', '.join(wanted)}"]
+        if server.insecure:
+            return ["nothing is checked (--insecure): whoever reaches the port changes the weights"]
+        return []
+
+    def _which(self) -> str:
+        server = self.settings.server
+        if server.shard_index is None:
+            return str(server.shards)
+        return f"number {server.shard_index} of {server.shards}"
+
+    def _log_file(self, name: str) -> Path | None:
+        return self.folder / f"{name}.log" if self.detached and self.folder is not None else None
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _nbytes(folder: Path) -> int:
+    """Returns the bytes of the files in the folders of a folder."""
+    return sum(path.stat().st_size for path in folder.glob("[!.]*/*") if path.is_file())
+
+
+def launch(settings: Settings, *, detach: bool) -> Exit:
+    """Starts shards as the settings say; with `detach` returns as soon as they are ready.
+
+    Raises:
+        CommandError: They cannot be started.
+    """
+    server = settings.server
+    faults.from_environment()  # What is wrong with them is said here, not by each shard.
+    directory = RunDirectory(server.state_dir)
+    for run in directory.runs():
+        if run.port == server.port:
+            raise CommandError(
+                Exit.ALREADY_RUNNING,
+                f"psserver already runs on port {run.port} (process {run.pid}, "
+                f"{len(run.shards)} shards); stop it with: psserver stop --port {run.port}",
+            )
+    folder = _folder(directory, settings, detach=detach)
+    if detach:
+        assert folder is not None
+        return _detach(settings, folder)
+    return Launch(settings=settings, tell=show, folder=folder, detached=False).run()
+
+
+def show(started: Started) -> None:
+    """Prints the variable that workers read, and for a person how to go on."""
+    sys.stdout.write(f"PACELINE_SERVERS={started.servers}\n")
+    sys.stdout.flush()
+    sys.stderr.write("".join(f"{hint}\n" for hint in started.hints))
+
+
+def _folder(directory: RunDirectory, settings: Settings, *, detach: bool) -> Path | None:
+    """Returns where the run file goes; None if that is only a convenience and cannot be had."""
+    server = settings.server
+    directory.clear()
+    try:
+        return directory.make(str(server.port) if server.port else f"{FREE}{os.getpid()}")
+    except CommandError as problem:
+        if detach or server.state_dir is not None:
+            raise
+        sys.stderr.write(f"psserver: no run file, so give --servers to status: {problem}\n")
+        return None
+
+
+def _detach(settings: Settings, folder: Path) -> Exit:
+    """Leaves the supervisor behind in a session of its own, once the shards are ready."""
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_fd)
+        _be_supervisor(settings, folder, write_fd)
+    os.close(write_fd)
+    with os.fdopen(read_fd, encoding="utf-8") as pipe:
+        try:
+            line = pipe.readline()
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGTERM)
+            raise
+    if not line:
+        raise CommandError(
+            Exit.SHARD_DIED, f"the supervisor ended early; see {folder / 'supervisor.log'}"
+        )
+    values = json.loads(line)
+    if "code" in values:
+        raise CommandError(Exit(values["code"]), values["message"])
+    show(Started(**values))
+    return Exit.OK
+
+
+def _be_supervisor(settings: Settings, folder: Path, write_fd: int) -> None:
+    """Is the detached process; does not return."""
+
+    def tell(started: Started) -> None:
+        answer({"servers": started.servers, "hints": started.hints})
+
+    def answer(values: dict[str, object]) -> None:
+        os.write(write_fd, (json.dumps(values) + "\n").encode())
+        os.close(write_fd)
+
+    os.setsid()
+    log_fd = os.open(folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    for target, fd in ((0, null_fd), (1, null_fd), (2, log_fd)):
+        os.dup2(fd, target)
+    code = Exit.BUG
+    try:
+        code = Launch(settings=settings, tell=tell, folder=folder, detached=True).run()
+    except CommandError as problem:
+        log.error("start failed", reason=problem.message)
+        answer({"code": int(problem.code), "message": problem.message})
+        code = problem.code
+    finally:
+        if code is Exit.BUG:
+            sys.excepthook(*sys.exc_info())
+        os._exit(code)

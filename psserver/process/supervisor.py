@@ -1,0 +1,342 @@
+"""The parent of the shards: starts a process for each, waits until all answer, keeps them alive.
+
+A shard ends when its standard input does, so none outlives the process that holds it, however that
+one ends. A shard that dies by itself is started again, after a pause that doubles up to a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import structlog
+
+from psserver.exits import CommandError, Exit
+from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan, report_from_json
+
+log = structlog.get_logger()
+
+START_S_MAX = 60.0
+STOP_MARGIN_S = 5.0  # Beyond the grace period, until a shard is killed.
+PAUSE_S_MIN = 0.1
+PAUSE_S_MAX = 30.0
+RESTARTS_MAX = 10  # One after the other, without having lived for `SETTLED_S`.
+SETTLED_S = 10.0
+LINE_NBYTES_MAX = 64 << 10
+# A file of the user's named like a module must not be found, unless Paceline itself is found there.
+SAFE = [] if sys.path[:1] == [os.getcwd()] else ["-P"]
+
+
+class ShardProcess:
+    """One shard as its parent sees it."""
+
+    def __init__(self, plan: ShardPlan, log_file: Path | None = None) -> None:
+        """Starts the process.
+
+        Args:
+            plan: What the shard is told.
+            log_file: Where its log lines go; None for our own standard error.
+        """
+        self.plan = plan
+        self.log_file = log_file
+        self.report: Report | None = None
+        self.started_s = time.monotonic()
+        self._line = b""
+        stderr = None if log_file is None else _open_log(log_file)
+        self._popen = subprocess.Popen(
+            [sys.executable, *SAFE, "-m", "psserver", "shard", plan.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            process_group=0,  # Ctrl-C at a terminal is ours to pass on.
+        )
+        if stderr is not None:
+            stderr.close()
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._popen.pid
+
+    def fileno(self) -> int:
+        """Readable when there is a report, or the process has ended."""
+        assert self._popen.stdout is not None
+        return self._popen.stdout.fileno()
+
+    def read(self) -> bool:
+        """Takes in what the process has written; returns False if it has ended."""
+        chunk = os.read(self.fileno(), LINE_NBYTES_MAX)
+        if self.report is None:
+            self._line += chunk
+            line, newline, _ = self._line.partition(b"\n")
+            if newline:
+                self.report = report_from_json(line.decode())
+            assert len(self._line) <= LINE_NBYTES_MAX
+        return bool(chunk)
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, if the process is still there."""
+        self._popen.send_signal(number)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Waits for the end and returns the exit status, or None after `timeout_s`."""
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Lets the pipes go; a shard that still runs ends by itself."""
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def failure(self, status: int | None) -> CommandError:
+        """Returns why the process did not become ready."""
+        if isinstance(self.report, Refused):
+            return CommandError(self.report.code, f"shard {self.plan.index} {self.report.message}")
+        where = "the lines above" if self.log_file is None else str(self.log_file)
+        start_s = START_S_MAX + self.plan.loading_s
+        how = f"did not answer within {start_s:g} s" if status is None else ended(status)
+        return CommandError(
+            Exit.SHARD_DIED, f"shard {self.plan.index} {how} before it was ready; see {where}"
+        )
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """Returns where a shard writes its log lines: nowhere, if there is no room for them."""
+    try:
+        return path.open("ab")
+    except OSError as problem:
+        log.error("a shard goes without its log file", path=str(path), reason=str(problem))
+        return Path(os.devnull).open("ab")
+
+
+def ended(status: int) -> str:
+    """Returns how a process ended, in words."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with exit code {status}"
+
+
+def wait_ready(shards: Sequence[ShardProcess], wake_fd: int | None = None) -> bool:
+    """Waits until every shard is ready; returns False if `wake_fd` became readable before.
+
+    Raises:
+        CommandError: One of them cannot start, or takes too long.
+    """
+    loading_s = max((shard.plan.loading_s for shard in shards), default=0.0)
+    deadline_s = time.monotonic() + START_S_MAX + loading_s
+    with selectors.DefaultSelector() as selector:
+        for shard in shards:
+            selector.register(shard, selectors.EVENT_READ)
+        if wake_fd is not None:
+            selector.register(wake_fd, selectors.EVENT_READ)
+        while unready := [s for s in shards if not isinstance(s.report, Ready)]:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise unready[0].failure(None)
+            for key, _ in selector.select(left_s):
+                if not isinstance(key.fileobj, ShardProcess):
+                    return False
+                if not key.fileobj.read() or isinstance(key.fileobj.report, Refused):
+                    raise key.fileobj.failure(key.fileobj.wait())
+    return True
+
+
+def stop(shards: Iterable[ShardProcess], grace_s: float) -> bool:
+    """Ends shards in order; returns whether all did within the grace period and a margin."""
+    shards = list(shards)
+    for shard in shards:
+        shard.send(signal.SIGTERM)
+    deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
+    late = [s for s in shards if s.wait(max(0.0, deadline_s - time.monotonic())) is None]
+    for shard in late:
+        log.error("shard killed, it did not end in time", shard=shard.plan.index, pid=shard.pid)
+        shard.send(signal.SIGKILL)
+        shard.wait()
+    for shard in shards:
+        shard.close()
+    return not late
+
+
+class Wake:
+    """Turns SIGTERM and SIGINT into a readable file; use as a context manager."""
+
+    def __enter__(self) -> Wake:
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._former_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._former = {n: signal.signal(n, self._ignore) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._former_fd)
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        os.close(self._read_fd)
+        os.close(self._write_fd)
+
+    def fileno(self) -> int:
+        """Readable once a signal has come."""
+        return self._read_fd
+
+    @staticmethod
+    def _ignore(number: int, frame: FrameType | None) -> None:
+        """The byte in the pipe is what counts."""
+
+
+@dataclass(slots=True)
+class Post:
+    """The place of one shard: its process, or when the next one is due."""
+
+    plan: ShardPlan  # With the ports that the first process got.
+    log_file: Path | None
+    process: ShardProcess | None = None
+    due_s: float = 0.0
+    num_restarts: int = 0  # Since the shard last lived for `SETTLED_S`.
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Keeps the shards of one `psserver start`."""
+
+    plans: Sequence[ShardPlan]
+    log_files: Sequence[Path | None]
+    restart: bool
+    on_ready: Callable[[Sequence[Post]], None]  # After the start, and after each restart.
+    on_end: Callable[[], None]
+    before_stop: Callable[[], None] = lambda: None  # While the shards still serve.
+    posts: list[Post] = field(default_factory=list)
+
+    def run(self) -> Exit:
+        """Starts the shards and stays until a signal comes or all of them have ended.
+
+        Raises:
+            CommandError: They cannot be started.
+        """
+        with Wake() as wake:
+            try:
+                for plan, log_file in zip(self.plans, self.log_files, strict=True):
+                    self.posts.append(Post(plan, log_file, ShardProcess(plan, log_file)))
+                if not wait_ready(self._processes(), wake.fileno()):
+                    return Exit.OK
+                for post in self.posts:
+                    post.plan = _fixed(post)
+                self.on_ready(self.posts)
+                code = self._keep(wake)
+                if code is Exit.OK and self._processes():
+                    self.before_stop()
+                return code if self._stop() else Exit.SHARD_DIED
+            finally:
+                self._stop()
+                self.on_end()
+
+    def _keep(self, wake: Wake) -> Exit:
+        """Watches until a signal comes, no shard is left, or one is dead for good."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(wake, selectors.EVENT_READ)
+            for process in self._processes():
+                selector.register(process, selectors.EVENT_READ)
+            while any(post.process or post.due_s for post in self.posts):
+                for key, _ in selector.select(self._pause_s()):
+                    if not isinstance(key.fileobj, ShardProcess):
+                        return Exit.OK
+                    if self._is_alive(key.fileobj):
+                        continue
+                    selector.unregister(key.fileobj)
+                    if not self._bury(key.fileobj):
+                        return Exit.SHARD_DIED
+                for post in self.posts:
+                    if post.due_s and post.due_s <= time.monotonic():
+                        self._start_again(post, selector)
+        return Exit.OK
+
+    def _start_again(self, post: Post, selector: selectors.BaseSelector) -> None:
+        """Starts a shard's next process; if the machine has no room for one, it is tried later."""
+        post.due_s = 0.0
+        try:
+            post.process = ShardProcess(post.plan, post.log_file)
+        except OSError as problem:
+            post.due_s = time.monotonic() + PAUSE_S_MAX
+            log.error(
+                "shard cannot be started, it is tried again",
+                shard=post.plan.index,
+                reason=str(problem),
+                pause_s=PAUSE_S_MAX,
+            )
+        else:
+            selector.register(post.process, selectors.EVENT_READ)
+
+    def _is_alive(self, process: ShardProcess) -> bool:
+        """Reads from a process; one that has come back is announced."""
+        was_ready = isinstance(process.report, Ready)
+        if not process.read():
+            return False
+        if not was_ready and isinstance(process.report, Ready):
+            log.warning(
+                "shard restarted",
+                shard=process.plan.index,
+                pid=process.pid,
+            )
+            self.on_ready(self.posts)
+        return True
+
+    def _bury(self, process: ShardProcess) -> bool:
+        """Notes that a shard has ended; returns False if that is the end of all of them."""
+        post = next(post for post in self.posts if post.process is process)
+        status = process.wait()
+        process.close()
+        post.process = None
+        if status == Exit.OK:
+            log.info("shard drained", shard=process.plan.index)
+            return True
+        if time.monotonic() - process.started_s > SETTLED_S:
+            post.num_restarts = 0
+        assert status is not None
+        how = ended(status)
+        if isinstance(process.report, Refused):
+            how = process.report.message
+        gives_up = not self.restart or post.num_restarts >= RESTARTS_MAX
+        pause_s = min(PAUSE_S_MIN * 2**post.num_restarts, PAUSE_S_MAX)
+        log.error(
+            "shard died" if gives_up else "shard died, it is started again",
+            shard=process.plan.index,
+            pid=process.pid,
+            how=how,
+            **({} if gives_up else {"pause_s": pause_s}),
+        )
+        post.num_restarts += 1
+        post.due_s = 0.0 if gives_up else time.monotonic() + pause_s
+        return not gives_up
+
+    def _pause_s(self) -> float | None:
+        """Returns the time until the next restart is due."""
+        due = [post.due_s for post in self.posts if post.due_s]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _processes(self) -> list[ShardProcess]:
+        return [post.process for post in self.posts if post.process is not None]
+
+    def _stop(self) -> bool:
+        processes = self._processes()
+        for post in self.posts:
+            post.process = None
+        return stop(processes, max((p.plan.grace_s for p in processes), default=0.0))
+
+
+def _fixed(post: Post) -> ShardPlan:
+    """Returns the plan with the ports that the shard has got, for its restarts."""
+    assert post.process is not None
+    report = post.process.report
+    assert isinstance(report, Ready)
+    return replace(post.plan, port=report.port, metrics_port=report.metrics_port)

@@ -1,0 +1,1 @@
+"""Asks running shards from outside, and reads and writes checkpoints."""

@@ -1,0 +1,180 @@
+"""Asks shards over the network, all of them at once: how they do, if they are ready, to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pscore.errors import AccessError
+from pscore.net.credentials import ANYONE, Credentials
+from pscore.net.rpc import RETRYABLE, error_of
+from pscore.net.tls import diagnose
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from psserver.exits import CommandError, Exit
+from psserver.process.shard_plan import join_address
+
+ANSWER_S_MAX = 5.0
+POLL_S = 0.05
+
+
+def statuses(addresses: Sequence[str], credentials: Credentials = ANYONE) -> list[pb.StatusReply]:
+    """Returns the status of the shards at `addresses`, in this order.
+
+    Raises:
+        CommandError: One of them does not answer; says which, and for how long it was asked.
+    """
+    return _ask_all(addresses, credentials, _ask_status)
+
+
+def answers(
+    addresses: Sequence[str], credentials: Credentials = ANYONE
+) -> list[pb.StatusReply | CommandError]:
+    """Returns the status of the shards at `addresses`, in this order, or why there is none.
+
+    Raises:
+        CommandError: None of them answers, or one refuses; says which, and how long it was asked.
+    """
+    silent: list[CommandError] = []
+    replies = _ask_all(addresses, credentials, _ask_status, silent)
+    if len(silent) == len(addresses):
+        raise silent[0]
+    return replies
+
+
+def _ask_status(channel: grpc.Channel) -> Any:
+    stub = control_pb2_grpc.ControlStub(channel)
+    return stub.Status.future(pb.StatusRequest(), timeout=ANSWER_S_MAX)
+
+
+def neighbours(host: str, port: int, credentials: Credentials = ANYONE) -> list[str]:
+    """Returns the addresses of all shards of a start whose shard 0 listens on `port`.
+
+    Raises:
+        CommandError: Nobody answers there.
+    """
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = control_pb2_grpc.ControlStub(channel)
+        return stub.Describe.future(pb.DescribeRequest(), timeout=ANSWER_S_MAX)
+
+    (about,) = _ask_all([join_address(host, port)], credentials, ask)
+    first = port - about.shard
+    return [join_address(host, first + index) for index in range(about.num_shards)]
+
+
+def drain(addresses: Sequence[str], grace_s: float, credentials: Credentials = ANYONE) -> None:
+    """Asks shards to end, and returns when they no longer answer.
+
+    Raises:
+        CommandError: One of them does not answer at first, or still does in the end.
+    """
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = control_pb2_grpc.ControlStub(channel)
+        return stub.Drain.future(pb.DrainRequest(grace_s=grace_s), timeout=ANSWER_S_MAX)
+
+    _ask_all(addresses, credentials, ask)
+    deadline_s = time.monotonic() + grace_s + ANSWER_S_MAX
+    while any(readiness(addresses, credentials, names=("liveness",))):
+        if time.monotonic() > deadline_s:
+            raise CommandError(
+                Exit.SHARD_DIED, f"{', '.join(addresses)}: still there after {grace_s:g} s of grace"
+            )
+        time.sleep(POLL_S)
+
+
+def forget(
+    addresses: Sequence[str],
+    job: str,
+    credentials: Credentials = ANYONE,
+    *,
+    is_forced: bool = False,
+) -> list[pb.ForgetReply]:
+    """Asks shards to forget a job; returns their answers, in this order.
+
+    Raises:
+        CommandError: One of them does not answer, or refuses.
+    """
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = control_pb2_grpc.ControlStub(channel)
+        request = pb.ForgetRequest(job=job, force=is_forced)
+        return stub.Forget.future(request, timeout=ANSWER_S_MAX)
+
+    return _ask_all(addresses, credentials, ask)
+
+
+def readiness(
+    addresses: Sequence[str],
+    credentials: Credentials = ANYONE,
+    names: Sequence[str] = ("readiness",),
+) -> list[bool]:
+    """Returns for each shard whether it answers that it serves."""
+    found: list[bool] = []
+    for address in addresses:
+        with credentials.channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                replies = [
+                    stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=ANSWER_S_MAX)
+                    for name in names
+                ]
+            except grpc.RpcError:
+                found.append(False)
+            else:
+                serving = health_pb2.HealthCheckResponse.SERVING
+                found.append(all(reply.status == serving for reply in replies))
+    return found
+
+
+def _ask_all(
+    addresses: Sequence[str],
+    credentials: Credentials,
+    ask: Callable[[grpc.Channel], Any],
+    silent: list[CommandError] | None = None,
+) -> list[Any]:
+    """Returns all answers; for who gives none an error, which is raised without a list for it."""
+    started_s = time.monotonic()
+    channels = [credentials.channel(address) for address in addresses]
+    try:
+        calls = [ask(channel) for channel in channels]
+        replies: list[Any] = []
+        for address, call in zip(addresses, calls, strict=True):
+            try:
+                replies.append(_answer(address, call, started_s, credentials))
+            except CommandError as problem:
+                if silent is None or problem.code is not Exit.NO_ANSWER:
+                    raise
+                silent.append(problem)
+                replies.append(problem)
+        return replies
+    finally:
+        for channel in channels:
+            channel.close()
+
+
+def _answer(address: str, call: Any, started_s: float, credentials: Credentials) -> Any:
+    try:
+        return call.result()
+    except grpc.RpcError as problem:
+        waited_s = time.monotonic() - started_s
+        port = address.rpartition(":")[2]
+        refusal = error_of(problem, address)
+        if isinstance(refusal, AccessError):
+            raise CommandError(Exit.ACCESS, f"{address}: {refusal}") from problem
+        is_shut = call.code() in RETRYABLE and call.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        if is_shut and (reason := diagnose(address, credentials)):
+            raise CommandError(Exit.ACCESS, str(reason)) from problem
+        how = f"start servers with: psserver start --port {port}"
+        if call.code() is grpc.StatusCode.UNIMPLEMENTED:
+            what = f"{address} is another service, not a shard of psserver"
+        elif call.code() in RETRYABLE:
+            what = f"nobody answers at {address} (waited {waited_s:.1f} s)"
+        else:
+            what = f"{address} answers {call.code().name}: {call.details()}"
+        raise CommandError(Exit.NO_ANSWER, f"{what}; {how}") from problem

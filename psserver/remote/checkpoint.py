@@ -1,0 +1,381 @@
+"""Checkpoints of a job: all its numbers out of the shards at one step, and back into shards.
+
+A slice is copied right behind the update that makes the wanted version, in a mode that counts by
+steps; training goes on meanwhile. In an asynchronous mode slices have no step in common: they are
+copied at one moment, each with the steps of each worker that are in it. What error feedback owes is
+each worker's own, and is asked of it as it was after its last push in that step (residuals.py). How
+all this lies in files is said in checkpoint_files.py.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+
+from pscore.net.credentials import Credentials
+from pscore.net.rpc import error_of
+from pscore.optimizers import OPTIMIZERS
+from pscore.partition import Layout, make_layout
+from pscore.pb.ps.v1 import checkpoint_pb2 as pb
+from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
+from pscore.types import FloatArray, SliceSpec
+from psserver.decisions.job import State
+from psserver.decisions.table import TableSpec
+from psserver.durability import records
+from psserver.engine.residuals import is_owed
+from psserver.exits import CommandError, Exit
+from psserver.remote import ask
+from psserver.remote.checkpoint_files import Checkpoint, TableState, Tensors
+
+CHUNK_NBYTES = 4 << 20
+CALL_TIMEOUT_S = 30.0
+WAIT_MS = 2000
+OWED_WAIT_S = 60.0  # Workers that have stopped are asked at each of their heartbeats.
+ATTEMPTS = 8
+
+
+class Shards:
+    """Connections to the shards of a job."""
+
+    def __init__(self, addresses: Sequence[str], credentials: Credentials) -> None:
+        """Connects lazily."""
+        self.addresses = addresses
+        self._channels = [credentials.channel(address) for address in addresses]
+        self.stubs = [checkpoint_pb2_grpc.CheckpointsStub(channel) for channel in self._channels]
+
+    def call(self, shard: int, method: str, request: Any) -> Any:
+        """Makes one call.
+
+        Raises:
+            CommandError: The shard does not answer, or refuses.
+        """
+        try:
+            return getattr(self.stubs[shard], method)(request, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as failure:
+            error = error_of(failure, self.addresses[shard])
+            raise CommandError(Exit.NO_ANSWER, f"{self.addresses[shard]}: {error}") from failure
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for channel in self._channels:
+            channel.close()
+
+
+# ----- out of the shards
+
+
+def capture(
+    addresses: Sequence[str], credentials: Credentials, job: str | None, *, weights_only: bool
+) -> Checkpoint:
+    """Returns a job as it is at one step.
+
+    Args:
+        addresses: Of all shards, in order.
+        credentials: With the token for everything.
+        job: Its name; may be left out if there is one only.
+        weights_only: Leave the optimizer's state and the mode's memory out.
+
+    Raises:
+        CommandError: There is no such job, or a shard does not answer.
+    """
+    statuses = ask.statuses(addresses, credentials)
+    found = _choose(statuses[0], job)
+    shards = Shards(addresses, credentials)
+    try:
+        checkpoint = Checkpoint(
+            job=found.job,
+            num_workers=found.num_workers,
+            min_workers=found.min_workers,
+            is_finished=is_finished(found),
+        )
+        for table in found.tables:
+            versions = [
+                (entry.version_min, entry.version_max)
+                for status in statuses
+                for other in status.jobs
+                if other.job == found.job
+                for entry in other.tables
+                if entry.name == table.name and entry.num_slices
+            ]
+            newest = max((version for _, version in versions), default=-1)
+            state = _capture_table(shards, found.job, table.name, newest, weights_only)
+            checkpoint.tables.append(state)
+        return checkpoint
+    finally:
+        shards.close()
+
+
+def is_finished(job: control_pb2.JobStatus) -> bool:
+    """Returns whether a job has ended: its name is free for another one."""
+    return job.state == State.ENDED.value
+
+
+def _choose(status: control_pb2.StatusReply, name: str | None) -> control_pb2.JobStatus:
+    jobs = [job for job in status.jobs if name in (None, job.job) and job.tables]
+    if len(jobs) == 1:
+        return jobs[0]
+    listed = ", ".join(repr(job.job) for job in status.jobs) or "none"
+    wanted = "a job with weights" if name is None else f"a job {name!r} with weights"
+    hint = "; say which with --job" if jobs else ""
+    raise CommandError(Exit.USAGE, f"{wanted} is wanted, and there are {listed}{hint}")
+
+
+def _capture_table(
+    shards: Shards, job: str, table: str, newest: int, weights_only: bool
+) -> TableState:
+    """Copies a table at the newest version, or at one soon to come if that is gone already."""
+    version, margin = newest, 1
+    gone = -1  # The newest version that cannot be had any more.
+    for _ in range(ATTEMPTS):
+        name = secrets.token_hex(8)
+        try:
+            request = pb.CaptureRequest(
+                job=job, table=table, id=name, version=version, weights_only=weights_only
+            )
+            replies = _capture_at(shards, request, gone)
+            if all(reply.state == pb.CAPTURE_DONE for reply in replies):
+                state = _read(shards, name, replies, weights_only)
+                _require_weights(state, job)
+                return state
+        finally:
+            for shard in range(len(shards.stubs)):
+                shards.call(shard, "Release", pb.ReleaseRequest(id=name))
+        if not all(reply.by_step for reply in replies):
+            version = -1
+        elif any(reply.state == pb.CAPTURE_PASSED for reply in replies):
+            gone = max(gone, version)
+            version = max(reply.version_max for reply in replies) + margin
+            margin *= 2
+        else:  # Nobody pushes: the version that all have is the newest.
+            version = max(reply.version_max for reply in replies)
+    raise CommandError(
+        Exit.NO_ANSWER,
+        f"table {table!r} of job {job!r} could not be copied at one version in {ATTEMPTS} "
+        "attempts: a worker has stopped in the middle of a step (psserver status says which), or "
+        "steps are too fast",
+    )
+
+
+def _require_weights(state: TableState, job: str) -> None:
+    """Raises a `CommandError` if a slice has been declared, and has no weights yet."""
+    if state.updates[0] < 0:
+        raise CommandError(
+            Exit.NO_ANSWER,
+            f"table {state.spec.name!r} of job {job!r} has no weights yet; worker 0 brings them "
+            "when it has joined",
+        )
+
+
+def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
+    """Has all shards copy at one version; returns when they have, or one cannot.
+
+    Where nobody pushes it returns too, unless the version that all have is `gone`: somebody stands
+    still, and others have pushed the step that it has not; what they owed before is theirs alone.
+
+    Raises:
+        CommandError: Workers do not send what they owe, or do not go on.
+    """
+    everybody = range(len(shards.stubs))
+    deadline_s = time.monotonic() + OWED_WAIT_S
+    replies = [shards.call(shard, "Capture", request) for shard in everybody]  # All are armed.
+    if not all(reply.by_step for reply in replies) and request.version >= 0:
+        for reply in replies:
+            reply.state = pb.CAPTURE_PASSED
+    request.wait_ms = WAIT_MS
+    while not any(reply.state == pb.CAPTURE_PASSED for reply in replies):
+        with ThreadPoolExecutor(len(everybody)) as pool:  # All wait at once.
+            replies = list(
+                pool.map(lambda shard: shards.call(shard, "Capture", request), everybody)
+            )
+        states = {reply.state for reply in replies}
+        is_idle = pb.CAPTURE_WAITING in states and max(r.version_max for r in replies) > gone
+        if is_idle or states == {pb.CAPTURE_DONE}:
+            break
+        if time.monotonic() > deadline_s:
+            ranks = sorted({rank for reply in replies for rank in reply.owing})
+            awaited = next((r.waiting_for for r in replies if r.waiting_for), "nothing")
+            raise CommandError(
+                Exit.NO_ANSWER,
+                f"table {request.table!r} of job {request.job!r} could not be copied within "
+                f"{OWED_WAIT_S:g} s: a worker has stopped in the middle of a step, or has not sent "
+                f"what its error feedback owes: {ranks or 'nobody'}; the job waits for {awaited}",
+            )
+    return replies
+
+
+def _read(
+    shards: Shards, name: str, replies: Sequence[pb.CaptureReply], weights_only: bool
+) -> TableState:
+    about = [json.loads(reply.about) for reply in replies]
+    spec = records.spec_of(about[0])
+    layout = make_layout(spec.tensors, spec.num_shards)
+    flats: dict[str, FloatArray] = {}
+    counts = [0] * len(spec.tensors)
+    slices: dict[str, Any] = {}
+    for part in layout.slices:
+        entry = about[part.shard]["slices"][str(part.index)]
+        slices[str(part.index)] = {"version": entry["version"], "clocks": entry["clocks"]}
+        for segment, count in zip(part.segments, entry["counts"], strict=True):
+            counts[segment.tensor] = count
+        for array in ["weights"] if weights_only else entry["arrays"]:
+            flat = flats.setdefault(array, np.zeros(layout.numel, dtype=np.float32))
+            target = flat[part.start : part.stop].view(np.uint8)
+            for offset in range(0, target.nbytes, CHUNK_NBYTES):
+                request = pb.ReadRequest(
+                    id=name, slice=part.index, array=array, offset=offset, nbytes=CHUNK_NBYTES
+                )
+                data = shards.call(part.shard, "Read", request).data
+                target[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+    versions = {entry["version"] for entry in slices.values()}
+    return TableState(
+        spec=spec,
+        version=versions.pop() if len(versions) == 1 else -1,
+        slices=slices,
+        counts=counts,
+        arrays={
+            _known_as(spec, array): _by_tensor(layout, flat, only_compressed=is_owed(array))
+            for array, flat in flats.items()
+        },
+    )
+
+
+def _known_as(spec: TableSpec, array: str) -> str:
+    """Returns the name of an array in files: `state.0` is what torch calls it."""
+    if is_owed(array):
+        return array
+    kind, _, name = array.partition(".")
+    return OPTIMIZERS[spec.optimizer].state_names[int(name)] if kind == "state" else name or kind
+
+
+def _by_tensor(layout: Layout, flat: FloatArray, *, only_compressed: bool) -> dict[str, FloatArray]:
+    return {
+        tensor.name: flat[offset : offset + tensor.numel].reshape(tensor.shape)
+        for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)
+        if tensor.compress or not only_compressed
+    }
+
+
+# ----- back into shards
+
+
+def restore(
+    addresses: Sequence[str],
+    credentials: Credentials,
+    checkpoint: Checkpoint,
+    job: str,
+    only: Sequence[int] | None = None,
+) -> None:
+    """Makes a job of a checkpoint, on any number of shards; workers then join it.
+
+    Args:
+        addresses: Of all shards, in order.
+        credentials: With the token for everything.
+        checkpoint: What was read.
+        job: Name of the job to make.
+        only: The shards that get their part; None: all of them.
+
+    Raises:
+        CommandError: A shard does not answer, or has a job of that name with live workers.
+    """
+    name = secrets.token_hex(8)
+    chosen = range(len(addresses)) if only is None else only
+    request = preparation(name, checkpoint, job, len(addresses))
+    shards = Shards(addresses, credentials)
+    try:
+        for shard in chosen:
+            shards.call(shard, "Prepare", request)
+        for shard, message in messages(name, checkpoint, len(addresses), chosen):
+            shards.call(shard, "Write", message)
+        for shard in chosen:
+            shards.call(shard, "Finish", pb.FinishRequest(id=name))
+    finally:
+        shards.close()
+
+
+def preparation(name: str, checkpoint: Checkpoint, job: str, num_shards: int) -> pb.PrepareRequest:
+    """Returns the message that declares a job to each of its shards.
+
+    Args:
+        name: Of this delivery.
+        checkpoint: What is delivered.
+        job: Name of the job to make.
+        num_shards: Of the cluster.
+    """
+    return pb.PrepareRequest(
+        job=job,
+        id=name,
+        num_workers=checkpoint.num_workers,
+        min_workers=checkpoint.min_workers,
+        tables=[json.dumps(_about(table, num_shards)) for table in checkpoint.tables],
+    )
+
+
+def messages(
+    name: str, checkpoint: Checkpoint, num_shards: int, chosen: Container[int]
+) -> Iterator[tuple[int, pb.WriteRequest]]:
+    """Returns the messages that bring numbers to chosen shards, each with the shard's index."""
+    for number, table in enumerate(checkpoint.tables):
+        layout = make_layout(table.spec.tensors, num_shards)
+        parts = [part for part in layout.slices if part.shard in chosen]
+        for array, tensors in table.arrays.items():
+            known_as = _name_on_shards(table.spec, array)
+            for part, flat in _flattened(layout, parts, tensors, only_compressed=is_owed(array)):
+                data = flat.view(np.uint8)
+                for offset in range(0, data.nbytes, CHUNK_NBYTES):
+                    yield (
+                        part.shard,
+                        pb.WriteRequest(
+                            id=name,
+                            table=number,
+                            slice=part.index,
+                            array=known_as,
+                            offset=offset,
+                            data=data[offset : offset + CHUNK_NBYTES].tobytes(),
+                        ),
+                    )
+
+
+def _flattened(
+    layout: Layout, parts: Sequence[SliceSpec], tensors: Tensors, *, only_compressed: bool
+) -> Iterator[tuple[SliceSpec, FloatArray]]:
+    """Returns slices with their numbers, and reads each tensor once."""
+    index, tensor = -1, np.zeros(0, dtype=np.float32)
+    for part in parts:
+        if only_compressed and not part.compress:
+            continue
+        flat = np.zeros(part.numel, dtype=np.float32)
+        for segment in part.segments:
+            if segment.tensor != index:
+                index = segment.tensor
+                tensor = tensors[layout.tensors[index].name].reshape(-1)
+            start = segment.tensor_start
+            stop = start + segment.stop - segment.start
+            flat[segment.start : segment.stop] = tensor[start:stop]
+        yield part, flat
+
+
+def _about(table: TableState, num_shards: int) -> dict[str, Any]:
+    spec = replace(table.spec, num_shards=num_shards)
+    return {
+        "spec": records.spec_to_json(spec),
+        "version": max(table.updates[1], 0),
+        "clock": table.clock,
+        "counts": table.counts,
+        "arrays": [_name_on_shards(spec, array) for array in table.arrays],
+    }
+
+
+def _name_on_shards(spec: TableSpec, array: str) -> str:
+    """Returns what shards call an array in a file; `_known_as` the other way."""
+    states = OPTIMIZERS[spec.optimizer].state_names
+    if array == "weights" or is_owed(array):
+        return array
+    return f"state.{states.index(array)}" if array in states else f"memory.{array}"

@@ -1,0 +1,521 @@
+"""Checkpoints as files: written so that a kill at any moment leaves a good one, verified when read.
+
+    DIR/mnist-00000012/
+        manifest.json                   job, sequence, mode, optimizer, tensors, versions, hashes
+        model.safetensors               the weights, by the tensors' names
+        momentum_buffer.safetensors     the optimizer's state, one file for each array, likewise
+        weights_backup.0.safetensors    what the mode remembers (dcasgd), likewise
+        owed.0.residual.safetensors     what error feedback owes at worker 0, likewise
+
+Checkpoints of one job are ordered by the `sequence` in their manifests: the newest has the largest.
+Clocks and steps play no part, since asynchronous jobs have no common step and a job may begin anew.
+The name of a folder is for people and claims its number: jobs and processes may share DIR.
+
+All files are written into a draft folder and synced. Then the folder is renamed to its final name,
+which no other writer can have taken, and DIR is synced. Older checkpoints of the same job are
+deleted last. So a full disk or a kill leaves those that were there. A draft left by a killed writer
+is deleted by the next one: every writer holds a shared lock on DIR/.lock, and drafts are deleted
+by a writer that gets this lock alone.
+
+The manifest holds a hash of every file and of itself. What does not fit them is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from pscore.errors import ConfigError
+from pscore.types import FloatArray
+from psserver.decisions.table import TableSpec
+from psserver.durability import records
+from psserver.engine.residuals import is_owed
+from psserver.exits import CommandError, Exit
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+DRAFT = ".draft-"
+LOCK = ".lock"
+ASIDE = "forgotten"  # In the folder: checkpoints of jobs that are not to be loaded.
+SLUG_LENGTH_MAX = 64
+NAME = re.compile(r"(.*)-(\d{8,})")
+
+Tensors = Mapping[str, FloatArray]
+Tell = Callable[[str], None]
+# What reading a file of any content may raise.
+PROBLEMS = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, ConfigError,
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class TableState:
+    """One table of a job, whole."""
+
+    spec: TableSpec
+    version: int  # Of all slices; -1 if they have none in common.
+    slices: dict[str, Any]  # By index: version, and steps of each worker.
+    counts: list[int]  # Optimizer steps of each tensor.
+    arrays: Mapping[str, Tensors]  # By array and tensor.
+
+    @property
+    def updates(self) -> tuple[int, int]:
+        """The fewest and the most updates that a slice has had."""
+        versions = [int(entry["version"]) for entry in self.slices.values()] or [self.version]
+        return min(versions), max(versions)
+
+    @property
+    def clock(self) -> int:
+        """Steps from which workers go on: the version, else those of the furthest worker."""
+        if self.version >= 0 and self.spec.rule.by_step:
+            return self.version
+        return max((int(c) for entry in self.slices.values() for c in entry["clocks"].values()),
+                   default=0)  # fmt: skip
+
+    @property
+    def position(self) -> str:
+        """Where training was, in words."""
+        if self.version >= 0 and self.spec.rule.by_step:
+            return f"step {self.version}"
+        fewest, most = self.updates
+        return f"{fewest} updates" if fewest == most else f"{fewest} to {most} updates"
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoint:
+    """A job as it was at one moment."""
+
+    job: str
+    num_workers: int
+    min_workers: int = 0  # Of an elastic job (`Membership`).
+    is_finished: bool = False  # The job had ended.
+    tables: list[TableState] = field(default_factory=list)
+
+    @property
+    def position(self) -> str:
+        """Where training was, in words."""
+        return self.tables[0].position if self.tables else "no tables"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A folder that is, or should be, a checkpoint."""
+
+    path: Path
+    job: str | None  # None if the manifest cannot be read.
+    sequence: int  # From the manifest, or else from the folder's name; -1 for none.
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""  # Why the manifest cannot be read.
+
+    def may_be_of(self, job: str) -> bool:
+        """Returns whether this is a checkpoint of a job, as far as can be told."""
+        if self.job is not None:
+            return self.job == job
+        name = NAME.fullmatch(self.path.name)
+        return name is not None and name[1] == _slug(job)
+
+
+# ----- writing
+
+
+def write(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Writes a checkpoint below `folder`, then deletes the oldest of its job beyond `keep`.
+
+    Raises:
+        OSError: It cannot be written; those that are there stay.
+    """
+    _make(folder)
+    with _writing(folder):
+        draft = folder / f"{DRAFT}{secrets.token_hex(8)}"
+        draft.mkdir()
+        try:
+            hashes: dict[str, str] = {}
+            for number, table in enumerate(checkpoint.tables):
+                for array, tensors in table.arrays.items():
+                    path = draft / _file_name(number, array)
+                    _save(tensors, path)
+                    hashes[path.name] = _hash(path)
+            target, sequence = _publish(draft, checkpoint, hashes)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        _prune(folder, checkpoint.job, sequence, keep)
+    return target
+
+
+def set_aside(folder: Path, job: str) -> Path | None:
+    """Moves the checkpoints of a job to where no start looks for them, and deletes none.
+
+    Args:
+        folder: Of the checkpoints.
+        job: Its name.
+
+    Returns:
+        Where they are now; None if there are none.
+
+    Raises:
+        OSError: They cannot be moved.
+    """
+    if not folder.is_dir():
+        return None
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # There are no locks here.
+            fcntl.flock(fd, fcntl.LOCK_EX)  # What is being written comes too.
+        found = [one.path for one in scan(folder) if one.job == job]
+        if not found:
+            return None
+        aside = folder / ASIDE
+        aside.mkdir(mode=0o700, exist_ok=True)
+        number = max((int(n.name) for n in aside.iterdir() if n.name.isdecimal()), default=0) + 1
+        target = aside / str(number)
+        target.mkdir(mode=0o700)
+        for path in found:
+            path.rename(target / path.name)
+        for changed in (target, aside, folder):
+            records.sync(changed)
+        return target
+    finally:
+        os.close(fd)
+
+
+def export(path: Path, checkpoint: Checkpoint) -> None:
+    """Writes the weights of a job as one safetensors file.
+
+    Raises:
+        OSError: It cannot be written; a former file stays.
+    """
+    draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}-{path.name}")
+    try:
+        _save(checkpoint.tables[0].arrays["weights"], draft)
+        draft.replace(path)
+        records.sync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder and those above it, so that they are still there after a power cut."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        records.sync(path.parent)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Holds the lock of a writer; deletes what killed writers left, if no other is at work."""
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # Another one is at work, or there are no locks here.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in folder.glob(f"{DRAFT}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _publish(draft: Path, checkpoint: Checkpoint, hashes: dict[str, str]) -> tuple[Path, int]:
+    """Gives a draft its place in the order, and its name."""
+    folder, slug = draft.parent, _slug(checkpoint.job)
+    while True:
+        taken = [found.sequence for found in scan(folder) if found.may_be_of(checkpoint.job)]
+        names = [NAME.fullmatch(name) for name in os.listdir(folder)]
+        taken += [int(name[2]) for name in names if name is not None and name[1] == slug]
+        sequence = max(taken, default=0) + 1
+        path = draft / MANIFEST
+        manifest = _manifest(checkpoint, sequence, hashes)
+        path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        records.sync(path)
+        records.sync(draft)
+        target = folder / f"{slug}-{sequence:08d}"
+        try:
+            draft.rename(target)
+        except OSError as problem:  # Another writer has just taken it; it is never empty.
+            if problem.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            continue
+        records.sync(folder)
+        return target, sequence
+
+
+def _prune(folder: Path, job: str, sequence: int, keep: int) -> None:
+    """Deletes checkpoints of a job that are older than `sequence`, but for `keep` - 1 of them."""
+    older = [found for found in scan(folder) if found.job == job and found.sequence < sequence]
+    for found in older[keep - 1 :]:
+        gone = folder / f"{DRAFT}{secrets.token_hex(8)}"
+        with contextlib.suppress(OSError):  # Another writer deletes it.
+            found.path.rename(gone)  # One that is half deleted must not look like a checkpoint.
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _manifest(checkpoint: Checkpoint, sequence: int, hashes: dict[str, str]) -> dict[str, Any]:
+    manifest = {
+        "format": FORMAT,
+        "job": checkpoint.job,
+        "sequence": sequence,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),  # For people.
+        "num_workers": checkpoint.num_workers,
+        "min_workers": checkpoint.min_workers,
+        "finished": checkpoint.is_finished,
+        "tables": [
+            {
+                "spec": records.spec_to_json(table.spec),
+                "version": table.version,
+                "updates": list(table.updates),
+                "slices": table.slices,
+                "counts": table.counts,
+                "arrays": sorted(table.arrays),
+            }
+            for table in checkpoint.tables
+        ],
+        "sha256": hashes,
+    }
+    return {**manifest, "digest": _digest(manifest)}
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Returns the hash of a manifest without its own."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _slug(job: str) -> str:
+    """Returns a job's name as a folder's name can hold it; others may have the same."""
+    return re.sub(r"[^\w.=@+-]", "_", job)[:SLUG_LENGTH_MAX].lstrip(".") or "job"
+
+
+def _file_name(table: int, array: str) -> str:
+    stem = "model" if array == "weights" else array
+    return f"{stem}.safetensors" if table == 0 else f"table-{table}.{stem}.safetensors"
+
+
+def _save(tensors: Tensors, path: Path) -> None:
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as problem:
+        raise OSError(str(problem)) from problem
+    records.sync(path)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ----- reading
+
+
+def scan(folder: Path) -> list[Found]:
+    """Returns what is in a folder of checkpoints, the newest of each job first; not verified."""
+    found = [
+        _look(path)
+        for path in folder.glob("[!.]*")
+        if path.is_dir() and ((path / MANIFEST).exists() or NAME.fullmatch(path.name))
+    ]
+    return sorted(found, key=lambda one: (one.sequence, one.path.name), reverse=True)
+
+
+def read(path: Path, job: str | None, tell: Tell) -> tuple[Path, Checkpoint]:
+    """Reads a checkpoint, or the newest good one in a folder of several, and checks every hash.
+
+    Args:
+        path: A checkpoint, or a folder of several.
+        job: Whose is wanted, where there are those of several.
+        tell: Called with a sentence for each that is left out because it is damaged.
+
+    Returns:
+        Where it is, and the checkpoint.
+
+    Raises:
+        CommandError: There is none, or it is not whole.
+    """
+    if _is_one(path):
+        try:
+            return path, verified(_look(path))
+        except PROBLEMS as problem:
+            raise CommandError(
+                Exit.STATE_DIR,
+                f"{_refusal(path, problem)}; `psserver restore {path.parent}` takes the newest "
+                "good one of those beside it",
+            ) from problem
+    tried: set[Path] = set()
+    while True:  # Again after each that fails: a newer one may have taken its place meanwhile.
+        found = scan(path)
+        chosen = _choose(path, found, job)
+        left = [one for one in found if one.may_be_of(chosen) and one.path not in tried]
+        if not left:
+            raise CommandError(
+                Exit.STATE_DIR,
+                f"none of the {len(tried)} checkpoints in {path} is whole: "
+                f"{', '.join(one.name for one in sorted(tried))}; give another folder",
+            )
+        tried.add(left[0].path)
+        try:
+            return left[0].path, verified(left[0])
+        except PROBLEMS as problem:
+            if left[0].path.exists():  # Else it has just been deleted as too old.
+                tell(f"{_refusal(left[0].path, problem)}; the next best is taken")
+
+
+def newest(folder: Path) -> dict[str, list[Found]]:
+    """Returns the checkpoints in a folder by job, the newest first; not verified."""
+    found = scan(folder)
+    jobs = dict.fromkeys(one.job for one in found if one.job is not None)
+    return {job: [one for one in found if one.may_be_of(job)] for job in jobs}
+
+
+def verified(found: Found) -> Checkpoint:
+    """Returns a checkpoint whose files are all as they were written; arrays are read when used.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, SafetensorError, ConfigError: It is not whole.
+    """
+    if found.problem:
+        raise ValueError(found.problem)
+    manifest = found.manifest
+    checkpoint = Checkpoint(
+        job=str(found.job),
+        num_workers=int(manifest["num_workers"]),
+        min_workers=int(manifest["min_workers"]),
+        is_finished=bool(manifest["finished"]),
+    )
+    for number, entry in enumerate(manifest["tables"]):
+        spec = records.spec_of(entry)
+        files = {array: found.path / _file_name(number, array) for array in entry["arrays"]}
+        for array, file in files.items():
+            if _hash(file) != manifest["sha256"][file.name]:
+                raise ValueError(f"{file.name} has changed since it was written")
+            _require_tensors(file, spec, only_compressed=is_owed(array))
+        table = TableState(
+            spec=spec,
+            version=int(entry["version"]),
+            slices=entry["slices"],
+            counts=[int(count) for count in entry["counts"]],
+            arrays={array: _File(file) for array, file in files.items()},
+        )
+        _ = table.updates, table.clock  # They are numbers, or this raises.
+        checkpoint.tables.append(table)
+    return checkpoint
+
+
+class _File(Mapping[str, FloatArray]):
+    """Tensors in a file, each read when it is asked for: a job may be larger than memory."""
+
+    def __init__(self, path: Path) -> None:
+        with safe_open(path, framework="numpy") as content:
+            self._names = list(content.keys())
+        self._path = path
+
+    def __getitem__(self, name: str) -> FloatArray:
+        with safe_open(self._path, framework="numpy") as content:
+            tensor: FloatArray = content.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _look(path: Path) -> Found:
+    name = NAME.fullmatch(path.name)
+    number = -1 if name is None else int(name[2])
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if (theirs := manifest["format"]) != FORMAT:
+            raise ValueError(
+                f"its format is {theirs!r}, and this version reads {FORMAT}: restore it with the "
+                "version of Paceline that wrote it"
+            )
+        if manifest["digest"] != _digest(manifest):
+            raise ValueError(f"{MANIFEST} has changed since it was written")
+        job, sequence = str(manifest["job"]), int(manifest["sequence"])
+    except (*PROBLEMS, RecursionError) as problem:
+        return Found(path=path, job=None, sequence=number, problem=_reason(problem))
+    return Found(path=path, job=job, sequence=sequence, manifest=manifest)
+
+
+def _is_one(path: Path) -> bool:
+    """Returns whether `path` is a checkpoint, and not a folder of several."""
+    return (path / MANIFEST).exists() or (any(path.glob("*.safetensors")) and not scan(path))
+
+
+def _choose(path: Path, found: list[Found], job: str | None) -> str:
+    """Returns the job whose checkpoints in a folder are meant.
+
+    Raises:
+        CommandError: There are none, or those of several jobs.
+    """
+    jobs = list(dict.fromkeys(one.job for one in found if one.job is not None))
+    if job in jobs:
+        assert job is not None
+        return job
+    if len(jobs) == 1:
+        return jobs[0]
+    if jobs:
+        listed = ", ".join(repr(name) for name in sorted(jobs))
+        raise CommandError(
+            Exit.USAGE,
+            f"{path} holds checkpoints of jobs {listed}; say which with --job, or name one "
+            f"checkpoint, such as {found[0].path}",
+        )
+    if found:
+        raise CommandError(
+            Exit.STATE_DIR, "; ".join(f"{one.path} cannot be used: {one.problem}" for one in found)
+        )
+    raise CommandError(
+        Exit.STATE_DIR,
+        f"there is no checkpoint in {path}; `psserver checkpoint {path}` writes one",
+    )
+
+
+def _require_tensors(file: Path, spec: TableSpec, *, only_compressed: bool) -> None:
+    """Refuses a file that does not hold the tensors of a table.
+
+    Raises:
+        ValueError: It does not.
+    """
+    wanted = {
+        tensor.name: list(tensor.shape)
+        for tensor in spec.tensors
+        if tensor.compress or not only_compressed
+    }
+    with safe_open(file, framework="numpy") as content:
+        for name in wanted.keys() ^ set(content.keys()):
+            raise ValueError(f"{file.name} and the declaration differ in tensor {name!r}")
+        for name, shape in wanted.items():
+            about = content.get_slice(name)
+            if (about.get_shape(), about.get_dtype()) != (shape, "F32"):
+                raise ValueError(f"{name!r} in {file.name} is not of shape {shape} and float32")
+
+
+def _refusal(path: Path, problem: Exception) -> str:
+    return f"{path} cannot be used: {_reason(problem)}"
+
+
+def _reason(problem: BaseException) -> str:
+    if isinstance(problem, FileNotFoundError):
+        return f"{Path(str(problem.filename)).name} is missing"
+    if isinstance(problem, KeyError):
+        return f"the manifest has no {problem}"
+    return str(problem) or type(problem).__name__

@@ -1,0 +1,1 @@
+"""What arrives over the network: control, pushes and pulls, checkpoints, metrics."""

@@ -1,0 +1,487 @@
+"""Proto messages to types and back, errors to status codes. No decisions.
+
+Two services on one port: `ps.v1.Control` (proto/ps/v1/control.proto), and `ps.v1.Data` whose two
+methods, Push and Pull, carry frames (pscore/net/wire.py) as raw bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import numpy as np
+import psutil
+from google.protobuf.message import DecodeError as ProtobufDecodeError
+
+from pscore.errors import ConfigError, DecodeError, PacelineError, ProtocolVersionError
+from pscore.net import faults, wire
+from pscore.net.rpc import DATA_SERVICE, ERROR_KEY, code_of
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
+from pscore.rules import make_rule
+from pscore.text import printable
+from pscore.types import ByteArray, FloatArray, TensorSpec
+from psserver.access.gate import Gate
+from psserver.decisions.membership import Member
+from psserver.decisions.shard import Job, require_name
+from psserver.decisions.table import TableSpec, make_spec
+from psserver.decisions.uneven import report
+from psserver.engine.engine import WAIT_S_MAX, Driver
+from psserver.engine.views import JobView, Shared, TableView
+from psserver.service.listener import BulkServer
+
+RAW = pb.Plugin(name="none")
+TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
+HOST_LENGTH_MAX = 256
+H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+    Method = Callable[[bytes, Context], Awaitable[bytes]]
+
+
+async def refuse(context: Context, error: PacelineError) -> None:
+    """Ends a call with the status code and the class name of `error`."""
+    await context.abort(
+        code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
+    )
+
+
+class GrpcReply:
+    """Answers one request of the portable data plane, from any thread."""
+
+    def __init__(self) -> None:
+        """Must be made on the event loop's thread."""
+        self._loop = asyncio.get_running_loop()
+        self.frame: asyncio.Future[bytes] = self._loop.create_future()
+
+    def pushed(self, reply: data_pb2.PushReply) -> None:
+        """Answers a push."""
+        self._resolve(wire.encode(reply.SerializeToString()))
+
+    def pulled(
+        self,
+        reply: data_pb2.PullReply,
+        arrays: Sequence[FloatArray | ByteArray],
+        release: Callable[[], None] | None,
+    ) -> None:
+        """Answers a pull; the arrays are copied here."""
+        parts = [wire.as_bytes(array) for array in arrays]
+        self._resolve(wire.encode(reply.SerializeToString(), *parts))
+        if release is not None:
+            release()
+
+    def _resolve(self, frame: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._set, frame)
+
+    def _set(self, frame: bytes) -> None:
+        if not self.frame.done():
+            self.frame.set_result(frame)
+
+
+def data_handler(driver: Driver, gate: Gate | None = None) -> grpc.GenericRpcHandler[Any, Any]:
+    """Returns the service that carries frames as raw bytes; `gate` says who may touch what."""
+
+    def require(header: data_pb2.PushHeader | data_pb2.PullHeader, context: Context) -> None:
+        if gate is not None:
+            metadata: Any = context.invocation_metadata()
+            gate.admit_call(metadata).require(header.sender.job)
+
+    async def push(frame: bytes, context: Context) -> bytes:
+        reply = GrpcReply()
+        try:
+            header, payload = _parse(frame, data_pb2.PushHeader())
+            require(header, context)
+            driver.intake.push(header, np.frombuffer(payload, dtype=np.uint8), reply)
+        except PacelineError as error:
+            driver.intake.note_refused()
+            await refuse(context, error)
+            raise
+        return await reply.frame
+
+    async def pull(frame: bytes, context: Context) -> bytes:
+        reply = GrpcReply()
+        try:
+            header, _ = _parse(frame, data_pb2.PullHeader())
+            require(header, context)
+            driver.intake.pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX))
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        try:
+            return await reply.frame
+        finally:
+            if not reply.frame.done() or reply.frame.cancelled():
+                driver.intake.forget(lambda other: other is reply)
+
+    wanted = faults.from_environment()
+    handlers = {
+        "Push": grpc.unary_unary_rpc_method_handler(_faulty(push, wanted.at("pushed"))),
+        "Pull": grpc.unary_unary_rpc_method_handler(_faulty(pull, wanted.at("pulled"))),
+    }
+    return grpc.method_handlers_generic_handler(DATA_SERVICE, handlers)
+
+
+def _faulty(method: Method, line: faults.Line | None) -> Method:
+    """Returns a method, whose answers are lost, late or damaged if that was asked for."""
+    if line is None:
+        return method
+
+    async def answer(frame: bytes, context: Context) -> bytes:
+        drawn = line.draw()
+        sent = line.damaged(await method(frame, context), drawn)
+        await asyncio.sleep(line.wait_s(drawn))
+        if "drop" in drawn or "disconnect" in drawn:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "an answer was lost on purpose")
+        return sent
+
+    return answer
+
+
+def _parse(frame: bytes, header: H) -> tuple[H, memoryview]:
+    raw, payload = wire.decode(frame)
+    try:
+        header.ParseFromString(bytes(raw))
+    except ProtobufDecodeError as problem:
+        raise DecodeError(f"header of {len(raw)} bytes is not a message") from problem
+    return header, payload
+
+
+class ControlServicer(control_pb2_grpc.ControlServicer):
+    """The control service of one shard."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        cluster: str,
+        instance: int,
+        drain: Callable[[float], None],
+        bulk: BulkServer | None = None,
+        set_aside: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        """Serves `driver`.
+
+        Args:
+            driver: The shard.
+            cluster: Name that all shards of one start share.
+            instance: Random number of this start of this shard.
+            drain: Called with the seconds of grace when somebody asks the shard to stop.
+            bulk: The bulk data plane, if this shard has one.
+            set_aside: Called with the name of a job that was forgotten; moves its checkpoints
+                aside, and returns where they are, or nothing if there are none.
+        """
+        self._set_aside = set_aside
+        self._driver = driver
+        self._cluster = cluster
+        self._instance = instance
+        self._drain = drain
+        self._bulk = bulk
+        self._process = psutil.Process()
+        self._status = Shared(self._make_status)
+        self.closed = ""  # Why workers cannot join yet; empty if they can.
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
+        """Says which shard of which cluster this is."""
+        return self._describe()
+
+    def _describe(self) -> pb.DescribeReply:
+        return pb.DescribeReply(
+            cluster=self._cluster,
+            shard=self._driver.shard.index,
+            num_shards=self._driver.shard.num_shards,
+            protocol=wire.PROTOCOL,
+            version=metadata.version("paceline"),
+            instance=self._instance,
+            bulk_port=0 if self._bulk is None else self._bulk.port,
+            bulk_local="" if self._bulk is None else self._bulk.local,
+            now_s=time.time(),
+        )
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
+        """Takes a worker into a job."""
+        if self.closed:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed)
+        try:
+            if request.protocol != wire.PROTOCOL:
+                raise ProtocolVersionError(
+                    f"worker speaks protocol {request.protocol}, shard "
+                    f"{self._driver.shard.index} speaks {wire.PROTOCOL}: install one version"
+                )
+            member = Member(
+                rank=request.rank,
+                incarnation=request.incarnation,
+                former=tuple(request.former),
+                restart=request.restart,
+                host=printable(request.host, HOST_LENGTH_MAX),
+                pid=request.pid,
+                heard_s=self._driver.now(),
+                returns=request.returns or request.restart > 0,
+            )
+            job = self._driver.join(
+                request.job, request.num_workers, member, request.min_workers, request.life
+            )
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        with self._driver.lock:
+            return pb.JoinReply(
+                rank=member.rank,
+                num_workers=job.membership.num_workers,
+                lease_s=job.membership.lease_s,
+                instance=self._instance,
+                rounds=job.barriers.next_rounds(),
+                news=member.news,
+                progress=job.progress,
+                life=job.life.number,
+            )
+
+    async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
+        """Declares a table, or checks that this worker's is the job's."""
+        try:
+            job = self._heard(request)
+            with self._driver.lock:
+                table, created = self._driver.define(job, _spec(request.table))
+                origin, has_weights = table.spec.origin, table.has_weights
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.DefineReply(
+            table=table.index,
+            created=created,
+            clock=origin.clock,
+            step=origin.step,
+            has_weights=has_weights,
+        )
+
+    async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
+        """Lets a worker step aside, or changes the mode of a table."""
+        try:
+            job = self._heard(request)
+            if request.HasField("rule"):
+                rule = make_rule(*_plugin(request.rule))
+                self._driver.change(job, request.table, request.worker, rule)
+            else:
+                change = (request.incarnation, request.number, request.step)
+                self._driver.step_aside(job, request.table, request.worker, change)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.ChangeReply()
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
+        """Renews a lease."""
+        driver = self._driver
+        try:
+            with driver.lock:
+                job = self._heard(request)
+                text = printable(request.waiting_for, TEXT_LENGTH_MAX)
+                driver.waits.note(job, request.worker, text)
+                left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
+                text = report(job.membership, request.worker, left_out)
+                asked = driver.intake.debts.asked_of(job, request.worker)
+                return pb.HeartbeatReply(
+                    instance=self._instance,
+                    waiting_for=driver.waits.stalled(job),
+                    owing=[
+                        pb.Owing(table=number, step=step, slices=slices)
+                        for number, step, slices in asked
+                    ],
+                    live=job.membership.live() if request.wants_live else (),
+                    uneven=text,
+                )
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+
+    async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
+        """Takes what a worker's error feedback owes of a slice."""
+        try:
+            with self._driver.lock:
+                job = self._heard(request)
+                arrays = {array.name: array.data for array in request.arrays}
+                self._driver.intake.debts.take(
+                    job,
+                    job.table(request.table),
+                    request.slice,
+                    request.worker,
+                    request.step,
+                    arrays,
+                )
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.OweReply()
+
+    async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimReply:
+        """Gives a worker back what a checkpoint had of its rank."""
+        try:
+            with self._driver.lock:
+                job = self._heard(request)
+                table = job.table(request.table)
+                kept = self._driver.intake.debts.kept(job, table, request.worker)
+                arrays = dict(kept.get(request.slice, {})).items()
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        if not request.HasField("slice"):
+            return pb.ClaimReply(slices=sorted(kept))
+        return pb.ClaimReply(
+            arrays=[pb.Array(name=name, data=array.tobytes()) for name, array in arrays]
+        )
+
+    async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
+        """Waits until all workers of the job are here."""
+        try:
+            require_name("barrier", request.name)
+            job = self._heard(request)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        done, missing, value = await self._driver.barrier(
+            job, request.name, request.round, request.worker, request.wait_ms / 1000, request.value
+        )
+        return pb.BarrierReply(done=done, waiting_for=missing, value=value)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
+        """Lets a worker go."""
+        self._driver.leave(
+            request.job,
+            request.worker,
+            request.incarnation,
+            printable(request.reason, TEXT_LENGTH_MAX),
+            failed=request.failed,
+        )
+        return pb.LeaveReply()
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        """Says how the jobs of this shard go."""
+        reply: pb.StatusReply = await self._status.get()
+        return reply
+
+    def _make_status(self) -> pb.StatusReply:
+        with self._driver.lock:
+            lost = list(self._driver.shard.lifetimes.lost.values())
+        return pb.StatusReply(
+            shard=self._describe(),
+            jobs=[_job_status(job) for job in self._driver.status()],
+            uptime_s=self._driver.now() - self._driver.started_s,
+            memory_nbytes=self._process.memory_info().rss,
+            pid=os.getpid(),
+            lost=[pb.LostJob(job=name, reason=reason) for name, reason in lost],
+        )
+
+    async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetReply:
+        """Forgets a job and all that is kept of it."""
+        try:
+            found, nbytes = self._driver.forget(request.job, is_forced=request.force)
+            folder = await asyncio.to_thread(self._set_aside, request.job)
+        except PacelineError as error:
+            await refuse(context, error)
+            raise
+        return pb.ForgetReply(found=found, memory_nbytes=nbytes, checkpoints=folder)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
+        """Stops the shard after what is under way is answered."""
+        self._drain(request.grace_s)
+        return pb.DrainReply()
+
+    def _heard(
+        self,
+        request: pb.DefineRequest
+        | pb.ChangeRequest
+        | pb.HeartbeatRequest
+        | pb.BarrierRequest
+        | pb.OweRequest
+        | pb.ClaimRequest,
+    ) -> Job:
+        return self._driver.heard(request.job, request.worker, request.incarnation)
+
+
+def _job_status(job: JobView) -> pb.JobStatus:
+    workers = [
+        pb.WorkerStatus(
+            rank=worker.rank,
+            host=worker.host,
+            pid=worker.pid,
+            step=worker.step,
+            staleness=worker.staleness,
+            state=worker.state,
+            last_heard_s=worker.silent_s,
+        )
+        for worker in job.workers
+    ]
+    return pb.JobStatus(
+        job=job.name,
+        num_workers=job.num_workers,
+        min_workers=job.min_workers,
+        state=job.state,
+        step=job.step,
+        memory_nbytes=job.memory_nbytes,
+        silent_s=min((worker.silent_s for worker in job.workers), default=0.0),
+        workers=workers,
+        tables=[_table_status(table) for table in job.tables],
+        pushed_nbytes=job.pushed_nbytes,
+        pulled_nbytes=job.pulled_nbytes,
+        num_pushes=job.num_pushes,
+        num_updates=job.num_updates,
+        waiting_for=job.waiting_for,
+    )
+
+
+def _table_status(table: TableView) -> pb.TableStatus:
+    return pb.TableStatus(
+        name=table.name,
+        mode=table.mode,
+        compressor=table.compressor,
+        optimizer=table.optimizer,
+        num_slices=table.num_slices,
+        nbytes=table.nbytes,
+        version_min=table.version_min,
+        version_max=table.version_max,
+        waiting_for=table.waiting_for,
+        fingerprint=table.fingerprint,
+    )
+
+
+def _spec(table: pb.Table) -> TableSpec:
+    """Returns the declaration in a message.
+
+    Raises:
+        ConfigError: Its arguments are not JSON objects, or name no plug-in there is.
+    """
+    require_name("table", table.name)
+    has_pulls = table.HasField("pull_compressor")
+    return make_spec(
+        name=table.name,
+        tensors=tuple(
+            TensorSpec(
+                name=t.name,
+                shape=tuple(t.shape),
+                dtype=t.dtype,
+                group=t.group,
+                compress=t.compress,
+            )
+            for t in table.tensors
+        ),
+        num_shards=table.num_shards,
+        rule=_plugin(table.rule),
+        compressor=_plugin(table.compressor),
+        pull_compressor=_plugin(table.pull_compressor if has_pulls else RAW),
+        optimizer=table.optimizer,
+        num_groups=table.num_groups,
+    )
+
+
+def _plugin(plugin: pb.Plugin) -> tuple[str, dict[str, object]]:
+    try:
+        arguments = json.loads(plugin.arguments or "{}")
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"arguments of {plugin.name!r} are not JSON") from problem
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"arguments of {plugin.name!r} are not an object")
+    return plugin.name, arguments

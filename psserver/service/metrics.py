@@ -1,0 +1,226 @@
+"""The metrics page of one shard, for Prometheus: `/metrics`, and `/healthz` beside it.
+
+Nothing is kept here. The page shows a copy of the shard's numbers (`Driver.figures`) that is made
+when it is asked for, so that counting costs the pushes next to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ssl
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from pscore.errors import AccessError
+from pscore.net import wire
+from pscore.types import Verdict
+from psserver.access.gate import Gate
+from psserver.engine.counters import Histogram, Tally
+from psserver.engine.engine import Driver
+
+if TYPE_CHECKING:
+    from prometheus_client.core import HistogramMetricFamily, Metric
+
+REQUEST_NBYTES_MAX = 8 << 10
+REQUEST_S_MAX = 5.0
+CONNECTIONS_MAX = 32
+TEXT = "text/plain; charset=utf-8"
+
+
+class ShardCollector:
+    """Reads one shard when Prometheus asks."""
+
+    def __init__(self, driver: Driver) -> None:
+        """Reads `driver`."""
+        self._driver = driver
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every metric of the shard."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+        shard, figures = self._driver.shard, self._driver.figures()
+        tally = figures.tally
+        yield from _requests(tally)
+        wire_bytes = CounterMetricFamily(
+            "paceline_wire_bytes", "Bytes of push and pull frames.", labels=["direction"]
+        )
+        wire_bytes.add_metric(["received"], tally.received_nbytes)
+        wire_bytes.add_metric(["sent"], tally.sent_nbytes)
+        yield wire_bytes
+        yield CounterMetricFamily(
+            "paceline_updates", "Updates of slices by the optimizer.", value=tally.num_updates
+        )
+        yield _histogram(
+            "paceline_apply_seconds",
+            "Seconds to decode and add one push, with the update where both are one pass.",
+            tally.apply_s,
+        )
+        yield _histogram(
+            "paceline_staleness_steps",
+            "Updates between the weights a gradient was made from and those it is applied to.",
+            tally.staleness,
+        )
+        yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(figures.live))
+        workers = GaugeMetricFamily(
+            "paceline_workers_live", "Workers that hold a lease.", labels=["job"]
+        )
+        for name, live in figures.live.items():
+            workers.add_metric([name], live)
+        yield workers
+        about = {
+            "version": metadata.version("paceline"),
+            "protocol": str(wire.PROTOCOL),
+            "shard": str(shard.index),
+            "num_shards": str(shard.num_shards),
+        }
+        yield InfoMetricFamily("paceline_build", "What runs here.", value=about)
+
+
+def _requests(tally: Tally) -> Iterator[Metric]:
+    """Yields the pushes and pulls of each job; those of ended ones are counted under no name.
+
+    So there are as many series as jobs in which somebody trains, and no sum ever falls.
+    """
+    from prometheus_client.core import CounterMetricFamily
+
+    shares = tally.jobs.values()
+    pushes = CounterMetricFamily(
+        "paceline_push_requests", "Pushes answered, by job and verdict.", labels=["job", "verdict"]
+    )
+    for verdict in Verdict:
+        rest = tally.pushes[verdict] - sum(share.pushes[verdict] for share in shares)
+        pushes.add_metric(["", verdict.name.lower()], rest)
+        for name, share in tally.jobs.items():
+            pushes.add_metric([name, verdict.name.lower()], share.pushes[verdict])
+    pushes.add_metric(["", "refused"], tally.num_pushes_refused)
+    yield pushes
+    pulls = CounterMetricFamily(
+        "paceline_pull_requests",
+        "Pulls answered, by job, with weights or not yet.",
+        labels=["job", "answer"],
+    )
+    answered = sum(share.num_pulls_answered for share in shares)
+    put_off = sum(share.num_pulls_put_off for share in shares)
+    pulls.add_metric(["", "weights"], tally.num_pulls_answered - answered)
+    pulls.add_metric(["", "not_yet"], tally.num_pulls_put_off - put_off)
+    for name, share in tally.jobs.items():
+        pulls.add_metric([name, "weights"], share.num_pulls_answered)
+        pulls.add_metric([name, "not_yet"], share.num_pulls_put_off)
+    yield pulls
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
+    from prometheus_client.core import HistogramMetricFamily
+
+    running, buckets = 0, []
+    for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
+        running += count
+        buckets.append(("+Inf" if bound == float("inf") else f"{bound:g}", running))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=histogram.total)
+
+
+class MetricsPage:
+    """A small HTTP server inside the shard's event loop."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        is_ready: Callable[[], bool],
+        gate: Gate | None = None,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        """Shows `driver`.
+
+        Args:
+            driver: Whose numbers are shown.
+            is_ready: Unless it is, `/healthz` says 503.
+            gate: Whose token for everything `/metrics` asks for, as a bearer; `/healthz` does not.
+            context: TLS; None: none.
+        """
+        self._driver = driver
+        self._gate = Gate() if gate is None else gate
+        self._context = context
+        self._is_ready = is_ready
+        self._server: asyncio.Server | None = None
+        self._num_open = 0
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens, and returns the port.
+
+        Raises:
+            OSError: The port cannot be had.
+        """
+        limits = {} if self._context is None else {"ssl_handshake_timeout": REQUEST_S_MAX}
+        self._server = await asyncio.start_server(
+            self._serve, host, port, limit=REQUEST_NBYTES_MAX, ssl=self._context, **limits
+        )
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Listens no more."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._num_open < CONNECTIONS_MAX:
+            self._num_open += 1
+            try:
+                await self._serve_one(reader, writer)
+            finally:
+                self._num_open -= 1
+        writer.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(
+            OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
+        ):
+            async with asyncio.timeout(REQUEST_S_MAX):
+                request = await reader.readuntil(b"\r\n\r\n")
+                writer.write(await self._answer(request))
+                await writer.drain()
+
+    async def _answer(self, request: bytes) -> bytes:
+        method, _, rest = request.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method not in (b"GET", b"HEAD"):
+            status, kind, body = "405 Method Not Allowed", TEXT, b"GET or HEAD\n"
+        elif path == b"/metrics" and (refusal := self._refusal(request)):
+            status, kind, body = "401 Unauthorized", TEXT, refusal
+        elif path == b"/metrics":
+            status, (kind, body) = "200 OK", await self._metrics()
+        elif path == b"/healthz":
+            ready = self._is_ready()
+            status, kind = ("200 OK" if ready else "503 Service Unavailable"), TEXT
+            body = b"ready\n" if ready else b"draining\n"
+        else:
+            status, kind, body = "404 Not Found", TEXT, b"/metrics or /healthz\n"
+        head = (
+            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        return head.encode() + (b"" if method == b"HEAD" else body)
+
+    def _refusal(self, request: bytes) -> bytes:
+        """Returns why somebody may not see the numbers; empty if they may."""
+        secret = ""
+        for line in request.decode("latin-1").split("\r\n")[1:]:
+            name, _, value = line.partition(":")
+            if name.strip().lower() == "authorization":
+                secret = value.strip().removeprefix("Bearer ").strip()
+        try:
+            self._gate.admit(secret).require_control("/metrics")
+        except AccessError as error:
+            self._gate.refused(error, "/metrics")
+            return f"{error}; send it as Authorization: Bearer TOKEN\n".encode()
+        return b""
+
+    async def _metrics(self) -> tuple[str, bytes]:
+        # Its import takes longer than a push may wait.
+        prometheus = await asyncio.to_thread(importlib.import_module, "prometheus_client")
+        registry = prometheus.CollectorRegistry(auto_describe=False)
+        registry.register(ShardCollector(self._driver))
+        prometheus.ProcessCollector(registry=registry)
+        return str(prometheus.CONTENT_TYPE_LATEST), bytes(prometheus.generate_latest(registry))

@@ -1,0 +1,1 @@
+"""The numbers of one slice, on the heap or in a mapped file."""

@@ -1,0 +1,268 @@
+"""The journal of one slice: what it takes to go on after a SIGKILL, written after every change.
+
+A slice's arrays lie in an arena; its record (proto/ps/v1/state.proto) says which of them count, and
+what has been counted of each worker. A change never writes to an array that the last record names:
+it makes the new numbers elsewhere, writes the new record beside the old one, and then one word that
+says which of the two is meant. So at whatever instruction the process is killed, the next one finds
+the slice before the change or after it, and what is acknowledged only after it is never lost.
+
+    root   eight int64: which record counts: its number, 48 bits, which is in half number % 2, and a
+           check of the number, 16 bits (-1: none yet; -2: none any more); place, room and length of
+           half 0, and of half 1; 0
+    half   MARK + its place (int64); the record, its number (int64), and the CRC-32 of these two
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import structlog
+
+from pscore.net import wire
+from pscore.pb.ps.v1 import state_pb2
+from pscore.types import ByteArray, FloatArray, HyperArray, Push
+from psserver.decisions.progress import Counted
+from psserver.slices.arena import Arena
+from psserver.slices.pool import NUMBERS, ArenaPool, Cell, Pool
+
+log = structlog.get_logger()
+ROOT_NUMEL = 8
+ROOT_NBYTES = 8 * ROOT_NUMEL
+ROOM_NBYTES = 1024  # Of a half at first.
+ACTIVE = 0
+NONE_YET, NONE_MORE = -1, -2
+PLACE, ROOM, LENGTH = 1, 2, 3  # Of half 0; of half 1 three further on.
+NUMBER, CHECK = struct.Struct("<q"), struct.Struct("<I")
+MARK, MARK_NBYTES = 0x504C4A4F55524E00, 8
+CHECK_BITS = 16
+
+
+class SliceJournal:
+    """Writes the record of one slice.
+
+    Attributes:
+        record: What the next `commit` writes.
+        pool: The slice's arrays.
+    """
+
+    def __init__(
+        self, arena: Arena, root: int, numel: int, payload_nbytes_max: int, num_segments: int
+    ) -> None:
+        """Begins at a root of zeros, or takes up what a former process has written.
+
+        Args:
+            arena: Where all of it lies.
+            root: Place of the root, `ROOT_NBYTES` long.
+            numel: Elements of the slice.
+            payload_nbytes_max: Bytes of the longest payload.
+            num_segments: Of the slice.
+
+        Raises:
+            ValueError: What is there is not a record.
+            OSError: There is no room on the disk.
+        """
+        self._arena = arena
+        self._root = arena.integers_at(root, ROOT_NUMEL)
+        self._num_segments = num_segments
+        self._heap = Pool(numel, payload_nbytes_max)
+        self._is_on = True
+        self._number = -1  # Of the record that counts.
+        self.pool = ArenaPool(arena, numel, payload_nbytes_max)
+        self.record = state_pb2.SliceRecord(version=-1)
+        if not self._root[PLACE]:
+            self._root[ACTIVE] = NONE_YET
+            for half in (0, 1):
+                self._make_room(half, ROOM_NBYTES)
+        elif self._root[ACTIVE] != NONE_YET:
+            self._take_up()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been written yet."""
+        return bool(self._root[ACTIVE] == NONE_YET)
+
+    def take(self) -> Cell:
+        """Returns memory for an array; on the heap, and journalled no more, if the disk is full."""
+        if self._is_on:
+            try:
+                return self.pool.take()
+            except OSError as problem:
+                self._give_up(problem)
+        return self._heap.take()
+
+    def give(self, cell: Cell) -> None:
+        """Takes memory back that no record names any more."""
+        (self.pool if cell.place else self._heap).give(cell)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.pool.nbytes + self._heap.nbytes
+
+    def commit(self) -> None:
+        """Makes the record the one that counts."""
+        if not self._is_on:
+            return
+        if len(self.record.places) != len(self.pool.places):
+            self.record.places[:] = self.pool.places
+        number = self._number + 1
+        data = self.record.SerializeToString() + NUMBER.pack(number)
+        data += CHECK.pack(zlib.crc32(data))
+        half = number % 2
+        base = 3 * half
+        if len(data) > self._root[base + ROOM]:
+            try:
+                self._make_room(half, 2 * len(data))
+            except OSError as problem:
+                self._give_up(problem)
+                return
+        target = self._half(half, len(data))
+        target[:] = np.frombuffer(data, dtype=np.uint8)
+        self._root[base + LENGTH] = len(data)
+        self._root[ACTIVE] = _checked_word(number)
+        self._number = number
+
+    # ----- changes, each to be committed
+
+    def count(self, rank: int, steps: Counted) -> None:
+        """Notes which steps of a worker are in."""
+        entry = self.record.counted[rank]
+        entry.clock = steps.clock
+        entry.ahead[:] = sorted(steps.ahead)
+        entry.late[:] = sorted(steps.late)
+
+    def hold(self, push: Push, cell: Cell, nbytes: int, *, is_compressed: bool) -> None:
+        """Notes a payload that is added later."""
+        entry = self.record.held.add()
+        self._note(entry, push)
+        entry.place, entry.nbytes, entry.is_compressed = cell.place, nbytes, is_compressed
+
+    def drop(self, push: Push) -> None:
+        """Forgets a payload that was held."""
+        for index, entry in enumerate(self.record.held):
+            if (entry.worker, entry.step) == (push.worker, push.step):
+                del self.record.held[index]
+                return
+
+    def add(self, key: int, push: Push, weight: float, cell: Cell) -> None:
+        """Notes that a gradient is in a bin, and where the bin's sum is now."""
+        for bin_ in self.record.bins:
+            if bin_.bin == key:
+                break
+        else:
+            bin_ = self.record.bins.add(bin=key)
+        bin_.place = cell.place
+        entry = bin_.added.add(weight=weight)
+        self._note(entry, push)
+
+    def remove(self, key: int) -> None:
+        """Forgets a bin."""
+        for index, bin_ in enumerate(self.record.bins):
+            if bin_.bin == key:
+                del self.record.bins[index]
+                return
+
+    def begin(self, epoch: int, counted: Mapping[int, Counted]) -> None:
+        """Notes a change of the mode: nothing is open, nothing is remembered."""
+        self.record.epoch = epoch
+        self.record.memory.clear()
+        self.record.counted.clear()
+        for rank, steps in counted.items():
+            self.count(rank, steps)
+
+    # ----- what was noted
+
+    def push_of(self, entry: state_pb2.PendingPush) -> Push:
+        """Returns the push of an entry."""
+        return Push(
+            worker=entry.worker,
+            step=entry.step,
+            base_version=entry.base_version,
+            samples=entry.samples,
+            present=wire.unpack_bits(entry.present, self._num_segments),
+            hyper=self._hyper(entry),
+        )
+
+    def array(self, place: int) -> FloatArray:
+        """Returns the array at a place."""
+        return self.pool.at(place).array
+
+    # ----- inside
+
+    def _note(self, entry: state_pb2.PendingPush, push: Push) -> None:
+        entry.worker, entry.step = push.worker, push.step
+        entry.base_version, entry.samples = push.base_version, push.samples
+        entry.present = wire.pack_bits(push.present, self._num_segments)
+        if push.hyper is not None:
+            entry.hyper[:] = push.hyper.ravel().tolist()
+            self.record.num_groups = len(push.hyper)
+
+    def _hyper(self, entry: state_pb2.PendingPush) -> HyperArray | None:
+        if not entry.hyper:
+            return None
+        return np.array(entry.hyper, dtype=np.float64).reshape(self.record.num_groups, -1)
+
+    def _take_up(self) -> None:
+        word = int(self._root[ACTIVE])
+        if word == NONE_MORE:
+            raise ValueError("there was no room to journal a slice any more")
+        self._number = number = word >> CHECK_BITS
+        for half in (0, 1):
+            mark = self._arena.bytes_at(int(self._root[3 * half + PLACE]), MARK_NBYTES)
+            is_made = self._root[3 * half + ROOM] > 0
+            if is_made and mark.view(np.int64)[0] != MARK + self._root[3 * half + PLACE]:
+                raise ValueError("the place of a record of a slice is damaged")
+        if word != _checked_word(number):
+            raise ValueError("the number of the record of a slice is damaged")
+        data = self._half(number % 2, int(self._root[3 * (number % 2) + LENGTH]))
+        self.record.ParseFromString(_checked(data.tobytes(), number))
+        record = self.record
+        used = {*record.state, *record.memory.values(), *(bin_.place for bin_ in record.bins)}
+        used |= {record.weights, *(entry.place for entry in record.held)}
+        for place in used - {0, *NUMBERS}:
+            self.pool.at(place)  # That it is there is known before anything goes on from it.
+        self.pool.adopt(list(record.places), used)
+
+    def _make_room(self, half: int, nbytes: int) -> None:
+        place = self._arena.allocate(MARK_NBYTES + nbytes)
+        self._arena.integers_at(place, 1)[0] = MARK + place
+        self._root[3 * half + ROOM] = 0
+        self._root[3 * half + PLACE] = place
+        self._root[3 * half + ROOM] = nbytes
+
+    def _half(self, half: int, nbytes: int) -> ByteArray:
+        """Returns where the record in a half lies, `(nbytes,) uint8`."""
+        place = int(self._root[3 * half + PLACE])
+        return self._arena.bytes_at(place, MARK_NBYTES + nbytes)[MARK_NBYTES:]
+
+    def _give_up(self, problem: OSError) -> None:
+        """Goes on without a journal, and leaves none that is wrong."""
+        self._is_on = False
+        self._root[ACTIVE] = NONE_MORE
+        log.error(
+            "a slice is no longer journalled: its weights would be lost with this process",
+            path=str(self._arena.path),
+            reason=str(problem),
+        )
+
+
+def _checked_word(number: int) -> int:
+    """Returns the number of a record with its check, as the root holds it."""
+    return number << CHECK_BITS | zlib.crc32(NUMBER.pack(number)) >> CHECK_BITS
+
+
+def _checked(data: bytes, number: int) -> bytes:
+    """Returns the record in what was written as number `number`.
+
+    Raises:
+        ValueError: It is not that, to the bit.
+    """
+    record, tail = data[: -NUMBER.size - CHECK.size], data[-NUMBER.size - CHECK.size :]
+    if len(tail) == NUMBER.size + CHECK.size:
+        (found,), (check,) = NUMBER.unpack(tail[: NUMBER.size]), CHECK.unpack(tail[NUMBER.size :])
+        if found == number and check == zlib.crc32(data[: -CHECK.size]):
+            return record
+    raise ValueError(f"record {number} of a slice is damaged")

@@ -1,0 +1,135 @@
+"""Arrays of one slice's size, used again: on the heap, or in an arena that outlives the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from pscore.types import ByteArray, FloatArray
+from psserver.slices.arena import Arena
+
+NUMBERS = (1, 2)  # Of the buffers of a slice in the segment that workers map.
+
+
+class Cell:
+    """Memory for one array of a slice.
+
+    Attributes:
+        data: `(nbytes,) uint8`.
+        array: `(numel,) float32`, the beginning of it.
+        place: In the arena; 0 on the heap.
+    """
+
+    __slots__ = ("array", "data", "place")
+
+    def __init__(self, data: ByteArray, numel: int, place: int = 0) -> None:
+        """Wraps `data`, of at least `4 * numel` bytes."""
+        self.data = data
+        self.array: FloatArray = data[: 4 * numel].view(np.float32)
+        self.place = place
+
+
+class Buffer:
+    """One copy of the weights, and how many readers still send from it."""
+
+    __slots__ = ("array", "cell", "leases", "number")
+
+    def __init__(self, array: FloatArray, number: int, cell: Cell | None = None) -> None:
+        """Wraps an array; `number` is 1 or 2 in the table's segment, 0 outside."""
+        self.array = array
+        self.leases = 0
+        self.number = number
+        self.cell = cell
+
+    @property
+    def place(self) -> int:
+        """What the journal calls it."""
+        return self.number or (0 if self.cell is None else self.cell.place)
+
+
+class Pool:
+    """Cells of one size that are given and taken; on the heap.
+
+    Attributes:
+        places: Of all cells, in use or free; each 0 on the heap.
+    """
+
+    def __init__(self, numel: int, nbytes: int) -> None:
+        """Makes cells of `nbytes`, for arrays of `numel`."""
+        self._nbytes = max(nbytes, 4 * numel)
+        self.places: list[int] = []
+        self._numel = numel
+        self._free: list[Cell] = []
+
+    def take(self) -> Cell:
+        """Returns the cell that came back last, or a new one of zeros.
+
+        Raises:
+            OSError: There is no room for it on the disk.
+        """
+        if self._free:
+            return self._free.pop()
+        cell = self._make()
+        self.places.append(cell.place)
+        return cell
+
+    def give(self, cell: Cell) -> None:
+        """Takes a cell back."""
+        self._free.append(cell)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all cells, in use or free."""
+        return len(self.places) * self._nbytes
+
+    def _make(self) -> Cell:
+        return Cell(np.zeros(self._nbytes, dtype=np.uint8), self._numel)
+
+
+class Scratch:
+    """Arrays that are used up at once: the one that came back last is in the cache, if any is."""
+
+    def __init__(self) -> None:
+        """Starts without any."""
+        self._free: list[FloatArray] = []
+
+    @contextmanager
+    def borrow(self, numel: int) -> Iterator[FloatArray]:
+        """Lends `(numel,) float32` of anything; from any thread."""
+        try:
+            array = self._free.pop()
+        except IndexError:
+            array = np.empty(numel, np.float32)
+        if len(array) < numel:
+            array = np.empty(numel, np.float32)
+        try:
+            yield array[:numel]
+        finally:
+            self._free.append(array)
+
+
+class ArenaPool(Pool):
+    """Those in an arena, which a later process finds again."""
+
+    def __init__(self, arena: Arena, numel: int, nbytes: int) -> None:
+        """Makes cells of `nbytes`, for arrays of `numel`."""
+        super().__init__(numel, nbytes)
+        self._arena = arena
+
+    def at(self, place: int) -> Cell:
+        """Returns the cell at a place.
+
+        Raises:
+            ValueError: There is no such place.
+        """
+        return Cell(self._arena.bytes_at(place, self._nbytes), self._numel, place)
+
+    def adopt(self, places: list[int], used: set[int]) -> None:
+        """Takes up the cells of a former process, those in `used` as given away."""
+        self.places = places
+        self._free = [self.at(place) for place in places if place not in used]
+
+    def _make(self) -> Cell:
+        return self.at(self._arena.allocate(self._nbytes))

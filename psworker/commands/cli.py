@@ -1,0 +1,362 @@
+"""The commands of `psworker`: flags to plans, and errors to exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pscore import commandline
+from pscore.errors import ConfigError, PacelineError, TransportError
+from pscore.rules import RULES
+from pscore.text import printable
+from psworker.commands.output import Prefixed, plain
+from psworker.commands.run import (
+    MEANINGS,
+    Exit,
+    Launch,
+    LaunchPlan,
+    OnFailure,
+    new_job,
+    parse_elastic,
+    worker_command,
+)
+from psworker.job.environment import Environment, parse_servers
+from psworker.modes import modes as list_modes
+
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
+RUN_EPILOG = (
+    "\b\nExit codes:\n"
+    "  of the first worker that failed; 128 + N if signal N ended it\n"
+    + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit if code is not Exit.FAILED)
+)
+
+app = typer.Typer(
+    help="Worker side of Paceline: starts workers, lists modes, and trains a demo.",
+    epilog=EPILOG,
+    context_settings=commandline.CONTEXT,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=commandline.show_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=commandline.set_debug,
+            help="Show tracebacks of errors, of workers too [PACELINE_DEBUG].",
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
+
+
+@app.command(epilog=RUN_EPILOG, context_settings={"allow_interspersed_args": False})
+def run(
+    *,
+    command: Annotated[
+        list[str], typer.Argument(help="script.py, -m module, or a program; then its arguments.")
+    ],
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", help="Workers to start [1, or MIN].")
+    ] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(metavar="MIN:MAX", help="Workers come and go: the job has MIN to MAX."),
+    ] = None,
+    servers: Annotated[
+        str | None,
+        typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Shards to start where no servers are given [1].")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(envvar="PACELINE_JOB", help="Name of the job [a new one].")
+    ] = None,
+    on_failure: Annotated[
+        OnFailure | None,
+        typer.Option(help="What the others do when a worker fails [stop; continue if elastic]."),
+    ] = None,
+    grace_s: Annotated[float, typer.Option(help="From the request to end until a kill.")] = 10.0,
+    prefix: Annotated[bool, typer.Option(help="Put the rank in front of each line.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what fails.")] = False,
+) -> None:
+    """Start workers on this machine; without any server address, shards too."""
+    addresses = parse_servers(servers) or _servers_around()
+    if addresses and shards is not None:
+        raise ConfigError(
+            f"--shards {shards} starts shards here, but servers are given: {','.join(addresses)}; "
+            "leave out --shards, or unset PACELINE_SERVERS"
+        )
+    bounds = None if elastic is None else parse_elastic(elastic)
+    if on_failure is None:
+        on_failure = OnFailure.STOP if bounds is None else OnFailure.CONTINUE
+    plan = LaunchPlan(
+        command=worker_command(command),
+        num_workers=(1 if bounds is None else bounds[0]) if workers is None else workers,
+        elastic=bounds,
+        servers=addresses,
+        num_shards=1 if shards is None else shards,
+        job=job or new_job(),
+        on_failure=on_failure,
+        grace_s=grace_s,
+    )
+    launch = Launch(plan, write=Prefixed() if prefix else plain, tell=_tell, is_quiet=quiet)
+    sys.exit(launch.run())
+
+
+@app.command()
+def modes(*, as_json: AsJson = False) -> None:
+    """List the modes there are, with their arguments."""
+    if as_json:
+        sys.stdout.write(json.dumps(list_modes(), indent=1) + "\n")
+    else:
+        _show_modes()
+
+
+@app.command()
+def demo(
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with one line of JSON instead of a table.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of Fashion-MNIST's files [examples/data].")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="Passes over the images.", min=1)] = 5,
+    modes: Annotated[
+        str, typer.Option(help="Modes to train in, with commas in between.")
+    ] = "ssgd, asgd, ssd(steps=5, warmup=50)",
+    out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("paceline-demo"),
+    workers: Annotated[int, typer.Option(help="Worker processes.", min=1, max=64)] = 2,
+    shards: Annotated[int, typer.Option(help="Shard processes.", min=1, max=64)] = 2,
+    images: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and order of images.")] = 1,
+) -> None:
+    """Train a small model on real shards and workers, in several modes."""
+    from psworker.commands.demo.run import DemoPlan, run_demo
+
+    plan = DemoPlan(
+        modes=modes,
+        data=data,
+        epochs=epochs,
+        out=out,
+        num_workers=workers,
+        num_shards=shards,
+        num_images=images,
+        seed=seed,
+    )
+    sys.exit(run_demo(plan, as_json=as_json))
+
+
+@app.command()
+def plan(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="lenet, resnet50, or module:factory of a torch module.")
+    ],
+    shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
+    mode: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "ssgd",
+    compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
+    pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
+    optimizer: Annotated[str, typer.Option(help="That the shards run: sgd, adam, adamw.")] = "sgd",
+    as_json: AsJson = False,
+) -> None:
+    """Show slices, shards, and bytes per step of a model, without any server."""
+    from pscore.compressors import parse_compressor
+    from pscore.estimate import parse_pull_compressor
+    from pscore.optimizers import OPTIMIZERS
+    from pscore.rules import parse_mode
+    from psworker.commands.model_plan import lines_of, make_report, shapes_of
+
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
+    report = make_report(
+        shapes_of(model),
+        num_shards=shards,
+        rule=parse_mode(mode),
+        compressor=parse_compressor(compression),
+        optimizer=OPTIMIZERS[optimizer](),
+        pull_compressor=parse_pull_compressor(pull_compression),
+    )
+    text = json.dumps(report.as_json()) if as_json else "\n".join(lines_of(report))
+    sys.stdout.write(text + "\n")
+
+
+@bench.command()
+def compressors(
+    *,
+    model: Annotated[
+        str, typer.Argument(help="lenet, resnet50, or module:factory of a torch module.")
+    ],
+    servers: Annotated[
+        str | None,
+        typer.Option(help="Shards to measure the link to, host:port,... [PACELINE_SERVERS]."),
+    ] = None,
+    gbit: Annotated[
+        float | None, typer.Option(help="Take the link as so many 10^9 bit/s.", min=1e-6, max=1e6)
+    ] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="With --gbit: there and back [0.2].", min=0.0)
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Workers of the job.", min=1, max=1 << 20)] = 1,
+    shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
+    compute_ms: Annotated[
+        float, typer.Option(help="Computing that hides as much of a step's traffic.", min=0.0)
+    ] = 0.0,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A compressor to measure; may be repeated.")
+    ] = None,
+    min_nbytes: Annotated[int, typer.Option(help="Smaller parameters stay as they are.")] = 1 << 16,
+    as_json: AsJson = False,
+) -> None:
+    """Say what each compressor costs and saves on this machine and link, if it does."""
+    from psworker.commands import bench_compressors as measuring
+    from psworker.commands.model_plan import shapes_of
+
+    if gbit is None and latency_ms is not None:
+        raise ConfigError("--latency-ms has no effect without --gbit: the link is measured")
+    if gbit is not None and servers is not None:
+        raise ConfigError("--servers has no effect with --gbit: no link is measured")
+    shapes = shapes_of(model)
+    if gbit is None:
+        wire = measuring.measure_wire_to(parse_servers(servers) or _servers_around())
+    else:
+        wire = measuring.Wire.given(gbit, (0.2 if latency_ms is None else latency_ms) / 1e3)
+    report = measuring.make_report(
+        model,
+        shapes,
+        wire,
+        names=only or measuring.NAMES,
+        num_workers=workers,
+        num_shards=shards,
+        compute_s=compute_ms / 1e3,
+        min_nbytes=min_nbytes,
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    else:
+        measuring.show(report)
+
+
+@app.command()
+def doctor(
+    *,
+    servers: Annotated[
+        str | None, typer.Option(help="Addresses, host:port,... [PACELINE_SERVERS].")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(envvar="PACELINE_JOB", help="Look at this job too.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Compare the job's with lenet, resnet50, module:factory.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what is wrong between here and the shards; exit with 1 if something is."""
+    from pscore.observe import doctor as doc
+    from psworker.commands.doctor import examine
+
+    findings = examine(servers, job, model)
+    if as_json:
+        sys.stdout.write(json.dumps(doc.as_json(findings), indent=1) + "\n")
+    else:
+        doc.show(findings)
+    sys.exit(Exit.OK if doc.is_well(findings) else Exit.FAILED)
+
+
+@app.command()
+def timeline(
+    *,
+    files: Annotated[list[Path], typer.Argument(help="trace.worker0.json trace.shard0.json ...")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to make.")],
+) -> None:
+    """Join what PACELINE_TIMELINE had the processes of a job write, for Perfetto."""
+    from pscore.observe.timeline import join
+
+    lines = [*join(files, out), f"{out}: open it at https://ui.perfetto.dev"]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+@app.command()
+def version(*, as_json: AsJson = False) -> None:
+    """Print the versions of Paceline and of what it runs on."""
+    versions = {name: importlib.metadata.version(name) for name in ("paceline", "torch", "grpcio")}
+    versions["python"] = sys.version.split()[0]
+    if as_json:
+        sys.stdout.write(json.dumps(versions) + "\n")
+    else:
+        sys.stdout.write("".join(f"{name} {found}\n" for name, found in versions.items()))
+
+
+def main() -> None:
+    """Runs one command; an error ends the process with its code and one line."""
+    try:
+        commandline.run(app, "psworker")
+    except PacelineError as problem:
+        commandline.tell_error("psworker", problem)
+        sys.exit(exit_code(problem))
+
+
+def exit_code(problem: PacelineError) -> Exit:
+    """Returns how a command ends that `problem` has stopped."""
+    if isinstance(problem, ConfigError):
+        return Exit.USAGE
+    return Exit.NO_SHARDS if isinstance(problem, TransportError) else Exit.FAILED
+
+
+def _show_modes() -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    grid = Table("mode", "what it is", "arguments", box=box.SIMPLE_HEAD)
+    for name, arguments in sorted(list_modes().items()):
+        rule = RULES[name]
+        about = f"{(inspect.getdoc(rule) or '').partition(chr(10))[0]}\n{rule.source}"
+        listed = "\n".join(f"{key}={value!r}" for key, value in arguments.items())
+        grid.add_row(name, escape(about), escape(listed or "none"))
+    console = Console(highlight=False)
+    console.print(grid)
+    console.print('mode="ssd(steps=5)" or psworker.SSD(steps=5) in DistributedOptimizer(...)')
+
+
+def _tell(line: str) -> None:
+    shown = printable(line, keep="\n")
+    with contextlib.suppress(OSError, ValueError):  # A closed standard error ends no job.
+        sys.stderr.write(f"psworker: {shown}\n")
+        sys.stderr.flush()
+
+
+def _servers_around() -> tuple[str, ...]:
+    """Returns the servers that the environment names; what it says of a rank is not for us."""
+    wanted = ("PACELINE_SERVERS", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER")
+    return Environment.read({name: os.environ.get(name, "") for name in wanted}).servers

@@ -1,0 +1,42 @@
+"""`psworker doctor`: what a worker on this machine would find."""
+
+from __future__ import annotations
+
+import os
+
+from pscore.errors import ConfigError
+from pscore.net.credentials import EVERY, read_credentials
+from pscore.observe import doctor
+from pscore.observe.doctor import Finding
+from pscore.partition import fingerprint
+from pscore.types import TensorSpec
+from psworker.commands.model_plan import shapes_of
+from psworker.job.environment import Environment, parse_servers
+
+
+def examine(servers: str | None, job: str | None, model: str | None) -> list[Finding]:
+    """Looks at everything; what cannot be found is a finding too.
+
+    Args:
+        servers: Addresses with commas between them; None: as in the environment.
+        job: Look at this job too.
+        model: As `psworker plan` takes it: what the job's must be, uncompressed, in one group.
+    """
+    findings = doctor.examine_machine()
+    try:
+        environment = Environment.read()
+        addresses = parse_servers(servers) or environment.servers
+        credentials = read_credentials(os.environ, job=job or EVERY)
+    except ConfigError as problem:
+        what, _, do = str(problem).partition("; ")
+        return [*findings, doctor.wrong("settings", "here", what, do)]
+    if not addresses:
+        do = "set PACELINE_SERVERS or --servers to look at shards elsewhere"
+        what = "no server address: a worker starts shards of its own"
+        return [*findings, doctor.good("settings", "here", f"{what}; {do}")]
+    wanted = ""
+    if model is not None:
+        shapes = shapes_of(model)
+        specs = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in shapes]
+        wanted = fingerprint(specs, len(addresses))
+    return [*findings, *doctor.examine(addresses, credentials, job, wanted)]

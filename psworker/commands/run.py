@@ -1,0 +1,467 @@
+"""Workers of one machine as one job: starts them, passes on what they say, and ends them.
+
+Each worker is the leader of a process group of its own, so a signal reaches it once and together
+with what it has started. What happens (a worker ended, a signal came) is put into one queue, and
+one loop decides what to do about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import queue
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from pscore.errors import ConfigError
+from psworker.commands.output import Drain, Write
+from psworker.job.context import OwnShards, start_shards
+
+WORKERS_MAX = 1024
+LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
+PROBE_TIMEOUT_S = 2.0
+READERS_TIMEOUT_S = 2.0  # What a worker has started may hold its output open after it has ended.
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SHARDS = -1  # In the place of a rank: the shards that were started for this job.
+
+# What would tell a worker another place than the launcher does.
+REPLACED_VARIABLES = (
+    "PACELINE_RANK",
+    "PACELINE_NUM_WORKERS",
+    "PACELINE_MIN_WORKERS",
+    "PACELINE_MAX_WORKERS",
+    "PACELINE_LOCAL_RANK",
+    "PACELINE_LOCAL_WORKERS",
+    "DMLC_WORKER_ID",
+    "DMLC_NUM_WORKER",
+    "DMLC_ROLE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+# What `torch.distributed.init_process_group` reads. A job of a fixed number of workers has it all;
+# an elastic one none: the shards give the ranks, and a process group has no number that changes.
+PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MASTER_ADDR = "127.0.0.1"  # All workers of one launch are on this machine.
+# What belongs to other shards than those that are started for the job.
+FOREIGN_VARIABLES = (
+    "PACELINE_TLS_CA",
+    "PACELINE_TLS_CERT",
+    "PACELINE_TLS_KEY",
+    "PACELINE_TOKEN_FILE",
+)
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of every `psworker` command; `MEANINGS` says what they mean."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NO_SHARDS = 6
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+MEANINGS: dict[Exit, str] = {
+    Exit.OK: "done; run: every worker ended with 0",
+    Exit.FAILED: "a shard refused something, doctor found something, or the demo went wrong",
+    Exit.USAGE: "a flag, variable or file is wrong",
+    Exit.NO_SHARDS: "no shard answers, or those started for the job ended",
+    Exit.INTERRUPTED: "ended by Ctrl-C",
+    Exit.TERMINATED: "ended by SIGTERM",
+}
+SIGNAL_BASE = 128  # As in a shell: a process that signal N ended has status 128 + N.
+
+
+class OnFailure(enum.StrEnum):
+    """What becomes of the other workers when one fails."""
+
+    STOP = "stop"
+    CONTINUE = "continue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """One job on this machine."""
+
+    command: tuple[str, ...]  # What each worker runs.
+    num_workers: int
+    elastic: tuple[int, int] | None = None  # Least and most workers of the job, wherever they are.
+    servers: tuple[str, ...] = ()  # Addresses of shards; empty: they are started for this job.
+    num_shards: int = 1  # Of those started for this job.
+    token_file: str = ""  # Of shards that were started for several jobs; else as around us.
+    master_port: int = 0  # Where rank 0 may open the store of a torch process group.
+    job: str
+    on_failure: OnFailure = OnFailure.STOP
+    grace_s: float = 10.0  # From the request to end until a worker is killed.
+
+    def __post_init__(self) -> None:
+        """Checks what a user can get wrong.
+
+        Raises:
+            ConfigError: The number of workers is not one that there can be.
+        """
+        if not 1 <= self.num_workers <= WORKERS_MAX:
+            raise ConfigError(f"--workers is {self.num_workers}, must be in 1..{WORKERS_MAX}")
+        if self.elastic is not None and not 1 <= self.num_workers <= self.elastic[1]:
+            raise ConfigError(
+                f"--workers is {self.num_workers}, must be in 1..{self.elastic[1]}, the most that "
+                "--elastic allows"
+            )
+        if self.grace_s < 0:
+            raise ConfigError(f"--grace-s is {self.grace_s:g}, must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A worker, or the shards, ended."""
+
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """This process was asked to end."""
+
+    number: int
+
+
+class Launch:
+    """The workers of one job, from their start to their end.
+
+    Attributes:
+        is_ending: The workers were asked to end; what they still say is of little use.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        *,
+        write: Write,
+        tell: Callable[[str], None],
+        is_quiet: bool = False,
+    ) -> None:
+        """Prepares; nothing is started yet.
+
+        Args:
+            plan: The job.
+            write: Is called on threads of its own with a worker's rank, one line of its output
+                and the stream that it came for.
+            tell: Is called with a line about the job, for a person.
+            is_quiet: Tells only what fails.
+        """
+        self.plan = plan
+        self._write, self._tell, self._is_quiet = write, tell, is_quiet
+        self._events: queue.SimpleQueue[Ended | Signalled] = queue.SimpleQueue()
+        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._shards: OwnShards | None = None
+        self._drain = Drain(tell)
+        self.is_ending = False
+        self._kill_s: float | None = None  # When those that have not ended yet are killed.
+        self._code = 0
+
+    def run(self) -> int:
+        """Runs the job; returns the exit status, that of the first worker that failed.
+
+        Raises:
+            PacelineError: The shards did not start.
+            ConfigError: The command is not a program.
+        """
+        with self._signals():
+            try:
+                self._start()
+                while self._running:
+                    self._handle_next()
+            finally:
+                self._signal_all(signal.SIGKILL)
+                if self._shards is not None:
+                    self._shards.end()
+        return self._code
+
+    # ----- starting
+
+    def _start(self) -> None:
+        servers = self.plan.servers
+        if not servers:
+            self._shards = start_shards(self.plan.num_shards)
+            servers = self._shards.addresses
+            self.plan = replace(self.plan, token_file=self._shards.token_file)
+            self._watch(SHARDS, self._shards.process, [])
+        if not self._is_quiet:
+            self._introduce(servers)
+        self.plan = replace(self.plan, master_port=free_port())  # The shards have theirs already.
+        for rank in range(self.plan.num_workers):
+            self._start_worker(rank, servers)
+
+    def _introduce(self, servers: Sequence[str]) -> None:
+        here = "" if self.plan.servers else " on this machine"
+        bounds = "" if self.plan.elastic is None else " of {} to {}".format(*self.plan.elastic)
+        self._tell(
+            f"job {self.plan.job}: {count(self.plan.num_workers, 'worker')}{bounds}, "
+            f"{count(len(servers), 'shard')}{here} ({','.join(servers)})"
+        )
+        if "OMP_NUM_THREADS" not in os.environ:
+            self._tell(
+                f"OMP_NUM_THREADS={threads_each(self.plan.num_workers)} for each worker "
+                f"({count(num_cores(), 'core')}); set it to have another"
+            )
+
+    def _start_worker(self, rank: int, servers: Sequence[str]) -> None:
+        try:
+            process = subprocess.Popen(
+                self.plan.command,
+                env=worker_environment(self.plan, rank, servers, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
+        except OSError as problem:
+            raise ConfigError(
+                f"cannot start {self.plan.command[0]!r}: {problem.strerror}"
+            ) from problem
+        self._running[rank] = process
+        readers = [
+            threading.Thread(target=self._read, args=(rank, source, target), daemon=True)
+            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        ]
+        for reader in readers:
+            reader.start()
+        self._watch(rank, process, readers)
+
+    def _watch(
+        self, rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread]
+    ) -> None:
+        """Has the end of a process put into the queue, after all that it has said."""
+
+        def wait() -> None:
+            status = process.wait()
+            for reader in readers:
+                reader.join(READERS_TIMEOUT_S)
+            self._events.put(Ended(rank, status))
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _read(self, rank: int, source: IO[str], target: IO[str]) -> None:
+        """Passes on what a worker says, to its end: a pipe that nobody empties stops a worker."""
+        with source:
+            while line := source.readline(LINE_CHARS_MAX):
+                try:
+                    self._write(rank, line, target)
+                except (OSError, ValueError) as problem:
+                    self._drain.drop(target, problem)
+
+    # ----- deciding
+
+    def _handle_next(self) -> None:
+        timeout_s = None if self._kill_s is None else max(0.0, self._kill_s - time.monotonic())
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            ranks = ", ".join(str(rank) for rank in self._running)
+            self._tell(f"killing what has not ended within {self.plan.grace_s:g} s: worker {ranks}")
+            self._kill_s = None
+            self._signal_all(signal.SIGKILL)
+            return
+        if isinstance(event, Signalled):
+            self._on_signal(event.number)
+        elif event.rank == SHARDS:
+            self._on_shards_ended(event.status)
+        else:
+            self._on_worker_ended(event.rank, event.status)
+
+    def _on_signal(self, number: int) -> None:
+        """Passes the first signal on to the workers; the second one kills them."""
+        if self.is_ending and self._code >= SIGNAL_BASE:
+            self._signal_all(signal.SIGKILL)
+            return
+        self._code = SIGNAL_BASE + number
+        self._end_all(number)
+
+    def _on_shards_ended(self, status: int) -> None:
+        """Without its shards a job cannot go on."""
+        if not self.is_ending:
+            self._tell(f"the shards ended with exit status {status}; stopping the workers")
+            self._code = self._code or Exit.NO_SHARDS
+            self._end_all(signal.SIGTERM)
+
+    def _on_worker_ended(self, rank: int, status: int) -> None:
+        process = self._running.pop(rank)
+        if status == 0 or self.is_ending:
+            return
+        how = f"was ended by {name_of(-status)}" if status < 0 else f"failed with status {status}"
+        goes_on = self.plan.on_failure is OnFailure.CONTINUE
+        others = "the others go on" if goes_on else "stopping the others"
+        rest = f"; {others} (--on-failure {self.plan.on_failure})" if self._running else ""
+        self._tell(f"worker {rank} (process {process.pid}) {how}{rest}")
+        self._code = self._code or self._code_for(status)
+        if not goes_on:
+            self._end_all(signal.SIGTERM)
+
+    def _code_for(self, status: int) -> int:
+        """Returns how the job ends because of a worker's status: a missing shard has its own."""
+        if status < 0:
+            return SIGNAL_BASE - status
+        silent = unreachable(self.plan.servers) if status == Exit.FAILED else []
+        if silent:
+            self._tell(f"nobody listens at {', '.join(silent)}; start shards with psserver start")
+            return Exit.NO_SHARDS
+        return status
+
+    # ----- ending
+
+    def _end_all(self, number: int) -> None:
+        self.is_ending = True
+        self._kill_s = time.monotonic() + self.plan.grace_s
+        self._signal_all(number)
+
+    def _signal_all(self, number: int) -> None:
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turns the signals that end a process into events."""
+
+        def put(number: int, frame: FrameType | None) -> None:
+            self._events.put(Signalled(number))  # Safe in a handler: SimpleQueue is reentrant.
+
+        before = {number: signal.signal(number, put) for number in FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+# ----- what a worker is given
+
+
+def worker_command(words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the command that `words` mean: a script, `-m module`, or a program.
+
+    Raises:
+        ConfigError: There is no such file or program.
+    """
+    if not words:
+        raise ConfigError("no command: psworker run --workers 2 -- train.py ARGS")
+    first = words[0]
+    if first == "-m":
+        if len(words) == 1:
+            raise ConfigError("-m needs the name of a module")
+        return (sys.executable, *words)
+    if first.endswith(".py"):
+        if not Path(first).is_file():
+            raise ConfigError(f"no script {first!r} in {Path.cwd()}")
+        return (sys.executable, *words)
+    if shutil.which(first) is None:
+        raise ConfigError(f"no program {first!r}; a script's name ends in .py")
+    return tuple(words)
+
+
+def worker_environment(
+    plan: LaunchPlan, rank: int, servers: Sequence[str], base: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the variables of one worker: torchrun's names, and ours for job and servers."""
+    replaced = {
+        *REPLACED_VARIABLES,
+        *PLACE_VARIABLES,
+        *(FOREIGN_VARIABLES if plan.token_file else ()),
+    }
+    place = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(plan.num_workers),
+        "MASTER_ADDR": MASTER_ADDR,
+        "MASTER_PORT": str(plan.master_port),
+    }
+    if plan.elastic is not None:
+        least, most = plan.elastic
+        place = {"PACELINE_MIN_WORKERS": str(least), "PACELINE_MAX_WORKERS": str(most)}
+    kept = {name: value for name, value in base.items() if name not in replaced}
+    if plan.token_file:
+        kept["PACELINE_TOKEN_FILE"] = plan.token_file
+    return {
+        "OMP_NUM_THREADS": str(threads_each(plan.num_workers)),
+        "PYTHONUNBUFFERED": "1",
+        **kept,
+        **place,
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(plan.num_workers),
+        "PACELINE_JOB": plan.job,
+        "PACELINE_SERVERS": ",".join(servers),
+    }
+
+
+def unreachable(servers: Sequence[str]) -> list[str]:
+    """Returns the addresses at which nobody listens."""
+    found = []
+    for address in servers:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+        except OSError:
+            found.append(address)
+    return found
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((MASTER_ADDR, 0))
+        return int(probe.getsockname()[1])
+
+
+def parse_elastic(text: str) -> tuple[int, int]:
+    """Returns the least and the most workers from `MIN:MAX`.
+
+    Raises:
+        ConfigError: It is not two numbers, the first at least 1 and at most the second.
+    """
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ConfigError(f"--elastic is {text!r}, must look like MIN:MAX, such as 2:8")
+    return int(least), int(most)
+
+
+def new_job(kind: str = "run") -> str:
+    """Returns a job name that no other launch has."""
+    return f"{kind}-{secrets.token_hex(4)}"
+
+
+def num_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_each(num_workers: int) -> int:
+    """Returns the threads that leave each of `num_workers` its share of the cores."""
+    return max(1, num_cores() // num_workers)
+
+
+def count(number: int, noun: str) -> str:
+    """Returns `1 worker`, `2 workers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def name_of(number: int) -> str:
+    """Returns `SIGSEGV` for 11."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

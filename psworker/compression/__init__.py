@@ -1,0 +1,1 @@
+"""Error feedback, on the CPU and on a GPU."""

@@ -1,0 +1,102 @@
+"""One slice of the estimate as this worker holds it, where pulls are compressed.
+
+The other side is psserver/slices/pull_estimate.py; the equations stand in pscore/estimate.py. What
+is held is changed only by a whole answer, on the thread that receives it; one whose fingerprint
+differs makes it worthless, and then it is asked for whole.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from pscore.compressors.base import Compressor
+from pscore.errors import DecodeError
+from pscore.estimate import DELTAS_MAX, fingerprint
+from pscore.net.wire import as_bytes
+from pscore.pb.ps.v1 import data_pb2
+from pscore.types import ByteArray, FloatArray
+
+log = logging.getLogger("paceline")
+
+
+class Held:
+    """The estimate of one slice.
+
+    Attributes:
+        values: `(numel,) float32`, X; None before the first answer.
+        fingerprint: Of `values`; 0: they cannot be built upon.
+        num_resyncs: Answers after which X was not the shard's.
+    """
+
+    def __init__(self, compressor: Compressor, numel: int, name: str) -> None:
+        """Holds nothing yet.
+
+        Args:
+            compressor: Of the deltas.
+            numel: Elements of the slice.
+            name: Of slice and worker, for messages.
+        """
+        self._compressor = compressor
+        self._numel = numel
+        self._name = name
+        self._payload: ByteArray = np.empty(0, dtype=np.uint8)
+        self.values: FloatArray | None = None
+        self.fingerprint = 0
+        self.num_resyncs = 0
+
+    def forget(self) -> None:
+        """Asks for the whole next time."""
+        self.fingerprint = 0
+
+    def room(self, reply: data_pb2.PullReply, nbytes: int) -> memoryview:
+        """Returns where the payload of an answer has to go, `nbytes` bytes.
+
+        Raises:
+            DecodeError: The answer declares another length, or more than the estimate has.
+        """
+        whole_nbytes = 4 * self._numel
+        declared = whole_nbytes if reply.whole else sum(reply.deltas)
+        if nbytes != declared or nbytes > whole_nbytes or len(reply.deltas) > DELTAS_MAX:
+            self.forget()
+            raise DecodeError(
+                f"{nbytes} bytes of {len(reply.deltas)} deltas for {self._name}, {declared} "
+                f"declared, at most {whole_nbytes} wanted"
+            )
+        self._payload = np.empty(nbytes, dtype=np.uint8)
+        return as_bytes(self._payload)
+
+    def take(self, reply: data_pb2.PullReply) -> bool:
+        """Takes the answer whose payload has come; returns False if it has to be asked again.
+
+        Raises:
+            DecodeError: A delta is not one of this slice.
+        """
+        payload, self._payload = self._payload, np.empty(0, dtype=np.uint8)
+        self.forget()
+        if reply.whole:
+            self.values = payload.view("<f4")
+        elif self.values is None:
+            raise DecodeError(f"deltas for {self._name}, of which there is nothing to add to")
+        else:
+            start = 0
+            for nbytes in reply.deltas:
+                delta = payload[start : start + nbytes]
+                self._compressor.check(delta, self._numel)
+                self._compressor.decode_add(delta, self.values, 1.0, assign=False)
+                start += nbytes
+        found = fingerprint(self.values)
+        if found == reply.fingerprint:
+            self.fingerprint = found
+            return True
+        if reply.whole:
+            raise DecodeError(f"the estimate of {self._name} has not the fingerprint it came with")
+        self.num_resyncs += 1
+        log.warning(
+            "%s: the estimate of version %d is not the shard's after %d deltas; it is sent whole",
+            self._name,
+            reply.version,
+            len(reply.deltas),
+        )
+        return False

@@ -1,0 +1,1 @@
+"""This worker's side of the protocol."""

@@ -1,0 +1,135 @@
+"""The connection from this worker to one shard: control calls, and the data plane beside them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from pscore.errors import ReplacedError, TransportError
+from pscore.net import rpc, tls
+from pscore.net.credentials import ANYONE, Credentials
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from psworker.transports import Endpoint, Transport, choose
+from psworker.transports.retry import Patience
+
+log = logging.getLogger("paceline")
+T = TypeVar("T")
+CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a shard that hangs is told of within 10 s.
+
+
+class Link:
+    """One shard, as this worker sees it.
+
+    Attributes:
+        address: Of the control plane: `host:port` or `unix:///path`.
+        patience: How calls are repeated while nobody answers.
+        credentials: What the shard is connected to with.
+        control: The control service's methods, for `call`.
+    """
+
+    def __init__(
+        self, address: str, *, patience_s: float, credentials: Credentials = ANYONE
+    ) -> None:
+        """Connects lazily; `patience_s` is how long nobody may answer, in seconds."""
+        self.address = address
+        self.credentials = credentials
+        self.patience = Patience(address, patience_s, lambda: tls.diagnose(address, credentials))
+        self._tls = tls.client_context(credentials)
+        self._channel = credentials.channel(address)
+        self.control = control_pb2_grpc.ControlStub(self._channel)
+        self._transport: Transport | None = None
+        self.instance = 0  # Of the process that this worker has joined; 0 before.
+        self.joined_as = (-1, 0)  # With which rank and incarnation.
+        self.uneven = ""  # Which worker has left out steps, as the shard said last.
+        self.waiting_for = ""  # What the job waits for, as the shard said with the last heartbeat.
+
+    def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
+        """Makes one control call, repeated while nobody answers.
+
+        Raises:
+            PacelineError: What the shard refused it with, or `ServerUnavailableError`.
+        """
+        return self.patience.insist(lambda: method(request, timeout=timeout_s))
+
+    def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> Sequence[pb.Owing]:
+        """Renews this worker's lease once; a network that fails is left to the next time.
+
+        Returns:
+            What error feedback owes that the shard asks for.
+
+        Raises:
+            RemoteProtocolError: The shard no longer counts this worker in.
+        """
+        try:
+            reply = self.control.Heartbeat(request, timeout=timeout_s)
+            self.waiting_for, self.patience.heard_s = reply.waiting_for, time.monotonic()
+            if reply.uneven != self.uneven:
+                self.uneven = reply.uneven
+                if self.uneven:
+                    log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
+            self._check(reply.instance)
+        except grpc.RpcError as failure:
+            error = rpc.error_of(failure, self.address)
+            if not isinstance(error, TransportError):
+                raise error from None
+            return ()
+        owing: Sequence[pb.Owing] = reply.owing
+        return owing
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since a heartbeat was answered."""
+        return time.monotonic() - self.patience.heard_s
+
+    def _check(self, instance: int) -> None:
+        """Notices that the shard's process is another one than this worker has joined.
+
+        Raises:
+            ReplacedError: It is: what the shard had not saved is gone, so join it anew.
+        """
+        if self.instance not in (0, instance):
+            raise ReplacedError(f"the shard at {self.address} has been started again")
+
+    def open(self, data_plane: str) -> None:
+        """Chooses the data plane and connects it.
+
+        Raises:
+            ConfigError: The one that was named cannot be had.
+        """
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = choose(
+            data_plane, self.address, self._endpoint, self.patience, self.credentials
+        )
+
+    @property
+    def transport(self) -> Transport:
+        """The data plane, once `open` has been called."""
+        assert self._transport is not None
+        return self._transport
+
+    def close(self) -> None:
+        """Ends all calls."""
+        self.patience.is_over = True
+        if self._transport is not None:
+            self._transport.close()
+        self._channel.close()
+
+    def _endpoint(self) -> Endpoint:
+        """Asks the shard where its bulk data plane listens."""
+        reply = self.call(self.control.Describe, pb.DescribeRequest())
+        self._check(reply.instance)
+        host = self.address.rpartition(":")[0].strip("[]")
+        is_unix = self.address.startswith("unix:")
+        return Endpoint(
+            host=host,
+            port=0 if is_unix else reply.bulk_port,
+            local=reply.bulk_local,
+            token=self.credentials.token,
+            tls=self._tls,
+        )

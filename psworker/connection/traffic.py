@@ -1,0 +1,27 @@
+"""What a worker has sent and received, counted for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pscore.pb.ps.v1 import data_pb2
+from psworker.replica.ports import Landing
+
+
+@dataclass(slots=True, kw_only=True)
+class Traffic:
+    """What a worker has sent and received, in bytes of payload, and what came of its pushes."""
+
+    pushed_nbytes: int = 0
+    pulled_nbytes: int = 0
+    num_pushes: int = 0
+    num_pulls: int = 0
+    num_too_late: int = 0
+
+
+def pulled_nbytes(reply: data_pb2.PullReply, landing: Landing) -> int:
+    """Returns the bytes of payload of an answer; shared memory counts as if it had travelled."""
+    if reply.fingerprint and not reply.whole:
+        return sum(reply.deltas)
+    nbytes = sum(tensor.nbytes for tensor in (landing.weights, *landing.state))
+    return nbytes if reply.counts else landing.weights.nbytes

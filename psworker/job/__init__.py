@@ -1,0 +1,1 @@
+"""This process's place in a job."""

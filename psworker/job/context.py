@@ -1,0 +1,357 @@
+"""This process's place in a job: found from arguments and environment, made once, ended once.
+
+Without any server address, shards are started on this machine and end with the job: by this
+process if it is alone, else by the first of the local workers, who tells the others their
+addresses in a file that only this user can read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psworker.connection.session import Session
+from psworker.connection.shard_link import Link
+from psworker.job.environment import Environment, parse_servers
+
+log = logging.getLogger("paceline")
+
+EMBEDDED_TIMEOUT_S = 60.0
+SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
+POLL_S = 0.05
+
+
+class Context:
+    """One session, the shards that were started for it, and what has to be closed before it."""
+
+    def __init__(self, session: Session, shards: OwnShards | None) -> None:
+        """Takes over a session and, if there are any, its own shards."""
+        self.session = session
+        self._shards = shards
+        self._closers: list[Callable[[], None]] = []
+        self._tables: dict[str, int] = {}
+        self._pid = os.getpid()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has joined, not the one that it was forked from."""
+        return self._pid == os.getpid()
+
+    def at_close(self, closer: Callable[[], None]) -> None:
+        """Has `closer` called when the session ends in order."""
+        self._closers.append(closer)
+
+    def not_at_close(self, closer: Callable[[], None]) -> None:
+        """Takes back what `at_close` was given."""
+        if closer in self._closers:
+            self._closers.remove(closer)
+
+    def table_name(self, name: str) -> str:
+        """Returns `name`, or `name.1` and so on where it has been given out before."""
+        number = self._tables.get(name, 0)
+        self._tables[name] = number + 1
+        return name if number == 0 else f"{name}.{number}"
+
+    def close(self) -> None:
+        """Closes in order: optimizers take the global weights, then the worker leaves."""
+        is_closed = False
+        try:
+            while self._closers:
+                self._closers.pop()()
+            is_closed = True
+        finally:
+            why = "finished" if is_closed else "its training could not be closed"
+            self.abandon(why, failed=not is_closed)
+
+    def abandon(self, reason: str, *, failed: bool = False) -> None:
+        """Leaves at once. Shards of its own stay for the other workers, unless this one failed."""
+        self.session.leave(reason, failed=failed)
+        if self._shards is not None:
+            if self.session.num_workers > 1 and not failed:
+                _await_others(self.session)
+            self._shards.end()
+            self._shards = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnShards:
+    """Shards of this process, and the file that tells the other local workers of them."""
+
+    addresses: tuple[str, ...]
+    process: subprocess.Popen[str]
+    token_file: str = ""
+    rendezvous: Path | None = None
+
+    def end(self) -> None:
+        """Ends the shards."""
+        if self.rendezvous is not None:
+            self.rendezvous.unlink(missing_ok=True)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+_current: Context | None = None
+
+
+def join(
+    *,
+    servers: str | list[str] | None = None,
+    job: str | None = None,
+    rank: int | None = None,
+    num_workers: int | None = None,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+    timeout_s: float | None = None,
+    **files: str | None,
+) -> Context:
+    """Returns this process's context, and makes it if there is none.
+
+    Args:
+        servers: Addresses of the shards in their order.
+        job: Name of the job.
+        rank: Of this worker.
+        num_workers: Workers of the job.
+        min_workers: Of an elastic job, the least with which it goes on; else 1.
+        max_workers: The most, in the place of `num_workers`: makes the job elastic.
+        timeout_s: How long a shard may not answer before that is an error, in seconds.
+        files: `tls_ca`, `tls_cert`, `tls_key`, `token_file`: paths (environment.py).
+
+    Raises:
+        ConfigError: It exists already with other arguments, or something is missing.
+        PacelineError: The shards do not answer, or refuse this worker.
+    """
+    global _current
+    if None not in (num_workers, max_workers):
+        raise ConfigError(f"num_workers is {num_workers} and max_workers {max_workers}: give one")
+    num_workers = num_workers or max_workers
+    if _current is not None:
+        _current.session.require_own()
+        given = {"job": job, "rank": rank, "num_workers": num_workers, "min_workers": min_workers}
+        _check_same(_current.session, servers, **given)
+        return _current
+    environment = Environment.read()
+    paths: dict[str, Any] = {name: path for name, path in files.items() if path is not None}
+    if min_workers is None:
+        min_workers = environment.min_workers or int(max_workers is not None)
+    environment = dataclasses.replace(
+        environment,
+        job=job or environment.job,
+        min_workers=min_workers,
+        rank=environment.rank if rank is None else rank,
+        num_workers=num_workers or environment.num_workers,
+        timeout_s=environment.timeout_s if timeout_s is None else timeout_s,
+        **paths,
+    )
+    addresses = parse_servers(servers) or environment.servers
+    shards = None
+    if not addresses:
+        addresses, token_file, shards = _embedded(environment)
+        environment = dataclasses.replace(
+            environment, tls_ca="", tls_cert="", tls_key="", token_file=token_file
+        )
+    _current = Context(Session.from_environment(addresses, environment), shards)
+    atexit.register(_at_exit)
+    return _current
+
+
+def _check_same(
+    session: Session, servers: str | list[str] | None, **given: str | int | None
+) -> None:
+    """Refuses arguments other than those that the session was made with.
+
+    Raises:
+        ConfigError: Names the first one.
+    """
+    held: dict[str, object] = {
+        "job": session.job,
+        "rank": session.rank,
+        "num_workers": session.num_workers,
+        "min_workers": session.min_workers,
+        "servers": tuple(link.address for link in session.links),
+    }
+    for name, value in {**given, "servers": parse_servers(servers) or None}.items():
+        if value is not None and value != held[name]:
+            raise ConfigError(
+                f"this process has joined with {name}={held[name]!r}; call psworker.shutdown() "
+                f"before joining with {name}={value!r}"
+            )
+
+
+def current() -> Context:
+    """Returns this process's context.
+
+    Raises:
+        ConfigError: There is none yet.
+    """
+    if _current is None:
+        raise ConfigError("call psworker.init() or make a DistributedOptimizer first")
+    _current.session.require_own()
+    return _current
+
+
+def shutdown() -> None:
+    """Ends this process's part of the job in order; does nothing if there is none."""
+    global _current
+    if _current is not None:
+        context, _current = _current, None
+        if context.is_own:
+            context.close()
+
+
+def _at_exit() -> None:
+    """The script has ended, in whatever way: nobody shall wait for this worker."""
+    global _current
+    if _current is not None:
+        context, _current = _current, None
+        if context.is_own:
+            has_failed = hasattr(sys, "last_value")  # The interpreter has printed an exception.
+            how = "failed" if has_failed else "ended"
+            context.abandon(f"its process {how}", failed=has_failed)
+
+
+# ----- shards of our own
+
+
+def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards | None]:
+    """Returns addresses and token file of shards on this machine, started here or by a sibling.
+
+    Raises:
+        ConfigError: The job has workers on other machines, or the ranks are not known.
+    """
+    if environment.min_workers:
+        raise ConfigError(
+            f"{environment.min_workers} to {environment.num_workers} workers that come and go, and "
+            "no server address: start shards with `psserver start` and set "
+            "PACELINE_SERVERS=host:port,..."
+        )
+    if environment.num_workers > environment.local_workers:
+        raise ConfigError(
+            f"{environment.num_workers} workers, {environment.local_workers} of them on this "
+            "machine, and no server address: start shards with `psserver start` and set "
+            "PACELINE_SERVERS=host:port,... on every machine"
+        )
+    if environment.num_workers == 1:
+        shards = start_shards()
+        return shards.addresses, shards.token_file, shards
+    if environment.rank < 0:
+        raise ConfigError(
+            f"{environment.num_workers} workers, but neither a server address nor this worker's "
+            "rank is set: use `psworker run`, torchrun, or set PACELINE_SERVERS"
+        )
+    path = _rendezvous(environment)
+    if environment.local_rank == 0:
+        _sweep(path.parent)
+        shards = dataclasses.replace(start_shards(), rendezvous=path)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps([shards.addresses, shards.token_file]))
+        draft.replace(path)
+        return shards.addresses, shards.token_file, shards
+    return *_await_addresses(path), None
+
+
+def start_shards(num_shards: int = 1) -> OwnShards:
+    """Starts shards that end when this process's end of the pipe closes.
+
+    Raises:
+        ServerUnavailableError: They did not start; their message stands on standard error.
+    """
+    shards = subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "psserver"),
+            *("embedded", "--token", "--shards", str(num_shards)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the worker; the shard ends after it.
+    )
+    assert shards.stdin is not None
+    assert shards.stdout is not None
+    line = shards.stdout.readline()
+    if not line:
+        shards.stdin.close()
+        shards.stdout.close()
+        raise ServerUnavailableError(
+            f"shards on this machine did not start (exit status {shards.wait()}); their message "
+            "stands above"
+        )
+    ready = json.loads(line)
+    return OwnShards(
+        addresses=tuple(ready["addresses"]), process=shards, token_file=ready["token_file"]
+    )
+
+
+def _rendezvous(environment: Environment) -> Path:
+    """Returns the file in which the first local worker writes the shards' addresses."""
+    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"{folder} must belong to this user, with no rights for others")
+    launch = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{environment.restart}"
+    return folder / f"{urllib.parse.quote(environment.job, safe='')}-{launch}.json"
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what launches have left whose process is gone: their first worker was killed."""
+    for file in folder.glob("*-*-*-*.json"):
+        launcher = file.stem.rsplit("-", 3)[1]
+        if launcher.isdecimal() and not Path("/proc", launcher).exists():
+            file.unlink(missing_ok=True)
+
+
+def _await_others(session: Session) -> None:
+    """Waits until no other worker needs the shards that end with this process."""
+    started_s, say_s = time.monotonic(), SAY_AFTER_S
+    first = session.links[0]
+    link = Link(first.address, patience_s=0.0, credentials=first.credentials)
+    try:
+        while True:
+            jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
+            workers = [worker for job in jobs if job.job == session.job for worker in job.workers]
+            live = [str(worker.rank) for worker in workers if worker.state == "live"]
+            waited_s = time.monotonic() - started_s
+            may_come = len(workers) < session.num_workers and waited_s < EMBEDDED_TIMEOUT_S
+            if not live and not may_come:
+                return
+            if waited_s >= say_s:
+                say_s *= 2
+                who = f"worker {', '.join(live)}" if live else "workers that have not come yet"
+                log.warning(
+                    "worker %d has done its part and keeps the shards for %s", session.rank, who
+                )
+            time.sleep(POLL_S)
+    except PacelineError as error:
+        log.info("the shards have ended before their workers: %s", error)
+    finally:
+        link.close()
+
+
+def _await_addresses(path: Path) -> tuple[tuple[str, ...], str]:
+    deadline_s = time.monotonic() + EMBEDDED_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if path.exists():
+            addresses, token_file = json.loads(path.read_text())
+            return tuple(addresses), token_file
+        time.sleep(POLL_S)
+    raise ServerUnavailableError(
+        f"the first worker on this machine has not started shards within {EMBEDDED_TIMEOUT_S:g} s "
+        f"(no {path})"
+    )

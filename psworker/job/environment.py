@@ -1,0 +1,187 @@
+"""What a worker takes from its environment: our variables, torchrun's, and the classic DMLC ones.
+
+| setting | ours | torchrun | DMLC |
+|---|---|---|---|
+| servers | PACELINE_SERVERS=host:port,... | | DMLC_PS_ROOT_URI, _PORT, DMLC_NUM_SERVER |
+| rank | PACELINE_RANK | RANK | DMLC_WORKER_ID |
+| workers | PACELINE_NUM_WORKERS | WORLD_SIZE | DMLC_NUM_WORKER |
+| least and most workers of an elastic job | PACELINE_MIN_WORKERS, PACELINE_MAX_WORKERS | | |
+| job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |
+| restart | | TORCHELASTIC_RESTART_COUNT | |
+| seconds that nobody may answer | PACELINE_TIMEOUT_S | | |
+| data plane | PACELINE_DATA_PLANE=auto, local, tcp, grpc | | |
+| CA of the shards: connect with TLS | PACELINE_TLS_CA | | |
+| our certificate and its key, for shards that ask | PACELINE_TLS_CERT, PACELINE_TLS_KEY | | |
+| file with the token | PACELINE_TOKEN_FILE | | |
+| where timelines are written | PACELINE_TIMELINE=trace.json | | |
+
+The first column wins. MASTER_PORT is never bound: it belongs to torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pscore.errors import ConfigError
+from pscore.net.credentials import Credentials, read_credentials
+
+log = logging.getLogger("paceline")
+DEFAULT_JOB = "default"
+TIMEOUT_S = 30.0
+TIMEOUT_S_MAX = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Defaults for a worker."""
+
+    servers: tuple[str, ...]  # Addresses in the order of the shards; empty if none is set.
+    rank: int  # -1: the shards decide.
+    num_workers: int  # The most of an elastic job.
+    local_rank: int
+    local_workers: int  # Workers on this machine.
+    job: str
+    restart: int
+    data_plane: str
+    min_workers: int = 0  # The least of an elastic job; 0: the job is not elastic.
+    timeout_s: float = TIMEOUT_S  # How long nobody may answer, in seconds.
+    tls_ca: str = ""  # Paths, as the variables name them.
+    tls_cert: str = ""
+    tls_key: str = ""
+    token_file: str = ""
+    timeline: str = ""  # A path (pscore/observe/timeline.py); empty: none is kept.
+
+    def __post_init__(self) -> None:
+        """Checks what arguments may have replaced.
+
+        Raises:
+            ConfigError: It is out of its range.
+        """
+        if not 0 <= self.min_workers <= self.num_workers:
+            raise ConfigError(
+                f"min_workers is {self.min_workers}, must be in 1..{self.num_workers}, the largest "
+                "number of workers"
+            )
+        if not 0.0 <= self.timeout_s <= TIMEOUT_S_MAX:
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s!r}, must be in 0..{TIMEOUT_S_MAX:g} seconds"
+            )
+
+    def credentials(self) -> Credentials:
+        """Returns what the shards are connected to with.
+
+        Raises:
+            ConfigError: A file cannot be used.
+        """
+        named = {
+            "PACELINE_TLS_CA": self.tls_ca,
+            "PACELINE_TLS_CERT": self.tls_cert,
+            "PACELINE_TLS_KEY": self.tls_key,
+            "PACELINE_TOKEN_FILE": self.token_file,
+        }
+        return read_credentials(named, job=self.job)
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
+        """Reads the variables.
+
+        Raises:
+            ConfigError: One of them is not what it must be; names it.
+        """
+        num_workers = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
+        num_workers = _number(variables, num_workers, "PACELINE_MAX_WORKERS")
+        is_elastic = bool(variables.get("PACELINE_MAX_WORKERS"))
+        rank = _number(variables, -1, "PACELINE_RANK", "RANK", "DMLC_WORKER_ID")
+        if num_workers < 1:
+            raise ConfigError(f"the number of workers is {num_workers}, must be 1 or more")
+        if not -1 <= rank < num_workers:
+            raise ConfigError(
+                f"rank {rank} of {num_workers} workers, must be in 0..{num_workers - 1}"
+            )
+        role = variables.get("DMLC_ROLE") or "worker"
+        if role != "worker":
+            raise ConfigError(
+                f"DMLC_ROLE is {role!r}, but this process is a worker; `psserver start` starts "
+                "the servers, and there is no scheduler"
+            )
+        return cls(
+            servers=parse_servers(variables.get("PACELINE_SERVERS", "")) or _dmlc(variables),
+            rank=rank if num_workers > 1 else 0,
+            num_workers=num_workers,
+            local_rank=_number(variables, max(rank, 0), "PACELINE_LOCAL_RANK", "LOCAL_RANK"),
+            local_workers=_number(
+                variables, num_workers, "PACELINE_LOCAL_WORKERS", "LOCAL_WORLD_SIZE"
+            ),
+            job=variables.get("PACELINE_JOB") or _run_id(variables),
+            restart=_number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
+            data_plane=variables.get("PACELINE_DATA_PLANE") or "auto",
+            min_workers=_number(variables, int(is_elastic), "PACELINE_MIN_WORKERS"),
+            timeout_s=_seconds(variables, TIMEOUT_S, "PACELINE_TIMEOUT_S"),
+            tls_ca=variables.get("PACELINE_TLS_CA", ""),
+            tls_cert=variables.get("PACELINE_TLS_CERT", ""),
+            tls_key=variables.get("PACELINE_TLS_KEY", ""),
+            token_file=variables.get("PACELINE_TOKEN_FILE", ""),
+            timeline=variables.get("PACELINE_TIMELINE", ""),
+        )
+
+
+def parse_servers(servers: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns addresses from `host:port,host:port` or a list of them.
+
+    Raises:
+        ConfigError: One of them is not an address.
+    """
+    listed = servers.split(",") if isinstance(servers, str) else list(servers or ())
+    addresses = tuple(address.strip() for address in listed if address.strip())
+    for address in addresses:
+        host, colon, port = address.rpartition(":")
+        if address.startswith("unix:"):
+            continue
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigError(
+                f"server address {address!r} must look like host:port or unix:///path"
+            )
+    if len(set(addresses)) != len(addresses):
+        raise ConfigError(f"a server address stands twice in {', '.join(addresses)}")
+    return addresses
+
+
+def _run_id(variables: Mapping[str, str]) -> str:
+    run_id = variables.get("TORCHELASTIC_RUN_ID", "")
+    return run_id if run_id and run_id != "none" else DEFAULT_JOB
+
+
+def _number(variables: Mapping[str, str], default: int, *names: str) -> int:
+    for name in names:
+        if name in variables and variables[name] != "":
+            if not variables[name].strip().lstrip("-").isdecimal():
+                raise ConfigError(f"{name} is {variables[name]!r}, must be a whole number")
+            if name.startswith("DMLC_"):
+                log.info("%s=%s taken as %s", name, variables[name], names[0])
+            return int(variables[name])
+    return default
+
+
+def _seconds(variables: Mapping[str, str], default: float, name: str) -> float:
+    text = variables.get(name)
+    if not text:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, must be a number of seconds") from None
+
+
+def _dmlc(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the shards that the DMLC variables describe: consecutive ports on one host."""
+    host, port = variables.get("DMLC_PS_ROOT_URI"), variables.get("DMLC_PS_ROOT_PORT")
+    if not host or not port:
+        return ()
+    count = _number(variables, 1, "DMLC_NUM_SERVER")
+    first = _number(variables, 0, "DMLC_PS_ROOT_PORT")
+    addresses = tuple(f"{host}:{first + index}" for index in range(count))
+    log.info("DMLC_PS_ROOT_URI and _PORT taken as PACELINE_SERVERS=%s", ",".join(addresses))
+    return parse_servers(list(addresses))

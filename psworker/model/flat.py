@@ -1,0 +1,312 @@
+"""The model's parameters as one flat vector: gradients gathered in, weights given back.
+
+Gradients are copied into the flat vector when backward has made them, and on the CPU looked at for
+NaN and Inf in the same pass. The weights of float32 parameters are views on the flat weights, so
+that a change of these is a change of the model; parameters of another type are cast.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from pscore.errors import ConfigError, GradientError
+from pscore.memory import streaming
+from pscore.partition import Layout
+from pscore.types import FloatArray, TensorSpec
+from psworker.compression.on_gpu import is_on_device
+from psworker.model.finite import not_finite
+from psworker.model.grad_views import LentGrads, is_plain
+
+log = logging.getLogger("paceline")
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def trained(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
+) -> tuple[list[str], list[torch.nn.Parameter], list[int]]:
+    """Returns names, parameters and groups of what is trained, in the order of `named`.
+
+    Raises:
+        ConfigError: The optimizer has a parameter without a name, or there is nothing to train.
+    """
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    names: list[str] = []
+    parameters: list[torch.nn.Parameter] = []
+    known: set[int] = set()
+    for name, parameter in named:
+        is_trained = _can_train(parameter) and id(parameter) in group_of
+        if is_trained and id(parameter) not in known:
+            known.add(id(parameter))
+            names.append(name)
+            parameters.append(parameter)
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if _can_train(parameter) and id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter {position} of group {index} {list(parameter.shape)} is in the "
+                    "optimizer but not in named_parameters; pass model.named_parameters() of the "
+                    "whole model"
+                )
+    if not parameters:
+        raise ConfigError("the optimizer has no parameter that requires a gradient")
+    return names, parameters, [group_of[id(parameter)] for parameter in parameters]
+
+
+def _can_train(parameter: torch.nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.numel() > 0
+
+
+def refuse_thawed(frozen: Iterable[torch.nn.Parameter]) -> None:
+    """Refuses gradients of parameters that were frozen when the wrapper was made.
+
+    Raises:
+        ConfigError: There is one: torch would train it, and the shards do not.
+    """
+    for parameter in frozen:
+        if parameter.grad is not None and parameter.numel():
+            raise ConfigError(
+                f"a parameter of shape {list(parameter.shape)} has a gradient, but it was "
+                "frozen when DistributedOptimizer was made; freeze it after that"
+            )
+
+
+def describe(
+    named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[int]
+) -> list[TensorSpec]:
+    """Returns the declarations of parameters; `groups` are their parameter groups."""
+    return [
+        TensorSpec(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            group=group,
+        )
+        for (name, parameter), group in zip(named, groups, strict=True)
+    ]
+
+
+class Bucket:
+    """Flat gradients and weights of a model on one device."""
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        layout: Layout,
+        grads: FloatArray | None = None,
+        *,
+        lends: bool = False,
+    ) -> None:
+        """Copies the weights into a flat vector and makes the parameters views on it.
+
+        Args:
+            parameters: In the order of `layout.tensors`.
+            layout: Where each of them lies.
+            grads: `(layout.numel,) float32` zeros for the gradients of a model on the CPU.
+            lends: Whether parts of them may become `.grad` (grad_views.py).
+
+        Raises:
+            ConfigError: The parameters are on several devices, or on none that holds numbers.
+        """
+        devices = {parameter.device for parameter in parameters}
+        if len(devices) != 1 or next(iter(devices)).type == "meta":
+            listed = ", ".join(sorted(str(device) for device in devices))
+            raise ConfigError(f"the parameters are on {listed}, must be on one device")
+        self.layout = layout
+        self.parameters = list(parameters)
+        self.device = next(iter(devices))
+        if grads is not None and not is_on_device(parameters[0]):
+            self.grads = torch.from_numpy(grads)
+        else:
+            self.grads = torch.zeros(layout.numel, device=self.device)
+        self.weights = torch.zeros(layout.numel, device=self.device)
+        self._grads_host = None if is_on_device(self.grads) else self.grads.numpy()
+        starts = np.array(layout.offsets, dtype=np.int64)
+        numels = [spec.numel for spec in layout.tensors]
+        self._spans = np.stack((starts, starts + numels), axis=1)
+        self.lent = LentGrads(self.parameters, layout, self._grads_host if lends else None)
+        self._cast: list[int] = []  # Parameters that are not views on the weights.
+        self._homes: dict[int, int] = {}  # Of the others: where their weights lie in memory.
+        self.gather_weights()
+        for index, parameter in enumerate(self.parameters):
+            if parameter.dtype == torch.float32 and parameter.is_contiguous():
+                parameter.data = self.weight(index).view(parameter.shape)
+                self._homes[index] = parameter.data_ptr()
+            else:
+                self._cast.append(index)
+        self._has_warned = False
+        self.note_weights()
+
+    @property
+    def has_casts(self) -> bool:
+        """Whether some parameters are not views on the flat weights."""
+        return bool(self._cast)
+
+    def weight(self, index: int) -> torch.Tensor:
+        """Returns the part of the flat weights that is parameter `index`, `(numel,) float32`."""
+        start = self.layout.offsets[index]
+        return self.weights[start : start + self.layout.tensors[index].numel]
+
+    def gather_weights(self) -> None:
+        """Copies the parameters into the flat weights, where they are not views on them."""
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters):
+                flat = self.weight(index)
+                if parameter.data_ptr() != flat.data_ptr():
+                    flat.copy_(parameter.detach().reshape(-1))
+
+    def scatter_weights(self) -> None:
+        """Casts the flat weights into the parameters that are not views on them."""
+        with torch.no_grad():
+            for index in self._cast:
+                parameter = self.parameters[index]
+                parameter.copy_(self.weight(index).view(parameter.shape))
+
+    def swap_weights(self, other: torch.Tensor) -> None:
+        """Exchanges the weights of the model for `(layout.numel,) float32` on its device."""
+        for spec in self.layout.slices:  # So that memory for one slice is enough.
+            ours, theirs = self.weights[spec.start : spec.stop], other[spec.start : spec.stop]
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
+        self.scatter_weights()
+
+    def note_weights(self) -> None:
+        """Takes the parameters as they are for what the optimizer has made of them."""
+        self._versions = [parameter._version for parameter in self.parameters]
+
+    def changed_weights(self) -> str | None:
+        """Returns the first parameter that others have changed in place since, or None."""
+        for index, parameter in enumerate(self.parameters):
+            if parameter._version != self._versions[index]:
+                return self.layout.tensors[index].name
+        return None
+
+    def warn_of_changes(self) -> None:
+        """Says once that weights were changed here, which changes nothing on the shards."""
+        name = None if self._has_warned else self.changed_weights()
+        if name is not None:
+            self._has_warned = True
+            log.warning(
+                "the weights of %r were changed in place, not by this optimizer; training goes on "
+                "from the shards' weights: load weights before DistributedOptimizer is made, or "
+                "call its load_state_dict after it",
+                name,
+            )
+
+    def check_weights(self) -> None:
+        """Refuses parameters that have been given other memory since the start.
+
+        Raises:
+            ConfigError: Names the first one.
+        """
+        for index, home in self._homes.items():
+            if self.parameters[index].data_ptr() != home:
+                raise ConfigError(
+                    f"parameter {self.layout.tensors[index].name!r} was given other memory "
+                    "(model.to(), or an assignment to .data) after DistributedOptimizer was "
+                    "made; move the model before"
+                )
+
+    def grads_of(self, index: int) -> torch.Tensor:
+        """Returns the flat gradient of slice `index`, `(numel,) float32`."""
+        spec = self.layout.slices[index]
+        return self.grads[spec.start : spec.stop]
+
+    def present(self, index: int) -> int:
+        """Returns which segments of slice `index` have a gradient, as bits."""
+        segments = self.layout.slices[index].segments
+        has = [self.parameters[segment.tensor].grad is not None for segment in segments]
+        return sum(bit << position for position, bit in enumerate(has))
+
+    def gather_grads(self, indices: Iterable[int], step: int) -> None:
+        """Copies the gradients of parameters into the flat vector.
+
+        Raises:
+            GradientError: One is on the CPU and holds NaN or Inf, or is sparse.
+        """
+        plain, addresses = [], []
+        for index in indices:
+            grad = self.parameters[index].grad
+            assert grad is not None
+            if self._grads_host is not None and is_plain(grad, self.parameters[index].numel()):
+                plain.append(index)
+                addresses.append(grad.data_ptr())
+            else:
+                self._cast_grad(index, grad, step)
+        if self._grads_host is not None and plain:
+            places = np.array(addresses, dtype=np.int64)
+            bad = streaming.gather(places, self._spans[plain], self._grads_host)
+            if bad >= 0:
+                grad = self.parameters[plain[bad]].grad
+                assert grad is not None
+                raise not_finite(self.layout.tensors[plain[bad]].name, grad, step)
+
+    def changed_grad(self, indices: Iterable[int]) -> int | None:
+        """Returns a parameter whose gradient is no longer as it was gathered, or None.
+
+        On a device that waits, once, until backward is done.
+        """
+        flags: dict[int, torch.Tensor] = {}
+        for index in indices:
+            parameter, start = self.parameters[index], self.layout.offsets[index]
+            grad, part = parameter.grad, self.grads[start : start + parameter.numel()]
+            assert grad is not None
+            if is_on_device(part):
+                flat, values = part.view(parameter.shape), grad.detach().to(part.dtype)
+                flags[index] = ((flat != values) & (flat == flat)).any()  # NaN: finite.py refuses.
+            elif not self._is_as_gathered(index, grad, part):
+                return index
+        if flags:
+            for index, has_changed in zip(
+                flags, torch.stack([*flags.values()]).tolist(), strict=True
+            ):
+                if has_changed:
+                    return index
+        return None
+
+    def _is_as_gathered(self, index: int, grad: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether a gradient on the CPU holds what its part of the vector does."""
+        if self.lent.has(index):
+            return self.lent.is_stamped(index)
+        if is_plain(grad, part.numel()):  # In less than half of the time that torch takes.
+            return bool(_compare(grad.data_ptr(), part.data_ptr(), part.nbytes) == 0)
+        return torch.equal(part.view(grad.shape), grad.detach().to(part.dtype))
+
+    def _cast_grad(self, index: int, grad: torch.Tensor, step: int) -> None:
+        """Copies a gradient of another kind into the flat vector.
+
+        Raises:
+            GradientError: It is on the CPU and holds NaN or Inf, or it is sparse.
+        """
+        if grad.is_sparse:
+            raise GradientError(
+                f"gradient of {self.layout.tensors[index].name!r} is sparse; make the layer with "
+                "sparse=False"
+            )
+        parameter, start = self.parameters[index], self.layout.offsets[index]
+        part = self.grads[start : start + parameter.numel()]
+        part.view(parameter.shape).copy_(grad.detach())
+        # Nobody waits for a device here: `finite.py` looks when the gradient is pushed.
+        if not (is_on_device(part) or bool(torch.isfinite(part).all())):
+            raise not_finite(self.layout.tensors[index].name, grad, step)
+
+    def clear_grad(self, index: int) -> None:
+        """Sets the flat gradient of parameter `index` to zero: it has none in this step."""
+        start = self.layout.offsets[index]
+        self.grads[start : start + self.parameters[index].numel()].zero_()
+
+    def state_view(self, flat: np.ndarray | torch.Tensor, index: int) -> torch.Tensor:
+        """Returns parameter `index`'s part of a flat `(numel,)` state, in its shape."""
+        start, spec = self.layout.offsets[index], self.layout.tensors[index]
+        part = torch.as_tensor(flat)[start : start + spec.numel]
+        return part.view(spec.shape)

@@ -1,0 +1,1 @@
+"""A state machine: what a worker does at each step."""

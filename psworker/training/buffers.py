@@ -1,0 +1,146 @@
+"""BatchNorm's running statistics and other float buffers: whose values evaluation sees.
+
+`local`: each worker its own. `rank0`: rank 0 posts its buffers after each step, and evaluation on
+any worker sees them. `mean`: every worker posts, and evaluation sees the mean of the newest of all.
+Training always goes on with the worker's own. Integer buffers (`num_batches_tracked`) stay local.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from pscore.compressors.none import NoCompression
+from pscore.errors import ConfigError
+from pscore.optimizers.assign import Assign
+from pscore.partition import make_layout
+from pscore.rules.asgd import ASGD
+from pscore.types import Push, Role, TensorSpec
+from psworker.connection.exchange import Exchange
+from psworker.connection.session import Session
+from psworker.replica.ports import Landing
+
+CHOICES = ("rank0", "mean", "local")
+
+
+class Buffers:
+    """The float buffers of a model, shared as `policy` says."""
+
+    def __init__(self, model: torch.nn.Module | None, policy: str, session: Session) -> None:
+        """Declares a table for each worker whose buffers others may read.
+
+        Raises:
+            ConfigError: The policy is not one that there is.
+        """
+        if policy not in CHOICES:
+            raise ConfigError(f"buffers is {policy!r}, must be one of {', '.join(CHOICES)}")
+        if model is None and policy != CHOICES[0]:
+            raise ConfigError(f"buffers={policy!r} has no effect without model=")
+        named = [] if model is None else list(model.named_buffers())
+        kept = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
+        self._buffers = [buffer for _, buffer in kept]
+        self._policy = policy if kept else "local"
+        self._session = session
+        self._tables: dict[int, Exchange] = {}
+        self._step = 0
+        if self._policy == "local":
+            return
+        if self._policy == "mean" and session.min_workers:
+            raise ConfigError(
+                "buffers is 'mean', but workers of this job come and go; use 'rank0' or 'local'"
+            )
+        tensors = [
+            TensorSpec(name=name, shape=tuple(buffer.shape), dtype="float32")
+            for name, buffer in kept
+            if buffer.numel()
+        ]
+        self._buffers = [buffer for buffer in self._buffers if buffer.numel()]
+        layout = make_layout(tensors, len(session.links))
+        self._layout = layout
+        for owner in range(session.num_workers) if policy == "mean" else (0,):
+            table = Exchange(
+                session, f"buffers.{owner}", layout, ASGD(), NoCompression(), Assign(), 1
+            )
+            self._tables[owner] = table
+        if session.rank in self._tables:
+            flat = self._gather()
+            own = self._tables[session.rank]
+            for spec in layout.slices:
+                own.load(spec.index, Role.WEIGHTS, [flat[spec.start : spec.stop]], [])
+            own.flush()
+        self._count_on()
+
+    def post(self, samples: float) -> None:
+        """Posts this worker's buffers, unless the former post is still on its way."""
+        own = self._tables.get(self._session.rank)
+        if own is not None and samples > 0 and not own.is_busy():
+            self._post(own)
+
+    def restart(self) -> None:
+        """Forgets what was under way: this worker has come back anew."""
+        for table in self._tables.values():
+            table.restart()
+        self._count_on()
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Has the shared buffers in the model; afterwards this worker's own again."""
+        own = self._tables.get(self._session.rank)
+        if own is not None:
+            own.flush()
+            self._post(own)
+            own.flush()
+        if self._policy == "local" or (self._policy == "rank0" and own is not None):
+            yield
+            return
+        kept = self._gather()
+        self._scatter(np.mean([self._pull(owner)[0] for owner in self._tables], axis=0))
+        try:
+            yield
+        finally:
+            self._scatter(kept)
+
+    # ----- inside
+
+    def _count_on(self) -> None:
+        """Continues behind the posts that the shards have of this rank: they count none twice."""
+        if self._session.rank in self._tables:
+            _, self._step = self._pull(self._session.rank)
+
+    def _post(self, own: Exchange) -> None:
+        flat = torch.from_numpy(self._gather())
+        for spec in self._layout.slices:
+            push = Push(
+                worker=self._session.rank,
+                step=self._step,
+                base_version=0,
+                hyper=np.zeros((1, len(Assign.hyper_names))),
+            )
+            own.push(spec.index, push, flat[spec.start : spec.stop], compress=False)
+        self._step += 1
+
+    def _pull(self, owner: int) -> tuple[np.ndarray, int]:
+        """Returns what `owner` has posted, and how many posts of this worker are counted."""
+        flat = torch.zeros(self._layout.numel)
+        table, landings = self._tables[owner], []
+        for spec in self._layout.slices:
+            landings.append(Landing(weights=flat[spec.start : spec.stop], state=[], is_look=True))
+            table.pull(spec.index, 0, 0, landings[-1], with_state=False)
+        table.run(spec.index for spec in self._layout.slices)
+        return flat.numpy(), max(landing.clock for landing in landings)
+
+    def _gather(self) -> np.ndarray:
+        flat = np.zeros(self._layout.numel, dtype=np.float32)
+        for offset, buffer in zip(self._layout.offsets, self._buffers, strict=True):
+            values = buffer.detach().float().cpu().reshape(-1).numpy()
+            flat[offset : offset + buffer.numel()] = values
+        return flat
+
+    def _scatter(self, flat: np.ndarray) -> None:
+        with torch.no_grad():
+            for offset, buffer in zip(self._layout.offsets, self._buffers, strict=True):
+                part = torch.from_numpy(np.array(flat[offset : offset + buffer.numel()]))
+                buffer.copy_(part.view(buffer.shape))

@@ -1,0 +1,111 @@
+"""Gradients that leave during backward, and the proof that none was changed afterwards.
+
+A gradient that leaves during backward hides its way behind the rest of backward, and then nobody
+may change it any more: gradient clipping, unscaling, a second backward pass that accumulates. No
+step that a script has made says what it will do in the next one, so gradients leave early only if
+the script asks for it. Then `step()` compares each with what has left: `torch.amp`'s kernels,
+`.data` and NumPy views change a gradient without a trace in its version. A difference is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pscore.errors import ConfigError, GradientError
+
+INSTEAD = "pass overlap=False to DistributedOptimizer"
+
+
+class Overlap:
+    """The gradients of a step that have left during backward."""
+
+    def __init__(self, overlap: bool, names: Sequence[str], *, lends: bool = False) -> None:
+        """Starts before the first step.
+
+        Args:
+            overlap: Whether gradients leave during backward.
+            names: Of the parameters.
+            lends: Whether `.grad` may become a part of the flat vector then (grad_views.py).
+
+        Raises:
+            ConfigError: `overlap` is something else, or does not go with `lends`.
+        """
+        if overlap not in (True, False):
+            raise ConfigError(
+                f"overlap is {overlap!r}, must be True (gradients leave during backward, and the "
+                "script does not change them afterwards) or False"
+            )
+        if lends and not overlap:
+            raise ConfigError("gradient_as_bucket_view=True needs overlap=True")
+        self.is_wanted = bool(overlap)
+        self.lends = lends
+        self._names = names
+        self._seen: dict[int, tuple[int, int]] = {}  # Parameter: identity and version of .grad.
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether backward has made a gradient in this step."""
+        return bool(self._seen)
+
+    def changed(self, what: str) -> None:
+        """Notes that something was changed that travels with every push of a step.
+
+        Raises:
+            GradientError: Some of them may have left already in this step.
+        """
+        if self._seen:
+            raise GradientError(
+                f"{what} was changed after gradients had been pushed during backward; change it "
+                f"before backward(), or {INSTEAD}"
+            )
+
+    def made(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Notes that backward has made a gradient.
+
+        Raises:
+            GradientError: It has left already in this step.
+        """
+        if index in self._seen:
+            raise self._error(index, "got a second gradient")
+        self._seen[index] = self._mark(parameter)
+
+    def moved(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """Notes that the wrapper itself has given a gradient other memory."""
+        self._seen[index] = self._mark(parameter)
+
+    def check(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
+        """Returns the parameters whose gradients have left, at the end of a step.
+
+        Raises:
+            GradientError: One of them shows that it was changed since.
+        """
+        for index, mark in self._seen.items():
+            if self._mark(parameters[index]) != mark:
+                raise self._error(index, "was changed")
+        return list(self._seen)
+
+    def refuse(self, index: int) -> None:
+        """Refuses a gradient that differs from what has left.
+
+        Raises:
+            GradientError: Always.
+        """
+        raise self._error(index, "was changed")
+
+    def forget(self) -> None:
+        """Ends a step: its gradients have been checked, or nothing of it has left."""
+        self._seen.clear()
+
+    def _error(self, index: int, what: str) -> GradientError:
+        return GradientError(
+            f"the gradient of {self._names[index]!r} {what} after it had been pushed during "
+            f"backward; {INSTEAD} (it is what gradient clipping, loss scaling and accumulation "
+            "need)"
+        )
+
+    @staticmethod
+    def _mark(parameter: torch.nn.Parameter) -> tuple[int, int]:
+        grad = parameter.grad
+        return (0, 0) if grad is None else (id(grad), grad._version)

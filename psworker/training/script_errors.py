@@ -1,0 +1,64 @@
+"""A script that ends by an error of Paceline's, or by Ctrl-C, ends with one sentence.
+
+The frames of a traceback are Paceline's own, and say little to the author of a script. The sentence
+names the script's own line; PACELINE_DEBUG=1 brings the traceback back. Every other exception
+goes where it went before.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from types import TracebackType
+
+from pscore.commandline import DEBUG, is_debugging
+from pscore.errors import PacelineError
+
+_HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+# Where code lies that is not the script's: Paceline's, Python's, and that of installed packages.
+OTHERS = (
+    *(os.path.join(_HERE, package, "") for package in ("psworker", "pscore")),
+    os.path.join(sysconfig.get_path("stdlib"), ""),
+    "<frozen",
+)
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def install() -> None:
+    """Takes the place of `sys.excepthook`, once."""
+    global _former
+    if sys.excepthook is not _hook:
+        _former, sys.excepthook = sys.excepthook, _hook
+
+
+def sentence_of(problem: BaseException) -> str:
+    """Returns what a person is told: the reason, where in the script, and how to see more."""
+    reason = "ended by Ctrl-C" if isinstance(problem, KeyboardInterrupt) else str(problem)
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(problem.__traceback__)
+        if _is_scripts(frame.f_code.co_filename)
+    ]
+    # A library may run code of no file, as dataclasses do; so does `python -c`.
+    lines = [found for found in lines if not found[0].startswith("<")] or lines
+    place = f"{lines[-1][0]}, line {lines[-1][1]}; " if lines else ""
+    return f"psworker: {reason} ({place}{DEBUG}=1 shows the traceback)"
+
+
+def _is_scripts(path: str) -> bool:
+    return not path.startswith(OTHERS) and not any(folder in path for folder in INSTALLED)
+
+
+def _hook(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(problem, PacelineError | KeyboardInterrupt):
+        _former(kind, problem, trace)
+        return
+    if is_debugging():
+        _former(kind, problem, trace)
+    sys.stderr.write(f"{sentence_of(problem)}\n")
+    sys.stderr.flush()
+
+
+_former = sys.excepthook

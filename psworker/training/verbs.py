@@ -1,0 +1,219 @@
+"""The classic verbs on named tensors: `push`, `pull`, `push_pull`, and what belongs to them.
+
+Each name is a table of its own on the shards. A push contributes this worker's tensor to the
+name's current round; the round is complete when every worker has pushed, and then its value is the
+mean. A pull returns the value of the last round that this worker has pushed to, or, before its
+first push, the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from pscore.compressors.none import NoCompression
+from pscore.errors import ConfigError
+from pscore.optimizers.assign import Assign
+from pscore.partition import make_layout
+from pscore.rules.ssgd import SSGD
+from pscore.types import Push, Role, TensorSpec
+from psworker.connection.exchange import Exchange
+from psworker.job import context
+from psworker.replica.ports import Landing
+
+
+class NamedTensor:
+    """One named tensor on the shards."""
+
+    def __init__(self, name: str, like: torch.Tensor) -> None:
+        """Declares it; its first value is zero."""
+        spec = TensorSpec(name=name, shape=tuple(like.shape) or (1,), dtype="float32")
+        session = context.current().session
+        self.shape = like.shape
+        self.layout = make_layout([spec], len(session.links))
+        self.exchange = Exchange(
+            session, f"tensor.{name}", self.layout, SSGD(), NoCompression(), Assign(), 1
+        )
+        self.rank = session.rank
+        self.round = 0
+        zeros = np.zeros(self.layout.numel, dtype=np.float32)
+        for part in self.layout.slices:
+            self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
+        self.exchange.flush()
+        landings = self._fetch(torch.zeros(self.layout.numel))
+        # A worker that joins later, or comes back, begins with the newest round of all slices
+        # (`Replica.begin`).
+        self.round = max(max(landing.clock, landing.version) for landing in landings)
+        if any((one.clock, one.version) != (self.round, self.round) for one in landings):
+            self._fetch(torch.zeros(self.layout.numel), begins=True)
+
+    def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
+        """Contributes to the current round."""
+        flat = torch.zeros(self.layout.numel)
+        flat[: tensor.numel()] = tensor.detach().float().reshape(-1).cpu()
+        for part in self.layout.slices:
+            push = Push(
+                worker=self.rank,
+                step=self.round,
+                base_version=0,
+                samples=weight,
+                hyper=np.zeros((1, len(Assign.hyper_names))),
+            )
+            self.exchange.push(part.index, push, flat[part.start : part.stop], compress=False)
+        self.round += 1
+
+    def pull(self) -> torch.Tensor:
+        """Returns the value of this worker's last round, float32, in the tensor's shape."""
+        flat = torch.zeros(self.layout.numel)
+        self._fetch(flat)
+        return flat[: self.shape.numel()].view(self.shape)
+
+    def _fetch(self, flat: torch.Tensor, *, begins: bool = False) -> list[Landing]:
+        landings = []
+        for part in self.layout.slices:
+            landing = Landing(weights=flat[part.start : part.stop], state=[], begins=begins)
+            self.exchange.pull(part.index, self.round, self.round, landing, with_state=False)
+            landings.append(landing)
+        self.exchange.run(part.index for part in self.layout.slices)
+        return landings
+
+
+_named: dict[str, NamedTensor] = {}
+
+
+def init(
+    servers: str | list[str] | None = None,
+    *,
+    job: str | None = None,
+    rank: int | None = None,
+    num_workers: int | None = None,
+    min_workers: int | None = None,
+    max_workers: int | None = None,
+    timeout_s: float | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    token_file: str | None = None,
+) -> None:
+    """Joins a job; what is not given comes from the environment (`environment.py`).
+
+    Args:
+        servers: Addresses of the shards in their order.
+        job: Name of the job.
+        rank: Of this worker.
+        num_workers: Workers of the job.
+        min_workers: Of an elastic job, the least with which it goes on; else 1.
+        max_workers: The most, in the place of `num_workers`: makes the job elastic.
+        timeout_s: How long a shard may not answer before that is an error, in seconds.
+        tls_ca: Path of the CA that signed the shards' certificates: connect with TLS.
+        tls_cert: Path of our own certificate, for shards that ask for one.
+        tls_key: Path of its private key.
+        token_file: Path of a file with this job's token (pscore/net/credentials.py).
+
+    Raises:
+        PacelineError: The shards do not answer, or refuse this worker.
+    """
+    context.join(
+        servers=servers,
+        job=job,
+        rank=rank,
+        num_workers=num_workers,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        timeout_s=timeout_s,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        token_file=token_file,
+    )
+
+
+def shutdown() -> None:
+    """Leaves the job in order. Models keep the global weights."""
+    context.shutdown()
+
+
+def rank() -> int:
+    """Returns the 0-based rank of this worker."""
+    return context.current().session.rank
+
+
+def size() -> int:
+    """Returns the number of workers of the job; the most of an elastic one."""
+    return context.current().session.num_workers
+
+
+def live_ranks() -> list[int]:
+    """Returns the ranks of the workers that take part in the job now, in order.
+
+    It asks the first shard. In an elastic job workers may join and leave at any time, so two
+    workers may be told different things.
+    """
+    return context.current().session.live()
+
+
+def barrier(name: str = "barrier") -> None:
+    """Waits until all workers that are still there have come here."""
+    context.current().session.barrier(name)
+
+
+def push(tensor: torch.Tensor, name: str) -> None:
+    """Contributes a tensor to the current round of `name`; does not wait for others."""
+    named(name, tensor).push(tensor)
+
+
+def pull(name: str, out: torch.Tensor) -> torch.Tensor:
+    """Waits for the value of `name` and copies it into `out`."""
+    with torch.no_grad():
+        return out.copy_(named(name, out).pull())
+
+
+def push_pull(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
+    """Returns the mean (or the sum) of all workers' tensors, in this one's type and device."""
+    mine = named(name, tensor)
+    mine.push(tensor)
+    value = mine.pull()
+    if not average:
+        value = value * size()
+    return value.to(device=tensor.device, dtype=tensor.dtype)
+
+
+def broadcast_parameters(
+    parameters: Iterable[tuple[str, torch.Tensor]], root_rank: int = 0
+) -> None:
+    """Copies one worker's tensors to all others, in place.
+
+    `DistributedOptimizer` does so by itself for what it trains; this is for the rest (frozen
+    parameters, buffers).
+    """
+    if not 0 <= root_rank < size():
+        raise ConfigError(f"root_rank is {root_rank}, must be in 0..{size() - 1}")
+    for name, tensor in parameters:
+        mine = named(f"broadcast.{name}", tensor)
+        mine.push(tensor, weight=1.0 if rank() == root_rank else 0.0)
+        with torch.no_grad():
+            tensor.copy_(mine.pull())
+
+
+def named(name: str, like: torch.Tensor) -> NamedTensor:
+    """Returns the tensor `name` of this process's job, and declares it the first time.
+
+    Raises:
+        ConfigError: It was declared with another shape.
+    """
+    session = context.current().session
+    if name not in _named or _named[name].exchange.session is not session:
+        _named[name] = NamedTensor(name, like)
+    mine = _named[name]
+    if mine.shape != like.shape:
+        raise ConfigError(
+            f"tensor {name!r} has shape {list(like.shape)}, it was made with {list(mine.shape)}"
+        )
+    return mine
+
+
+def drop_named(name: str) -> None:
+    """Forgets a tensor after this worker was lost: its next use goes on in the others' round."""
+    _named.pop(name, None)

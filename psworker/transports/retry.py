@@ -1,0 +1,95 @@
+"""How long, and how often, a call is repeated while nobody answers."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+
+from pscore.errors import (
+    DamagedError,
+    PacelineError,
+    ServerUnavailableError,
+    TransportError,
+)
+from pscore.net import rpc
+
+log = logging.getLogger("paceline")
+T = TypeVar("T")
+CALL_TIMEOUT_S = 20.0
+DELAY_S = 0.1
+DELAY_S_MAX = 2.0
+SAY_AFTER_S = 5.0
+
+
+class Patience:
+    """Repeats calls to one address until somebody answers or the time is over.
+
+    Attributes:
+        limit_s: How long nobody may answer, in seconds.
+        heard_s: When the shard was heard for the last time, whatever it said; monotonic.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        limit_s: float,
+        explain: Callable[[], PacelineError | None] = lambda: None,
+    ) -> None:
+        """Sets the limit for calls to `address`.
+
+        Args:
+            address: Of the shard.
+            limit_s: How long nobody may answer, in seconds.
+            explain: Returns why it is of no use to try again, or None; asked once for each call.
+        """
+        self._explain = explain
+        self.address = address
+        self.limit_s = limit_s
+        self.heard_s = time.monotonic()
+        self.is_over = False  # Set when the link closes: then nothing is repeated.
+
+    def insist(self, attempt: Callable[[], T]) -> T:
+        """Returns what `attempt` returns, the first time that neither network nor bytes fail.
+
+        Raises:
+            PacelineError: The peer refused, or nobody answered in time.
+        """
+        started_s = time.monotonic()
+        delay_s, said_s = DELAY_S, SAY_AFTER_S
+        is_explained = False
+        while True:
+            tried_s = time.monotonic()
+            try:
+                return attempt()
+            except grpc.RpcError as failure:
+                error = rpc.error_of(failure, self.address)
+                if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self.heard_s > tried_s:
+                    started_s = time.monotonic()  # It is there, and only this call has to wait.
+            except (TransportError, DamagedError) as failure:
+                error = failure
+            if self.is_over or not isinstance(error, TransportError | DamagedError):
+                raise error
+            if not is_explained:
+                is_explained = True
+                if reason := self._explain():
+                    raise reason
+            waited_s = time.monotonic() - started_s
+            if waited_s >= self.limit_s:
+                raise self._unavailable(waited_s, error)
+            if waited_s >= said_s:
+                said_s *= 2
+                log.warning("%s has not answered for %.0f s", self.address, waited_s)
+            time.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, DELAY_S_MAX)
+
+    def _unavailable(self, waited_s: float, error: PacelineError) -> ServerUnavailableError:
+        port = self.address.rpartition(":")[2]
+        return ServerUnavailableError(
+            f"no shard answers at {self.address} after {waited_s:.1f} s ({error}); start one with "
+            f"`psserver start --port {port}`, or set PACELINE_SERVERS or servers= to where it is"
+        )
