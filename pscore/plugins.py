@@ -95,3 +95,15 @@ def _literal(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value.strip("'\"")
+
+
+def require_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises a `ConfigError` unless `low <= value <= high`."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}, must be in {low}..{high}")
+
+
+def require_one_of(name: str, value: str, choices: Mapping[str, Any]) -> None:
+    """Raises a `ConfigError` that lists the choices unless `value` is one of them."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(sorted(choices))}")

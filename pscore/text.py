@@ -25,3 +25,8 @@ def printable(text: str, length_max: int = LENGTH_MAX, keep: str = "") -> str:
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
         for char in text
     )
+
+
+def join_address(host: str, port: int) -> str:
+    """Returns `host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -37,7 +37,7 @@ from pscore.compressors.base import (
 )
 from pscore.compressors.blocks import ABS_BITS, BLOCK
 from pscore.memory.kernels import kernel, read_only
-from pscore.rules.base import require_one_of, require_range
+from pscore.plugins import require_one_of, require_range
 from pscore.types import ByteArray, FloatArray
 
 MOMENTUM = "momentum"

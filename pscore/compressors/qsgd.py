@@ -34,7 +34,7 @@ from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.compressors.int8 import decode_levels, level_max
 from pscore.errors import DecodeError
 from pscore.memory.kernels import kernel, read_only
-from pscore.rules.base import require_range
+from pscore.plugins import require_range
 from pscore.types import ByteArray, FloatArray
 
 LEVELS_MAX = 127

@@ -26,7 +26,7 @@ from pscore.compressors import blocks, draw, sparse
 from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, note_largest
 from pscore.errors import DecodeError
 from pscore.memory.kernels import kernel, read_only
-from pscore.rules.base import require_range
+from pscore.plugins import require_range
 from pscore.types import ByteArray, FloatArray
 
 RATIO_MIN = 1e-6

@@ -19,7 +19,7 @@ from typing import ClassVar
 from pscore.compressors import blocks, sparse
 from pscore.compressors.base import RESIDUAL, Compressor, State, note_largest
 from pscore.memory.kernels import read_only
-from pscore.rules.base import require_one_of, require_range
+from pscore.plugins import require_one_of, require_range
 from pscore.types import ByteArray, FloatArray
 
 RATIO_MIN = 1e-6

@@ -38,7 +38,7 @@ from pscore.compressors import blocks
 from pscore.compressors.base import RESIDUAL, Compressor, State, aligned, note_largest
 from pscore.compressors.blocks import BLOCK, SCALE_MIN
 from pscore.memory.kernels import kernel, read_only
-from pscore.rules.base import require_range
+from pscore.plugins import require_range
 from pscore.types import ByteArray, FloatArray
 
 THRESHOLD_MAX = 1e30

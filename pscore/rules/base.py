@@ -202,15 +202,3 @@ def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
             raise ConfigError(
                 f"{problem}: the job may have {min_workers} to {num_workers}"
             ) from None
-
-
-def require_range(name: str, value: float, low: float, high: float) -> None:
-    """Raises a `ConfigError` unless `low <= value <= high`."""
-    if not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}, must be in {low}..{high}")
-
-
-def require_one_of(name: str, value: str, choices: Mapping[str, Any]) -> None:
-    """Raises a `ConfigError` that lists the choices unless `value` is one of them."""
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}, must be one of {', '.join(sorted(choices))}")

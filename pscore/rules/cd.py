@@ -26,7 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pscore.rules.base import Plan, require_one_of, require_range
+from pscore.plugins import require_one_of, require_range
+from pscore.rules.base import Plan
 from pscore.rules.od import OD
 
 CORRECTIONS = {"raw": None, "flush": None}

@@ -25,7 +25,8 @@ from typing import ClassVar
 import numpy as np
 
 from pscore.memory.kernels import kernel, read_only
-from pscore.rules.base import Memory, Rule, require_range
+from pscore.plugins import require_range
+from pscore.rules.base import Memory, Rule
 from pscore.types import FloatArray
 
 EPSILON = 1e-7

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pscore.rules.base import require_range
+from pscore.plugins import require_range
 from pscore.rules.local import LocalSGD
 
 

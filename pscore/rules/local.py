@@ -26,7 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pscore.rules.base import Plan, require_range
+from pscore.plugins import require_range
+from pscore.rules.base import Plan
 from pscore.rules.ssgd import WithBackup
 from pscore.types import Role
 

@@ -33,7 +33,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from pscore.local import LOCAL_UPDATES, make_local_update
-from pscore.rules.base import Plan, require_one_of, require_range
+from pscore.plugins import require_one_of, require_range
+from pscore.rules.base import Plan
 from pscore.rules.ssgd import Synchronous
 
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pscore.rules.base import Rule, SliceClocks, require_range
+from pscore.plugins import require_range
+from pscore.rules.base import Rule, SliceClocks
 from pscore.rules.ssgd import SSGD
 
 NO_BOUND = -1

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pscore.errors import ConfigError
-from pscore.rules.base import Rule, require_range
+from pscore.plugins import require_range
+from pscore.rules.base import Rule
 
 
 @dataclass(frozen=True)

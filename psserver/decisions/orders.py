@@ -1,4 +1,4 @@
-"""What the clock of a slice (slice_clock.py) decides, and its queue (slice_queue.py) does in order."""
+"""What a slice's clock (slice_clock.py) orders, and its queue (slice_queue.py) does in order."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ from pscore.net.credentials import read_credentials
 from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.observe.timeline import open_timeline
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
+from pscore.text import join_address
 from psserver.access.gate import Door
 from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import Lock, Vault
@@ -46,7 +47,6 @@ from psserver.process.shard_plan import (
     Refused,
     Report,
     ShardPlan,
-    join_address,
     report_to_json,
 )
 from psserver.remote.checkpoint_files import Checkpoint, set_aside

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 from pscore.errors import ConfigError
+from pscore.text import join_address
 from psserver.access.files import Trust
 from psserver.exits import CommandError, Exit
-from psserver.process.shard_plan import Ready, ShardPlan, join_address
+from psserver.process.shard_plan import Ready, ShardPlan
 from psserver.process.supervisor import ShardProcess, ended, stop, wait_ready
 
 SHARDS_MAX = 64

@@ -127,8 +127,3 @@ def report_from_json(line: str) -> Report:
         return Ready(port=values["port"], metrics_port=values["metrics_port"])
     except (TypeError, KeyError) as problem:
         raise ValueError(f"not a report: {line!r}") from problem
-
-
-def join_address(host: str, port: int) -> str:
-    """Returns `host:port`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

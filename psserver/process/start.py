@@ -17,6 +17,7 @@ import structlog
 
 from pscore.net import faults
 from pscore.observe.boot import began
+from pscore.text import join_address
 from psserver.durability.journal_dir import ShortLived
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
@@ -24,7 +25,7 @@ from psserver.process import run_dir
 from psserver.process.checkpoint_keeper import Keeper
 from psserver.process.run_dir import FREE, Run, RunDirectory, ShardRun
 from psserver.process.settings import Settings, metrics_ports
-from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan, join_address
+from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan
 from psserver.process.supervisor import Post, Supervisor
 
 log = structlog.get_logger()

@@ -15,8 +15,8 @@ from pscore.net.rpc import RETRYABLE, error_of
 from pscore.net.tls import diagnose
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
+from pscore.text import join_address
 from psserver.exits import CommandError, Exit
-from psserver.process.shard_plan import join_address
 
 ANSWER_S_MAX = 5.0
 POLL_S = 0.05

@@ -56,8 +56,11 @@ SHARED = {"lanes", "shared", "armed", "waiting"}  # Of an intake: the rest guard
 PACKAGE = Path(sys.modules["psserver"].__file__ or "").parent
 MACHINES = {
     *(str(path) for path in (PACKAGE / "decisions").glob("*.py")),
-    *(str(PACKAGE / "engine" / f"{name}.py") for name in ("counters", "residuals", "views",
-    "waits")), str(PACKAGE / "durability" / "recovery.py"),
+    *(
+        str(PACKAGE / "engine" / f"{name}.py")
+        for name in ("counters", "residuals", "views", "waits")
+    ),
+    str(PACKAGE / "durability" / "recovery.py"),
 }
 
 
@@ -88,7 +91,7 @@ def _watch(cls: Any, drivers: Sequence[Driver], found: list[str]) -> None:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename in MACHINES:
                 frame = frame.f_back  # A test may play with a machine of its own.
-            is_ours = frame is not None and Path(frame.f_code.co_filename).parent == PACKAGE
+            is_ours = frame is not None and PACKAGE in Path(frame.f_code.co_filename).parents
             if frame is not None and is_ours and frame.f_code.co_name != "__init__":
                 where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 found.append(f"{cls.__name__}.{name} is read without the lock at {where}")

@@ -10,11 +10,11 @@ from psserver.logs.rotation import former
 WRITER = """
 import sys
 from pathlib import Path
-from psserver import logs
+from psserver.logs import setup
 from psserver.logs.rotation import RotatingLog
 import structlog
 
-logs.configure("text", "info", RotatingLog(Path(sys.argv[1]), int(sys.argv[2])))
+setup.configure("text", "info", RotatingLog(Path(sys.argv[1]), int(sys.argv[2])))
 for number in range(int(sys.argv[3])):
     structlog.get_logger().warning(f"line {number:04}")
 """

@@ -1,0 +1,86 @@
+"""A package is floors, a folder each: a file imports from its own folder and from those below."""
+
+import pytest
+
+from tests.house.source import ROOT, file_imports, modules, name
+
+# From the top. Plug-ins and shared nouns of a package that lie in no folder are one floor, `.`.
+FLOORS = {
+    "psserver": (
+        *("__main__", "commands", "process", "service", "remote", "engine", "durability"),
+        *("slices", "access", "decisions", "logs", "."),
+    ),
+    "psworker": (
+        *("__main__", "commands", ".", "training", "job", "connection", "transports"),
+        *("compression", "replica", "model"),
+    ),
+    "pscore": (
+        *("estimate", "rules", "cuda", "local", "optimizers", "compressors"),
+        *("observe", "net", "memory", "."),
+    ),
+}
+# Upward imports that are left, `file: module`. The list may only become shorter.
+LEFT = {
+    "psserver/decisions/footprint.py": {"psserver.slices.pull_estimate"},
+    "psserver/durability/recovery.py": {"psserver.engine.requests"},
+    "psworker/connection/session.py": {"psworker.job.environment"},
+    "psworker/model/flat.py": {"psworker.compression.on_gpu"},
+    "pscore/local/dc.py": {"pscore.cuda.local"},
+    "pscore/local/secant.py": {"pscore.cuda.local"},
+    "pscore/local/sgd.py": {"pscore.cuda.local"},
+    "pscore/local/glu.py": {"pscore.cuda.local"},
+    "pscore/optimizers/sgd.py": {"pscore.cuda.local"},
+    "pscore/optimizers/__init__.py": {"pscore.rules"},
+}
+
+
+def module_of(dotted: str) -> str:
+    """Returns the module (not the name in it) that an import of `dotted` loads."""
+    parts = dotted.split(".")
+    while parts:
+        path = ROOT.joinpath(*parts)
+        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
+            return ".".join(parts)
+        parts.pop()
+    return dotted
+
+
+def floor_of(dotted: str) -> str:
+    """Returns the floor of a module of ours."""
+    package, *rest = dotted.split(".")
+    if rest and rest[0] in FLOORS[package]:
+        return rest[0]
+    return "."
+
+
+def upward(package: str) -> dict[str, set[str]]:
+    floors = FLOORS[package]
+    found: dict[str, set[str]] = {}
+    for path in modules(package):
+        own = floor_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for dotted in file_imports(path):
+            if dotted.split(".")[0] != package or dotted.startswith("pscore.pb"):
+                continue
+            module = module_of(dotted)
+            if module != package and floors.index(floor_of(module)) < floors.index(own):
+                found.setdefault(name(path), set()).add(module)
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_a_file_imports_only_from_its_floor_and_below(package: str) -> None:
+    found = upward(package)
+    left = {path: names for path, names in LEFT.items() if path.startswith(f"{package}/")}
+    assert found == left, "an upward import came, or one has gone and its line in LEFT has not"
+
+
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_every_folder_is_a_floor(package: str) -> None:
+    folders = {path.parent.relative_to(ROOT / package).parts for path in modules(package)}
+    assert {parts[0] for parts in folders if parts} <= {*FLOORS[package]}
+
+
+def test_a_module_is_found_behind_a_name() -> None:
+    assert module_of("psserver.slices.store.SliceStore") == "psserver.slices.store"
+    assert module_of("pscore.rules.RULES") == "pscore.rules"
+    assert floor_of("psserver.exits") == "."
