@@ -8,18 +8,18 @@ from pscore.compressors import make_compressor
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError, RemoteProtocolError
-from pscore.estimate import require_for_pulls
+from pscore.estimate import ESTIMATE_ARRAYS, require_for_pulls
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout, first_difference
 from pscore.rules import make_rule
 from pscore.rules.base import Rule
 from pscore.types import Origin, SliceSpec, TensorSpec
-from psserver.decisions.footprint import num_arrays
 from psserver.decisions.slice_clock import SliceClock
 
 RAW = NoCompression()
 BEGIN = Origin()
 COUNT_MAX = 1 << 48  # Of steps or pushes; nobody makes so many.
+SUMS_MAX = 2  # Open sums of a slice that are provided for; more are rare and do not last.
 # Incarnation of a worker, its number of a change of the mode, and its step of training then.
 Change = tuple[int, ...]
 
@@ -118,6 +118,31 @@ class Table:
             owned = f"{len(self.layout.slices)} slices in all, {len(self.clocks)} of them here"
             raise RemoteProtocolError(f"slice {index} of {self.spec.name!r} is not here ({owned})")
         return self.clocks[index]
+
+
+def num_changing(rule: Rule, num_state: int, *, is_kept: bool) -> int:
+    """Returns the arrays, each as long as the weights, that a table needs for state and sums.
+
+    Args:
+        rule: The table's mode: each open step has a sum.
+        num_state: Arrays of the optimizer's state.
+        is_kept: Whether the table outlives the process: then no array is written in place.
+    """
+    sums = min(rule.steps_open(), SUMS_MAX) if rule.by_step else 1
+    return (num_state + sums) * (2 if is_kept else 1)
+
+
+def num_arrays(rule: Rule, num_state: int, *, is_kept: bool, is_estimated: bool) -> int:
+    """Returns all arrays, each as long as the weights, that a table needs.
+
+    Args:
+        rule: The table's mode.
+        num_state: Arrays of the optimizer's state.
+        is_kept: Whether the table outlives the process.
+        is_estimated: Whether pulls are compressed.
+    """
+    estimates = ESTIMATE_ARRAYS if is_estimated else 0
+    return 2 + num_changing(rule, num_state, is_kept=is_kept) + estimates
 
 
 def make_spec(

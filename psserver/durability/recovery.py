@@ -19,13 +19,12 @@ from pscore.memory.segment import Segment, WeightsMap
 from pscore.rules import make_rule
 from pscore.types import FloatArray, IntArray, Push, SliceSpec
 from psserver.decisions.barriers import Barrier
-from psserver.decisions.footprint import num_changing
 from psserver.decisions.job import State
 from psserver.decisions.lifetime import digest
 from psserver.decisions.progress import Bin, Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table
+from psserver.decisions.table import Table, num_changing
 from psserver.durability import records
 from psserver.durability.journal_dir import JobVault, Vault
 from psserver.durability.sealed import Meta, WeightsFile
