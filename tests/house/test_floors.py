@@ -15,7 +15,7 @@ FLOORS = {
         *("compression", "replica", "model"),
     ),
     "pscore": (
-        *("estimate", "rules", "cuda", "local", "optimizers", "compressors"),
+        *("table_spec", "estimate", "rules", "cuda", "local", "optimizers", "compressors"),
         *("observe", "net", "memory", "."),
     ),
 }
