@@ -205,7 +205,7 @@ class Server:
     def _introduce(self, index: int, clock: SliceClock) -> None:
         """Tells the ledger whose the payloads are that were held; they are answered already."""
         book = self._ledger.books[index]
-        for bin_ in clock._bins.values():
+        for bin_ in clock.open_steps.values():
             for push, request in bin_.held.values():
                 assert isinstance(request, Request)
                 identity = book.accepted[push.worker, push.step]
@@ -242,9 +242,11 @@ class Server:
             heard_s=self._now(),
             returns=returns,
         )
-        job = self.shard.join(JOB, self._case.num_workers, member, self._case.min_workers)
+        job, actions = self.shard.decide_join(
+            JOB, self._case.num_workers, member, self._case.min_workers
+        )
         self.recovery.note(job)
-        self.intake.carry_out(job, self.shard.recheck(job))
+        self.intake.carry_out(job, actions)
 
     def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
         job = self.shard.heard(JOB, rank, incarnation, self._now())
@@ -272,7 +274,7 @@ class Server:
         self.shard.heard(JOB, rank, incarnation, self._now())
 
     def leave(self, rank: int, incarnation: int) -> None:
-        actions = self.shard.leave(JOB, rank, incarnation, "finished")
+        actions = self.shard.decide_leave(JOB, rank, incarnation, "finished")
         self.recovery.note(self.shard.jobs[JOB])
         self.intake.carry_out(self.shard.jobs[JOB], actions)
 
@@ -338,11 +340,9 @@ class Server:
                     sums = open_max * (1 + workers) + 1  # With those that are held.
                     arrays = 2 + self.num_leased_max + len(store.state) + 1
                     assert store._pool.nbytes <= 4 * store.numel * (sums + arrays)
-                    assert len(clock._parked) <= workers, f"{len(clock._parked)} pushes parked"
+                    assert len(clock.parking) <= workers, f"{len(clock.parking)} pushes parked"
                     assert len(store._weights._buffers) <= 2 + self.num_leased_max
-                    if rule.by_step:
-                        newest = max(clock._bins, default=0)
-                        assert newest < max(clock.version, 0) + open_max
+                    clock.check_invariants()
 
     def settled(self) -> None:
         """What holds when nothing is under way any more."""
@@ -358,7 +358,7 @@ class Server:
 
     def _num_parked(self) -> int:
         return sum(
-            len(clock._parked)
+            len(clock.parking)
             for job in self.shard.jobs.values()
             for table in job.tables.values()
             for clock in table.clocks.values()
