@@ -1,4 +1,4 @@
-"""Drives one shard: who takes part, which tables there are, and time; the data path is `Intake`'s.
+"""One shard, driven: workers, tables and time. `Requests` handles the pushes and pulls.
 
 Everything that the state machines decide is decided under one lock, whatever thread it comes from.
 """
@@ -27,7 +27,7 @@ from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
 from psserver.engine.host_memory import require_host_memory
-from psserver.engine.requests import Intake
+from psserver.engine.requests import Requests
 from psserver.engine.slice_queue import Change, Lane
 from psserver.engine.trace import TimedStore
 from psserver.engine.views import Figures, JobView, figures_of, view_of
@@ -39,7 +39,7 @@ WAIT_S_MAX = 10.0
 FEW_THREADS = 2
 
 
-class Driver:
+class Engine:
     """One shard in this process's event loop."""
 
     def __init__(
@@ -70,11 +70,11 @@ class Driver:
         self.lock = threading.RLock()
         self._broke = broke
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lane")
-        self.intake = Intake(shard, self._pool, now, self.broke, self.lock, self.tally)
-        self.intake.has_few_threads = num_threads <= FEW_THREADS
-        self._timeline = self.intake.timeline = timeline
+        self.requests = Requests(shard, self._pool, now, self.broke, self.lock, self.tally)
+        self.requests.has_few_threads = num_threads <= FEW_THREADS
+        self._timeline = self.requests.timeline = timeline
         self.recovery = Recovery(vault, shard)
-        self.intake.note_table = self.recovery.note_table
+        self.requests.note_table = self.recovery.note_table
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
         self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
@@ -92,7 +92,7 @@ class Driver:
             self.forget_ended()
             self._owners[id(job)] = job
             self.recovery.note(job)
-            self.intake.carry_out(job, self.shard.recheck(job))
+            self.requests.carry_out(job, self.shard.recheck(job))
             news = member.news if len(job.life.told) == 1 else ""
         self._ring(job)
         if news:
@@ -144,7 +144,7 @@ class Driver:
         with self.lock:
             actions = self.shard.step_aside(job, index, rank, change)
             self.recovery.note_table(job, job.table(index))
-            self.intake.carry_out(job, actions)
+            self.requests.carry_out(job, actions)
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> None:
         """Gives a table another mode, unless a worker before this one has done so."""
@@ -155,7 +155,7 @@ class Driver:
                 self.recovery.note_table(job, job.table(index))  # Who is aside, if it is refused.
             if actions is None:
                 return
-            self.intake.carry_out(job, actions)
+            self.requests.carry_out(job, actions)
             for part in job.table(index).clocks:
                 self._change_lane(job, job.table(index), part)
             name = job.table(index).spec.name
@@ -164,7 +164,7 @@ class Driver:
     def _change_lane(self, job: Job, table: Table, index: int) -> None:
         clocks = {rank: steps.clock for rank, steps in table.clocks[index].counted.items()}
         change = Change(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
-        self.intake.lanes[id(job), table.index, index].submit([change])
+        self.requests.lanes[id(job), table.index, index].submit([change])
 
     def _make_room(self, job: Job, table: Table) -> None:
         """Makes the stores of a new table.
@@ -207,8 +207,8 @@ class Driver:
             else:
                 address = Address(job.name, table.index, index)
                 store = TimedStore(*what, timeline=self._timeline, address=address)
-            lane = Lane(store, self.intake, self._pool)
-            self.intake.lanes[id(job), table.index, index] = lane
+            lane = Lane(store, self.requests, self._pool)
+            self.requests.lanes[id(job), table.index, index] = lane
 
     def attach(self, sender: data_pb2.Sender, fd: int, nbytes: int) -> Segment:
         """Maps a worker's gradients, and returns the segment of the weights for it to map.
@@ -227,7 +227,7 @@ class Driver:
             except OSError as problem:
                 raise RemoteProtocolError(f"cannot map the worker's segment: {problem}") from None
             key = (id(job), sender.table, sender.worker)
-            self.intake.shared[key] = grads.floats(0, numel)
+            self.requests.shared[key] = grads.floats(0, numel)
             grads.close()
             return self._weights[id(job), sender.table]
 
@@ -241,14 +241,14 @@ class Driver:
                 self._owners[id(job)] = job
                 for table in job.tables.values():
                     for index, clock in table.clocks.items():
-                        store = self.intake.lanes[id(job), table.index, index].store
+                        store = self.requests.lanes[id(job), table.index, index].store
                         journal = store.journal
                         is_behind = journal is not None and journal.record.epoch < table.epoch
                         actions = resume(job, table, table.specs[index], store, clock)
-                        self.intake.carry_out(job, actions)
+                        self.requests.carry_out(job, actions)
                         if is_behind:
                             self._change_lane(job, table, index)
-                self.intake.debts.take_up(job, self.recovery.owed(job))
+                self.requests.debts.take_up(job, self.recovery.owed(job))
         return [job.name for job in jobs]
 
     # ----- checkpoints
@@ -263,7 +263,7 @@ class Driver:
 
     def note_owed(self, job: Job) -> None:
         """Writes down what the workers of a restored job have still to claim."""
-        self.recovery.note_owed(job, self.intake.debts.kept_of(id(job)))
+        self.recovery.note_owed(job, self.requests.debts.kept_of(id(job)))
 
     def forget_ended(self) -> None:
         """Frees the numbers of jobs that have been replaced."""
@@ -271,7 +271,7 @@ class Driver:
             for key, job in list(self._owners.items()):
                 if self.shard.jobs.get(job.name) is not job:
                     del self._owners[key]
-                    self.intake.forget_job(key)
+                    self.requests.forget_job(key)
                     self.recovery.forget(key)
                     for entry in [entry for entry in self._weights if entry[0] == key]:
                         del self._weights[entry]
@@ -280,12 +280,12 @@ class Driver:
     def is_busy(self) -> bool:
         """Whether any lane has work."""
         with self.lock:
-            return any(lane.is_busy for lane in self.intake.lanes.values())
+            return any(lane.is_busy for lane in self.requests.lanes.values())
 
     def stores(self, job: Job) -> list[SliceStore]:
         """Returns the slices of a job."""
         with self.lock:
-            return [lane.store for key, lane in self.intake.lanes.items() if key[0] == id(job)]
+            return [lane.store for key, lane in self.requests.lanes.items() if key[0] == id(job)]
 
     # ----- membership
 
@@ -301,7 +301,7 @@ class Driver:
             log.info("worker left", job=name, worker=rank, reason=reason)
             self._part_with(job, rank)
             self.recovery.note(job)
-            self.intake.carry_out(job, actions)
+            self.requests.carry_out(job, actions)
         self._ring(job)
 
     def suspect(self, sender: data_pb2.Sender) -> None:
@@ -329,17 +329,17 @@ class Driver:
             for job in {id(job): job for job, _ in lost}.values():
                 self.recovery.note(job)
                 own = [item for item in actions if item[0].job == job.name]
-                self.intake.carry_out(job, own)
+                self.requests.carry_out(job, own)
                 self._ring(job)
             self.forget_ended()
-            self.recovery.settle(self.intake.debts.kept_of)
+            self.recovery.settle(self.requests.debts.kept_of)
             self.waits.look(self.now())
-            self.intake.put_off()
+            self.requests.put_off()
 
     def _part_with(self, job: Job, rank: int) -> None:
         """Unmaps what a worker has shared."""
-        for key in [k for k in self.intake.shared if k[0] == id(job) and k[2] == rank]:
-            del self.intake.shared[key]
+        for key in [k for k in self.requests.shared if k[0] == id(job) and k[2] == rank]:
+            del self.requests.shared[key]
 
     async def barrier(
         self, job: Job, name: str, number: int, rank: int, wait_s: float, value: float = 0.0

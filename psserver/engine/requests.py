@@ -1,7 +1,7 @@
 """Pushes and pulls of one shard: checked, decided under one lock, carried out by the lanes.
 
 Transports (gRPC in control.py, sockets in data_socket.py) bring headers and payloads from any
-thread and get their answers through a `Reply`. All decisions are made under the driver's lock; the
+thread and get their answers through a `Reply`. All decisions are made under the engine's lock; the
 numeric work of large slices is not.
 """
 
@@ -90,7 +90,7 @@ class Armed:
 
 
 @dataclass(slots=True)
-class Intake:
+class Requests:
     """The data path of one shard."""
 
     shard: Shard
@@ -127,7 +127,7 @@ class Intake:
         if nbytes > max(longest, num_arrays * 4 * numel):
             raise DecodeError(f"{nbytes} bytes for a slice of {numel} elements ({_of(header)})")
 
-    def push(
+    def on_push(
         self,
         header: data_pb2.PushHeader,
         data: ByteArray,
@@ -181,7 +181,7 @@ class Intake:
         for lane in idle:
             lane.run()
 
-    def pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
+    def on_pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
         """Takes one pull; answered when it can be, or told what is missing after `wait_s`.
 
         Raises:

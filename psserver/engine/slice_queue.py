@@ -3,7 +3,7 @@
 A lane owns one `SliceStore`. Actions of large slices run on a pool of threads, whose loops let the
 GIL go, or on the thread that has just received the gradient (requests.py); those of small ones run
 at once on the caller's thread, where a switch of threads would cost more than the work. Results go
-back through the callbacks that the driver gives.
+back through the callbacks that the engine gives.
 """
 
 from __future__ import annotations

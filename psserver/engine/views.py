@@ -1,8 +1,8 @@
 """What a shard shows of itself: frozen values, made under the engine's lock and read without it.
 
 Status and metrics are read on the event loop while socket threads change clocks, members and
-counters. So nothing outside of the lock looks at a state machine: `Driver.status` and
-`Driver.figures` copy what is shown, and their readers see one moment of the shard.
+counters. So nothing outside of the lock looks at a state machine: `Engine.status` and
+`Engine.figures` copy what is shown, and their readers see one moment of the shard.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One simulated shard: the real `Shard`, `Intake`, `Lane` and `SliceStore`, called as by a daemon.
+"""One simulated shard: the real `Shard`, `Requests`, `Lane` and `SliceStore` of a daemon.
 
-What a daemon's transports and its driver do around them is done here, on simulated time and in one
+What a daemon's transports and its engine do around them is done here, on simulated time and in one
 thread: slices are so small that the lanes carry everything out at once.
 """
 
@@ -26,7 +26,7 @@ from psserver.decisions.table import Table, TableSpec
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
-from psserver.engine.requests import Intake, Request
+from psserver.engine.requests import Request, Requests
 from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Lane
 from psserver.slices.store import SliceStore
 from tests.sim.case import Case
@@ -107,7 +107,7 @@ def _number(request: Request) -> int:
     return request.reply.number
 
 
-class WatchedIntake(Intake):
+class WatchedRequests(Requests):
     """Tells the ledger what was decided, before it is carried out."""
 
     __slots__ = ("ledger", "note")
@@ -164,16 +164,16 @@ class Server:
     def _begin(self) -> None:
         """Is a new process."""
         self.shard = Shard(self.index, self._case.num_shards, LEASE_S)
-        self.intake = WatchedIntake(
+        self.requests = WatchedRequests(
             self.shard, self._pool, self._now, self._broke, threading.RLock(), Tally()
         )
-        self.intake.waiting = InOrder()
-        self.intake.ledger = self._ledger
-        self.intake.note = self._note
+        self.requests.waiting = InOrder()
+        self.requests.ledger = self._ledger
+        self.requests.note = self._note
         if self._folder is not None:
             self._vault = Vault(self._folder)
         self.recovery = Recovery(self._vault, self.shard)
-        self.intake.note_table = self.recovery.note_table
+        self.requests.note_table = self.recovery.note_table
 
     def close(self) -> None:
         """Lets go of what it keeps open, when the simulation is over."""
@@ -193,11 +193,11 @@ class Server:
         for job in self.recovery.take_up(self._now(), self._allocate):
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.intake.lanes[id(job), table.index, index].store
+                    store = self.requests.lanes[id(job), table.index, index].store
                     spoil(store)
                     actions = resume(job, table, table.specs[index], store, clock)
                     self._introduce(index, clock)
-                    self.intake.carry_out(job, actions)
+                    self.requests.carry_out(job, actions)
         assert self._vault.instance == instance
         self.check()
 
@@ -243,7 +243,7 @@ class Server:
         )
         job = self.shard.join(JOB, self._case.num_workers, member, self._case.min_workers)
         self.recovery.note(job)
-        self.intake.carry_out(job, self.shard.recheck(job))
+        self.requests.carry_out(job, self.shard.recheck(job))
 
     def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
         job = self.shard.heard(JOB, rank, incarnation, self._now())
@@ -264,8 +264,8 @@ class Server:
                 room.journals.get(index),
                 room.stamps.get(index),
             )
-            lane = Lane(store, self.intake, self._pool)
-            self.intake.lanes[id(job), table.index, index] = lane
+            lane = Lane(store, self.requests, self._pool)
+            self.requests.lanes[id(job), table.index, index] = lane
 
     def heartbeat(self, rank: int, incarnation: int) -> None:
         self.shard.heard(JOB, rank, incarnation, self._now())
@@ -273,7 +273,7 @@ class Server:
     def leave(self, rank: int, incarnation: int) -> None:
         actions = self.shard.leave(JOB, rank, incarnation, "finished")
         self.recovery.note(self.shard.jobs[JOB])
-        self.intake.carry_out(self.shard.jobs[JOB], actions)
+        self.requests.carry_out(self.shard.jobs[JOB], actions)
 
     def push(self, frame: bytes, answer: Answer) -> None:
         raw, payload = wire.decode(frame)
@@ -282,12 +282,12 @@ class Server:
         courier = Courier(self._alive(answer), identity, Role(header.role), self._send_later)
         data = np.frombuffer(payload, dtype=np.uint8)
         before = self._num_parked()
-        self.intake.admit(header, data.nbytes)
-        if header.shared:  # As `Driver.attach` has done, when the connection was made.
+        self.requests.admit(header, data.nbytes)
+        if header.shared:  # As `Engine.attach` has done, when the connection was made.
             job = self.shard.jobs[JOB]
             segment = self.segments[header.sender.worker, header.sender.incarnation]
-            self.intake.shared[id(job), header.sender.table, header.sender.worker] = segment
-        self.intake.push(header, data, courier)
+            self.requests.shared[id(job), header.sender.table, header.sender.worker] = segment
+        self.requests.on_push(header, data, courier)
         if self._num_parked() > before:
             self._note(f"the push of worker {header.sender.worker} waits")
 
@@ -296,7 +296,7 @@ class Server:
         header = data_pb2.PullHeader.FromString(bytes(raw))
         identity = (header.sender.worker, header.clock, header.sender.incarnation)
         courier = Courier(self._alive(answer), identity, Role.GRADIENT, self._send_later)
-        self.intake.pull(header, courier, PULL_WAIT_S)
+        self.requests.on_pull(header, courier, PULL_WAIT_S)
 
     # ----- time
 
@@ -305,9 +305,9 @@ class Server:
         for job, member in lost:
             self._note(f"worker {member.rank} is lost")
             self.recovery.note(job)
-            self.intake.carry_out(job, actions)
+            self.requests.carry_out(job, actions)
             actions = []
-        self.intake.put_off()
+        self.requests.put_off()
 
     @property
     def is_over(self) -> bool:
@@ -318,7 +318,7 @@ class Server:
     # ----- invariants
 
     def stores(self) -> dict[int, SliceStore]:
-        return {key[2]: lane.store for key, lane in self.intake.lanes.items()}
+        return {key[2]: lane.store for key, lane in self.requests.lanes.items()}
 
     def check(self) -> None:
         """What holds after every event: no more is kept than the rule's open steps need."""
@@ -329,8 +329,8 @@ class Server:
         for job in self.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.intake.lanes[id(job), table.index, index].store
-                    assert clock.version == self.intake.ledger.books[index].version or (
+                    store = self.requests.lanes[id(job), table.index, index].store
+                    assert clock.version == self.requests.ledger.books[index].version or (
                         clock.version == -1
                     )
                     assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
@@ -345,15 +345,15 @@ class Server:
 
     def settled(self) -> None:
         """What holds when nothing is under way any more."""
-        assert not self.intake.waiting
+        assert not self.requests.waiting
         for job in self.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.intake.lanes[id(job), table.index, index].store
+                    store = self.requests.lanes[id(job), table.index, index].store
                     assert not store._bins, f"sums {list(store._bins)} never became an update"
                     assert clock.num_waiting == 0
                     assert all(buffer.leases == 0 for buffer in store._weights._buffers)
-                    self.intake.ledger.books[index].settled(store.weights)
+                    self.requests.ledger.books[index].settled(store.weights)
 
     def _num_parked(self) -> int:
         return sum(
