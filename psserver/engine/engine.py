@@ -1,15 +1,15 @@
 """One shard, driven: workers, tables and time. `Requests` handles the pushes and pulls.
 
 Everything that the state machines decide is decided under one lock, whatever thread it comes from.
+Time, threads and the pace of `tick` come from outside: a shard's process gives the monotonic clock
+and an executor, a simulator in one thread gives virtual time and none.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import structlog
 
@@ -19,12 +19,14 @@ from pscore.observe.timeline import Timeline
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
+from pscore.types import FloatArray
 from psserver.decisions.limits import Budget
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import Address, Job, Shard
+from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table, TableSpec
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
+from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.counters import Tally
 from psserver.engine.host_memory import require_host_memory
 from psserver.engine.requests import Requests
@@ -35,31 +37,39 @@ from psserver.engine.waits import Waits
 from psserver.slices.store import SliceStore
 
 log = structlog.get_logger()
-WAIT_S_MAX = 10.0
-FEW_THREADS = 2
 
 
 class Engine:
-    """One shard in this process's event loop."""
+    """One shard: decisions, numbers and journals, without a network."""
 
     def __init__(
         self,
         shard: Shard,
         *,
-        num_threads: int = 2,
+        now: Callable[[], float],
+        executor: Executor | None = None,
+        step_on_receive_thread: bool = False,
         vault: Vault | None = None,
-        now: Callable[[], float] = time.monotonic,
         broke: Callable[[BaseException], None] | None = None,
+        on_decided: Callable[[Job, Actions], None] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         """Starts without jobs.
 
+        The owner calls `tick` about once a second, and `recover` before anything else if there is
+        a vault.
+
         Args:
             shard: The decisions.
-            num_threads: Threads for the numeric work of large slices.
+            now: The clock, in seconds, never falling: of leases, waits and measured times.
+            executor: Does the numeric work of large slices. None: the thread whose call leads to
+                the work does it, before the call returns.
+            step_on_receive_thread: Whether a thread that has received a gradient also adds it and
+                makes the step that follows (`Requests.on_push`).
             vault: Where everything is kept that outlives the process.
-            now: The clock of leases, in seconds.
             broke: Called from any thread when a lane fails, which only a bug can cause.
+            on_decided: Called under the lock with each job's actions, in the order in which they
+                were decided and before they are carried out.
             timeline: Where spans are recorded; None: nowhere.
         """
         self.shard = shard
@@ -69,16 +79,24 @@ class Engine:
         self.budget = Budget(shard.limits.under_way_nbytes)
         self.lock = threading.RLock()
         self._broke = broke
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lane")
-        self.requests = Requests(shard, self._pool, now, self.broke, self.lock, self.tally)
-        self.requests.has_few_threads = num_threads <= FEW_THREADS
-        self._timeline = self.requests.timeline = timeline
+        self._executor = executor
         self.recovery = Recovery(vault, shard)
-        self.requests.note_table = self.recovery.note_table
+        self._timeline = timeline
+        self.requests = Requests(
+            shard=shard,
+            now=now,
+            broke=self.broke,
+            lock=self.lock,
+            tally=self.tally,
+            note_table=self.recovery.note_table,
+            on_decided=on_decided,
+            timeline=timeline,
+            step_on_receive_thread=step_on_receive_thread,
+        )
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
-        self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
-        self.waits = Waits(shard, self._barriers)
+        self.barriers = BarrierWaits(shard, self.lock, self.recovery.note)
+        self.waits = Waits(shard, self.barriers)
 
     # ----- workers and tables
 
@@ -94,7 +112,7 @@ class Engine:
             self.recovery.note(job)
             self.requests.carry_out(job, self.shard.recheck(job))
             news = member.news if len(job.life.told) == 1 else ""
-        self._ring(job)
+        self.barriers.wake_all(job)
         if news:
             log.warning(news)
         log.info("worker joined", job=name, worker=member.rank, host=member.host, pid=member.pid)
@@ -125,7 +143,8 @@ class Engine:
             if not created:
                 return table, False
             self._make_room(job, table)
-        self._pool.submit(warm_up, table.optimizer)  # While the weights are on their way.
+        if self._executor is not None:  # The weights are on their way meanwhile.
+            self._executor.submit(warm_up, table.optimizer)
         log.info(
             "table defined",
             job=job.name,
@@ -207,7 +226,7 @@ class Engine:
             else:
                 address = Address(job.name, table.index, index)
                 store = TimedStore(*what, timeline=self._timeline, address=address)
-            lane = Lane(store, self.requests, self._pool)
+            lane = Lane(store, self.requests, self._executor)
             self.requests.lanes[id(job), table.index, index] = lane
 
     def attach(self, sender: data_pb2.Sender, fd: int, nbytes: int) -> Segment:
@@ -226,14 +245,18 @@ class Engine:
                 grads = Segment.attach(fd, nbytes)
             except OSError as problem:
                 raise RemoteProtocolError(f"cannot map the worker's segment: {problem}") from None
-            key = (id(job), sender.table, sender.worker)
-            self.requests.shared[key] = grads.floats(0, numel)
+            self.share(job, table, sender.worker, grads.floats(0, numel))
             grads.close()
             return self._weights[id(job), sender.table]
 
+    def share(self, job: Job, table: Table, rank: int, grads: FloatArray) -> None:
+        """Reads the shared pushes of a worker to a table from `grads`, `(numel,) float32`."""
+        with self.lock:
+            self.requests.shared[id(job), table.index, rank] = grads
+
     # ----- after a SIGKILL
 
-    def take_up(self) -> list[str]:
+    def recover(self) -> list[str]:
         """Goes on with the jobs in the vault, exactly where they were; returns their names."""
         with self.lock:
             jobs = self.recovery.take_up(self.now(), self._allocate)
@@ -302,7 +325,7 @@ class Engine:
             self._part_with(job, rank)
             self.recovery.note(job)
             self.requests.carry_out(job, actions)
-        self._ring(job)
+        self.barriers.wake_all(job)
 
     def suspect(self, sender: data_pb2.Sender) -> None:
         """Is told that a bulk connection of a worker has ended, perhaps with the worker."""
@@ -311,8 +334,11 @@ class Engine:
             if job is not None:
                 job.membership.suspect(sender.worker, sender.incarnation, self.now())
 
-    def tick(self) -> None:
-        """Declares silent workers lost and tells who waits for what; called once a second."""
+    def tick(self) -> list[tuple[Job, Member]]:
+        """Declares silent workers lost and logs long waits; called about once a second.
+
+        Returns the workers that are declared lost, each with its job.
+        """
         with self.lock:
             self.tally.settle()
             lost, actions = self.shard.tick(self.now())
@@ -330,55 +356,17 @@ class Engine:
                 self.recovery.note(job)
                 own = [item for item in actions if item[0].job == job.name]
                 self.requests.carry_out(job, own)
-                self._ring(job)
+                self.barriers.wake_all(job)
             self.forget_ended()
             self.recovery.settle(self.requests.debts.kept_of)
             self.waits.look(self.now())
             self.requests.put_off()
+            return lost
 
     def _part_with(self, job: Job, rank: int) -> None:
         """Unmaps what a worker has shared."""
         for key in [k for k in self.requests.shared if k[0] == id(job) and k[2] == rank]:
             del self.requests.shared[key]
-
-    async def barrier(
-        self, job: Job, name: str, number: int, rank: int, wait_s: float, value: float = 0.0
-    ) -> tuple[bool, str, float]:
-        """Arrives at a barrier with `value`, and waits up to `wait_s` for the others.
-
-        Returns whether it is open, what it waits for, and the largest value of all workers.
-        """
-        with self.lock:
-            awaited = self.shard.barrier(job, name, number, rank, value)
-            self.recovery.note(job)
-        deadline_s = self.now() + min(wait_s, WAIT_S_MAX)
-        if not awaited:
-            self._ring(job)
-        while awaited and (left_s := deadline_s - self.now()) > 0:
-            bell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            with self.lock:
-                bells = self._barriers.setdefault((id(job), name), [])
-            bells.append(bell)
-            try:
-                await asyncio.wait([bell], timeout=left_s)
-            finally:
-                bells.remove(bell)
-                if not bells:
-                    with self.lock:
-                        del self._barriers[id(job), name]
-            with self.lock:
-                awaited = self.shard.barrier(job, name, number, rank, value)
-                if not awaited:
-                    self.recovery.note(job)
-        with self.lock:
-            return not awaited, awaited, job.barriers.agreed(name, number)
-
-    def _ring(self, job: Job) -> None:
-        """Wakes everybody who waits at a barrier of `job`."""
-        for key in [key for key in self._barriers if key[0] == id(job)]:
-            for bell in self._barriers[key]:
-                if not bell.done():
-                    bell.set_result(True)
 
     # ----- for people
 

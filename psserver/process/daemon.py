@@ -17,7 +17,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 TICK_S = 1.0
+FEW_THREADS = 2  # No more than the connections of one worker have already.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
 POLL_S = 0.05
@@ -128,7 +131,9 @@ class Daemon:
         self._timeline = open_timeline(plan.timeline, "shard", plan.index)
         self.engine = Engine(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
-            num_threads=plan.num_threads,
+            now=time.monotonic,
+            executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="lane"),
+            step_on_receive_thread=plan.num_threads <= FEW_THREADS,
             vault=self._vault,
             broke=self.broke,
             timeline=self._timeline,
@@ -301,7 +306,7 @@ class Daemon:
 
     def _restore(self) -> None:
         """Takes up the jobs that a former process of this shard has left."""
-        for name in self.engine.take_up():
+        for name in self.engine.recover():
             log.warning("job taken up where it was", job=name)
         if self._vault is not None:
             self._instance = self._vault.instance

@@ -26,10 +26,11 @@ from pscore.types import ANY_STEP, Origin
 from psserver.decisions.shard import Job
 from psserver.decisions.table import Table
 from psserver.durability import records
-from psserver.engine.engine import WAIT_S_MAX, Engine
+from psserver.engine.engine import Engine
 from psserver.engine.requests import Armed
 from psserver.engine.residuals import Ask
 from psserver.engine.slice_queue import Copy
+from psserver.service.barrier_wait import WAIT_S_MAX
 from psserver.service.checkpoint_restore import DELIVERIES_MAX, Delivery
 from psserver.service.control import refuse
 

@@ -32,9 +32,11 @@ from psserver.decisions.membership import Member
 from psserver.decisions.shard import Job, require_name
 from psserver.decisions.table import TableSpec, make_spec
 from psserver.decisions.uneven import report
-from psserver.engine.engine import WAIT_S_MAX, Engine
-from psserver.engine.views import JobView, Shared, TableView
+from psserver.engine.engine import Engine
+from psserver.engine.views import JobView, TableView
+from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.listener import BulkServer
+from psserver.service.shared_view import SharedView
 
 RAW = pb.Plugin(name="none")
 TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
@@ -182,7 +184,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._drain = drain
         self._bulk = bulk
         self._process = psutil.Process()
-        self._status = Shared(self._make_status)
+        self._status = SharedView(self._make_status)
         self.closed = ""  # Why workers cannot join yet; empty if they can.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
@@ -342,10 +344,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        done, missing, value = await self._engine.barrier(
-            job, request.name, request.round, request.worker, request.wait_ms / 1000, request.value
+        wait_s, value = request.wait_ms / 1000, request.value
+        arrival = await wait_at_barrier(
+            self._engine, job, request.name, request.round, request.worker, wait_s, value
         )
-        return pb.BarrierReply(done=done, waiting_for=missing, value=value)
+        return pb.BarrierReply(
+            done=arrival.is_open, waiting_for=arrival.waiting_for, value=arrival.largest
+        )
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""

@@ -4,12 +4,10 @@ What a daemon's transports and its engine do around them is done here, on simula
 thread: slices are so small that the lanes carry everything out at once.
 """
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,7 +25,7 @@ from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
 from psserver.engine.requests import Request, Requests
-from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Lane
+from psserver.engine.slice_queue import Lane
 from psserver.slices.store import SliceStore
 from tests.sim.case import Case
 from tests.sim.ledger import Identity, Ledger
@@ -38,16 +36,8 @@ LEASE_S = 3.0
 TICK_S = 0.5
 PULL_WAIT_S = 1.0
 
-NUMBERS = itertools.count()
 Result: TypeAlias = bytes | PacelineError
 Answer: TypeAlias = Callable[[Result], None]
-
-
-class NoThreads(Executor):
-    """Small slices are carried out at once; a simulation has no threads."""
-
-    def submit(self, *args: object, **kwargs: object) -> Any:
-        raise AssertionError("a slice of the simulation is too large")
 
 
 class Courier:
@@ -58,7 +48,6 @@ class Courier:
     ) -> None:
         self.identity = identity
         self.role = role
-        self.number = next(NUMBERS)
         self._answer = answer
         self._send_later = send_later
 
@@ -93,18 +82,6 @@ def spoil(store: SliceStore) -> None:
     for buffer in store._weights._buffers:
         if buffer is not store._weights._newest:
             buffer.array.fill(np.nan)
-
-
-class InOrder(set[Request]):
-    """Requests in the order in which they came: a set's own order differs from run to run."""
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(super().__iter__(), key=_number))
-
-
-def _number(request: Request) -> int:
-    assert isinstance(request.reply, Courier)
-    return request.reply.number
 
 
 class WatchedRequests(Requests):
@@ -153,7 +130,6 @@ class Server:
         self._case = case
         self._network = network
         self._now = now
-        self._pool = NoThreads()
         self._send_later = send_later
         self._ledger = ledger
         self._folder = folder
@@ -165,9 +141,12 @@ class Server:
         """Is a new process."""
         self.shard = Shard(self.index, self._case.num_shards, LEASE_S)
         self.requests = WatchedRequests(
-            self.shard, self._pool, self._now, self._broke, threading.RLock(), Tally()
+            shard=self.shard,
+            now=self._now,
+            broke=self._broke,
+            lock=threading.RLock(),
+            tally=Tally(),
         )
-        self.requests.waiting = InOrder()
         self.requests.ledger = self._ledger
         self.requests.note = self._note
         if self._folder is not None:
@@ -254,7 +233,6 @@ class Server:
     def _allocate(self, job: Job, table: Table, room: Room) -> None:
         layout = WeightsMap(list(table.specs.values()))
         for index, part in table.specs.items():
-            assert part.numel <= INLINE_NUMEL_MAX
             store = SliceStore(
                 part,
                 table.spec.rule,
@@ -264,7 +242,7 @@ class Server:
                 room.journals.get(index),
                 room.stamps.get(index),
             )
-            lane = Lane(store, self.requests, self._pool)
+            lane = Lane(store, self.requests, None)
             self.requests.lanes[id(job), table.index, index] = lane
 
     def heartbeat(self, rank: int, incarnation: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -56,8 +57,13 @@ class Front:
         self.now_s = 0.0
         self.problems: list[BaseException] = []
         shard = Shard(0, 1, LEASE_S)
+        self.executor = ThreadPoolExecutor(1)
         self.engine = Engine(
-            shard, num_threads=1, vault=vault, now=lambda: self.now_s, broke=self.problems.append
+            shard,
+            now=lambda: self.now_s,
+            executor=self.executor,
+            vault=vault,
+            broke=self.problems.append,
         )
         engines.append(self.engine)
         self.control: Any = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
@@ -172,7 +178,7 @@ def play(scene: Callable[[Front], Awaitable[T]]) -> T:
         engines.clear()
         assert not front.problems, front.problems
         assert not unguarded, "\n".join(sorted(set(unguarded)))
-        front.engine._pool.shutdown()
+        front.executor.shutdown()
         return result
 
     return asyncio.run(run())

@@ -58,7 +58,7 @@ MACHINES = {
     *(str(path) for path in (PACKAGE / "decisions").glob("*.py")),
     *(
         str(PACKAGE / "engine" / f"{name}.py")
-        for name in ("counters", "residuals", "views", "waits")
+        for name in ("barrier_waits", "counters", "residuals", "views", "waits")
     ),
     str(PACKAGE / "durability" / "recovery.py"),
 }

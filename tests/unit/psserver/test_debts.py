@@ -233,7 +233,7 @@ def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
         front.engine.tick()
         vault.close()
         after = Front(Vault(tmp_path))
-        assert sorted(after.engine.take_up()) == ["again", JOB]
+        assert sorted(after.engine.recover()) == ["again", JOB]
         assert await claim(after, "again", 0) == {0: 1.0}
         assert await claim(after, "again", 1) == {}  # It has pushed, so it has had its own.
         after.engine.tick()

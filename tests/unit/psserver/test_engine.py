@@ -8,6 +8,8 @@ from structlog.testing import capture_logs
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
+from psserver.engine.barrier_waits import Arrival
+from psserver.service.barrier_wait import wait_at_barrier
 from tests.unit.psserver.front import (
     JOB,
     LEASE_S,
@@ -23,6 +25,8 @@ from tests.unit.psserver.front import (
     settle,
     told,
 )
+
+OPEN = Arrival(waiting_for="", largest=0.0)
 
 # ----- a gradient's way
 
@@ -249,12 +253,12 @@ def test_a_worker_is_told_who_is_live_if_it_asks() -> None:
 def test_a_barrier_opens_for_all_at_once() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=3)
-        first = asyncio.ensure_future(front.engine.barrier(front.job, "b", 0, 0, 10.0))
-        second = asyncio.ensure_future(front.engine.barrier(front.job, "b", 0, 1, 10.0))
+        first = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
+        second = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 1, 10.0))
         await settle()
         assert not first.done()
-        assert await front.engine.barrier(front.job, "b", 0, 2, 10.0) == (True, "", 0.0)
-        assert await first == await second == (True, "", 0.0)
+        assert await wait_at_barrier(front.engine, front.job, "b", 0, 2, 10.0) == OPEN
+        assert await first == await second == OPEN
 
     play(scene)
 
@@ -262,11 +266,11 @@ def test_a_barrier_opens_for_all_at_once() -> None:
 def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        gone = asyncio.ensure_future(front.engine.barrier(front.job, "b", 0, 0, 10.0))
+        gone = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
         await settle()
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        assert not front.engine._barriers
+        assert not front.engine.barriers.names(front.job)
 
     play(scene)
 
@@ -274,10 +278,10 @@ def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
 def test_a_departure_opens_a_barrier() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        wait = asyncio.ensure_future(front.engine.barrier(front.job, "b", 0, 0, 10.0))
+        wait = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
         await settle()
         front.engine.leave(JOB, 1, 101, "finished")
-        assert await wait == (True, "", 0.0)
+        assert await wait == OPEN
 
     play(scene)
 
@@ -285,10 +289,8 @@ def test_a_departure_opens_a_barrier() -> None:
 def test_a_barrier_says_who_is_missing() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        assert await front.engine.barrier(front.job, "b", 0, 0, 0.0) == (
-            False,
-            "worker 1 (process 0 on a) at barrier 'b'",
-            0.0,
+        assert await wait_at_barrier(front.engine, front.job, "b", 0, 0, 0.0) == Arrival(
+            waiting_for="worker 1 (process 0 on a) at barrier 'b'", largest=0.0
         )
 
     play(scene)

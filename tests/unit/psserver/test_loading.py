@@ -29,8 +29,8 @@ FORK = multiprocessing.get_context("fork")
 def begin(vault: Path | None = None, limits: Limits | None = None) -> Engine:
     """Returns a shard that has taken up what its vault has."""
     kept = None if vault is None else Vault(vault)
-    engine = Engine(Shard(0, 1, 10.0, limits), num_threads=1, vault=kept, now=lambda: 5.0)
-    engine.take_up()
+    engine = Engine(Shard(0, 1, 10.0, limits), vault=kept, now=lambda: 5.0)
+    engine.recover()
     return engine
 
 

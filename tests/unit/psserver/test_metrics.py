@@ -14,7 +14,7 @@ from psserver.service.metrics import CONNECTIONS_MAX, REQUEST_NBYTES_MAX, Metric
 
 
 def make_engine() -> Engine:
-    engine = Engine(Shard(1, 3, lease_s=10.0), num_threads=1, now=lambda: 0.0)
+    engine = Engine(Shard(1, 3, lease_s=10.0), now=lambda: 0.0)
     for rank in range(2):
         member = Member(rank=rank, incarnation=1, restart=0, host="h", pid=1, heard_s=0.0)
         engine.join("train", 2, member)

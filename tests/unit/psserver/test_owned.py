@@ -11,9 +11,9 @@ import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.engine.views import Shared
 from psserver.service.control import ControlServicer
 from psserver.service.metrics import MetricsPage
+from psserver.service.shared_view import SharedView
 from tests.unit.psserver.front import (
     JOB,
     NUMEL,
@@ -158,7 +158,7 @@ def test_many_readers_share_one_view_made_after_they_asked() -> None:
             made.append(len(made))
             return len(made)
 
-        shared = Shared(make)
+        shared = SharedView(make)
         assert await asyncio.gather(*(shared.get() for _ in range(50))) == [1] * 50
         assert await shared.get() == 2
         assert len(made) == 2
@@ -175,7 +175,7 @@ def test_a_view_that_fails_fails_who_asked_for_it_and_nobody_later() -> None:
                 raise problem
             return "well"
 
-        shared = Shared(make)
+        shared = SharedView(make)
         with pytest.raises(ZeroDivisionError):
             await shared.get()
         assert await shared.get() == "well"

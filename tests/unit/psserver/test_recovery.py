@@ -52,8 +52,8 @@ class Process:
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
         self.vault = Vault(folder)
         shard = Shard(0, 1, 10.0, limits)
-        self.engine = Engine(shard, num_threads=1, vault=self.vault, now=lambda: 0.0)
-        self.names = self.engine.take_up()
+        self.engine = Engine(shard, vault=self.vault, now=lambda: 0.0)
+        self.names = self.engine.recover()
 
     def train(self, name: str) -> None:
         """Makes a job with weights of version `STEPS`."""
