@@ -1,6 +1,6 @@
-"""Lanes: each slice's actions one after the other, many slices at once, off the event loop.
+"""Slice queues: each slice's actions one after the other, many slices at once, off the event loop.
 
-A lane owns one `SliceStore`. Actions of large slices run on a pool of threads, whose loops let the
+A queue owns one `SliceStore`. Actions of large slices run on a pool of threads, whose loops let the
 GIL go, or on the thread that has just received the gradient (requests.py); those of small ones run
 at once on the caller's thread, where a switch of threads would cost more than the work. Results go
 back through the callbacks that the engine gives.
@@ -27,14 +27,14 @@ INLINE_NUMEL_MAX = 1 << 15  # 128 KiB: about 20 microseconds of work, less than 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class CopyOut:
     """Hand copies of all arrays of the slice, as they are between two actions, to `take`."""
 
     take: Callable[[dict[str, np.ndarray]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SwitchRule:
     """Go on under another rule."""
 
     rule: Rule
@@ -42,11 +42,11 @@ class Change:
     clocks: Mapping[int, int]  # Of each worker, by rank.
 
 
-Work = Action | Copy | Change
+Work = Action | CopyOut | SwitchRule
 
 
-class Desk(Protocol):
-    """Where a lane finds payloads and leaves answers; called from any thread."""
+class Completion(Protocol):
+    """Where a queue finds payloads and leaves answers; called from any thread."""
 
     def payload(self, token: Token) -> Payload:
         """Returns the payload of a push; the same one until `done`."""
@@ -67,19 +67,21 @@ class Desk(Protocol):
         """Learns that an action failed, which only a bug can cause; the slice is stuck."""
 
 
-class Lane:
+class SliceQueue:
     """The actions of one slice, in order."""
 
-    def __init__(self, store: SliceStore, desk: Desk, executor: Executor | None) -> None:
+    def __init__(
+        self, store: SliceStore, completion: Completion, executor: Executor | None
+    ) -> None:
         """Starts idle.
 
         Args:
-            store: The slice's numbers; only this lane touches them.
-            desk: Payloads and answers.
+            store: The slice's numbers; only this queue touches them.
+            completion: Payloads and answers.
             executor: Does the work of large slices; None: `submit` does it before it returns.
         """
         self.store = store
-        self._desk = desk
+        self._completion = completion
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
         self._is_busy = False
@@ -92,15 +94,15 @@ class Lane:
 
     def submit(self, actions: Sequence[Work]) -> None:
         """Queues actions behind those already there."""
-        if not self.queue(actions):
+        if not self.append(actions):
             return
         if self._executor is None:
             self.run()
         else:
             self._executor.submit(self.run)
 
-    def queue(self, actions: Sequence[Work]) -> bool:
-        """Queues actions; returns whether the lane was idle, and the caller has to `run` it."""
+    def append(self, actions: Sequence[Work]) -> bool:
+        """Queues actions; returns whether the queue was idle, and the caller has to `run` it."""
         with self._lock:
             self._queue.extend(actions)
             if self._is_busy or not self._queue:
@@ -113,14 +115,14 @@ class Lane:
         finished = False
         try:
             while batch := self._take():
-                carry_out(batch, self.store, self._desk)
+                execute(batch, self.store, self._completion)
             finished = True
         finally:
             if not finished:
-                self._desk.broke(sys.exception())
+                self._completion.broke(sys.exception())
 
     def _take(self) -> list[Work]:
-        """Returns all that is queued; if that is nothing, the lane is idle."""
+        """Returns all that is queued; if that is nothing, the queue is idle."""
         with self._lock:
             batch = list(self._queue)
             self._queue.clear()
@@ -128,7 +130,7 @@ class Lane:
             return batch
 
 
-def carry_out(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
+def execute(actions: Sequence[Work], store: SliceStore, completion: Completion) -> None:
     """Carries out actions of one slice in order; an update and the additions before it in one.
 
     Acknowledgements between them come behind it: nobody waits for one but to use the gradient's
@@ -140,16 +142,16 @@ def carry_out(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
             run.append(action)
             continue
         if isinstance(action, Update) and run:
-            _update_with(run, action, store, desk)
+            _update_with(run, action, store, completion)
         else:
-            _one_by_one(run, store, desk)
-            CARRIERS[type(action)](action, store, desk)
+            _one_by_one(run, store, completion)
+            EXECUTORS[type(action)](action, store, completion)
         run = []
-    _one_by_one(run, store, desk)
+    _one_by_one(run, store, completion)
 
 
 def _update_with(
-    run: Sequence[Add | Acknowledge], update: Update, store: SliceStore, desk: Desk
+    run: Sequence[Add | Acknowledge], update: Update, store: SliceStore, completion: Completion
 ) -> None:
     """Makes an update together with the additions to its bin that end `run`."""
     begin = 0
@@ -158,62 +160,64 @@ def _update_with(
             begin = position + 1
     adds = [action for action in run[begin:] if isinstance(action, Add)]
     if not adds:
-        _one_by_one([*run, update], store, desk)
+        _one_by_one([*run, update], store, completion)
         return
-    _one_by_one(run[:begin], store, desk)
-    store.add_and_update([(add, desk.payload(add.token)) for add in adds], update)
+    _one_by_one(run[:begin], store, completion)
+    store.add_and_update([(add, completion.payload(add.token)) for add in adds], update)
     for add in adds:
-        desk.done(add.token)
-    _one_by_one([action for action in run[begin:] if not isinstance(action, Add)], store, desk)
+        completion.done(add.token)
+    _one_by_one(
+        [action for action in run[begin:] if not isinstance(action, Add)], store, completion
+    )
 
 
-def _one_by_one(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
+def _one_by_one(actions: Sequence[Work], store: SliceStore, completion: Completion) -> None:
     for action in actions:
-        CARRIERS[type(action)](action, store, desk)
+        EXECUTORS[type(action)](action, store, completion)
 
 
-def _add(action: Add, store: SliceStore, desk: Desk) -> None:
-    store.add(action, desk.payload(action.token))
-    desk.done(action.token)
+def _add(action: Add, store: SliceStore, completion: Completion) -> None:
+    store.add(action, completion.payload(action.token))
+    completion.done(action.token)
 
 
-def _load(action: Load, store: SliceStore, desk: Desk) -> None:
-    store.load(action, desk.payload(action.token))
-    desk.done(action.token)
+def _load(action: Load, store: SliceStore, completion: Completion) -> None:
+    store.load(action, completion.payload(action.token))
+    completion.done(action.token)
 
 
-def _hold(action: Hold, store: SliceStore, desk: Desk) -> None:
-    desk.keep(action.token, store.hold(action, desk.payload(action.token)))
+def _hold(action: Hold, store: SliceStore, completion: Completion) -> None:
+    completion.keep(action.token, store.hold(action, completion.payload(action.token)))
 
 
-def _update(action: Update, store: SliceStore, desk: Desk) -> None:
+def _update(action: Update, store: SliceStore, completion: Completion) -> None:
     store.update(action)
 
 
-def _skip(action: Skip, store: SliceStore, desk: Desk) -> None:
+def _skip(action: Skip, store: SliceStore, completion: Completion) -> None:
     store.skip(action)
 
 
-def _acknowledge(action: Acknowledge, store: SliceStore, desk: Desk) -> None:
+def _acknowledge(action: Acknowledge, store: SliceStore, completion: Completion) -> None:
     store.refuse(action)
-    desk.acknowledge(action)
+    completion.acknowledge(action)
 
 
-def _answer(action: Answer, store: SliceStore, desk: Desk) -> None:
-    desk.answer(action, store)
+def _answer(action: Answer, store: SliceStore, completion: Completion) -> None:
+    completion.answer(action, store)
 
 
-def _copy(action: Copy, store: SliceStore, desk: Desk) -> None:
+def _copy(action: CopyOut, store: SliceStore, completion: Completion) -> None:
     action.take(store.export())
 
 
-def _change(action: Change, store: SliceStore, desk: Desk) -> None:
+def _change(action: SwitchRule, store: SliceStore, completion: Completion) -> None:
     store.change(action.rule, action.epoch, action.clocks)
 
 
-CARRIERS: dict[type[Work], Callable[..., None]] = {
-    Copy: _copy,
-    Change: _change,
+EXECUTORS: dict[type[Work], Callable[..., None]] = {
+    CopyOut: _copy,
+    SwitchRule: _change,
     Add: _add,
     Load: _load,
     Hold: _hold,

@@ -133,7 +133,7 @@ class Delivery:
                 segments = table.specs[index].segments
                 counts = [declared.counts[segment.tensor] for segment in segments]
                 arrays["counts"] = np.array(counts, dtype=np.int64)
-                engine.requests.lanes[id(job), table.index, index].store.restore(
+                engine.requests.queues[id(job), table.index, index].store.restore(
                     arrays, version, clocks
                 )
                 clock.restore(version, clocks)

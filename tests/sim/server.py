@@ -1,7 +1,7 @@
-"""One simulated shard: the real `Shard`, `Requests`, `Lane` and `SliceStore` of a daemon.
+"""One simulated shard: the real `Shard`, `Requests`, `SliceQueue` and `SliceStore` of a daemon.
 
 What a daemon's transports and its engine do around them is done here, on simulated time and in one
-thread: slices are so small that the lanes carry everything out at once.
+thread: slices are so small that the queues carry everything out at once.
 """
 
 import threading
@@ -26,7 +26,7 @@ from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
 from psserver.engine.requests import Request, Requests
-from psserver.engine.slice_queue import Lane
+from psserver.engine.slice_queue import SliceQueue
 from psserver.slices.store import SliceStore
 from tests.sim.case import Case
 from tests.sim.ledger import Identity, Ledger
@@ -92,7 +92,7 @@ class WatchedRequests(Requests):
     ledger: Ledger
     note: Callable[[str], None]
 
-    def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
+    def execute(self, job: Job, actions: Actions, idle: list[SliceQueue] | None = None) -> None:
         expected = job.membership.expected()
         for address, action in actions:
             token = getattr(action, "token", None)
@@ -106,7 +106,7 @@ class WatchedRequests(Requests):
                 self.ledger.enough(job.membership.members.values())
                 self.note(f"slice {address.slice} has version {action.version}")
             self.ledger.decided(address.slice, action, identity, role, clock, expected)
-        super().carry_out(job, actions, idle)
+        super().execute(job, actions, idle)
 
 
 class Server:
@@ -173,11 +173,11 @@ class Server:
         for job in self.recovery.take_up(self._now(), self._allocate):
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.requests.lanes[id(job), table.index, index].store
+                    store = self.requests.queues[id(job), table.index, index].store
                     spoil(store)
                     actions = resume(job, table, table.specs[index], store, clock)
                     self._introduce(index, clock)
-                    self.requests.carry_out(job, actions)
+                    self.requests.execute(job, actions)
         assert self._vault.instance == instance
         self.check()
 
@@ -223,7 +223,7 @@ class Server:
         )
         job = self.shard.join(JOB, self._case.num_workers, member, self._case.min_workers)
         self.recovery.note(job)
-        self.requests.carry_out(job, self.shard.recheck(job))
+        self.requests.execute(job, self.shard.recheck(job))
 
     def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
         job = self.shard.heard(JOB, rank, incarnation, self._now())
@@ -243,8 +243,8 @@ class Server:
                 room.journals.get(index),
                 room.stamps.get(index),
             )
-            lane = Lane(store, self.requests, None)
-            self.requests.lanes[id(job), table.index, index] = lane
+            queue = SliceQueue(store, self.requests, None)
+            self.requests.queues[id(job), table.index, index] = queue
 
     def heartbeat(self, rank: int, incarnation: int) -> None:
         self.shard.heard(JOB, rank, incarnation, self._now())
@@ -252,7 +252,7 @@ class Server:
     def leave(self, rank: int, incarnation: int) -> None:
         actions = self.shard.leave(JOB, rank, incarnation, "finished")
         self.recovery.note(self.shard.jobs[JOB])
-        self.requests.carry_out(self.shard.jobs[JOB], actions)
+        self.requests.execute(self.shard.jobs[JOB], actions)
 
     def push(self, frame: bytes, answer: Answer) -> None:
         raw, payload = wire.decode(frame)
@@ -284,7 +284,7 @@ class Server:
         for job, member in lost:
             self._note(f"worker {member.rank} is lost")
             self.recovery.note(job)
-            self.requests.carry_out(job, actions)
+            self.requests.execute(job, actions)
             actions = []
         self.requests.put_off()
 
@@ -297,7 +297,7 @@ class Server:
     # ----- invariants
 
     def stores(self) -> dict[int, SliceStore]:
-        return {key[2]: lane.store for key, lane in self.requests.lanes.items()}
+        return {key[2]: queue.store for key, queue in self.requests.queues.items()}
 
     def check(self) -> None:
         """What holds after every event: no more is kept than the rule's open steps need."""
@@ -308,7 +308,7 @@ class Server:
         for job in self.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.requests.lanes[id(job), table.index, index].store
+                    store = self.requests.queues[id(job), table.index, index].store
                     assert clock.version == self.requests.ledger.books[index].version or (
                         clock.version == -1
                     )
@@ -328,7 +328,7 @@ class Server:
         for job in self.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.requests.lanes[id(job), table.index, index].store
+                    store = self.requests.queues[id(job), table.index, index].store
                     assert not store._bins, f"sums {list(store._bins)} never became an update"
                     assert clock.num_waiting == 0
                     assert all(buffer.leases == 0 for buffer in store._weights._buffers)

@@ -67,7 +67,7 @@ class Process:
         self.engine.recovery.note(job)
 
     def store(self) -> SliceStore:
-        return next(iter(self.engine.requests.lanes.values())).store
+        return next(iter(self.engine.requests.queues.values())).store
 
     def kill(self) -> None:
         self.vault.close()
