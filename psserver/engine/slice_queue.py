@@ -1,9 +1,9 @@
-"""Slice queues: each slice's actions one after the other, many slices at once, off the event loop.
+"""Slice queues: the actions of each slice in order, those of different slices side by side.
 
-A queue owns one `SliceStore`. Actions of large slices run on a pool of threads, whose loops let the
-GIL go, or on the thread that has just received the gradient (requests.py); those of small ones run
-at once on the caller's thread, where a switch of threads would cost more than the work. Results go
-back through the callbacks that the engine gives.
+A queue owns one `SliceStore`. Actions of large slices run on an executor, whose threads release the
+GIL in their loops, or on the thread that has just received the gradient (requests.py). Actions of
+small slices run at once on the caller's thread, since a switch of threads would cost more than the
+work. Results go back through `Completion`.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ INLINE_NUMEL_MAX = 1 << 15  # 128 KiB: about 20 microseconds of work, less than 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOut:
-    """Hand copies of all arrays of the slice, as they are between two actions, to `take`."""
+    """Copy all arrays of the slice, as they are between two actions, and call `take` with them."""
 
     take: Callable[[dict[str, np.ndarray]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchRule:
-    """Go on under another rule."""
+    """Apply another rule from the next action on."""
 
     rule: Rule
-    epoch: int  # Changes so far, with this one.
-    clocks: Mapping[int, int]  # Of each worker, by rank.
+    epoch: int  # Rule changes so far, including this one.
+    clocks: Mapping[int, int]  # Next step of each worker, by rank.
 
 
 Work = Action | CopyOut | SwitchRule
 
 
 class Completion(Protocol):
-    """Where a queue finds payloads and leaves answers; called from any thread."""
+    """Holds the payloads of requests and sends their answers; called from any thread."""
 
     def payload(self, token: Token) -> Payload:
         """Returns the payload of a push; the same one until `done`."""
 
     def keep(self, token: Token, payload: Payload) -> None:
-        """Has this payload from now on in the place of the push's own."""
+        """Replaces the payload of a push, whose memory may then be reused."""
 
     def done(self, token: Token) -> None:
-        """Forgets a payload."""
+        """Drops the payload of a push."""
 
     def acknowledge(self, action: Acknowledge) -> None:
         """Answers a push."""
@@ -64,7 +64,7 @@ class Completion(Protocol):
         """Answers a pull from the store's arrays, before it returns."""
 
     def broke(self, problem: BaseException | None) -> None:
-        """Learns that an action failed, which only a bug can cause; the slice is stuck."""
+        """Reports that an action raised, which only a bug can cause; the slice stays stuck."""
 
 
 class SliceQueue:
@@ -77,7 +77,7 @@ class SliceQueue:
 
         Args:
             store: The slice's numbers; only this queue touches them.
-            completion: Payloads and answers.
+            completion: Payloads and answers of requests.
             executor: Does the work of large slices; None: `submit` does it before it returns.
         """
         self.store = store
@@ -89,11 +89,11 @@ class SliceQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether actions are queued or being carried out."""
+        """Whether actions are queued or running."""
         return self._is_busy
 
     def submit(self, actions: Sequence[Work]) -> None:
-        """Queues actions behind those already there."""
+        """Appends actions, and starts their execution if the queue was idle."""
         if not self.append(actions):
             return
         if self._executor is None:
@@ -102,7 +102,7 @@ class SliceQueue:
             self._executor.submit(self.run)
 
     def append(self, actions: Sequence[Work]) -> bool:
-        """Queues actions; returns whether the queue was idle, and the caller has to `run` it."""
+        """Appends actions; returns whether the queue was idle, so that the caller must `run` it."""
         with self._lock:
             self._queue.extend(actions)
             if self._is_busy or not self._queue:
@@ -111,7 +111,7 @@ class SliceQueue:
             return True
 
     def run(self) -> None:
-        """Carries out what is queued, on this thread."""
+        """Executes all queued actions on this thread, until the queue is empty."""
         finished = False
         try:
             while batch := self._take():
@@ -122,7 +122,7 @@ class SliceQueue:
                 self._completion.broke(sys.exception())
 
     def _take(self) -> list[Work]:
-        """Returns all that is queued; if that is nothing, the queue is idle."""
+        """Returns all queued actions; without any, the queue is idle from then on."""
         with self._lock:
             batch = list(self._queue)
             self._queue.clear()
@@ -131,10 +131,10 @@ class SliceQueue:
 
 
 def execute(actions: Sequence[Work], store: SliceStore, completion: Completion) -> None:
-    """Carries out actions of one slice in order; an update and the additions before it in one.
+    """Executes actions of one slice in order; an update and the additions before it run as one.
 
-    Acknowledgements between them come behind it: nobody waits for one but to use the gradient's
-    memory again, and so that memory is read once, for addition and step.
+    So a gradient is read once, for addition and step. Acknowledgements between them are sent after
+    the update: their receivers need them only to reuse the gradient's memory.
     """
     run: list[Add | Acknowledge] = []
     for action in actions:
@@ -145,7 +145,7 @@ def execute(actions: Sequence[Work], store: SliceStore, completion: Completion) 
             _update_with(run, action, store, completion)
         else:
             _one_by_one(run, store, completion)
-            EXECUTORS[type(action)](action, store, completion)
+            HANDLERS[type(action)](action, store, completion)
         run = []
     _one_by_one(run, store, completion)
 
@@ -153,7 +153,7 @@ def execute(actions: Sequence[Work], store: SliceStore, completion: Completion) 
 def _update_with(
     run: Sequence[Add | Acknowledge], update: Update, store: SliceStore, completion: Completion
 ) -> None:
-    """Makes an update together with the additions to its bin that end `run`."""
+    """Makes an update together with the additions to its bin at the end of `run`."""
     begin = 0
     for position, action in enumerate(run):
         if isinstance(action, Add) and action.bin != update.bin:
@@ -173,7 +173,7 @@ def _update_with(
 
 def _one_by_one(actions: Sequence[Work], store: SliceStore, completion: Completion) -> None:
     for action in actions:
-        EXECUTORS[type(action)](action, store, completion)
+        HANDLERS[type(action)](action, store, completion)
 
 
 def _add(action: Add, store: SliceStore, completion: Completion) -> None:
@@ -207,17 +207,17 @@ def _answer(action: Answer, store: SliceStore, completion: Completion) -> None:
     completion.answer(action, store)
 
 
-def _copy(action: CopyOut, store: SliceStore, completion: Completion) -> None:
+def _copy_out(action: CopyOut, store: SliceStore, completion: Completion) -> None:
     action.take(store.export())
 
 
-def _change(action: SwitchRule, store: SliceStore, completion: Completion) -> None:
+def _switch_rule(action: SwitchRule, store: SliceStore, completion: Completion) -> None:
     store.change(action.rule, action.epoch, action.clocks)
 
 
-EXECUTORS: dict[type[Work], Callable[..., None]] = {
-    CopyOut: _copy,
-    SwitchRule: _change,
+HANDLERS: dict[type[Work], Callable[..., None]] = {
+    CopyOut: _copy_out,
+    SwitchRule: _switch_rule,
     Add: _add,
     Load: _load,
     Hold: _hold,
