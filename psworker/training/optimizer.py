@@ -34,7 +34,7 @@ from pscore.types import Role, TensorSpec
 from psworker.compression.error_feedback import choose
 from psworker.connection.exchange import Exchange
 from psworker.connection.left_out import LeftOut
-from psworker.connection.trace import timed_step
+from psworker.connection.trace import local_update
 from psworker.job import context
 from psworker.model.flat import Bucket, describe, refuse_thawed, trained
 from psworker.replica.replica import Replica
@@ -155,7 +155,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.bucket = Bucket(parameters, layout, self.exchange.grads, lends=overlap.lends)
         weights, rank = self.bucket.weights, self.session.rank
         self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank)
-        self.replica.timeline = self.session.timeline
+        timeline = self.session.timeline
+        if timeline is not None:
+            self.replica.around_update = lambda index, step: local_update(
+                timeline, step, slice=index
+            )
         self.progress = Progress(samples, self.replica, self.exchange)
         self.gradients = Gradients(
             self.bucket, self.exchange, self.replica, overlap, self.progress, self._set_hyper
@@ -319,7 +323,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             else:
                 self.gradients.push_rest()
         if plan.inner and not skips:
-            timed_step(self._inner, self.session.timeline, self.replica.step)
+            with local_update(self.session.timeline, self.replica.step):
+                self._inner.step()
             self.bucket.gather_weights()
         if plan.push is Role.DELTA:
             self.exchange.flush()  # The moves are written where the former ones were.

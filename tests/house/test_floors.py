@@ -23,8 +23,6 @@ FLOORS = {
 LEFT = {
     "psserver/decisions/footprint.py": {"psserver.slices.pull_estimate"},
     "psserver/durability/recovery.py": {"psserver.engine.requests"},
-    "psworker/connection/session.py": {"psworker.job.environment"},
-    "psworker/model/flat.py": {"psworker.compression.on_gpu"},
     "pscore/local/dc.py": {"pscore.cuda.local"},
     "pscore/local/secant.py": {"pscore.cuda.local"},
     "pscore/local/sgd.py": {"pscore.cuda.local"},
