@@ -19,10 +19,11 @@ from pscore.observe.timeline import Timeline
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
 from psserver.decisions.limits import Budget
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Address, Job, Shard
-from psserver.decisions.table import Table, TableSpec
+from psserver.decisions.table import Table
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally

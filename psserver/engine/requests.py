@@ -22,12 +22,13 @@ from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.net import wire
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import COUNT_MAX
 from pscore.types import SAMPLES_MAX, ByteArray, FloatArray, Pull, Push, Role, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip, Update
 from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import COUNT_MAX, Table
+from psserver.decisions.table import Table
 from psserver.engine.counters import Tally
 from psserver.engine.residuals import Debts
 from psserver.engine.slice_queue import Lane, Work

@@ -25,7 +25,6 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from pscore.types import ANY_STEP, Origin
 from psserver.decisions.shard import Job
 from psserver.decisions.table import Table
-from psserver.durability import records
 from psserver.engine.engine import WAIT_S_MAX, Driver
 from psserver.engine.requests import Armed
 from psserver.engine.residuals import Ask
@@ -209,7 +208,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         # The count of pushes is set when it is restored: not all modes have one.
         spec = replace(capture.table.spec, origin=Origin(0, capture.step))
         return {
-            "spec": records.spec_to_json(spec),
+            "spec": spec.to_json(),
             "num_workers": capture.job.membership.num_workers,
             "slices": {
                 str(index): {

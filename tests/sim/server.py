@@ -17,12 +17,13 @@ from pscore.errors import PacelineError
 from pscore.memory.segment import WeightsMap
 from pscore.net import wire
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import TableSpec
 from pscore.types import ByteArray, FloatArray, Role
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table, TableSpec
+from psserver.decisions.table import Table
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
