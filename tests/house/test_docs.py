@@ -122,7 +122,8 @@ def test_the_variables_of_other_launchers_stand_in_the_reference() -> None:
         node.value
         for node in ast.walk(source)
         if isinstance(node, ast.Constant)
-        and re.fullmatch(r"(DMLC|TORCHELASTIC|LOCAL|WORLD)_\w+|RANK", str(node.value))
+        and isinstance(node.value, str)
+        and re.fullmatch(r"(DMLC|TORCHELASTIC|LOCAL|WORLD)_\w+|RANK", node.value)
     }
     assert read - {"DMLC_"}
     assert not [variable for variable in read - {"DMLC_"} if f"`{variable}`" not in REFERENCE]
