@@ -33,7 +33,8 @@ from psserver.decisions.orders import Acknowledge, Action, Answer
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
 from psserver.engine.slice_queue import execute
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.base import Payload, Store
+from psserver.slices.store import SliceStore
 from psworker.compression.error_feedback import Feedback, choose
 from psworker.compression.pull_estimate import Held
 from psworker.model.flat import Bucket, describe
@@ -184,7 +185,7 @@ class Shards:
             lambda: worker.acknowledged(message.slice, action.verdict),
         )
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         """Sends the weights as they are now."""
         message = action.token
         assert isinstance(message, Message)

@@ -26,7 +26,8 @@ from psserver.decisions.orders import Acknowledge, Action, Answer
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
 from psserver.engine.slice_queue import execute
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.base import Payload, Store
+from psserver.slices.store import SliceStore
 from psworker.replica.ports import Landing
 from psworker.replica.replica import Replica
 from tests.participants import Listed
@@ -120,7 +121,7 @@ class Shard:
             elif isinstance(action, Answer) and not action.is_look:
                 self.cluster.note("answer", action.worker, index, action.version)
         execute(actions, self.stores[index], self)
-        self.most_open = max(self.most_open, len(self.stores[index]._bins))
+        self.most_open = max(self.most_open, len(self.stores[index]._sums))
 
     def message(self, token: Token) -> Message:
         assert isinstance(token, Message)
@@ -144,7 +145,7 @@ class Shard:
         if action.verdict is Verdict.TOO_LATE:
             worker.num_late += 1
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         message = self.message(action.token)
         arrays = store.read(action)
         message.reply = [array.copy() for array in arrays]

@@ -31,9 +31,10 @@ from psserver.durability import records
 from psserver.durability.journal_dir import JobVault, Vault
 from psserver.durability.sealed import Meta, WeightsFile
 from psserver.engine.requests import Request
+from psserver.slices.base import Payload, Store
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
 from psserver.slices.pool import NUMBERS
-from psserver.slices.store import RAW, Payload, SliceStore
+from psserver.slices.store import RAW
 
 log = structlog.get_logger()
 RECORDS_NBYTES = 8192  # Of the two records of a slice, with some workers.
@@ -328,9 +329,7 @@ def _check(
             )
 
 
-def resume(
-    job: Job, table: Table, spec: SliceSpec, store: SliceStore, clock: SliceClock
-) -> Actions:
+def resume(job: Job, table: Table, spec: SliceSpec, store: Store, clock: SliceClock) -> Actions:
     """Lets the clock of a slice go on from its journal; returns what is to be done."""
     journal = store.journal
     if journal is None or journal.is_new:

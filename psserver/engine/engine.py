@@ -35,6 +35,7 @@ from psserver.engine.slice_queue import SliceQueue, SwitchRule
 from psserver.engine.trace import TimedStore
 from psserver.engine.views import Figures, JobView, figures_of, view_of
 from psserver.engine.waits import Waits
+from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 
 log = structlog.get_logger()
@@ -306,7 +307,7 @@ class Engine:
         with self.lock:
             return any(queue.is_busy for queue in self.requests.queues.values())
 
-    def stores(self, job: Job) -> list[SliceStore]:
+    def stores(self, job: Job) -> list[Store]:
         """Returns the slices of a job."""
         with self.lock:
             return [queue.store for key, queue in self.requests.queues.items() if key[0] == id(job)]

@@ -31,8 +31,8 @@ from psserver.engine.counters import Tally
 from psserver.engine.residuals import Debts
 from psserver.engine.slice_queue import SliceQueue, Work
 from psserver.engine.trace import note_push
+from psserver.slices.base import Payload, Store
 from psserver.slices.pool import Buffer
-from psserver.slices.store import Payload, SliceStore
 
 RAW = NoCompression()
 STEPS_MAX = 1 << 48  # Of a job.
@@ -337,7 +337,7 @@ class Requests:
             )
         )
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         """Answers a pull: by reference, from a leased buffer, or with a copy of the state."""
         request = action.token
         assert isinstance(request, Request)
@@ -351,18 +351,16 @@ class Requests:
             reply.counts.extend(store.counts.tolist())
             request.reply.pulled(reply, arrays, None)
             return
-        if request.is_shared and (number := store.mapped()):
+        if request.is_shared and (number := store.copies.newest_mapped()):
             reply.buffer = number
             request.reply.pulled(reply, (), None)
             return
-        buffer = store.lease()
+        buffer = store.copies.lease()
         request.reply.pulled(reply, [buffer.array], _releaser(store, buffer))
 
     # ----- inside
 
-    def _answer_estimate(
-        self, action: Answer, store: SliceStore, request: Request, held: int
-    ) -> None:
+    def _answer_estimate(self, action: Answer, store: Store, request: Request, held: int) -> None:
         """Answers a compressed pull: by the deltas that the worker lacks, or by the whole."""
         with self.lock:
             compressor = request.job.table(request.address.table).spec.pull_compressor
@@ -410,8 +408,8 @@ def _held(header: data_pb2.PullHeader, table: Table) -> int:
     return header.held
 
 
-def _releaser(store: SliceStore, buffer: Buffer) -> Callable[[], None]:
-    return lambda: store.release(buffer)
+def _releaser(store: Store, buffer: Buffer) -> Callable[[], None]:
+    return lambda: store.copies.release(buffer)
 
 
 def _of(header: data_pb2.PushHeader) -> str:

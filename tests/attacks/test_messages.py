@@ -13,6 +13,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.decisions.parking import PARKED_MAX
 from psserver.decisions.progress import LATE_KEPT
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import (
     HYPER,
     JOB,
@@ -258,6 +259,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
         assert len(clock.parking) == parked
         assert len(clock.open_steps) <= 1
         assert len(clock.counted[0].ahead) <= LATE_KEPT
+        assert isinstance(store, SliceStore)
         assert store._pool.nbytes <= 4 * store.numel * (len(store.state) + 2)
 
     play(scene)

@@ -15,7 +15,7 @@ from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Skip, Update
 from psserver.decisions.slice_clock import SliceClock
-from psserver.slices.store import Payload
+from psserver.slices.base import Payload
 from tests.sim.case import Case
 
 Identity: TypeAlias = tuple[int, int, int]  # Worker, step on the wire, incarnation.

@@ -27,6 +27,7 @@ from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
 from psserver.engine.requests import Request, Requests
 from psserver.engine.slice_queue import SliceQueue
+from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 from tests.sim.case import Case
 from tests.sim.ledger import Identity, Ledger
@@ -75,13 +76,14 @@ def nothing(result: Result) -> None:
     """Answers nobody."""
 
 
-def spoil(store: SliceStore) -> None:
+def spoil(store: Store) -> None:
     """Fills all that a journal does not name with NaN, as if it had been written half."""
+    assert isinstance(store, SliceStore)
     assert store.journal is not None
     for cell in store.journal.pool._free:
         cell.array.fill(np.nan)
-    for buffer in store._weights._buffers:
-        if buffer is not store._weights._newest:
+    for buffer in store.copies._buffers:
+        if buffer is not store.copies._newest:
             buffer.array.fill(np.nan)
 
 
@@ -298,7 +300,7 @@ class Server:
 
     # ----- invariants
 
-    def stores(self) -> dict[int, SliceStore]:
+    def stores(self) -> dict[int, Store]:
         return {key[2]: queue.store for key, queue in self.requests.queues.items()}
 
     def check(self) -> None:
@@ -314,12 +316,15 @@ class Server:
                     assert clock.version == self.requests.ledger.books[index].version or (
                         clock.version == -1
                     )
-                    assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
                     sums = open_max * (1 + workers) + 1  # With those that are held.
-                    arrays = 2 + self.num_leased_max + len(store.state) + 1
-                    assert store._pool.nbytes <= 4 * store.numel * (sums + arrays)
+                    buffers = 2 + self.num_leased_max
+                    assert isinstance(store, SliceStore)
+                    store.check_invariants(
+                        sums_max=open_max,
+                        cells_max=sums + buffers + len(store.state) + 1,
+                        buffers_max=buffers,
+                    )
                     assert len(clock.parking) <= workers, f"{len(clock.parking)} pushes parked"
-                    assert len(store._weights._buffers) <= 2 + self.num_leased_max
                     clock.check_invariants()
 
     def settled(self) -> None:
@@ -329,9 +334,12 @@ class Server:
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
                     store = self.requests.queues[id(job), table.index, index].store
-                    assert not store._bins, f"sums {list(store._bins)} never became an update"
                     assert clock.num_waiting == 0
-                    assert all(buffer.leases == 0 for buffer in store._weights._buffers)
+                    cells = store.nbytes // (4 * store.numel)
+                    assert isinstance(store, SliceStore)
+                    store.check_invariants(
+                        sums_max=0, cells_max=cells, buffers_max=cells, is_idle=True
+                    )
                     self.requests.ledger.books[index].settled(store.weights)
 
     def _num_parked(self) -> int:

@@ -23,8 +23,8 @@ from psserver.durability.journal_dir import JobVault, Vault
 from psserver.durability.recovery import Recovery
 from psserver.durability.sealed import read_json, write_json
 from psserver.engine.engine import Engine
+from psserver.slices.base import Store
 from psserver.slices.journal import SliceJournal
-from psserver.slices.store import SliceStore
 
 STEPS = 30
 SPEC = TableSpec(
@@ -66,7 +66,7 @@ class Process:
         job.tables["model"].clocks[0].restore(STEPS, {0: STEPS})
         self.engine.recovery.note(job)
 
-    def store(self) -> SliceStore:
+    def store(self) -> Store:
         return next(iter(self.engine.requests.queues.values())).store
 
     def kill(self) -> None:
