@@ -134,7 +134,7 @@ def test_a_segment_without_a_gradient_is_left_alone() -> None:
     assert not made.state[0][:10].any()
 
 
-def test_bins_of_several_steps_are_apart_and_used_again() -> None:
+def test_open_steps_of_several_steps_are_apart_and_used_again() -> None:
     made = store()
     made.add(add(first=True, step=4), payload(values(1)))
     made.add(add(first=True, step=5), payload(values(2)))
