@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError, GradientError
-from psworker.training.overlap import Overlap
+from psworker.overlap import Overlap
 
 
 def make(numel: int = 2) -> list[torch.nn.Parameter]:
