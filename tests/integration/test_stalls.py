@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +11,9 @@ from typing import Any
 import pytest
 
 import psworker
+from tests.integration import warm
 from tests.integration.cluster import (
-    ROOT,
+    DEADLINE_S,
     Shards,
     Station,
     clean_environment,
@@ -45,10 +44,8 @@ def train(me: Station, mode: str) -> None:
 
 def status(shards: Shards, code: int = 0) -> dict[str, Any]:
     """Returns what `psserver status` prints."""
-    command = [sys.executable, "-m", "psserver", "status", "--json", "--servers", shards.servers]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
-    )
+    words = ["-m", "psserver", "status", "--json", "--servers", shards.servers]
+    done = warm.run(words, env=clean_environment(), timeout=DEADLINE_S)
     assert done.returncode == code, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
