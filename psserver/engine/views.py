@@ -1,54 +1,61 @@
-"""What a shard shows of itself: frozen values, made under the engine's lock and read without it.
+"""Frozen values made under the engine's lock and read without it: status, metrics and answers.
 
-Status and metrics are read on the event loop while socket threads change clocks, members and
-counters. So nothing outside of the lock looks at a state machine: `Driver.status` and
-`Driver.figures` copy what is shown, and their readers see one moment of the shard.
+Socket threads change clocks, members and counters while the event loop answers. So nothing outside
+of the lock reads a state machine: the engine copies what is shown, and its readers see the shard at
+one moment.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
+from pscore.types import Origin
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.table import Table
 from psserver.engine.counters import Tally
 from psserver.engine.waits import Waits
 
-T = TypeVar("T")
-SHARE = 0.1  # Of the time: at most so much goes into making views, however many ask for them.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The state of a job for a worker that has just joined."""
+
+    rank: int
+    num_workers: int
+    lease_s: float
+    rounds: dict[str, int]  # First round of the worker at each barrier.
+    news: str
+    progress: dict[str, int]  # Step of each table.
+    life: int
 
 
-class Shared(Generic[T]):
-    """One value for all who ask at about the same time, so that many readers cost as few do.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefinedTable:
+    """A table for a worker that has just declared it."""
 
-    It is made after they have asked, never before: whoever has changed something sees it.
-    """
+    index: int
+    is_new: bool
+    origin: Origin  # Steps at which its workers start to count.
+    has_weights: bool
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        """Calls `make` on the event loop, as seldom as `SHARE` demands."""
-        self._make = make
-        self._next: asyncio.Task[T] | None = None
-        self._due_s = 0.0
 
-    async def get(self) -> T:
-        """Returns a value that is made from now on."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._make_next())
-        return await asyncio.shield(self._next)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualRequest:
+    """Residuals that a worker has to send."""
 
-    async def _make_next(self) -> T:
-        await asyncio.sleep(max(0.0, self._due_s - time.monotonic()))
-        self._next = None  # Whoever asks from here on has to see what happens from here on.
-        begin_s = time.monotonic()
-        try:
-            return self._make()
-        finally:
-            end_s = time.monotonic()
-            self._due_s = end_s + (end_s - begin_s) * (1 / SHARE - 1)
+    table: int
+    step: int
+    slices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatView:
+    """The state of a job for one of its workers."""
+
+    waiting_for: str  # The longest wait of the job on this shard.
+    residual_requests: tuple[ResidualRequest, ...]
+    live: tuple[int, ...]  # Ranks.
+    uneven: str  # The worker that leaves out steps of others; empty if none does.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +134,7 @@ def view_of(job: Job, waits: Waits, now_s: float) -> JobView:
         num_updates=counters.num_updates,
         pushed_nbytes=counters.pushed_nbytes,
         pulled_nbytes=counters.pulled_nbytes,
-        waiting_for=tuple(waits.others_of(job)),
+        waiting_for=tuple(waits.others()),
         state=job.state.value,
         step=job.step,
         memory_nbytes=job.memory_nbytes,
@@ -166,6 +173,6 @@ def _table(job: Job, table: Table, waits: Waits) -> TableView:
         nbytes=table.nbytes,
         version_min=min(versions),
         version_max=max(versions),
-        waiting_for=waits.of_table(job, table),
+        waiting_for=waits.of_table(table),
         fingerprint=table.layout.fingerprint,
     )

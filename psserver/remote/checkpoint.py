@@ -26,11 +26,10 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, SliceSpec
 from psserver.decisions.job import State
-from psserver.decisions.table import TableSpec
-from psserver.durability import records
-from psserver.engine.residuals import is_owed
+from psserver.engine.residuals import is_residual
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote.checkpoint_files import Checkpoint, TableState, Tensors
@@ -215,7 +214,7 @@ def _read(
     shards: Shards, name: str, replies: Sequence[pb.CaptureReply], weights_only: bool
 ) -> TableState:
     about = [json.loads(reply.about) for reply in replies]
-    spec = records.spec_of(about[0])
+    spec = TableSpec.from_json(about[0]["spec"])
     layout = make_layout(spec.tensors, spec.num_shards)
     flats: dict[str, FloatArray] = {}
     counts = [0] * len(spec.tensors)
@@ -241,7 +240,7 @@ def _read(
         slices=slices,
         counts=counts,
         arrays={
-            _known_as(spec, array): _by_tensor(layout, flat, only_compressed=is_owed(array))
+            _known_as(spec, array): _by_tensor(layout, flat, only_compressed=is_residual(array))
             for array, flat in flats.items()
         },
     )
@@ -249,7 +248,7 @@ def _read(
 
 def _known_as(spec: TableSpec, array: str) -> str:
     """Returns the name of an array in files: `state.0` is what torch calls it."""
-    if is_owed(array):
+    if is_residual(array):
         return array
     kind, _, name = array.partition(".")
     return OPTIMIZERS[spec.optimizer].state_names[int(name)] if kind == "state" else name or kind
@@ -327,7 +326,9 @@ def messages(
         parts = [part for part in layout.slices if part.shard in chosen]
         for array, tensors in table.arrays.items():
             known_as = _name_on_shards(table.spec, array)
-            for part, flat in _flattened(layout, parts, tensors, only_compressed=is_owed(array)):
+            for part, flat in _flattened(
+                layout, parts, tensors, only_compressed=is_residual(array)
+            ):
                 data = flat.view(np.uint8)
                 for offset in range(0, data.nbytes, CHUNK_NBYTES):
                     yield (
@@ -365,7 +366,7 @@ def _flattened(
 def _about(table: TableState, num_shards: int) -> dict[str, Any]:
     spec = replace(table.spec, num_shards=num_shards)
     return {
-        "spec": records.spec_to_json(spec),
+        "spec": spec.to_json(),
         "version": max(table.updates[1], 0),
         "clock": table.clock,
         "counts": table.counts,
@@ -376,6 +377,6 @@ def _about(table: TableState, num_shards: int) -> dict[str, Any]:
 def _name_on_shards(spec: TableSpec, array: str) -> str:
     """Returns what shards call an array in a file; `_known_as` the other way."""
     states = OPTIMIZERS[spec.optimizer].state_names
-    if array == "weights" or is_owed(array):
+    if array == "weights" or is_residual(array):
         return array
     return f"state.{states.index(array)}" if array in states else f"memory.{array}"

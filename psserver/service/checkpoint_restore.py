@@ -1,7 +1,7 @@
-"""A job's numbers on their way back into a shard: declared, written in parts, and then made a job.
+"""A checkpoint on its way into a shard: declared, written in parts, then made a job.
 
-What is written lies in memory beside the tables until the job is made of it, or until nobody has
-sent any more of it for a while (checkpoint_service.py); room for all of it is asked for when it is
+The parts lie in memory beside the tables until the job is made of them, or until the client has
+sent none for a while (checkpoint_service.py). Memory for all of them is reserved when they are
 declared.
 """
 
@@ -17,48 +17,48 @@ from pscore.errors import ConfigError, LimitError, RemoteProtocolError
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, SliceSpec
-from psserver.decisions.table import TableSpec
-from psserver.durability import records
-from psserver.engine.engine import Driver
-from psserver.engine.residuals import is_owed
+from psserver.engine.engine import Engine
+from psserver.engine.residuals import is_residual
+from psserver.engine.restore import RestoredTable, require_free, restore
 
-DELIVERIES_MAX = 8
+UPLOADS_MAX = 8
 NAME_LENGTH_MAX = 256
-VERSION_MAX = 1 << 48  # Of a slice; nobody makes so many updates.
+VERSION_MAX = 1 << 48  # Of a slice, far beyond any run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
-    """One table, as it was declared."""
+class DeclaredTable:
+    """The declaration of one table."""
 
     spec: TableSpec
-    version: int  # Of all slices, from which the job goes on.
-    clock: int  # Steps from which its workers go on: in an asynchronous mode not the version.
+    version: int  # Of all slices.
+    clock: int  # First step of the workers; in an asynchronous mode not the version.
     counts: list[int]  # Optimizer steps of each tensor.
     arrays: frozenset[str]  # By their names in `SliceStore.restore`.
     parts: dict[int, SliceSpec]  # This shard's slices.
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is to come."""
+        """Bytes of all arrays."""
         return sum(4 * len(self.of(part)) * part.numel for part in self.parts.values())
 
     def of(self, part: SliceSpec) -> list[str]:
-        """Returns the arrays of a slice: what is owed is there where it is compressed."""
-        return [name for name in self.arrays if part.compress or not is_owed(name)]
+        """Returns the arrays of a slice: one that is not compressed has no residuals."""
+        return [name for name in self.arrays if part.compress or not is_residual(name)]
 
 
-class Delivery:
-    """One job on its way out of a checkpoint."""
+class CheckpointUpload:
+    """The numbers of one job, received in parts."""
 
-    def __init__(self, request: pb.PrepareRequest, driver: Driver, staged_nbytes: int) -> None:
-        """Takes down what is to come.
+    def __init__(self, request: pb.PrepareRequest, engine: Engine, staged_nbytes: int) -> None:
+        """Allocates memory for the declared tables.
 
         Args:
             request: Job and tables.
-            driver: The shard.
-            staged_nbytes: What other checkpoints take on their way here.
+            engine: The shard.
+            staged_nbytes: Memory of other uploads.
 
         Raises:
             PacelineError: It cannot be a job of this shard, or there is no memory for it.
@@ -66,13 +66,14 @@ class Delivery:
         self.job = request.job
         self.num_workers = request.num_workers
         self.min_workers = request.min_workers
-        self.touched_s = driver.now()
-        self._driver = driver
-        self._require_free()
-        self._tables = [_declared(text, driver) for text in request.tables]
+        self.touched_s = engine.now()
+        self._engine = engine
+        require_free(engine, self.job)
+        self._tables = [_declared(text, engine) for text in request.tables]
         self.nbytes = sum(table.nbytes for table in self._tables)
-        what = f"the checkpoint of job {self.job!r} on shard {driver.shard.index}"
-        driver.shard.require_memory(what, self.nbytes, staged_nbytes)
+        what = f"the checkpoint of job {self.job!r} on shard {engine.shard.index}"
+        with engine.lock:
+            engine.shard.require_memory(what, self.nbytes, staged_nbytes)
         available = psutil.virtual_memory().available
         if self.nbytes > available:
             raise LimitError(f"{what} has {self.nbytes} bytes, {available} are left on its host")
@@ -84,12 +85,12 @@ class Delivery:
         }
 
     def write(self, request: pb.WriteRequest) -> None:
-        """Takes the next part of an array.
+        """Copies the next part of an array.
 
         Raises:
             RemoteProtocolError: It was not declared, or parts before it are missing.
         """
-        self.touched_s = self._driver.now()
+        self.touched_s = self._engine.now()
         key = (request.table, request.slice, request.array)
         array = self._arrays.get(key[:2], {}).get(request.array)
         if array is None:
@@ -108,7 +109,7 @@ class Delivery:
         self._written[key] = max(written, stop)
 
     def finish(self) -> None:
-        """Makes the job; called under the driver's lock.
+        """Makes the job.
 
         Raises:
             PacelineError: Something is missing, or the job cannot be made.
@@ -119,38 +120,24 @@ class Delivery:
                     raise RemoteProtocolError(
                         f"{name!r} of slice {index} of the checkpoint is not whole"
                     )
-        self._require_free()
-        driver = self._driver
-        job = driver.begin_restored(self.job, self.num_workers, self.min_workers)
+        tables: list[RestoredTable] = []
         for number, declared in enumerate(self._tables):
-            table, _ = driver.define(job, declared.spec)
-            version, first = declared.version, declared.clock
-            # Who joins goes on where everybody was: drawn numbers are of a step, and so the same.
-            clocks = dict.fromkeys(range(self.num_workers), first)
-            for index, clock in table.clocks.items():
-                arrays = self._arrays[number, index]
-                for name in [name for name in arrays if is_owed(name)]:
-                    driver.intake.debts.keep(job, table, index, name, arrays.pop(name), first)
-                segments = table.specs[index].segments
-                counts = [declared.counts[segment.tensor] for segment in segments]
-                arrays["counts"] = np.array(counts, dtype=np.int64)
-                driver.intake.lanes[id(job), table.index, index].store.restore(
-                    arrays, version, clocks
+            slices = {index: self._arrays[number, index] for index in declared.parts}
+            for index, part in declared.parts.items():
+                counts = [declared.counts[segment.tensor] for segment in part.segments]
+                slices[index]["counts"] = np.array(counts, dtype=np.int64)
+            tables.append(
+                RestoredTable(
+                    spec=declared.spec,
+                    version=declared.version,
+                    clock=declared.clock,
+                    slices=slices,
                 )
-                clock.restore(version, clocks)
-        driver.note_owed(job)
-
-    def _require_free(self) -> None:
-        shard = self._driver.shard
-        job = shard.jobs.get(self.job)
-        if job is not None and job.membership.live():
-            raise ConfigError(
-                f"job {self.job!r} has live workers on shard {shard.index}; restore it under "
-                "another name with --job, or when they have left"
             )
+        restore(self._engine, self.job, self.num_workers, self.min_workers, tables)
 
 
-def _declared(text: str, driver: Driver) -> Declared:
+def _declared(text: str, engine: Engine) -> DeclaredTable:
     """Returns one table of a request, checked.
 
     Raises:
@@ -158,7 +145,7 @@ def _declared(text: str, driver: Driver) -> Declared:
     """
     try:
         about = json.loads(text)
-        spec = records.spec_of(about)
+        spec = TableSpec.from_json(about["spec"])
         version = int(about["version"])
         clock = int(about.get("clock", version))
         spec = replace(spec, origin=Origin(clock, spec.origin.step))
@@ -166,7 +153,7 @@ def _declared(text: str, driver: Driver) -> Declared:
         names = frozenset(str(name) for name in about["arrays"])
     except (ValueError, KeyError, TypeError) as problem:
         raise RemoteProtocolError(f"a table of the checkpoint: {problem!r}") from problem
-    shard = driver.shard
+    shard = engine.shard
     if spec.num_shards != shard.num_shards:
         raise ConfigError(f"there are {shard.num_shards} shards here")
     if spec.optimizer not in OPTIMIZERS or len(counts) != len(spec.tensors):
@@ -185,14 +172,14 @@ def _declared(text: str, driver: Driver) -> Declared:
     for name in sorted(names ^ wanted):
         if name in wanted:
             raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint is without {name!r}")
-        is_kept = name.startswith("memory.") or is_owed(name, spec.compressor)
+        is_kept = name.startswith("memory.") or is_residual(name, spec.compressor)
         if not is_kept or len(name) > NAME_LENGTH_MAX:
             raise RemoteProtocolError(
                 f"array {name[:NAME_LENGTH_MAX]!r} of table {spec.name!r} of the checkpoint is "
                 "none that a shard keeps"
             )
     parts = make_layout(spec.tensors, spec.num_shards).of_shard(shard.index)
-    return Declared(
+    return DeclaredTable(
         spec=spec,
         version=version,
         clock=clock,
