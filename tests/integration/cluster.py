@@ -4,8 +4,8 @@ A worker is a function that runs in a process of its own, forked from an interpr
 imported torch and psworker (`tests.integration.warm`), with the variables that a launcher would
 set. It gets a `Station`: its rank, and a line to the test, so that both can wait for each other
 without a clock. What it returns is the result; what it raises fails the test, with all it wrote.
-For what only a whole interpreter shows
-(exit status, Ctrl-C, a script that just ends) there is `Script`.
+For what only a whole interpreter shows (exit status, Ctrl-C, a script that just ends) there is
+`Script`.
 """
 
 from __future__ import annotations

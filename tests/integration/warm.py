@@ -154,6 +154,8 @@ def _prepare(kind: str) -> None:
         subprocess.Popen = _ShardPopen  # type: ignore[misc]
     else:
         importlib.import_module("tests.integration.preload")
+        for name in ("cluster", "command", "models", "worker"):  # Most files of tests import them.
+            importlib.import_module(f"tests.integration.{name}")
         load("psworker")
     assert threading.active_count() == 1
     gc.freeze()  # A collection in a fork would copy all pages.
@@ -205,7 +207,7 @@ def _program(words: Sequence[str]) -> tuple[types.CodeType, dict[str, Any]]:
     isolated = "-P" in words[:1]
     if isolated:
         words.pop(0)
-    first: str | None = os.getcwd()
+    first = os.getcwd()
     if words[0] == "-m":
         sys.argv = words[1:]
         source, name = f"import runpy; runpy.run_module({words[1]!r}, None, '__main__', True)", "-m"
@@ -264,7 +266,7 @@ def _be_shard(streams: Sequence[int], words: Sequence[str]) -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - as an interpreter does
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     finally:
         ctypes.pythonapi.Py_Exit(status)  # The end of an interpreter, from any depth.
 
