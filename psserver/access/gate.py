@@ -180,7 +180,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     self._gate.admit_call(context.invocation_metadata()).require(request.job)
                 except AccessError as error:
                     self._gate.refused(error, method)
-                    await _abort(context, error)
+                    await abort(context, error)
             return await inner(request, context)
 
         return grpc.unary_unary_rpc_method_handler(
@@ -213,12 +213,13 @@ def _refusal(error: PacelineError) -> Handler:
     """
 
     async def refuse(messages: AsyncIterator[object], context: Any) -> None:
-        await _abort(context, error)
+        await abort(context, error)
 
     return grpc.stream_unary_rpc_method_handler(cast("Any", refuse))
 
 
-async def _abort(context: Any, error: PacelineError) -> None:
+async def abort(context: Any, error: PacelineError) -> None:
+    """Ends a call with the status code and the class name of `error`."""
     await context.abort(
         code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
     )
