@@ -21,12 +21,12 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
-from psserver.decisions.limits import Budget
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
+from psserver.engine.budget import Budget
 from psserver.engine.counters import Tally
 from psserver.engine.host_memory import require_host_memory
 from psserver.engine.job import RunningJob, RunningTable

@@ -35,7 +35,7 @@ from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.observe.timeline import open_timeline
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
 from pscore.text import join_address
-from psserver.access.gate import Door
+from psserver.access.authorizer import AuthInterceptor
 from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import JournalDir, Lock
 from psserver.engine.engine import Engine
@@ -94,7 +94,7 @@ class Daemon:
             broke=self.broke,
             timeline=self._timeline,
         )
-        self._gate = plan.trust.gate()
+        self._authorizer = plan.trust.authorizer()
         self._instance = secrets.randbits(63)
         self._bulk: BulkServer | None = None
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
@@ -102,7 +102,7 @@ class Daemon:
         self._page = MetricsPage(
             self.engine,
             is_ready=lambda: not (self._ending.is_set() or self._is_short),
-            gate=self._gate,
+            authorizer=self._authorizer,
             context=plan.trust.context(mutual=False),
         )
 
@@ -110,9 +110,12 @@ class Daemon:
         connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         server = grpc.aio.server(
             options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
-            interceptors=[Door(self._gate, self.engine.heard), ErrorInterceptor(self.broke)],
+            interceptors=[
+                AuthInterceptor(self._authorizer, self.engine.heard),
+                ErrorInterceptor(self.broke),
+            ],
         )
-        server.add_generic_rpc_handlers((data_handler(self.engine, self._gate),))
+        server.add_generic_rpc_handlers((data_handler(self.engine, self._authorizer),))
         self._servicer = ControlServicer(
             self.engine,
             self.plan.cluster,
@@ -141,7 +144,7 @@ class Daemon:
                 self.plan.host,
                 0,
                 local,
-                gate=self._gate,
+                authorizer=self._authorizer,
                 context=self.plan.trust.context(),
             )
         except OSError as problem:

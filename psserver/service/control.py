@@ -27,7 +27,7 @@ from pscore.rules import make_rule
 from pscore.table_spec import TableSpec, plugin_from_proto
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
-from psserver.access.gate import Gate
+from psserver.access.authorizer import Authorizer
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import require_name
 from psserver.engine.engine import Engine
@@ -77,13 +77,15 @@ class GrpcReply:
             self.frame.set_result(frame)
 
 
-def data_handler(engine: Engine, gate: Gate | None = None) -> grpc.GenericRpcHandler[Any, Any]:
-    """Returns the service that carries frames as raw bytes; `gate` says who may touch what."""
+def data_handler(
+    engine: Engine, authorizer: Authorizer | None = None
+) -> grpc.GenericRpcHandler[Any, Any]:
+    """Returns the service that carries frames as raw bytes; None: every peer is authorized."""
 
     def require(header: data_pb2.PushHeader | data_pb2.PullHeader, context: Context) -> None:
-        if gate is not None:
+        if authorizer is not None:
             metadata: Any = context.invocation_metadata()
-            gate.admit_call(metadata).require(header.sender.job)
+            authorizer.admit_call(metadata).require(header.sender.job)
 
     async def push(frame: bytes, context: Context) -> bytes:
         reply = GrpcReply()

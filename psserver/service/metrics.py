@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pscore.errors import AccessError
 from pscore.net import wire
 from pscore.types import Verdict
-from psserver.access.gate import Gate
+from psserver.access.authorizer import Authorizer
 from psserver.engine.counters import Histogram, Tally
 from psserver.engine.engine import Engine
 
@@ -129,7 +129,7 @@ class MetricsPage:
         self,
         engine: Engine,
         is_ready: Callable[[], bool],
-        gate: Gate | None = None,
+        authorizer: Authorizer | None = None,
         context: ssl.SSLContext | None = None,
     ) -> None:
         """Shows `engine`.
@@ -137,11 +137,11 @@ class MetricsPage:
         Args:
             engine: Whose numbers are shown.
             is_ready: Unless it is, `/healthz` says 503.
-            gate: Whose token for everything `/metrics` asks for, as a bearer; `/healthz` does not.
+            authorizer: `/metrics` needs a bearer token for everything; `/healthz` needs none.
             context: TLS; None: none.
         """
         self._engine = engine
-        self._gate = Gate() if gate is None else gate
+        self._authorizer = Authorizer() if authorizer is None else authorizer
         self._context = context
         self._is_ready = is_ready
         self._server: asyncio.Server | None = None
@@ -211,9 +211,9 @@ class MetricsPage:
             if name.strip().lower() == "authorization":
                 secret = value.strip().removeprefix("Bearer ").strip()
         try:
-            self._gate.admit(secret).require_control("/metrics")
+            self._authorizer.admit(secret).require_control("/metrics")
         except AccessError as error:
-            self._gate.refused(error, "/metrics")
+            self._authorizer.refused(error, "/metrics")
             return f"{error}; send it as Authorization: Bearer TOKEN\n".encode()
         return b""
 

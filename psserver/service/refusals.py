@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 
 from pscore.errors import PacelineError
-from psserver.access.gate import abort
+from psserver.access.authorizer import abort
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
