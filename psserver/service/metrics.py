@@ -18,7 +18,7 @@ from pscore.errors import AccessError
 from pscore.net import wire
 from pscore.types import Verdict
 from psserver.access.authorizer import Authorizer
-from psserver.engine.counters import Histogram, Tally
+from psserver.engine.counters import Counters, Histogram
 from psserver.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -42,26 +42,26 @@ class ShardCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         shard, figures = self._engine.shard, self._engine.figures()
-        tally = figures.tally
-        yield from _requests(tally)
+        counters = figures.counters
+        yield from _requests(counters)
         wire_bytes = CounterMetricFamily(
             "paceline_wire_bytes", "Bytes of push and pull frames.", labels=["direction"]
         )
-        wire_bytes.add_metric(["received"], tally.received_nbytes)
-        wire_bytes.add_metric(["sent"], tally.sent_nbytes)
+        wire_bytes.add_metric(["received"], counters.received_nbytes)
+        wire_bytes.add_metric(["sent"], counters.sent_nbytes)
         yield wire_bytes
         yield CounterMetricFamily(
-            "paceline_updates", "Updates of slices by the optimizer.", value=tally.num_updates
+            "paceline_updates", "Updates of slices by the optimizer.", value=counters.num_updates
         )
         yield _histogram(
             "paceline_apply_seconds",
             "Seconds to decode and add one push, with the update where both are one pass.",
-            tally.apply_s,
+            counters.apply_s,
         )
         yield _histogram(
             "paceline_staleness_steps",
             "Updates between the weights a gradient was made from and those it is applied to.",
-            tally.staleness,
+            counters.staleness,
         )
         yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(figures.live))
         workers = GaugeMetricFamily(
@@ -79,23 +79,23 @@ class ShardCollector:
         yield InfoMetricFamily("paceline_build", "What runs here.", value=about)
 
 
-def _requests(tally: Tally) -> Iterator[Metric]:
+def _requests(counters: Counters) -> Iterator[Metric]:
     """Yields the pushes and pulls of each job; those of ended ones are counted under no name.
 
     So there are as many series as jobs in which somebody trains, and no sum ever falls.
     """
     from prometheus_client.core import CounterMetricFamily
 
-    shares = tally.jobs.values()
+    shares = counters.jobs.values()
     pushes = CounterMetricFamily(
         "paceline_push_requests", "Pushes answered, by job and verdict.", labels=["job", "verdict"]
     )
     for verdict in Verdict:
-        rest = tally.pushes[verdict] - sum(share.pushes[verdict] for share in shares)
+        rest = counters.pushes[verdict] - sum(share.pushes[verdict] for share in shares)
         pushes.add_metric(["", verdict.name.lower()], rest)
-        for name, share in tally.jobs.items():
+        for name, share in counters.jobs.items():
             pushes.add_metric([name, verdict.name.lower()], share.pushes[verdict])
-    pushes.add_metric(["", "refused"], tally.num_pushes_refused)
+    pushes.add_metric(["", "refused"], counters.num_pushes_refused)
     yield pushes
     pulls = CounterMetricFamily(
         "paceline_pull_requests",
@@ -104,9 +104,9 @@ def _requests(tally: Tally) -> Iterator[Metric]:
     )
     answered = sum(share.num_pulls_answered for share in shares)
     put_off = sum(share.num_pulls_put_off for share in shares)
-    pulls.add_metric(["", "weights"], tally.num_pulls_answered - answered)
-    pulls.add_metric(["", "not_yet"], tally.num_pulls_put_off - put_off)
-    for name, share in tally.jobs.items():
+    pulls.add_metric(["", "weights"], counters.num_pulls_answered - answered)
+    pulls.add_metric(["", "not_yet"], counters.num_pulls_put_off - put_off)
+    for name, share in counters.jobs.items():
         pulls.add_metric([name, "weights"], share.num_pulls_answered)
         pulls.add_metric([name, "not_yet"], share.num_pulls_put_off)
     yield pulls
