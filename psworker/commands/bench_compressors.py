@@ -35,6 +35,7 @@ from pscore.memory import kernels
 from pscore.optimizers.assign import Assign
 from pscore.partition import SLICE_NUMEL_MAX, Layout, make_layout
 from pscore.rules.asgd import ASGD
+from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.commands.model_plan import MIN_NBYTES, Shapes
 from psworker.commands.run import new_job
@@ -238,8 +239,17 @@ def _through(session: Session, name: str, *, share: bool) -> tuple[float, float,
         ),  # A slice of its own.
         TensorSpec(name="large", shape=(numel,), dtype="float32"),
     ]
-    layout = make_layout(tensors, num_shards)
-    table = Exchange(session, name, layout, ASGD(), NoCompression(), Assign(), 1, share=share)
+    declared = TableSpec(
+        name=name,
+        tensors=tuple(tensors),
+        num_shards=num_shards,
+        rule=ASGD(),
+        compressor=NoCompression(),
+        optimizer=Assign.name,
+        num_groups=1,
+    )
+    table = Exchange(session, declared, share=share)
+    layout = table.layout
     flat = torch.zeros(layout.numel) if table.grads is None else torch.from_numpy(table.grads)
     weights = torch.zeros(layout.numel)
     for spec in layout.slices:

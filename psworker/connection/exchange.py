@@ -10,43 +10,34 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import TypeVar
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from pscore.compressors.base import Compressor
-from pscore.compressors.none import NoCompression
-from pscore.errors import GradientError, PacelineError
-from pscore.memory.segment import Segment
+from pscore.errors import GradientError
 from pscore.net import wire
-from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role
 from psworker.compression.pull_estimate import Held
+from psworker.connection.answer_wait import AnswerWait
 from psworker.connection.missed import Missed
 from psworker.connection.payloads import Payloads
 from psworker.connection.residuals import Debts
 from psworker.connection.session import Session
+from psworker.connection.shared_grads import SharedGrads
 from psworker.connection.trace import note_payload, note_pull, note_push
 from psworker.connection.traffic import Traffic, pulled_nbytes
 from psworker.model.device import is_on_device
 from psworker.replica.ports import Landing
 from psworker.transports import PullCall, PushCall, Transport
-from psworker.transports.socket import SocketTransport
 
 log = logging.getLogger("paceline")
-T = TypeVar("T")
 WAIT_MS = 5_000  # A pull that cannot be answered by then is told what is missing.
-SAY_AFTER_S = 7.0  # Longer than a pull waits: what the shard says of it comes first.
-SILENT_S = 3.0  # A shard that has answered no heartbeat for so long hangs, or is gone.
-RAW = NoCompression()
 
 
 class Exchange:
@@ -63,69 +54,44 @@ class Exchange:
     def __init__(
         self,
         session: Session,
-        name: str,
-        layout: Layout,
-        rule: Rule,
-        compressor: Compressor,
-        optimizer: Optimizer,
-        num_groups: int,
+        spec: TableSpec,
         *,
-        pull_compressor: Compressor = RAW,
         share: bool = False,
     ) -> None:
         """Declares the table at every shard.
 
         Args:
             session: This worker's part in the job.
-            name: Of the table.
-            layout: Its slices.
-            rule: Its mode.
-            compressor: Of its pushes.
-            optimizer: That the shards run.
-            num_groups: Parameter groups.
-            pull_compressor: Of what it pulls (pscore/estimate.py).
-            share: Whether gradients and weights lie in shared memory where that can be.
+            spec: The declaration of the table.
+            share: Whether gradients and weights are in shared memory where that is possible.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; says in what.
         """
         self.session = session
-        self.layout = layout
-        self.compressor = compressor
-        self.pull_compressor = pull_compressor
+        self.spec = spec
+        self.layout = spec.layout()
         self.traffic = Traffic()
-        self.missed = Missed(len(layout.slices))
+        self.missed = Missed(len(self.layout.slices))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
-        self._name = name
         self._num_changes = 0  # Of the mode.
-        self._define = partial(
-            session.define,
-            name,
-            layout,
-            rule,
-            compressor,
-            optimizer,
-            num_groups,
-            pull_compressor,
-        )
-        self.table, self.origin = self._define()
-        self.grads: FloatArray | None = None
-        self._segment: Segment | None = None
-        self._shared: set[int] = set()  # Shards that have mapped `grads`.
+        self.table, self.origin = session.define(spec)
+        self._shared = SharedGrads(session, self.layout, self._sender) if share else None
+        self.grads = None if self._shared is None else self._shared.array
         self._held = self._make_held()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, Landing]] = {}
-        self._pulled_steps: dict[int, int] = {}  # That its last pull waits for.
-        if share:
-            self._share()
-        self.payloads = Payloads(layout, compressor, self.grads, self._key)
-        self._debts = Debts(session, self.table, layout, self.payloads.feedback, self._pushes)
+        self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
+        self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key)
+        feedback = self.payloads.feedback
+        self._debts = Debts(session, self.table, self.layout, feedback, self._pushes)
 
     @property
     def compresses_pulls(self) -> bool:
         """Whether what is pulled in training is an estimate of the weights."""
-        return not self.pull_compressor.is_raw
+        return not self.spec.pull_compressor.is_raw
 
     # ----- Outbox
 
@@ -136,9 +102,10 @@ class Exchange:
         self.acknowledged(index)
         feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
         self._debts.begin(index, push.step)
-        shared = feedback is None and push.present != 0 and self._is_shared(index, grad)
+        is_raw = feedback is None and push.present != 0
+        shared = is_raw and self._shared is not None and self._shared.holds(index, grad)
         payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
-        compressor = self.compressor.name if feedback is not None and not flush else ""
+        compressor = self.spec.compressor.name if feedback is not None and not flush else ""
         sender = self._sender()  # Now: when it leaves, this worker may have come back as another.
 
         def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
@@ -180,11 +147,13 @@ class Exchange:
 
     def maps_weights(self, index: int) -> bool:
         """Whether a slice's weights are in shared memory, and pulled as they are."""
-        return self.layout.slices[index].shard in self._shared and self._held[index] is None
+        is_mapped = self._shared is not None and self._shared.is_mapped(index)
+        return is_mapped and self._held[index] is None
 
     def maps_grads(self, indices: Iterable[int]) -> bool:
         """Whether the shards of slices have mapped `grads`: pushes are acknowledged soon then."""
-        return all(self.layout.slices[index].shard in self._shared for index in indices)
+        shared = self._shared
+        return shared is not None and all(shared.is_mapped(index) for index in indices)
 
     # ----- waiting
 
@@ -198,11 +167,11 @@ class Exchange:
             call, landing = self._pulls[index]
             step = self._pulled_steps.get(index, -1)
             what = "the first weights" if step < 0 else f"the weights after step {step}"
-            reply = self._wait(call.done, index, what)
+            reply = self._answers.wait(call.done, index, what)
             while call.fetch is not None and not call.fetch():
                 call.done, call.fetch = Future(), None
                 self._transport(index).pull(call)
-                reply = self._wait(call.done, index, what)
+                reply = self._answers.wait(call.done, index, what)
             landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             landing.version, landing.clock = reply.version, reply.clock
             self.traffic.pulled_nbytes += pulled_nbytes(reply, landing)
@@ -221,7 +190,7 @@ class Exchange:
         future = self._pushes.pop(index, None)
         if future is not None:
             what = f"room for step {self.missed.pushed.get(index, 0)}"
-            reply = self._wait(future, index, what)
+            reply = self._answers.wait(future, index, what)
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
                 self.traffic.num_too_late += 1
                 self.missed.late(self.session.rank, index)
@@ -239,64 +208,26 @@ class Exchange:
         why = str(problem) or type(problem).__name__
         log.warning("worker %d comes back, %s: %s", self.session.rank, came, why)
 
-    def _wait(self, future: Future[T], index: int, what: str) -> T:
-        if self._timeline is None or future.done():
-            return self._await(future, index, what)
-        begin_ns = self._timeline.now_ns()
-        try:
-            return self._await(future, index, what)
-        finally:
-            self._timeline.span("wait", begin_ns, what=f"{what} of slice {index}")
-
-    def _await(self, future: Future[T], index: int, what: str) -> T:
-        self.session.require_own()
-        started_s, say_s = time.monotonic(), SAY_AFTER_S
-        try:
-            while True:
-                try:
-                    return future.result(timeout=1.0)
-                except TimeoutError:
-                    self.session.check()
-                    self._raise_failed()
-                text, is_silent = self._in_words(index, what)
-                self.session.waits = text if is_silent else ""
-                waited_s = time.monotonic() - started_s
-                if waited_s >= say_s:
-                    say_s *= 2
-                    log.warning(
-                        "worker %d has waited %.0f s for %s", self.session.rank, waited_s, text
-                    )
-        finally:
-            self.session.waits = ""
-
     def _raise_failed(self) -> None:
         """Raises what kept a push here: others' answers, and ours, may wait for it for ever."""
         for future in self._pushes.values():
             if future.done() and (problem := future.exception()) is not None:
                 raise problem
 
-    def _in_words(self, index: int, what: str) -> tuple[str, bool]:
-        """Returns what is waited for, and whether that is a shard that does not answer."""
-        shard = self.layout.slices[index].shard
-        link = self.session.links[shard]
-        where = f"{what} of slice {index} of {self._name!r} from shard {shard} at {link.address}"
-        if link.silent_s >= SILENT_S:
-            return f"{where}, which has not answered for {link.silent_s:.0f} s", True
-        return f"{where}, which waits for {link.waiting_for or 'others'}", False
-
     def restart(self) -> None:
         """Forgets what was under way, which may have been counted; what is owed stays owed."""
-        self.table, self.origin = self._define(again=True)
+        self.table, self.origin = self.session.define(self.spec, again=True)
         self._pushes.clear()
         self._pulls.clear()
         self._held = self._make_held()
         self.payloads.restart()
         self._debts.restart(self.table)
-        self._attach()
+        if self._shared is not None:
+            self._shared.attach()
 
     def ask_origin(self) -> None:
         """Asks the shards where steps are counted from now: somebody has loaded a state."""
-        self.table, self.origin = self._define(again=True)
+        self.table, self.origin = self.session.define(self.spec, again=True)
 
     def change(self, rule: Rule, step: int) -> None:
         """Changes the table's rule, on every shard and for every worker.
@@ -310,8 +241,7 @@ class Exchange:
         self.session.step_aside(self.table, self._num_changes, step)
         self.session.barrier("mode")
         self.session.change(self.table, self._num_changes, rule)
-        name, layout, _, *others = self._define.args
-        self._define = partial(self.session.define, name, layout, rule, *others)
+        self.spec = replace(self.spec, rule=rule)
         self.ask_origin()
 
     # ----- loading
@@ -347,7 +277,7 @@ class Exchange:
         """Returns what is held of each slice's estimate; None where pulls are not compressed."""
         who = f"worker {self.session.rank}"
         return [
-            Held(self.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
+            Held(self.spec.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
             if spec.compress and self.compresses_pulls
             else None
             for spec in self.layout.slices
@@ -356,46 +286,6 @@ class Exchange:
     def _key(self, index: int) -> str:
         """Returns what tells a slice's random numbers from others'."""
         return f"{self.session.job}/{self.table}/{self.session.rank}/{index}"
-
-    # ----- shared memory
-
-    def _share(self) -> None:
-        """Puts the gradients into memory that the shards of this host can map."""
-        nbytes = 4 * self.layout.numel
-        if not any(link.transport.shares_memory for link in self.session.links):
-            self.grads = np.zeros(self.layout.numel, dtype=np.float32)
-            return
-        try:
-            segment = Segment.create(nbytes)
-        except OSError as problem:
-            log.warning("no shared memory for %d bytes of gradients: %s", nbytes, problem)
-            self.grads = np.zeros(self.layout.numel, dtype=np.float32)
-            return
-        self.grads = segment.floats(0, self.layout.numel)
-        self._segment = segment
-        self._attach()
-
-    def _attach(self) -> None:
-        """Passes the gradients' memory to each shard that can map it."""
-        if self._segment is None:
-            return
-        for shard, link in enumerate(self.session.links):
-            transport = link.transport
-            if isinstance(transport, SocketTransport) and transport.shares_memory:
-                try:
-                    specs = self.layout.of_shard(shard)
-                    transport.attach(self._sender(), self._segment, specs)
-                    self._shared.add(shard)
-                except PacelineError as problem:
-                    log.warning("no shared memory with %s: %s", link.address, problem)
-
-    def _is_shared(self, index: int, grad: torch.Tensor) -> bool:
-        """Whether a slice's gradient lies, or will lie, where its shard can read it."""
-        spec = self.layout.slices[index]
-        if spec.shard not in self._shared or self.grads is None:
-            return False
-        home = self.grads.ctypes.data + 4 * spec.start
-        return is_on_device(grad) or grad.data_ptr() == home
 
     # ----- inside
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import random
@@ -16,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from pscore.compressors.base import Compressor
-from pscore.compressors.none import NoCompression
 from pscore.errors import (
     PacelineError,
     ProtocolVersionError,
@@ -28,21 +25,19 @@ from pscore.errors import (
 from pscore.net import wire
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe.timeline import Timeline
-from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec, plugin_to_proto
 from pscore.types import Origin
 from psworker.connection.left_out import LeftOut
+from psworker.connection.places import PlaceWait, refuse_forked
 from psworker.connection.shard_link import Link
-from psworker.connection.waits import PlaceWait, refuse_forked
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
 FORMER_MAX = 32  # Incarnations of this process that a shard is told.
-RAW = NoCompression()
 # Called once by every worker at its start: who comes late goes through where others have been.
 AT_START = ("begin", "load_state_dict")
 FIRST_TIMEOUT_S = 5.0  # Of one attempt of the first call: what listens there may be no shard.
@@ -176,32 +171,18 @@ class Session:
 
     # ----- what a job needs
 
-    def define(
-        self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
-        num_groups: int, pull_compressor: Compressor = RAW, *, again: bool = False,
-    ) -> tuple[int, Origin]:  # fmt: skip
+    def define(self, spec: TableSpec, *, again: bool = False) -> tuple[int, Origin]:
         """Declares a table at every shard; returns its index, and where its steps begin.
 
+        Args:
+            spec: The declaration.
+            again: Whether the job has this table already.
+
         Raises:
-            JobMismatchError: The job's table of this name is another one; says in what.
-            StateLostError: It has been declared before (`again`), and a shard does not know it.
+            JobMismatchError: The job's table of this name is a different one; names the difference.
+            StateLostError: A shard does not know a table that was declared before.
         """
-        table = pb.Table(
-            name=name,
-            tensors=[
-                pb.Tensor(
-                    name=t.name, shape=t.shape, dtype=t.dtype, group=t.group, compress=t.compress
-                )
-                for t in layout.tensors
-            ],
-            num_shards=layout.num_shards,
-            rule=_plugin(rule),
-            compressor=_plugin(compressor),
-            pull_compressor=_plugin(pull_compressor),
-            optimizer=optimizer.name,
-            num_groups=num_groups,
-            fingerprint=layout.fingerprint,
-        )
+        name, table = spec.name, spec.to_proto()
         request = pb.DefineRequest(
             job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
         )
@@ -234,7 +215,7 @@ class Session:
             JobMismatchError: Another worker has named another mode.
             ConfigError: The mode does not fit the job.
         """
-        self._change(pb.ChangeRequest(table=table, number=number, rule=_plugin(rule)))
+        self._change(pb.ChangeRequest(table=table, number=number, rule=plugin_to_proto(rule)))
 
     def _change(self, request: pb.ChangeRequest) -> None:
         request.job, request.worker = self.job, self.rank
@@ -511,7 +492,3 @@ class Session:
     def _close_links(self) -> None:
         for link in self.links:
             link.close()
-
-
-def _plugin(plugin: Rule | Compressor) -> pb.Plugin:
-    return pb.Plugin(name=plugin.name, arguments=json.dumps(plugin.arguments()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ import torch
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.optimizers.assign import Assign
-from pscore.partition import make_layout
 from pscore.rules.asgd import ASGD
+from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
@@ -58,13 +59,18 @@ class Buffers:
             if buffer.numel()
         ]
         self._buffers = [buffer for buffer in self._buffers if buffer.numel()]
-        layout = make_layout(tensors, len(session.links))
-        self._layout = layout
+        table = TableSpec(
+            name="",
+            tensors=tuple(tensors),
+            num_shards=len(session.links),
+            rule=ASGD(),
+            compressor=NoCompression(),
+            optimizer=Assign.name,
+            num_groups=1,
+        )
         for owner in range(session.num_workers) if policy == "mean" else (0,):
-            table = Exchange(
-                session, f"buffers.{owner}", layout, ASGD(), NoCompression(), Assign(), 1
-            )
-            self._tables[owner] = table
+            self._tables[owner] = Exchange(session, replace(table, name=f"buffers.{owner}"))
+        self._layout = layout = self._tables[0].layout
         if session.rank in self._tables:
             flat = self._gather()
             own = self._tables[session.rank]

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from pscore.compressors.base import Compressor
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
-from pscore.partition import make_layout
 from pscore.rules.base import Rule
-from pscore.types import FloatArray, IntArray, Role, TensorSpec
+from pscore.table_spec import TableSpec
+from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
@@ -53,14 +52,10 @@ class TrainingTable:
     def __init__(
         self,
         session: Session,
-        name: str,
+        spec: TableSpec,
         parameters: Sequence[torch.nn.Parameter],
-        tensors: Sequence[TensorSpec],
-        rule: Rule,
         optimizer: Optimizer,
-        compressors: tuple[Compressor, Compressor],
         *,
-        num_groups: int,
         samples: float = 1.0,
         has_grad_views: bool = False,
     ) -> None:
@@ -68,13 +63,9 @@ class TrainingTable:
 
         Args:
             session: This worker's part in the job.
-            name: Name of the table.
-            parameters: The parameters that are trained.
-            tensors: Their declarations, in the same order.
-            rule: The mode.
+            spec: The declaration of the table.
+            parameters: The parameters that are trained, in the order of `spec.tensors`.
             optimizer: The optimizer that the shards run.
-            compressors: The compressor of pushes and that of pulls.
-            num_groups: Number of parameter groups.
             samples: Weight of this worker's gradient in the mean.
             has_grad_views: Whether large `.grad`s may become views of the flat gradients.
 
@@ -82,23 +73,13 @@ class TrainingTable:
             JobMismatchError: The job's table of this name is a different one.
             PacelineError: A shard refused something, or does not answer.
         """
-        self.name = name
+        self.name = spec.name
         self.optimizer = optimizer
-        self.layout = layout = make_layout(tensors, len(session.links))
-        push_compressor, pull_compressor = compressors
-        self.exchange = Exchange(
-            session,
-            name,
-            layout,
-            rule,
-            push_compressor,
-            optimizer,
-            num_groups,
-            pull_compressor=pull_compressor,
-            share=True,
-        )
+        self.exchange = Exchange(session, spec, share=True)
+        self.layout = layout = self.exchange.layout
         self.flat = Bucket(parameters, layout, self.exchange.grads, lends=has_grad_views)
-        self.replica = Replica(layout, rule, optimizer, num_groups, self.flat.weights, session.rank)
+        num_groups, weights = spec.num_groups, self.flat.weights
+        self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
         timeline = session.timeline
         if timeline is not None:
             self.replica.around_update = lambda index, step: local_update(

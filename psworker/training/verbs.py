@@ -16,8 +16,8 @@ import torch
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.optimizers.assign import Assign
-from pscore.partition import make_layout
 from pscore.rules.ssgd import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
 from psworker.job import context
@@ -32,10 +32,19 @@ class NamedTensor:
         spec = TensorSpec(name=name, shape=tuple(like.shape) or (1,), dtype="float32")
         session = context.current().session
         self.shape = like.shape
-        self.layout = make_layout([spec], len(session.links))
         self.exchange = Exchange(
-            session, f"tensor.{name}", self.layout, SSGD(), NoCompression(), Assign(), 1
+            session,
+            TableSpec(
+                name=f"tensor.{name}",
+                tensors=(spec,),
+                num_shards=len(session.links),
+                rule=SSGD(),
+                compressor=NoCompression(),
+                optimizer=Assign.name,
+                num_groups=1,
+            ),
         )
+        self.layout = self.exchange.layout
         self.rank = session.rank
         self.round = 0
         zeros = np.zeros(self.layout.numel, dtype=np.float32)

@@ -19,8 +19,8 @@ LONG_CLASSES = {
     "psserver/engine/engine.py:Driver": 360,
     "psserver/decisions/shard.py:Shard": 350,
     "psserver/slices/store.py:SliceStore": 430,
-    "psworker/connection/exchange.py:Exchange": 440,
-    "psworker/training/optimizer.py:DistributedOptimizer": 320,
+    "psworker/connection/exchange.py:Exchange": 320,
+    "psworker/training/optimizer.py:DistributedOptimizer": 325,
     "psworker/replica/replica.py:Replica": 470,
     "psworker/connection/session.py:Session": 450,
 }

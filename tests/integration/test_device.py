@@ -29,6 +29,7 @@ def place(where: str) -> Iterator[torch.device]:
         return
     with (
         mock.patch("psworker.connection.exchange.is_on_device", return_value=True),
+        mock.patch("psworker.connection.shared_grads.is_on_device", return_value=True),
         mock.patch("psworker.model.flat.is_on_device", return_value=True),
         mock.patch("psworker.connection.payloads.is_on_device", return_value=True),
     ):

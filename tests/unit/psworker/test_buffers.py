@@ -1,13 +1,13 @@
 """Which buffers evaluation sees, with tables that are kept in this process."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pscore.errors import ConfigError
+from pscore.table_spec import TableSpec
 from pscore.types import Push, Role
 from psworker.replica.ports import Landing
 from psworker.training import buffers as module
@@ -29,9 +29,10 @@ class FakeSession:
 class FakeTable:
     """A table whose values are in its session's `posts`."""
 
-    def __init__(self, session: FakeSession, name: str, layout: Any, *_: Any) -> None:
+    def __init__(self, session: FakeSession, spec: TableSpec) -> None:
         self.owner = session
-        self.values = session.posts.setdefault(name, {})
+        self.layout = spec.layout()
+        self.values = session.posts.setdefault(spec.name, {})
         self.busy = False
         self.steps: list[int] = []
         self.restarts = 0

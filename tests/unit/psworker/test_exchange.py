@@ -13,10 +13,10 @@ import torch
 from pscore.compressors import parse_compressor
 from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
 from pscore.net import wire
-from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.rules.ssgd import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
 from psworker.connection.exchange import Exchange
 from psworker.replica.ports import Landing
@@ -62,14 +62,14 @@ class Session:
             )
             for number, plane in enumerate(self.planes)
         ]
-        self.defined: list[tuple[Any, ...]] = []
+        self.defined: list[TableSpec] = []
         self.failure: Exception | None = None
         self.timeline = None
         self.waits = ""
         self.debtors: dict[int, Any] = {}
 
-    def define(self, *declaration: Any, **options: Any) -> tuple[int, Origin]:
-        self.defined.append(declaration)
+    def define(self, spec: TableSpec, **options: Any) -> tuple[int, Origin]:
+        self.defined.append(spec)
         return 5, Origin()
 
     def require_own(self) -> None: ...
@@ -86,10 +86,16 @@ def make(compression: str = "none", num_shards: int = 2) -> tuple[Exchange, Sess
         TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, compress=compression != "none")
         for t in TENSORS
     ]
-    layout = make_layout(tensors, num_shards)
-    plugins = (SSGD(), compressor, SGD())
-    exchange = Exchange(session, "model", layout, *plugins, 1)  # type: ignore[arg-type]
-    return exchange, session
+    spec = TableSpec(
+        name="model",
+        tensors=tuple(tensors),
+        num_shards=num_shards,
+        rule=SSGD(),
+        compressor=compressor,
+        optimizer="sgd",
+        num_groups=1,
+    )
+    return Exchange(session, spec), session  # type: ignore[arg-type]
 
 
 def gradient(index: int, value: float = 1.5) -> torch.Tensor:
@@ -117,7 +123,7 @@ def test_a_push_that_leaves_after_a_return_is_still_one_of_the_former_worker() -
 
 def test_a_push_goes_to_the_shard_of_its_slice_with_all_that_travels() -> None:
     exchange, session = make()
-    assert session.defined[0][0] == "model"
+    assert session.defined[0].name == "model"
     exchange.push(1, a_push(step=3), gradient(1), compress=True)
     assert session.planes[0].pushes == []
     (call,) = session.planes[1].pushes
@@ -279,7 +285,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A clock that goes on by a second each time it is asked."""
     seconds = iter(range(1000))
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    monkeypatch.setattr("psworker.connection.exchange.time", clock)
+    monkeypatch.setattr("psworker.connection.answer_wait.time", clock)
     return iter([None])
 
 

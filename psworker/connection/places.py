@@ -1,4 +1,4 @@
-"""Why a process has no part in a job: it was forked from a worker, or no place is free."""
+"""Refusals of a place in a job: none is free, or this process was forked from a worker."""
 
 from __future__ import annotations
 
