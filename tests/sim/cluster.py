@@ -198,7 +198,7 @@ class Cluster:
     def _tick(self, server: Server) -> None:
         server.tick()
         server.check()
-        if not server.is_over or server.intake.waiting:
+        if not server.is_over or server.requests.waiting:
             self.loop.after(TICK_S, partial(self._tick, server))
 
     def _now(self) -> float:
