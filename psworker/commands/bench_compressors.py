@@ -44,7 +44,7 @@ from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.job.context import open_session, start_shards
 from psworker.job.environment import Environment
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 # From the mildest to the harshest.
 NAMES = (
@@ -269,8 +269,8 @@ def _through(session: Session, name: str, *, share: bool) -> tuple[float, float,
     def pull(indices: Sequence[int]) -> None:
         for index in indices:
             spec = layout.slices[index]
-            landing = Landing(weights=weights[spec.start : spec.stop], state=[])
-            table.pull(index, 0, 0, landing, with_state=False)
+            pull_buffer = PullBuffer(weights=weights[spec.start : spec.stop], state=[])
+            table.pull(index, 0, 0, pull_buffer, with_state=False)
         table.run(indices)
 
     small = next(spec.index for spec in layout.slices if spec.compress)

@@ -22,7 +22,7 @@ from pscore.net import wire
 from pscore.partition import Layout
 from pscore.types import FloatArray, Push, Verdict
 from psworker.compression.error_feedback import FLOAT_MAX, Feedback, Sent
-from psworker.model.finite import Screen
+from psworker.model.finite import FiniteCheck
 
 log = logging.getLogger("paceline")
 
@@ -43,11 +43,11 @@ class DeviceFeedback(Feedback):
             encoder.payload, device="cpu", pin_memory=encoder.payload.device.type == "cuda"
         )
 
-    def start(self, push: Push, grad: torch.Tensor, screen: Screen) -> Callable[[], memoryview]:
+    def start(self, push: Push, grad: torch.Tensor, check: FiniteCheck) -> Callable[[], memoryview]:
         """Starts kernels and copy, and returns what waits for the payload."""
         with self._lock:
             assert self._sent is None
-            refused = screen.start(grad)
+            refused = check.start(grad)
             seed = self._seed(push)
             self._encoder.encode(grad, seed=seed, step=push.step, refused=refused)
             self._host.copy_(self._encoder.payload, non_blocking=True)
@@ -55,7 +55,7 @@ class DeviceFeedback(Feedback):
 
         def ready() -> memoryview:
             done()
-            screen.require_finite(grad, push.step)
+            check.require_finite(grad, push.step)
             with self._lock:
                 if self._sent is None:
                     payload = self._encoder.finish(self._host.numpy())
@@ -128,7 +128,7 @@ class DeviceSide:
         self._compressor = compressor
         self._host = torch.from_numpy(host)
         self._device = device
-        self._screens: dict[int, Screen] = {}
+        self._checks: dict[int, FiniteCheck] = {}
         self._placed: set[int] = set()  # Slices whose error feedback has seen the device.
         if device.type == "cuda":
             _pin(self, self._host)
@@ -158,20 +158,20 @@ class DeviceSide:
             feedback: From `place`; None where the gradient leaves as it is.
             flush: Whether what is owed goes along, uncompressed.
         """
-        if index not in self._screens:
-            self._screens[index] = Screen(self._layout, index, self._device)
-        screen = self._screens[index]
+        if index not in self._checks:
+            self._checks[index] = FiniteCheck(self._layout, index, self._device)
+        check = self._checks[index]
         if isinstance(feedback, DeviceFeedback) and not flush:
-            return feedback.start(push, grad, screen)
+            return feedback.start(push, grad, check)
         spec = self._layout.slices[index]
-        screen.start(grad)
+        check.start(grad)
         host = self._host[spec.start : spec.stop]
         host.copy_(grad, non_blocking=True)
         done = _mark(self._device)
 
         def ready() -> memoryview:
             done()
-            screen.require_finite(grad, push.step)
+            check.require_finite(grad, push.step)
             if feedback is None:
                 return wire.as_bytes(host.numpy())
             make = feedback.flush if flush else feedback.encode

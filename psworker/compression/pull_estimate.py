@@ -21,7 +21,7 @@ from pscore.types import ByteArray, FloatArray
 log = logging.getLogger("paceline")
 
 
-class Held:
+class PulledEstimate:
     """The estimate of one slice.
 
     Attributes:

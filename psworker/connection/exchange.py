@@ -1,6 +1,6 @@
 """The worker's network edge for one table: slices out, slices in, over one data plane per shard.
 
-`Exchange` is the `Outbox` of a replica. It keeps a future for each slice that is on its way; a
+`Exchange` is the `PushPull` of a replica. It keeps a future for each slice that is on its way; a
 slice has at most one push and one pull under way, so what is in flight is bounded by the size of
 the model. A gradient must stay as it is until its push is acknowledged: until then it is what is
 sent again after a failure, and with shared memory the shard reads it where it lies.
@@ -23,7 +23,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role
-from psworker.compression.pull_estimate import Held
+from psworker.compression.pull_estimate import PulledEstimate
 from psworker.connection.answer_wait import AnswerWait
 from psworker.connection.missed import Missed
 from psworker.connection.payloads import Payloads
@@ -33,7 +33,7 @@ from psworker.connection.shared_grads import SharedGrads
 from psworker.connection.trace import note_payload, note_pull, note_push
 from psworker.connection.traffic import Traffic, pulled_nbytes
 from psworker.model.device import is_on_device
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 from psworker.transports import PullCall, PushCall, Transport
 
 log = logging.getLogger("paceline")
@@ -79,9 +79,9 @@ class Exchange:
         self.table, self.origin = session.define(spec)
         self._shared = SharedGrads(session, self.layout, self._sender) if share else None
         self.grads = None if self._shared is None else self._shared.array
-        self._held = self._make_held()
+        self._estimates = self._make_estimates()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
-        self._pulls: dict[int, tuple[PullCall, Landing]] = {}
+        self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key)
@@ -93,7 +93,7 @@ class Exchange:
         """Whether what is pulled in training is an estimate of the weights."""
         return not self.spec.pull_compressor.is_raw
 
-    # ----- Outbox
+    # ----- PushPull
 
     def push(
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
@@ -119,7 +119,7 @@ class Exchange:
         self._transport(index).push(call)
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         """Asks for one slice: for the weights, or for the estimate that stands for them."""
         header = data_pb2.PullHeader(
@@ -129,26 +129,29 @@ class Exchange:
             min_version=min_version,
             with_state=with_state,
             wait_ms=WAIT_MS,
-            begins=landing.begins,
-            look=landing.is_look,
+            begins=pull_buffer.begins,
+            look=pull_buffer.is_look,
         )
-        state = [tensor.numpy() for tensor in landing.state] if with_state else []
+        state = [tensor.numpy() for tensor in pull_buffer.state] if with_state else []
         call = PullCall(
-            header=header, weights=landing.weights.numpy(), state=state, is_late=landing.is_late
+            header=header,
+            weights=pull_buffer.weights.numpy(),
+            state=state,
+            copy_on_wait=pull_buffer.copy_on_wait,
         )
-        held = self._held[index]
-        if held is not None and not (with_state or landing.exact or landing.is_look):
+        held = self._estimates[index]
+        if held is not None and not (with_state or pull_buffer.exact or pull_buffer.is_look):
             header.estimate, header.held, call.held = True, held.fingerprint, held
         if self._timeline is not None:
             note_pull(self._timeline, call)
-        self._pulls[index] = (call, landing)
+        self._pulls[index] = (call, pull_buffer)
         self._pulled_steps[index] = max(clock, min_version) - 1
         self._transport(index).pull(call)
 
     def maps_weights(self, index: int) -> bool:
         """Whether a slice's weights are in shared memory, and pulled as they are."""
         is_mapped = self._shared is not None and self._shared.is_mapped(index)
-        return is_mapped and self._held[index] is None
+        return is_mapped and self._estimates[index] is None
 
     def maps_grads(self, indices: Iterable[int]) -> bool:
         """Whether the shards of slices have mapped `grads`: pushes are acknowledged soon then."""
@@ -164,7 +167,7 @@ class Exchange:
             PacelineError: A pull or push was refused, or nobody answers.
         """
         for index in waits:
-            call, landing = self._pulls[index]
+            call, pull_buffer = self._pulls[index]
             step = self._pulled_steps.get(index, -1)
             what = "the first weights" if step < 0 else f"the weights after step {step}"
             reply = self._answers.wait(call.done, index, what)
@@ -172,9 +175,9 @@ class Exchange:
                 call.done, call.fetch = Future(), None
                 self._transport(index).pull(call)
                 reply = self._answers.wait(call.done, index, what)
-            landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
-            landing.version, landing.clock = reply.version, reply.clock
-            self.traffic.pulled_nbytes += pulled_nbytes(reply, landing)
+            pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
+            pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
+            self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
             self.traffic.num_pulls += 1
 
     def has_landed(self, index: int) -> bool:
@@ -219,7 +222,7 @@ class Exchange:
         self.table, self.origin = self.session.define(self.spec, again=True)
         self._pushes.clear()
         self._pulls.clear()
-        self._held = self._make_held()
+        self._estimates = self._make_estimates()
         self.payloads.restart()
         self._debts.restart(self.table)
         if self._shared is not None:
@@ -273,11 +276,11 @@ class Exchange:
         """Replaces what error feedback keeps; of a layout for any number of shards."""
         self.payloads.load(state)
 
-    def _make_held(self) -> list[Held | None]:
+    def _make_estimates(self) -> list[PulledEstimate | None]:
         """Returns what is held of each slice's estimate; None where pulls are not compressed."""
         who = f"worker {self.session.rank}"
         return [
-            Held(self.spec.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
+            PulledEstimate(self.spec.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
             if spec.compress and self.compresses_pulls
             else None
             for spec in self.layout.slices

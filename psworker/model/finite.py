@@ -16,7 +16,7 @@ from pscore.errors import GradientError
 from pscore.partition import Layout
 
 
-class Screen:
+class FiniteCheck:
     """Looks at the gradients of one slice."""
 
     def __init__(self, layout: Layout, index: int, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
 from psworker.model.device import is_on_device
 from psworker.model.finite import not_finite
-from psworker.model.grad_views import LentGrads, is_plain
+from psworker.model.grad_views import GradViews, is_plain
 
 log = logging.getLogger("paceline")
 _compare = ctypes.CDLL(None).memcmp
@@ -95,7 +95,7 @@ def describe(
     ]
 
 
-class Bucket:
+class FlatModel:
     """Flat gradients and weights of a model on one device."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Bucket:
         layout: Layout,
         grads: FloatArray | None = None,
         *,
-        lends: bool = False,
+        has_views: bool = False,
     ) -> None:
         """Copies the weights into a flat vector and makes the parameters views on it.
 
@@ -112,7 +112,7 @@ class Bucket:
             parameters: In the order of `layout.tensors`.
             layout: Where each of them lies.
             grads: `(layout.numel,) float32` zeros for the gradients of a model on the CPU.
-            lends: Whether parts of them may become `.grad` (grad_views.py).
+            has_views: Whether parts of them may become `.grad` (grad_views.py).
 
         Raises:
             ConfigError: The parameters are on several devices, or on none that holds numbers.
@@ -133,7 +133,7 @@ class Bucket:
         starts = np.array(layout.offsets, dtype=np.int64)
         numels = [spec.numel for spec in layout.tensors]
         self._spans = np.stack((starts, starts + numels), axis=1)
-        self.lent = LentGrads(self.parameters, layout, self._grads_host if lends else None)
+        self.views = GradViews(self.parameters, layout, self._grads_host if has_views else None)
         self._cast: list[int] = []  # Parameters that are not views on the weights.
         self._homes: dict[int, int] = {}  # Of the others: where their weights lie in memory.
         self.gather_weights()
@@ -276,8 +276,8 @@ class Bucket:
 
     def _is_as_gathered(self, index: int, grad: torch.Tensor, part: torch.Tensor) -> bool:
         """Whether a gradient on the CPU holds what its part of the vector does."""
-        if self.lent.has(index):
-            return self.lent.is_stamped(index)
+        if self.views.has(index):
+            return self.views.is_stamped(index)
         if is_plain(grad, part.numel()):  # In less than half of the time that torch takes.
             return bool(_compare(grad.data_ptr(), part.data_ptr(), part.nbytes) == 0)
         return torch.equal(part.view(grad.shape), grad.detach().to(part.dtype))

@@ -38,7 +38,7 @@ def is_plain(grad: torch.Tensor, numel: int) -> bool:
     )
 
 
-class LentGrads:
+class GradViews:
     """Parts of the flat gradient that parameters have as `.grad`."""
 
     def __init__(
@@ -49,17 +49,17 @@ class LentGrads:
         Args:
             parameters: In the order of `layout.tensors`.
             layout: Where each of them lies.
-            grads: `(layout.numel,) float32` on the host; None if nothing is to be lent.
+            grads: `(layout.numel,) float32` on the host; None if nothing is to be views.
         """
         self._parameters = parameters
         self._layout = layout
         self._grads = grads
         self._home = 0 if grads is None else int(grads.ctypes.data)
-        self._lent: dict[int, torch.Tensor] = {}
-        self._prints: dict[int, int] = {}  # Fingerprints of the gradients when they were lent.
+        self._views: dict[int, torch.Tensor] = {}
+        self._prints: dict[int, int] = {}  # Fingerprints of the gradients when they were views.
         self._has_trimmed = False
 
-    def takes(self, index: int) -> bool:
+    def can_attach(self, index: int) -> bool:
         """Whether `.grad` of a parameter can become a part of the vector, and is none yet.
 
         A gradient of another type or order than the vector's cannot, nor one with a graph or of a
@@ -72,22 +72,22 @@ class LentGrads:
         is_alike = is_plain(grad, parameter.numel()) and parameter.dtype == torch.float32
         return is_alike and not grad.requires_grad
 
-    def lend(self, index: int) -> None:
+    def attach(self, index: int) -> None:
         """Makes the part of the vector, where the gradient has been gathered, `.grad`."""
         parameter = self._parameters[index]
-        if index not in self._lent or not self._is_home(index):
+        if index not in self._views or not self._is_home(index):
             assert self._grads is not None
             start = self._layout.offsets[index]
             flat = self._grads[start : start + parameter.numel()].reshape(parameter.shape)
-            self._lent[index] = torch.from_numpy(flat)
-        parameter.grad = self._lent[index]
+            self._views[index] = torch.from_numpy(flat)
+        parameter.grad = self._views[index]
 
     def stamp(self, index: int) -> None:
-        """Takes the fingerprint of a lent gradient that is about to leave."""
+        """Takes the fingerprint of a views gradient that is about to leave."""
         self._prints[index] = self._print(index)
 
     def is_stamped(self, index: int) -> bool:
-        """Whether a lent gradient is still as it was when it left."""
+        """Whether a views gradient is still as it was when it left."""
         return self._prints[index] == self._print(index)
 
     def has(self, index: int) -> bool:
@@ -95,18 +95,18 @@ class LentGrads:
 
         A script may have given it other memory (`grad.data = ...`); then it is the script's.
         """
-        lent = self._lent.get(index)
-        return lent is not None and self._parameters[index].grad is lent and self._is_home(index)
+        views = self._views.get(index)
+        return views is not None and self._parameters[index].grad is views and self._is_home(index)
 
-    def part(self, index: int) -> None:
+    def detach(self, index: int) -> None:
         """Gives a `.grad` that lies in the vector memory of its own."""
-        grad = self._lent.pop(index)
+        grad = self._views.pop(index)
         self._parameters[index].grad = grad.clone()
 
-    def part_all(self) -> None:
+    def detach_all(self) -> None:
         """Gives each `.grad` that lies in the vector memory of its own."""
-        for index in [index for index in self._lent if self.has(index)]:
-            self.part(index)
+        for index in [index for index in self._views if self.has(index)]:
+            self.detach(index)
 
     def end_step(self) -> list[int]:
         """Returns the parameters whose `.grad` lies in the vector.
@@ -114,17 +114,17 @@ class LentGrads:
         The first time that there are some, what torch's own gradients have left in the heap goes
         back to the system: the allocator would keep what lies below something else.
         """
-        lent = [index for index in self._lent if self.has(index)]
-        if lent and not self._has_trimmed:
+        views = [index for index in self._views if self.has(index)]
+        if views and not self._has_trimmed:
             self._has_trimmed = True
             with contextlib.suppress(AttributeError):  # Another C library than glibc.
                 ctypes.CDLL(None).malloc_trim(0)
-        return lent
+        return views
 
     def _print(self, index: int) -> int:
-        return xxhash.xxh3_64_intdigest(wire.as_bytes(self._lent[index].numpy()))
+        return xxhash.xxh3_64_intdigest(wire.as_bytes(self._views[index].numpy()))
 
     def _is_home(self, index: int) -> bool:
-        """Whether a tensor that was lent still lies in the vector."""
+        """Whether a tensor that was views still lies in the vector."""
         place = self._home + 4 * self._layout.offsets[index]
-        return self._lent[index].data_ptr() == place
+        return self._views[index].data_ptr() == place

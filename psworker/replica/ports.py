@@ -11,7 +11,7 @@ from pscore.types import IntArray, Push
 
 
 @dataclass(slots=True, kw_only=True)
-class Landing:
+class PullBuffer:
     """Where a pull lands; on the host, written by whoever receives it."""
 
     weights: torch.Tensor  # (numel,) float32
@@ -22,10 +22,12 @@ class Landing:
     begins: bool = False  # Asked for by a worker that has come anew: it pushes none before `clock`.
     exact: bool = False  # The weights themselves, where training goes on from an estimate of them.
     is_look: bool = False  # They are only to be seen, and exact: training goes on without them.
-    is_late: bool = False  # `weights` are in use: nothing may land before somebody waits for it.
+    copy_on_wait: bool = (
+        False  # `weights` are in use: nothing may land before somebody waits for it.
+    )
 
 
-class Outbox(Protocol):
+class PushPull(Protocol):
     """How a replica sends. Neither call waits."""
 
     def push(
@@ -42,7 +44,7 @@ class Outbox(Protocol):
         """
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, buffer: PullBuffer, *, with_state: bool
     ) -> None:
         """Asks for the weights of a slice."""
 

@@ -13,11 +13,11 @@ from typing import cast
 import torch
 
 from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 
-class Landings:
-    """Landings of a replica's slices."""
+class PullBuffers:
+    """PullBuffers of a replica's slices."""
 
     def __init__(self, parts: Sequence[LocalSlice], num_state: int) -> None:
         """Takes no memory yet.
@@ -28,14 +28,14 @@ class Landings:
         """
         self._parts = parts
         self._num_state = num_state
-        self._landings: dict[int, Landing] = {}
+        self._buffers: dict[int, PullBuffer] = {}
         self._weights: dict[int, torch.Tensor] = {}  # Beside those of the slices.
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # By their length.
         self._state: dict[int, list[torch.Tensor]] = {}
 
-    def __getitem__(self, index: int) -> Landing:
-        """Returns the landing of a slice's last pull."""
-        return self._landings[index]
+    def __getitem__(self, index: int) -> PullBuffer:
+        """Returns the buffer of a slice's last pull."""
+        return self._buffers[index]
 
     def room(self, index: int, local: LocalUpdate | None, oldest: int) -> torch.Tensor | None:
         """Returns where a pull can land that takes no memory of its own; None if there is none.
@@ -85,38 +85,38 @@ class Landings:
         *,
         with_state: bool,
         exact: bool,
-        is_late: bool,
+        copy_on_wait: bool,
         begins: bool,
-    ) -> Landing:
-        """Returns the landing of the next pull of a slice.
+    ) -> PullBuffer:
+        """Returns the buffer of the next pull of a slice.
 
         Args:
             index: The slice.
             room: For its weights; None: beside those of the slice.
             state_room: For its state; empty: beside that of the slice.
             with_state: Whether state comes along.
-            exact: As the landing's.
-            is_late: As the landing's.
-            begins: As the landing's.
+            exact: As the buffer's.
+            copy_on_wait: As the buffer's.
+            begins: As the buffer's.
         """
         weights = self.beside(index) if room is None else room
-        landing = self._landings.setdefault(index, Landing(weights=weights, state=[]))
-        landing.weights = weights
+        buffer = self._buffers.setdefault(index, PullBuffer(weights=weights, state=[]))
+        buffer.weights = weights
         if with_state:
-            landing.state = state_room or self._state_beside(index)
-        landing.version, landing.exact, landing.is_late = -1, exact, is_late
-        landing.begins = begins
-        return landing
+            buffer.state = state_room or self._state_beside(index)
+        buffer.version, buffer.exact, buffer.copy_on_wait = -1, exact, copy_on_wait
+        buffer.begins = begins
+        return buffer
 
     def forget(self, index: int) -> None:
-        """Lets a landing go that may still be written to: the next one is other memory."""
-        del self._landings[index]
+        """Lets a buffer go that may still be written to: the next one is other memory."""
+        del self._buffers[index]
         self._weights.pop(index, None)
         self._state.pop(index, None)
 
     def clear(self) -> None:
         """Lets all memory go; no pull is under way."""
-        self._landings.clear()
+        self._buffers.clear()
         self._weights.clear()
         self._free.clear()
         self._state.clear()

@@ -1,7 +1,7 @@
 """What a worker does at each step: a state machine that sends, and says what it waits for.
 
 A `Replica` holds one worker's copy of the weights and follows the rule's plan. It knows no threads
-and no network: it sends through an `Outbox`, and where it has to wait it yields the slice whose
+and no network: it sends through an `PushPull`, and where it has to wait it yields the slice whose
 pull it needs, to be resumed when that pull has landed. The optimizer wrapper drives it with real
 shards; the simulator drives many of them in one thread.
 """
@@ -21,8 +21,8 @@ from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
 from pscore.types import Origin, Push, Role, SegmentTable
 from psworker.replica.moves import spoilt, write_moves
-from psworker.replica.ports import Landing, Outbox
-from psworker.replica.pull_buffers import Landings
+from psworker.replica.ports import PullBuffer, PushPull
+from psworker.replica.pull_buffers import PullBuffers
 
 Waits = Generator[int, None, None]
 
@@ -89,7 +89,7 @@ class Replica:
         self._num_state = len(optimizer.state_names)
         self._reference = torch.empty_like(weights) if rule.outer_optimizer else None
         self._samples = 0.0  # Of the round so far.
-        self._landings = Landings(self.parts, self._num_state)
+        self._buffers = PullBuffers(self.parts, self._num_state)
         # Asked for, and not yet the base; in the order of asking, in which they will come.
         self._pending: dict[int, None] = {}
         self._asked: set[int] = set()  # Those of them that were asked for in the step under way.
@@ -109,7 +109,7 @@ class Replica:
         grad: torch.Tensor,
         present: int,
         samples: float,
-        outbox: Outbox,
+        push_pull: PushPull,
         *,
         in_backward: bool = False,
     ) -> None:
@@ -129,21 +129,23 @@ class Replica:
             grad: `(numel,) float32` on the model's device.
             present: Bit i: segment i has a gradient; -1 for all.
             samples: Weight in the mean of the step.
-            outbox: Where it is sent.
+            push_pull: Where it is sent.
             in_backward: The weights are still being read.
         """
         plan = self.plan()
         if plan.push is not Role.GRADIENT:
             return
         assert index in self._asked or self._has_landed(index)
-        self._send(index, Role.GRADIENT, grad, present, samples, outbox)
+        self._send(index, Role.GRADIENT, grad, present, samples, push_pull)
         is_time = self.rule.by_step or not in_backward
         if plan.pulls(self._places[index]) and index not in self._pending and is_time:
             with_state = self._wants_state(plan)
-            if with_state and self._awaits_update(index, outbox):
+            if with_state and self._awaits_update(index, push_pull):
                 return
             clock = self._next_push(index) + 1
-            self._ask(index, clock, outbox, early=True, in_use=in_backward, with_state=with_state)
+            self._ask(
+                index, clock, push_pull, early=True, in_use=in_backward, with_state=with_state
+            )
             self._asked.add(index)
 
     def land(self, index: int) -> Waits:
@@ -151,13 +153,15 @@ class Replica:
         if index not in self._asked and not self._has_landed(index):
             yield index
 
-    def finish(self, grads: Sequence[torch.Tensor], outbox: Outbox, samples: float = 1.0) -> Waits:
+    def finish(
+        self, grads: Sequence[torch.Tensor], push_pull: PushPull, samples: float = 1.0
+    ) -> Waits:
         """Ends the step: local update, pulls, and the waits that the plan asks for.
 
         Args:
             grads: This step's gradient of each slice, `(numel,) float32`. Where weights' moves are
                 pushed, they are written into it.
-            outbox: Where pulls are sent.
+            push_pull: Where pulls are sent.
             samples: Weight of this step in the mean of a round.
 
         Yields:
@@ -184,39 +188,39 @@ class Replica:
             if plan.local:
                 self._update(index, grads[index])
             if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
-                self._ask(index, self.clock(index), outbox, with_state=with_state)
+                self._ask(index, self.clock(index), push_pull, with_state=with_state)
         if plan.push is Role.DELTA:
-            self._push_moves(grads, outbox)
+            self._push_moves(grads, push_pull)
             if plan.pull:
                 for index in order:
-                    self._ask(index, self.clock(index), outbox, with_state=with_state)
+                    self._ask(index, self.clock(index), push_pull, with_state=with_state)
         self._asked.clear()
         self.step += 1
         if plan.block:
             yield from self.settle()
         self.is_ending = False
 
-    def end_round(self, grads: Sequence[torch.Tensor], outbox: Outbox) -> None:
+    def end_round(self, grads: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes what the weights have moved by in a round that is not over; for the last of all.
 
         Args:
             grads: As for `finish`: where the moves are written.
-            outbox: Where they are sent.
+            push_pull: Where they are sent.
         """
         if self.num_inner:
-            self._push_moves(grads, outbox)
+            self._push_moves(grads, push_pull)
 
     def take_reference(self) -> None:
         """Takes the weights as they are for those of the last pull: a model may round them."""
         if self._reference is not None:
             self._reference.copy_(self.weights)
 
-    def fetch(self, min_version: int | None, outbox: Outbox) -> Waits:
+    def fetch(self, min_version: int | None, push_pull: PushPull) -> Waits:
         """Takes the global weights as they are on the shards, whatever the plan.
 
         Args:
             min_version: The oldest that will do; None: this worker's last push is in it.
-            outbox: Where pulls are sent.
+            push_pull: Where pulls are sent.
         """
         self.abandon()
         yield from self.settle()
@@ -224,19 +228,19 @@ class Replica:
         with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
             self._ask(
-                index, self.clock(index), outbox, min_version, with_state=with_state, exact=True
+                index, self.clock(index), push_pull, min_version, with_state=with_state, exact=True
             )
         yield from self.settle()
-        self._landings.clear()  # The next step may do without the memory that this took.
+        self._buffers.clear()  # The next step may do without the memory that this took.
 
-    def begin(self, outbox: Outbox) -> Waits:
+    def begin(self, push_pull: PushPull) -> Waits:
         """Takes part in a job that may have begun: takes its weights, and the step to begin with.
 
         In a mode by step that is the newest of those that the slices would take next: each slice
         waits for this worker from its own answer on, so none can have closed that step. Slices that
         are not there yet are asked again, for the weights of that step, and told.
         """
-        yield from self.fetch(0, outbox)
+        yield from self.fetch(0, push_pull)
         if not self.rule.by_step:
             return
         versions = [part.version for part in self.parts]
@@ -245,10 +249,10 @@ class Replica:
             if (self.clocks[index], versions[index]) != (step, step):
                 with_state = self._num_state > 0 and self.local is not None
                 state = {"with_state": with_state, "exact": True}
-                self._ask(index, step, outbox, step, **state, begins=True)
+                self._ask(index, step, push_pull, step, **state, begins=True)
         self.clocks, self._clock, self._next = [step] * len(self.parts), None, None
         yield from self.settle()
-        self._landings.clear()
+        self._buffers.clear()
 
     def abandon(self) -> None:
         """Gives up the pulls of a step that is not finished: others may wait for its other pushes.
@@ -257,7 +261,7 @@ class Replica:
         """
         for index in self._asked:
             self._pending.pop(index, None)
-            self._landings.forget(index)
+            self._buffers.forget(index)
         self._asked.clear()
 
     def restart(self) -> None:
@@ -294,22 +298,24 @@ class Replica:
             yield from self.land(index)
             self._rebase(index)
 
-    def peek(self, landings: Sequence[Landing], outbox: Outbox, *, with_state: bool) -> Waits:
-        """Brings the shards' weights, with this worker's last push in them, into `landings`.
+    def peek(
+        self, buffers: Sequence[PullBuffer], push_pull: PushPull, *, with_state: bool
+    ) -> Waits:
+        """Brings the shards' weights, with this worker's last push in them, into `buffers`.
 
         Nothing else changes: a pull on its way still becomes the base of the next local update,
         as it would have, and it is not what is shown: it may be an estimate.
 
         Args:
-            landings: One for each slice, in memory that nothing else uses.
-            outbox: Where pulls are sent.
+            buffers: One for each slice, in memory that nothing else uses.
+            push_pull: Where pulls are sent.
             with_state: Whether the optimizer's state comes along.
         """
         self.abandon()
         for index in self._indices():
             yield from self.land(index)
             clock, version = self.clock(index), self.newest(index)
-            outbox.pull(index, clock, version, landings[index], with_state=with_state)
+            push_pull.pull(index, clock, version, buffers[index], with_state=with_state)
         yield from self._indices()
 
     def newest(self, index: int = 0) -> int:
@@ -373,7 +379,7 @@ class Replica:
         values: torch.Tensor,
         present: int,
         samples: float,
-        outbox: Outbox,
+        push_pull: PushPull,
     ) -> None:
         plan, part = self.plan(), self.parts[index]
         push = Push(
@@ -386,9 +392,9 @@ class Replica:
             hyper=part.hyper,
             may_wait=plan.block and plan.pull,
         )
-        outbox.push(index, push, values, compress=plan.compress, flush=plan.flush)
+        push_pull.push(index, push, values, compress=plan.compress, flush=plan.flush)
 
-    def _push_moves(self, moves: Sequence[torch.Tensor], outbox: Outbox) -> None:
+    def _push_moves(self, moves: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes the weights of the last pull minus the weights now, weighed by mean samples."""
         assert self._reference is not None
         bad = write_moves(self.parts, [self._reference[span] for span in self._spans], moves)
@@ -398,7 +404,7 @@ class Replica:
             raise spoilt(bad, self.step)
         for index in self.front_first():
             samples = self._samples / self.num_inner
-            self._send(index, Role.DELTA, moves[index], -1, samples, outbox)
+            self._send(index, Role.DELTA, moves[index], -1, samples, push_pull)
         self._count()
         self.num_inner, self._samples = 0, 0.0
 
@@ -406,7 +412,7 @@ class Replica:
         self,
         index: int,
         clock: int,
-        outbox: Outbox,
+        push_pull: PushPull,
         min_version: int | None = None,
         *,
         with_state: bool,
@@ -424,29 +430,29 @@ class Replica:
         if index in self._asked:
             return
         oldest = self._newest(clock) if min_version is None else min_version
-        room = self._landings.room(index, self.local, oldest)
-        state_room = [] if early else self._landings.state_room(index, self.local)
+        room = self._buffers.room(index, self.local, oldest)
+        state_room = [] if early else self._buffers.state_room(index, self.local)
         in_use = in_use or (early and self.local is not None)
-        is_late = in_use and room is not None and outbox.maps_weights(index)
-        landing = self._landings.prepare(
+        copy_on_wait = in_use and room is not None and push_pull.maps_weights(index)
+        buffer = self._buffers.prepare(
             index,
-            None if in_use and not is_late else room,
+            None if in_use and not copy_on_wait else room,
             state_room,
             with_state=with_state,
             exact=exact,
-            is_late=is_late,
+            copy_on_wait=copy_on_wait,
             begins=begins,
         )
         self._pending[index] = None
-        outbox.pull(index, clock, oldest, landing, with_state=with_state)
+        push_pull.pull(index, clock, oldest, buffer, with_state=with_state)
 
-    def _awaits_update(self, index: int, outbox: Outbox) -> bool:
+    def _awaits_update(self, index: int, push_pull: PushPull) -> bool:
         """Whether a pull with state is for `finish` to ask for, behind the step's local update.
 
         State can land in the place of what it replaces then, and in shared memory the way is short.
         """
-        has_room = self._landings.state_room(index, self.local)
-        return bool(has_room) and outbox.maps_weights(index)
+        has_room = self._buffers.state_room(index, self.local)
+        return bool(has_room) and push_pull.maps_weights(index)
 
     def _update(self, index: int, grad: torch.Tensor) -> None:
         assert self.local is not None
@@ -457,7 +463,7 @@ class Replica:
         part.num_made += 1
 
     def _has_landed(self, index: int) -> bool:
-        return index not in self._pending or self._landings[index].version >= 0
+        return index not in self._pending or self._buffers[index].version >= 0
 
     def _wants_state(self, plan: Plan) -> bool:
         """Whether the shard's optimizer state is needed with the pull of this step."""
@@ -473,24 +479,24 @@ class Replica:
         if index not in self._pending or index in self._asked:
             return
         self._pending.pop(index, None)
-        part, landing = self.parts[index], self._landings[index]
+        part, buffer = self.parts[index], self._buffers[index]
         state: list[torch.Tensor] = []
-        if landing.counts is not None:
-            part.counts[:] = landing.counts
-            state = landing.state
+        if buffer.counts is not None:
+            part.counts[:] = buffer.counts
+            state = buffer.state
         if self.local is not None:
-            self.local.rebase(part, landing.weights, state, landing.version)
-        elif landing.weights.data_ptr() != part.weights.data_ptr():
-            part.weights.copy_(landing.weights, non_blocking=True)
+            self.local.rebase(part, buffer.weights, state, buffer.version)
+        elif buffer.weights.data_ptr() != part.weights.data_ptr():
+            part.weights.copy_(buffer.weights, non_blocking=True)
         if self._reference is not None:
             self._reference[self._spans[index]].copy_(part.weights)
         if part.version < 0:
-            self.clocks[index], self._clock = max(self.clocks[index], landing.clock), None
-        if part.version < 0 or landing.version > self.clocks[index]:
+            self.clocks[index], self._clock = max(self.clocks[index], buffer.clock), None
+        if part.version < 0 or buffer.version > self.clocks[index]:
             self._next = None  # Else the clock, which is what counts, is as it was.
-        part.version = landing.version
+        part.version = buffer.version
         part.past.clear()
-        self._landings.release(index)
+        self._buffers.release(index)
 
 
 def _unobserved(index: int, step: int) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 CHOICES = ("rank0", "mean", "local")
 
@@ -131,12 +131,14 @@ class Buffers:
     def _pull(self, owner: int) -> tuple[np.ndarray, int]:
         """Returns what `owner` has posted, and how many posts of this worker are counted."""
         flat = torch.zeros(self._layout.numel)
-        table, landings = self._tables[owner], []
+        table, pull_buffers = self._tables[owner], []
         for spec in self._layout.slices:
-            landings.append(Landing(weights=flat[spec.start : spec.stop], state=[], is_look=True))
-            table.pull(spec.index, 0, 0, landings[-1], with_state=False)
+            pull_buffers.append(
+                PullBuffer(weights=flat[spec.start : spec.stop], state=[], is_look=True)
+            )
+            table.pull(spec.index, 0, 0, pull_buffers[-1], with_state=False)
         table.run(spec.index for spec in self._layout.slices)
-        return flat.numpy(), max(landing.clock for landing in landings)
+        return flat.numpy(), max(pull_buffer.clock for pull_buffer in pull_buffers)
 
     def _gather(self) -> np.ndarray:
         flat = np.zeros(self._layout.numel, dtype=np.float32)

@@ -96,11 +96,11 @@ class Gradients:
     def _leave_early(self, index: int) -> None:
         """Gathers one gradient during backward, and pushes the slices that it completes."""
         self._gather([index])
-        lent = self._flat.lent
-        if lent.takes(index) and self._lends(index):
-            lent.lend(index)
-        if lent.has(index):
-            lent.stamp(index)
+        views = self._flat.views
+        if views.can_attach(index) and self._may_attach(index):
+            views.attach(index)
+        if views.has(index):
+            views.stamp(index)
         self.overlap.moved(index, self._flat.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1
@@ -161,7 +161,7 @@ class Gradients:
 
     def begin_again(self) -> None:
         """Takes the step's gradients anew, but for slices that have left: they keep theirs."""
-        self._flat.lent.part_all()  # Shards may still read what lies there.
+        self._flat.views.detach_all()  # Shards may still read what lies there.
         slices = enumerate(self._slices_of)
         self._take_anew({index for index, parts in slices if self._pushed.issuperset(parts)})
 
@@ -173,7 +173,7 @@ class Gradients:
 
     def settle(self) -> None:
         """Waits until the script may write to each `.grad` again."""
-        for index in self._flat.lent.end_step():
+        for index in self._flat.views.end_step():
             self._await_room(index)
 
     # ----- inside
@@ -185,7 +185,7 @@ class Gradients:
 
     def _gather(self, indices: Sequence[int]) -> None:
         """Brings gradients into the flat vector, once, after the former ones have left it."""
-        lent, made = self._flat.lent, []
+        views, made = self._flat.views, []
         indices = [index for index in indices if index not in self._gathered]
         for index in indices:
             self._await_room(index)
@@ -193,12 +193,12 @@ class Gradients:
                 self._flat.clear_grad(index)
                 continue
             made.append(index)
-            if lent.has(index) and not self._lends(index):
-                lent.part(index)
+            if views.has(index) and not self._may_attach(index):
+                views.detach(index)
         self._flat.gather_grads(made, self._replica.step)
         self._gathered.update(indices)
 
-    def _lends(self, index: int) -> bool:
+    def _may_attach(self, index: int) -> bool:
         """Whether a gradient is acknowledged by the end of the step, or soon after it has left."""
         plan = self._replica.plan()
         waits = plan.block and plan.pull

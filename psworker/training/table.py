@@ -21,8 +21,8 @@ from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
-from psworker.model.flat import Bucket
-from psworker.replica.ports import Landing
+from psworker.model.flat import FlatModel
+from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 from psworker.training.progress import Progress
 
@@ -77,7 +77,7 @@ class TrainingTable:
         self.optimizer = optimizer
         self.exchange = Exchange(session, spec, share=True)
         self.layout = layout = self.exchange.layout
-        self.flat = Bucket(parameters, layout, self.exchange.grads, lends=has_grad_views)
+        self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
         self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
         timeline = session.timeline
@@ -178,16 +178,18 @@ class TrainingTable:
             num_state: Number of the optimizer's state arrays, copied too; None: weights only.
         """
         flats = [torch.zeros(self.layout.numel) for _ in range(1 + (num_state or 0))]
-        landings = [
-            Landing(weights=weights, state=state, is_look=True)
+        pull_buffers = [
+            PullBuffer(weights=weights, state=state, is_look=True)
             for weights, *state in (
                 [flat[spec.start : spec.stop] for flat in flats] for spec in self.layout.slices
             )
         ]
         self.exchange.flush()
         with_state = num_state is not None
-        self.exchange.run(self.replica.peek(landings, self.exchange, with_state=with_state))
-        counts = [landing.counts for landing in landings if landing.counts is not None]
+        self.exchange.run(self.replica.peek(pull_buffers, self.exchange, with_state=with_state))
+        counts = [
+            pull_buffer.counts for pull_buffer in pull_buffers if pull_buffer.counts is not None
+        ]
         return GlobalState(weights=flats[0], state=flats[1:], counts=counts)
 
     def change_rule(self, rule: Rule) -> None:

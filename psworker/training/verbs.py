@@ -21,7 +21,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
 from psworker.job import context
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 
 class NamedTensor:
@@ -51,11 +51,13 @@ class NamedTensor:
         for part in self.layout.slices:
             self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
         self.exchange.flush()
-        landings = self._fetch(torch.zeros(self.layout.numel))
+        pull_buffers = self._fetch(torch.zeros(self.layout.numel))
         # A worker that joins later, or comes back, begins with the newest round of all slices
         # (`Replica.begin`).
-        self.round = max(max(landing.clock, landing.version) for landing in landings)
-        if any((one.clock, one.version) != (self.round, self.round) for one in landings):
+        self.round = max(
+            max(pull_buffer.clock, pull_buffer.version) for pull_buffer in pull_buffers
+        )
+        if any((one.clock, one.version) != (self.round, self.round) for one in pull_buffers):
             self._fetch(torch.zeros(self.layout.numel), begins=True)
 
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
@@ -79,14 +81,14 @@ class NamedTensor:
         self._fetch(flat)
         return flat[: self.shape.numel()].view(self.shape)
 
-    def _fetch(self, flat: torch.Tensor, *, begins: bool = False) -> list[Landing]:
-        landings = []
+    def _fetch(self, flat: torch.Tensor, *, begins: bool = False) -> list[PullBuffer]:
+        pull_buffers = []
         for part in self.layout.slices:
-            landing = Landing(weights=flat[part.start : part.stop], state=[], begins=begins)
-            self.exchange.pull(part.index, self.round, self.round, landing, with_state=False)
-            landings.append(landing)
+            pull_buffer = PullBuffer(weights=flat[part.start : part.stop], state=[], begins=begins)
+            self.exchange.pull(part.index, self.round, self.round, pull_buffer, with_state=False)
+            pull_buffers.append(pull_buffer)
         self.exchange.run(part.index for part in self.layout.slices)
-        return landings
+        return pull_buffers
 
 
 _named: dict[str, NamedTensor] = {}

@@ -1,4 +1,4 @@
-"""What a worker sends and waits for at each step, with an outbox that only takes notes."""
+"""What a worker sends and waits for at each step, with an push_pull that only takes notes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
 from pscore.types import Origin, Push, Role, TensorSpec
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica, Waits
 
 NUMEL = 5000  # Two slices of at least 4,096 elements: 0 holds the back of the model.
@@ -21,11 +21,11 @@ NUMEL = 5000  # Two slices of at least 4,096 elements: 0 holds the back of the m
 
 @dataclass
 class Notes:
-    """An outbox whose pulls land when the test says so, all elements with one value."""
+    """An push_pull whose pulls land when the test says so, all elements with one value."""
 
     pushes: list[tuple[int, Push, float]] = field(default_factory=list)
     pulls: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    landings: dict[int, Landing] = field(default_factory=dict)
+    pull_buffers: dict[int, PullBuffer] = field(default_factory=dict)
     waited: list[int] = field(default_factory=list)
     maps: bool = False
 
@@ -35,10 +35,10 @@ class Notes:
         self.pushes.append((index, push, grad[0].item()))
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         self.pulls.append((index, clock, min_version, with_state))
-        self.landings[index] = landing
+        self.pull_buffers[index] = pull_buffer
 
     def maps_weights(self, index: int) -> bool:
         return self.maps
@@ -46,12 +46,12 @@ class Notes:
     def land(
         self, index: int, weights: float, version: int, state: float | None = None, clock: int = 0
     ) -> None:
-        landing = self.landings[index]
-        landing.weights.fill_(weights)
-        landing.counts = None if state is None else np.array([version], np.int64)
-        for array in landing.state:
+        pull_buffer = self.pull_buffers[index]
+        pull_buffer.weights.fill_(weights)
+        pull_buffer.counts = None if state is None else np.array([version], np.int64)
+        for array in pull_buffer.state:
             array.fill_(state or 0.0)
-        landing.version, landing.clock = version, clock
+        pull_buffer.version, pull_buffer.clock = version, clock
 
     def run(self, waits: Waits, weights: float, version: int, state: float | None = None) -> None:
         """Lets every pull land that is waited for."""
@@ -96,7 +96,7 @@ def push_all(
 ) -> None:
     for index in replica.front_first():
         replica.push(
-            index, values[index], present=-1, samples=2.0, outbox=notes, in_backward=in_backward
+            index, values[index], present=-1, samples=2.0, push_pull=notes, in_backward=in_backward
         )
 
 
@@ -149,9 +149,9 @@ def test_ssgd_asks_with_its_pushes_and_backward_keeps_its_weights(maps: bool) ->
     own = grads(replica, 1.0)
     push_all(replica, notes, own, in_backward=True)
     assert [pull[:3] for pull in notes.pulls] == [(1, 1, 1), (0, 1, 1)]
-    for index, landing in notes.landings.items():
-        is_direct = landing.weights.data_ptr() == replica.parts[index].weights.data_ptr()
-        assert (landing.is_late, is_direct) == (maps, maps)
+    for index, pull_buffer in notes.pull_buffers.items():
+        is_direct = pull_buffer.weights.data_ptr() == replica.parts[index].weights.data_ptr()
+        assert (pull_buffer.copy_on_wait, is_direct) == (maps, maps)
     if not maps:
         notes.land(0, 5.0, version=1)
         assert replica.weights[:NUMEL].tolist() == [1.0] * NUMEL
@@ -194,7 +194,7 @@ def test_a_pull_that_is_given_up_changes_nothing_when_it_lands(mode: str) -> Non
     replica, notes = make(mode)
     own = grads(replica, 1.0)
     push_all(replica, notes, own, in_backward=True)
-    given_up = notes.landings[1]
+    given_up = notes.pull_buffers[1]
     replica.abandon()
     notes.taken()
     waits = replica.finish(own, notes)
@@ -256,9 +256,9 @@ def test_the_secant_takes_a_pull_where_its_own_direction_lay_with_the_same_bits(
     sync = [part.state["grad_sync"] for part in replica.parts]
     step(replica, notes, 1.0, 0.0, 0)
     push_all(replica, notes, grads(replica, 1.0), in_backward=True)
-    for index, landing in notes.landings.items():
-        is_sync = landing.weights.data_ptr() == sync[index].data_ptr()
-        assert (landing.is_late, is_sync) == (maps, maps)
+    for index, pull_buffer in notes.pull_buffers.items():
+        is_sync = pull_buffer.weights.data_ptr() == sync[index].data_ptr()
+        assert (pull_buffer.copy_on_wait, is_sync) == (maps, maps)
     notes.run(replica.finish(grads(replica, 1.0), notes), 0.0, 0)
     assert (notes.waited, replica.weights[0].item()) == ([], -1.0)
     step(replica, notes, 1.0, weights=8.0, version=2)
@@ -283,10 +283,10 @@ def test_a_slice_is_not_pushed_while_its_pull_is_under_way() -> None:
     step(replica, notes, 1.0, 0.0, 0)
     own = grads(replica, 1.0)
     with pytest.raises(AssertionError):
-        replica.push(1, own[1], present=-1, samples=1.0, outbox=notes)
+        replica.push(1, own[1], present=-1, samples=1.0, push_pull=notes)
     notes.land(1, 5.0, version=1)
     assert list(replica.land(1)) == []
-    replica.push(1, own[1], present=-1, samples=1.0, outbox=notes)
+    replica.push(1, own[1], present=-1, samples=1.0, push_pull=notes)
     assert notes.pushes[-1][1].base_version == 0  # The gradient is of the weights before.
 
 
@@ -324,17 +324,17 @@ def test_in_shared_memory_pulled_momentum_takes_the_place_of_the_own_one(maps: b
     notes.run(replica.finish(own, notes), 0.0, 0)
     assert sorted(pull[:3] for pull in notes.pulls) == [(0, 1, 1), (1, 1, 1)]
     kept = [part.state["momentum_buffer"] for part in replica.parts]
-    for index, landing in notes.landings.items():
-        assert (landing.state[0].data_ptr() == kept[index].data_ptr()) == maps
+    for index, pull_buffer in notes.pull_buffers.items():
+        assert (pull_buffer.state[0].data_ptr() == kept[index].data_ptr()) == maps
     step(replica, notes, 1.0, weights=5.0, version=1)
     assert kept[0][0].item() == (0.5 * 0.0 + 1.0)  # The pulled one was 0.
     assert replica.weights[0].item() == 4.5
 
 
-def peek(replica: Replica, notes: Notes, weights: float, version: int) -> list[Landing]:
+def peek(replica: Replica, notes: Notes, weights: float, version: int) -> list[PullBuffer]:
     """Returns what a look has seen."""
     seen = [
-        Landing(weights=torch.zeros_like(part.weights), state=[], is_look=True)
+        PullBuffer(weights=torch.zeros_like(part.weights), state=[], is_look=True)
         for part in replica.parts
     ]
     notes.run(replica.peek(seen, notes, with_state=False), weights, version)
@@ -347,7 +347,7 @@ def test_a_peek_brings_the_newest_and_leaves_all_else() -> None:
     notes.taken()
     seen = peek(replica, notes, 6.0, 1)
     assert [pull[1:] for pull in notes.pulls] == [(1, 1, False)] * 2
-    assert [landing.weights[0].item() for landing in seen] == [6.0, 6.0]
+    assert [pull_buffer.weights[0].item() for pull_buffer in seen] == [6.0, 6.0]
     assert replica.weights[0].item() == 0.5
     assert replica.parts[0].version == 0
     step(replica, notes, 1.0, 0.0, 0)
@@ -358,14 +358,14 @@ def test_a_peek_at_a_pull_under_way_leaves_it_for_the_next_step() -> None:
     """What is under way may be an estimate: it lands, and the look is a pull of its own."""
     replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
     step(replica, notes, 1.0, 0.0, 0)
-    under_way = dict(notes.landings)
+    under_way = dict(notes.pull_buffers)
     notes.taken()
     for index in range(2):
         under_way[index].weights.fill_(6.0)
         under_way[index].version = 1
     seen = peek(replica, notes, 7.0, 1)
     assert [pull[0] for pull in notes.pulls] == [0, 1]
-    assert [landing.weights[0].item() for landing in seen] == [7.0, 7.0]
+    assert [pull_buffer.weights[0].item() for pull_buffer in seen] == [7.0, 7.0]
     assert replica.weights[0].item() == 0.5
     step(replica, notes, 1.0, 99.0, 99)  # Has nothing to wait for.
     assert replica.weights[0].item() == 5.5
@@ -499,7 +499,7 @@ def test_a_worker_begins_with_the_newest_step_of_all_slices() -> None:
     replica.restart()
     asked = []
     for index in replica.begin(notes):
-        is_told = notes.landings[index].begins
+        is_told = notes.pull_buffers[index].begins
         asked.append((index, notes.pulls[-1][1:3], is_told))
         if is_told:
             notes.land(index, 3.0, version=6, clock=6)
