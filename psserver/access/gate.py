@@ -32,7 +32,17 @@ HEALTH = "/grpc.health.v1.Health/"
 CONTROL = "/ps.v1.Control/"
 DATA = f"/{DATA_SERVICE}/"
 # What a worker calls, and who ends its job; all but Describe name one, which has to be the token's.
-JOINED = ("Describe", "Join", "Define", "Change", "Heartbeat", "Owe", "Claim", "Barrier", "Leave")
+JOINED = (
+    "Describe",
+    "Join",
+    "Define",
+    "Change",
+    "Heartbeat",
+    "SendResidual",
+    "FetchResidual",
+    "Barrier",
+    "Leave",
+)
 WORKERS_METHODS = {
     *(CONTROL + name for name in (*JOINED, "Forget")),
     *(DATA + name for name in ("Push", "Pull")),

@@ -331,10 +331,9 @@ class Requests:
                 is_asked = self.debts.is_asked(
                     request.job, request.address, request.worker, request.step
                 )
+        verdict, version = VERDICTS[action.verdict], max(0, action.version)
         request.reply.pushed(
-            data_pb2.PushReply(
-                verdict=VERDICTS[action.verdict], version=max(0, action.version), owe=is_asked
-            )
+            data_pb2.PushReply(verdict=verdict, version=version, send_residual=is_asked)
         )
 
     def answer(self, action: Answer, store: SliceStore) -> None:

@@ -289,8 +289,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 return pb.HeartbeatReply(
                     instance=self._instance,
                     waiting_for=engine.waits.stalled(job),
-                    owing=[
-                        pb.Owing(table=number, step=step, slices=slices)
+                    residual_requests=[
+                        pb.ResidualRequest(table=number, step=step, slices=slices)
                         for number, step, slices in asked
                     ],
                     live=job.membership.live() if request.wants_live else (),
@@ -300,8 +300,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await refuse(context, error)
             raise
 
-    async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
-        """Takes what a worker's error feedback owes of a slice."""
+    async def SendResidual(
+        self, request: pb.SendResidualRequest, context: Context
+    ) -> pb.SendResidualReply:
+        """Records the residual of a slice for the checkpoint that asked for it."""
         try:
             with self._engine.lock:
                 job = self._heard(request)
@@ -317,10 +319,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        return pb.OweReply()
+        return pb.SendResidualReply()
 
-    async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimReply:
-        """Gives a worker back what a checkpoint had of its rank."""
+    async def FetchResidual(
+        self, request: pb.FetchResidualRequest, context: Context
+    ) -> pb.FetchResidualReply:
+        """Returns the residuals that a restored checkpoint has for a rank."""
         try:
             with self._engine.lock:
                 job = self._heard(request)
@@ -331,8 +335,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             await refuse(context, error)
             raise
         if not request.HasField("slice"):
-            return pb.ClaimReply(slices=sorted(kept))
-        return pb.ClaimReply(
+            return pb.FetchResidualReply(slices=sorted(kept))
+        return pb.FetchResidualReply(
             arrays=[pb.Array(name=name, data=array.tobytes()) for name, array in arrays]
         )
 
@@ -401,8 +405,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         | pb.ChangeRequest
         | pb.HeartbeatRequest
         | pb.BarrierRequest
-        | pb.OweRequest
-        | pb.ClaimRequest,
+        | pb.SendResidualRequest
+        | pb.FetchResidualRequest,
     ) -> Job:
         return self._engine.heard(request.job, request.worker, request.incarnation)
 

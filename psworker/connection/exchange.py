@@ -27,7 +27,7 @@ from psworker.compression.pull_estimate import PulledEstimate
 from psworker.connection.answer_wait import AnswerWait
 from psworker.connection.missed import Missed
 from psworker.connection.payloads import Payloads
-from psworker.connection.residuals import Debts
+from psworker.connection.residuals import Residuals
 from psworker.connection.session import Session
 from psworker.connection.shared_grads import SharedGrads
 from psworker.connection.trace import note_payload, note_pull, note_push
@@ -86,7 +86,7 @@ class Exchange:
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key)
         feedback = self.payloads.feedback
-        self._debts = Debts(session, self.table, self.layout, feedback, self._pushes)
+        self._residuals = Residuals(session, self.table, self.layout, feedback, self._pushes)
 
     @property
     def compresses_pulls(self) -> bool:
@@ -101,7 +101,7 @@ class Exchange:
         """Sends one slice; `grad` must stay as it is until `acknowledged(index)`."""
         self.acknowledged(index)
         feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
-        self._debts.begin(index, push.step)
+        self._residuals.begin(index, push.step)
         is_raw = feedback is None and push.present != 0
         shared = is_raw and self._shared is not None and self._shared.holds(index, grad)
         payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
@@ -197,7 +197,7 @@ class Exchange:
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
                 self.traffic.num_too_late += 1
                 self.missed.late(self.session.rank, index)
-            self._debts.settle(index, reply)
+            self._residuals.settle(index, reply)
 
     def flush(self) -> None:
         """Waits until every push is acknowledged."""
@@ -224,7 +224,7 @@ class Exchange:
         self._pulls.clear()
         self._estimates = self._make_estimates()
         self.payloads.restart()
-        self._debts.restart(self.table)
+        self._residuals.restart(self.table)
         if self._shared is not None:
             self._shared.attach()
 

@@ -43,11 +43,11 @@ AT_START = ("begin", "load_state_dict")
 FIRST_TIMEOUT_S = 5.0  # Of one attempt of the first call: what listens there may be no shard.
 
 
-class Debtor(Protocol):
-    """What owes something of one table."""
+class ResidualSender(Protocol):
+    """Sends the residuals of one table."""
 
-    def owe(self, step: int, slices: Sequence[int]) -> None:
-        """Sends what it owes of some slices after `step`, if it has not gone on."""
+    def send_after(self, step: int, slices: Sequence[int]) -> None:
+        """Sends residuals as they are after `step`, unless a later step has been pushed."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Session:
         links: One per shard, in the order of the shards.
         timeline: Where spans are recorded; None: nowhere.
         left_out: By table; steps that its script has left out, where all workers make all steps.
-        debtors: By table; what owes something that a checkpoint needs.
+        residual_senders: By table; they send the residuals that a checkpoint needs.
         waits: For which shard that does not answer, in words; the others pass it on to people.
     """
 
@@ -146,8 +146,8 @@ class Session:
         self._data_plane = data_plane
         self.waits = ""
         self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
-        self.debtors: WeakValueDictionary[int, Debtor] = WeakValueDictionary()
-        self._teller: threading.Thread | None = None
+        self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
+        self._residual_thread: threading.Thread | None = None
         self._known = Known()
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
@@ -160,7 +160,7 @@ class Session:
                 self._renew()
                 self._join_all(returns=False)
             undo.pop_all()
-        self._telling = threading.Lock()
+        self._residual_lock = threading.Lock()
         # One for each shard: one that hangs costs no lease at another.
         self._hearts = [
             threading.Thread(target=self._beat, args=(link,), name="heartbeat", daemon=True)
@@ -470,24 +470,24 @@ class Session:
                     steps, count, since = counted.report
                     request.left_out.add(table=table, steps=steps, count=count, since=since)
             try:
-                self._tell_debts(link.beat(request, timeout_s=self._interval_s))
+                self._send_residuals(link.beat(request, timeout_s=self._interval_s))
             except PacelineError as error:
                 if link.joined_as == joined_as and incarnation == self.incarnation:
                     self._failure = error
 
-    def _tell_debts(self, asked: Sequence[pb.Owing]) -> None:
-        """Has what a shard asks for sent, in a thread of its own: leases are renewed meanwhile."""
-        debts = [(self.debtors.get(owing.table), owing) for owing in asked]
+    def _send_residuals(self, requests: Sequence[pb.ResidualRequest]) -> None:
+        """Sends the requested residuals from a separate thread, so heartbeats continue."""
+        wanted = [(self.residual_senders.get(request.table), request) for request in requests]
 
-        def tell() -> None:
-            for debtor, owing in debts:
-                if debtor is not None:
-                    debtor.owe(owing.step, owing.slices)
+        def send() -> None:
+            for sender, request in wanted:
+                if sender is not None:
+                    sender.send_after(request.step, request.slices)
 
-        with self._telling:
-            if debts and (self._teller is None or not self._teller.is_alive()):
-                self._teller = threading.Thread(target=tell, name="debts", daemon=True)
-                self._teller.start()
+        with self._residual_lock:
+            if wanted and (self._residual_thread is None or not self._residual_thread.is_alive()):
+                self._residual_thread = threading.Thread(target=send, name="residuals", daemon=True)
+                self._residual_thread.start()
 
     def _close_links(self) -> None:
         for link in self.links:

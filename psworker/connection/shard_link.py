@@ -56,11 +56,11 @@ class Link:
         """
         return self.patience.insist(lambda: method(request, timeout=timeout_s))
 
-    def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> Sequence[pb.Owing]:
+    def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> Sequence[pb.ResidualRequest]:
         """Renews this worker's lease once; a network that fails is left to the next time.
 
         Returns:
-            What error feedback owes that the shard asks for.
+            The residuals that the shard asks for.
 
         Raises:
             RemoteProtocolError: The shard no longer counts this worker in.
@@ -78,8 +78,8 @@ class Link:
             if not isinstance(error, TransportError):
                 raise error from None
             return ()
-        owing: Sequence[pb.Owing] = reply.owing
-        return owing
+        requests: Sequence[pb.ResidualRequest] = reply.residual_requests
+        return requests
 
     @property
     def silent_s(self) -> float:

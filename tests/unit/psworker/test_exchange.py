@@ -57,7 +57,9 @@ class Session:
                 address=f"host:{number}",
                 silent_s=0.0,
                 waiting_for="",
-                control=SimpleNamespace(Claim=lambda request: control_pb2.ClaimReply()),
+                control=SimpleNamespace(
+                    FetchResidual=lambda request: control_pb2.FetchResidualReply()
+                ),
                 call=lambda method, request: method(request),
             )
             for number, plane in enumerate(self.planes)
@@ -66,7 +68,7 @@ class Session:
         self.failure: Exception | None = None
         self.timeline = None
         self.waits = ""
-        self.debtors: dict[int, Any] = {}
+        self.residual_senders: dict[int, Any] = {}
 
     def define(self, spec: TableSpec, **options: Any) -> tuple[int, Origin]:
         self.defined.append(spec)

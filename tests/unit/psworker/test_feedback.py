@@ -136,7 +136,12 @@ def test_no_slice_holds_both_kinds(num_shards: int) -> None:
 
 def exchange_of(num_shards: int) -> Exchange:
     session: Any = SimpleNamespace(
-        job="job", rank=0, links=[], define=lambda *_: (0, Origin()), timeline=None, debtors={}
+        job="job",
+        rank=0,
+        links=[],
+        define=lambda *_: (0, Origin()),
+        timeline=None,
+        residual_senders={},
     )
     spec = TableSpec(
         name="model",

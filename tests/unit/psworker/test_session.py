@@ -80,7 +80,7 @@ class FakeLink:
             raise answer
         return answer
 
-    def beat(self, request: Any, timeout_s: float) -> list[pb.Owing]:
+    def beat(self, request: Any, timeout_s: float) -> list[pb.ResidualRequest]:
         self.beaten.set()
         self.beaten_as.append((request.worker, request.incarnation))
         if self.beats:

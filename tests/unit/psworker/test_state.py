@@ -26,7 +26,7 @@ class FakeShards:
         self.layout, self.num_state, self.counts = layout, num_state, counts
         self.step = 4
         self.rank = 0
-        self.rule, self.compressor = SSGD(), "none"
+        self.rule, self.spec = SSGD(), SimpleNamespace(compressor="none")
         self.session = self
         self.log: list[str] = []
         self.loads: list[tuple[Role, list[np.ndarray], list[int], int]] = []

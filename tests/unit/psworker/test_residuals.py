@@ -1,4 +1,4 @@
-"""What is owed is sent as it was after the push that a shard names, or not at all."""
+"""A residual is sent as it was after the push that a shard names, or not at all."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ANY_STEP, Push, TensorSpec
 from psworker.compression.error_feedback import Feedback
-from psworker.connection.residuals import Debts
+from psworker.connection.residuals import Residuals
 
 NUMEL = 32
 LAYOUT = make_layout([TensorSpec(name="w", shape=(NUMEL,), dtype="float32", compress=True)], 1)
@@ -26,35 +26,35 @@ class Scene:
 
     def __init__(self, kept: float | None = None) -> None:
         self.kept = kept
-        self.sent: list[pb.OweRequest] = []
+        self.sent: list[pb.SendResidualRequest] = []
         self.problem: Exception | None = None
-        control = SimpleNamespace(Claim=self.claim, Owe=self.owe)
+        control = SimpleNamespace(FetchResidual=self.fetch, SendResidual=self.receive)
         link = SimpleNamespace(control=control, call=lambda method, request: method(request))
         self.session: Any = SimpleNamespace(
-            job="job", rank=1, incarnation=7, links=[link], debtors={}
+            job="job", rank=1, incarnation=7, links=[link], residual_senders={}
         )
         self.feedback = Feedback(TwoBit(threshold=1.0), NUMEL, "key")
         self.pushes: dict[int, Future[data_pb2.PushReply]] = {}
-        session, feedback = self.session, [self.feedback]
-        self.debts = Debts(session, 3, LAYOUT, feedback, self.pushes)  # type: ignore[arg-type]
+        session: Any = self.session
+        self.residuals = Residuals(session, 3, LAYOUT, [self.feedback], self.pushes)
 
-    def claim(self, request: pb.ClaimRequest) -> pb.ClaimReply:
+    def fetch(self, request: pb.FetchResidualRequest) -> pb.FetchResidualReply:
         assert (request.job, request.worker, request.incarnation, request.table) == ("job", 1, 7, 3)
         if self.kept is None:
-            return pb.ClaimReply()
+            return pb.FetchResidualReply()
         if not request.HasField("slice"):
-            return pb.ClaimReply(slices=[0])
+            return pb.FetchResidualReply(slices=[0])
         data = np.full(NUMEL, self.kept, np.float32).tobytes()
-        return pb.ClaimReply(arrays=[pb.Array(name="residual", data=data)])
+        return pb.FetchResidualReply(arrays=[pb.Array(name="residual", data=data)])
 
-    def owe(self, request: pb.OweRequest) -> pb.OweReply:
+    def receive(self, request: pb.SendResidualRequest) -> pb.SendResidualReply:
         if self.problem is not None:
             raise self.problem
         self.sent.append(request)
-        return pb.OweReply()
+        return pb.SendResidualReply()
 
     def push(self, step: int, value: float) -> None:
-        self.debts.begin(0, step)
+        self.residuals.begin(0, step)
         push = Push(worker=1, step=step, base_version=step)
         self.feedback.encode(push, np.full(NUMEL, value, np.float32))
         self.pushes[0] = Future()
@@ -63,9 +63,9 @@ class Scene:
         self.pushes[0].set_result(data_pb2.PushReply(**fields))
 
     def settle(self) -> None:
-        self.debts.settle(0, self.pushes.pop(0).result())
+        self.residuals.settle(0, self.pushes.pop(0).result())
 
-    def owed(self) -> list[tuple[int, float]]:
+    def received(self) -> list[tuple[int, float]]:
         """Returns the steps that were sent, each with the first element of the residual."""
         arrays = [{a.name: np.frombuffer(a.data, "<f4") for a in r.arrays} for r in self.sent]
         steps = [request.step for request in self.sent]
@@ -77,37 +77,37 @@ def test_what_is_asked_for_with_an_acknowledgement_is_sent_before_the_next_push(
     scene.push(0, 1.25)
     scene.answer()
     scene.settle()
-    assert scene.owed() == []  # Nobody has asked.
+    assert scene.received() == []  # Nobody has asked.
     scene.push(1, 1.25)
-    scene.answer(owe=True)
+    scene.answer(send_residual=True)
     scene.settle()
-    assert scene.owed() == [(1, 0.5)]
+    assert scene.received() == [(1, 0.5)]
     request = scene.sent[0]
     assert (request.job, request.worker, request.incarnation) == ("job", 1, 7)
     assert (request.table, request.slice) == (3, 0)
 
 
-def test_what_came_too_late_is_owed_again_before_it_is_sent() -> None:
+def test_a_late_push_returns_to_the_residual_before_that_is_sent() -> None:
     scene = Scene()
     scene.push(0, 1.25)
-    scene.answer(owe=True, verdict=TOO_LATE)
+    scene.answer(send_residual=True, verdict=TOO_LATE)
     scene.settle()
-    assert scene.owed() == [(0, 1.25)]
+    assert scene.received() == [(0, 1.25)]
 
 
 def test_a_worker_that_has_stopped_sends_what_a_heartbeat_asks_for() -> None:
     scene = Scene()
-    debtor = scene.session.debtors[3]
+    sender = scene.session.residual_senders[3]
     scene.push(4, 1.25)
-    debtor.owe(4, [0])
-    assert scene.owed() == []  # Not answered yet, so it may still come back.
+    sender.send_after(4, [0])
+    assert scene.received() == []  # Not answered yet, so it may still come back.
     scene.answer(verdict=TOO_LATE)
-    debtor.owe(4, [0])
-    debtor.owe(ANY_STEP, [0])
-    assert scene.owed() == [(4, 1.25)] * 2
+    sender.send_after(4, [0])
+    sender.send_after(ANY_STEP, [0])
+    assert scene.received() == [(4, 1.25)] * 2
     scene.settle()  # When training goes on: what came back is not counted again.
-    debtor.owe(4, [0])
-    assert scene.owed()[2:] == [(4, 1.25)]
+    sender.send_after(4, [0])
+    assert scene.received()[2:] == [(4, 1.25)]
 
 
 def test_a_worker_that_has_gone_on_sends_nothing() -> None:
@@ -116,18 +116,18 @@ def test_a_worker_that_has_gone_on_sends_nothing() -> None:
         scene.push(step, 1.25)
         scene.answer()
         scene.settle()
-    scene.session.debtors[3].owe(0, [0])
-    assert scene.owed() == []
+    scene.session.residual_senders[3].send_after(0, [0])
+    assert scene.received() == []
 
 
-def test_a_new_process_begins_with_what_its_rank_owed_and_owes_that() -> None:
+def test_a_new_process_fetches_the_residual_of_its_rank_and_can_send_it() -> None:
     scene = Scene(kept=0.5)
-    scene.session.debtors[3].owe(9, [0])
-    assert scene.owed() == [(9, 0.5)]
+    scene.session.residual_senders[3].send_after(9, [0])
+    assert scene.received() == [(9, 0.5)]
     scene.push(0, 0.25)
-    scene.answer(owe=True)
+    scene.answer(send_residual=True)
     scene.settle()
-    assert scene.owed()[1:] == [(0, 0.75)]
+    assert scene.received()[1:] == [(0, 0.75)]
 
 
 def test_a_shard_that_does_not_take_it_does_not_stop_training(
@@ -136,19 +136,19 @@ def test_a_shard_that_does_not_take_it_does_not_stop_training(
     scene = Scene()
     scene.problem = ServerUnavailableError("nobody there")
     scene.push(0, 1.25)
-    scene.answer(owe=True)
+    scene.answer(send_residual=True)
     scene.settle()
-    assert "what slice 0 owes did not get into a checkpoint: nobody there" in caplog.text
+    assert "the residual of slice 0 is missing in a checkpoint: nobody there" in caplog.text
 
 
-def test_what_is_owed_stays_owed_when_a_worker_comes_back() -> None:
+def test_the_residual_stays_when_a_worker_comes_back() -> None:
     scene = Scene()
     scene.push(0, 1.25)
     scene.pushes.clear()
-    scene.debts.restart(5)
-    assert scene.session.debtors[5] is scene.debts
+    scene.residuals.restart(5)
+    assert scene.session.residual_senders[5] is scene.residuals
     scene.push(1, 0.25)
-    scene.answer(owe=True)
+    scene.answer(send_residual=True)
     scene.settle()
-    assert scene.owed() == [(1, 0.5)]
+    assert scene.received() == [(1, 0.5)]
     assert scene.sent[0].table == 5
