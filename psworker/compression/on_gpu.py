@@ -1,8 +1,8 @@
-"""Error feedback of a slice whose gradients are on a GPU: encoded there, copied when it is small.
+"""Error feedback of gradients on a GPU: they are encoded there, and the small payload is copied.
 
-What encodes runs on torch's current stream, right behind backward; the payload is copied to pinned
-memory without anyone waiting, and only the thread that sends it waits for that copy. Residuals
-stay on the device. What cannot be encoded there is copied, and the CPU encodes.
+The encoder runs on torch's current stream, right after backward. The payload is copied to pinned
+memory asynchronously, and only the thread that sends it waits for that copy. Residuals stay on the
+device. Gradients that cannot be encoded there are copied, and the CPU encodes them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class DeviceFeedback(Feedback):
     """Error feedback of one slice on a GPU."""
 
     def __init__(self, encoder: Encoder, key: str) -> None:
-        """Owes nothing yet.
+        """Starts without a residual.
 
         Args:
-            encoder: Of the slice.
+            encoder: The encoder of the slice.
             key: Job, table, worker and slice.
         """
         super().__init__(encoder.compressor, encoder.numel, key)
@@ -44,7 +44,7 @@ class DeviceFeedback(Feedback):
         )
 
     def start(self, push: Push, grad: torch.Tensor, check: FiniteCheck) -> Callable[[], memoryview]:
-        """Starts kernels and copy, and returns what waits for the payload."""
+        """Starts kernels and copy; returns a function that waits for the payload and returns it."""
         with self._lock:
             assert self._sent is None
             refused = check.start(grad)
@@ -65,7 +65,7 @@ class DeviceFeedback(Feedback):
         return ready
 
     def flush(self, push: Push, grad: FloatArray) -> memoryview:
-        """Returns gradient and residual together, uncompressed; nothing is owed after it."""
+        """Returns the sum of gradient and residual, uncompressed; the residual becomes zero."""
         with self._lock:
             if self._sent is None or self._sent.step != push.step:
                 total = grad.copy()
@@ -82,14 +82,14 @@ class DeviceFeedback(Feedback):
             return wire.as_bytes(self._sent.payload)
 
     def settle(self, verdict: Verdict) -> None:
-        """Ends the push that was encoded last; one that entered no update is owed again."""
+        """Ends the push that was encoded last; a late push is added back to the residual."""
         with self._lock:
             sent, self._sent = self._sent, None
             residual = self._encoder.state.get(RESIDUAL)
             if sent is None or residual is None:
                 return
             if verdict == Verdict.TOO_LATE:
-                # From pinned memory, which torch keeps until it is copied: nobody waits.
+                # torch keeps pinned memory until it is copied: no wait.
                 is_cuda = residual.device.type == "cuda"
                 back = torch.zeros(self._numel, pin_memory=is_cuda)
                 if sent.is_compressed:
@@ -111,7 +111,7 @@ class DeviceFeedback(Feedback):
 
 
 class DeviceSide:
-    """How the gradients of one table leave a device: screened, then encoded there, or copied."""
+    """Moves the gradients of one table off a device: checked, then encoded there, or copied."""
 
     def __init__(
         self, layout: Layout, compressor: Compressor, host: FloatArray, device: torch.device
@@ -120,9 +120,9 @@ class DeviceSide:
 
         Args:
             layout: The slices.
-            compressor: Of their pushes.
-            host: `(layout.numel,) float32`: where gradients are copied that leave as they are.
-            device: Of the gradients.
+            compressor: The compressor of their pushes.
+            host: `(layout.numel,) float32` for copies of uncompressed gradients.
+            device: The device of the gradients.
         """
         self._layout = layout
         self._compressor = compressor
@@ -134,7 +134,7 @@ class DeviceSide:
             _pin(self, self._host)
 
     def place(self, index: int, feedback: Feedback) -> Feedback:
-        """Returns a slice's error feedback, from now on where its gradient is if that can be."""
+        """Returns a slice's error feedback, moved to the gradient's device if that is possible."""
         if index in self._placed:
             return feedback
         self._placed.add(index)
@@ -149,14 +149,14 @@ class DeviceSide:
     def payload(
         self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
     ) -> Callable[[], memoryview]:
-        """Starts what a push needs of the device, and returns what waits for its payload.
+        """Starts a push's work on the device; returns a function that waits for its payload.
 
         Args:
             index: The slice.
             push: The push.
             grad: `(numel,) float32` on the device.
-            feedback: From `place`; None where the gradient leaves as it is.
-            flush: Whether what is owed goes along, uncompressed.
+            feedback: From `place`; None if the gradient is not compressed.
+            flush: Whether the residual is added, uncompressed.
         """
         if index not in self._checks:
             self._checks[index] = FiniteCheck(self._layout, index, self._device)
@@ -181,7 +181,7 @@ class DeviceSide:
 
 
 def _mark(device: torch.device) -> Callable[[], object]:
-    """Returns what waits until all that was started on the device's current stream is done."""
+    """Returns a function that waits for the work so far on the device's current stream."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -190,13 +190,13 @@ def _mark(device: torch.device) -> Callable[[], object]:
 
 
 def _pin(owner: object, host: torch.Tensor) -> None:
-    """Has the driver copy to memory that we have already without waiting, while `owner` lives."""
+    """Pins existing memory while `owner` lives, so that copies to it are asynchronous."""
     if host.is_pinned():
         return
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
     if host.is_pinned():
         unpin = weakref.finalize(owner, lambda: driver.cudaHostUnregister(host.data_ptr()))
-        unpin.atexit = False  # Then the driver may be gone.
+        unpin.atexit = False  # The driver may be gone by then.
     else:
         log.warning("%d bytes for gradients cannot be pinned: copies will wait", host.nbytes)

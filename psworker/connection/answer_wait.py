@@ -29,7 +29,7 @@ class AnswerWait:
             session: This worker's part in the job.
             name: Name of the table.
             layout: Its slices.
-            check: Raises what makes waiting pointless; called every second.
+            check: Raises an error that makes waiting pointless; called every second.
         """
         self._session = session
         self._name = name
@@ -42,7 +42,7 @@ class AnswerWait:
         Args:
             future: The answer.
             index: The slice.
-            what: What is waited for, for people.
+            what: A description of the answer, for people.
 
         Raises:
             PacelineError: The shard refused the request, or does not answer.

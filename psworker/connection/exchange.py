@@ -1,9 +1,9 @@
-"""The worker's network edge for one table: slices out, slices in, over one data plane per shard.
+"""Pushes and pulls of one table over the network, through one data plane per shard.
 
-`Exchange` is the `PushPull` of a replica. It keeps a future for each slice that is on its way; a
-slice has at most one push and one pull under way, so what is in flight is bounded by the size of
-the model. A gradient must stay as it is until its push is acknowledged: until then it is what is
-sent again after a failure, and with shared memory the shard reads it where it lies.
+`Exchange` is the `PushPull` of a replica. It keeps a future for each slice under way. A slice has
+at most one push and one pull under way, so the bytes in flight are bounded by the size of the
+model. A gradient must not change until its push is acknowledged: a failure makes the worker send it
+again, and with shared memory the shard reads it in place.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ class Exchange:
     """Pushes and pulls of one table.
 
     Attributes:
-        grads: `(layout.numel,) float32` on the host: what lies in it is pushed without a copy to
-            shards on this host. None unless asked for.
-        missed: Steps of this worker that did not count whole.
-        origin: Where the steps of training are counted from.
-        payloads: What is made of gradients, and what error feedback owes.
+        spec: The declaration of the table.
+        layout: Its slices.
+        table: Its index at the shards.
+        grads: `(layout.numel,) float32` on the host; shards on this host read gradients in it
+            without a copy. None without `share`.
+        missed: Steps of this worker that did not count, or not in every slice.
+        origin: The push and the step from which steps are counted.
+        payloads: Payloads of pushes, and residuals.
+        traffic: Bytes sent and received.
     """
 
     def __init__(
@@ -98,7 +102,7 @@ class Exchange:
     def push(
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
     ) -> None:
-        """Sends one slice; `grad` must stay as it is until `acknowledged(index)`."""
+        """Sends one slice; `grad` must not change until `acknowledged(index)` has returned."""
         self.acknowledged(index)
         feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
         self._residuals.begin(index, push.step)
@@ -106,7 +110,7 @@ class Exchange:
         shared = is_raw and self._shared is not None and self._shared.holds(index, grad)
         payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
         compressor = self.spec.compressor.name if feedback is not None and not flush else ""
-        sender = self._sender()  # Now: when it leaves, this worker may have come back as another.
+        sender = self._sender()  # Now: this worker may have rejoined when the push leaves.
 
         def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
             return self._make(index, push, sender, payload, compressor, shared=shared)
@@ -121,7 +125,7 @@ class Exchange:
     def pull(
         self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
-        """Asks for one slice: for the weights, or for the estimate that stands for them."""
+        """Requests one slice: its weights, or the estimate of them."""
         header = data_pb2.PullHeader(
             sender=self._sender(),
             slice=index,
@@ -149,22 +153,22 @@ class Exchange:
         self._transport(index).pull(call)
 
     def maps_weights(self, index: int) -> bool:
-        """Whether a slice's weights are in shared memory, and pulled as they are."""
+        """Returns whether a slice's weights are in shared memory and pulled uncompressed."""
         is_mapped = self._shared is not None and self._shared.is_mapped(index)
         return is_mapped and self._estimates[index] is None
 
     def maps_grads(self, indices: Iterable[int]) -> bool:
-        """Whether the shards of slices have mapped `grads`: pushes are acknowledged soon then."""
+        """Returns whether the shards of slices have mapped `grads`, so they acknowledge soon."""
         shared = self._shared
         return shared is not None and all(shared.is_mapped(index) for index in indices)
 
     # ----- waiting
 
     def run(self, waits: Iterable[int]) -> None:
-        """Drives a replica's generator: waits for each pull it asks for.
+        """Drives a replica's generator: waits for each pull that it yields.
 
         Raises:
-            PacelineError: A pull or push was refused, or nobody answers.
+            PacelineError: A pull or push was refused, or a shard does not answer.
         """
         for index in waits:
             call, pull_buffer = self._pulls[index]
@@ -181,11 +185,11 @@ class Exchange:
             self.traffic.num_pulls += 1
 
     def has_landed(self, index: int) -> bool:
-        """Whether no pull of a slice is under way."""
+        """Returns whether no pull of a slice is under way."""
         return index not in self._pulls or self._pulls[index][0].done.done()
 
     def is_busy(self) -> bool:
-        """Whether a push has not been acknowledged yet."""
+        """Returns whether a push has not been acknowledged yet."""
         return any(not future.done() for future in self._pushes.values())
 
     def acknowledged(self, index: int) -> None:
@@ -205,20 +209,20 @@ class Exchange:
             self.acknowledged(index)
 
     def give_up_step(self, step: int, problem: BaseException) -> None:
-        """Gives up the step under way, and says what came of it (`Missed.give_up`)."""
+        """Gives up the step under way, and logs whether it counts (`Missed.give_up`)."""
         unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
         came = self.missed.give_up(step, unanswered)
         why = str(problem) or type(problem).__name__
         log.warning("worker %d comes back, %s: %s", self.session.rank, came, why)
 
     def _raise_failed(self) -> None:
-        """Raises what kept a push here: others' answers, and ours, may wait for it for ever."""
+        """Raises the error of a push that could not leave: answers may depend on it."""
         for future in self._pushes.values():
             if future.done() and (problem := future.exception()) is not None:
                 raise problem
 
     def restart(self) -> None:
-        """Forgets what was under way, which may have been counted; what is owed stays owed."""
+        """Forgets pushes and pulls under way, which may have been counted; residuals stay."""
         self.table, self.origin = self.session.define(self.spec, again=True)
         self._pushes.clear()
         self._pulls.clear()
@@ -229,7 +233,7 @@ class Exchange:
             self._shared.attach()
 
     def ask_origin(self) -> None:
-        """Asks the shards where steps are counted from now: somebody has loaded a state."""
+        """Asks the shards from where steps are counted, after a state was loaded."""
         self.table, self.origin = self.session.define(self.spec, again=True)
 
     def change(self, rule: Rule, step: int) -> None:
@@ -237,7 +241,7 @@ class Exchange:
 
         Args:
             rule: The new mode.
-            step: Of training, at which this worker is.
+            step: The step of training at which this worker is.
         """
         self.flush()
         self._num_changes += 1
@@ -252,7 +256,7 @@ class Exchange:
     def load(
         self, index: int, role: Role, arrays: list[FloatArray], counts: list[int], step: int = 0
     ) -> None:
-        """Uploads weights, or weights and state as they are at a step, of one slice."""
+        """Uploads the weights of one slice at a step, or its weights and state."""
         header = data_pb2.PushHeader(
             sender=self._sender(),
             slice=index,
@@ -269,15 +273,15 @@ class Exchange:
     # ----- error feedback
 
     def compressor_state(self) -> dict[str, FloatArray]:
-        """Returns what error feedback keeps, `(layout.numel,)` each; pushes must be flushed."""
+        """Returns the state of error feedback, `(layout.numel,)` each; pushes must be flushed."""
         return self.payloads.state()
 
     def load_compressor_state(self, state: Mapping[str, FloatArray]) -> None:
-        """Replaces what error feedback keeps; of a layout for any number of shards."""
+        """Replaces the state of error feedback; it is the same for any number of shards."""
         self.payloads.load(state)
 
     def _make_estimates(self) -> list[PulledEstimate | None]:
-        """Returns what is held of each slice's estimate; None where pulls are not compressed."""
+        """Returns each slice's estimate; None where pulls are not compressed."""
         who = f"worker {self.session.rank}"
         return [
             PulledEstimate(self.spec.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
@@ -287,7 +291,7 @@ class Exchange:
         ]
 
     def _key(self, index: int) -> str:
-        """Returns what tells a slice's random numbers from others'."""
+        """Returns a string that seeds a slice's random numbers."""
         return f"{self.session.job}/{self.table}/{self.session.rank}/{index}"
 
     # ----- inside
@@ -333,7 +337,7 @@ class Exchange:
         begin_ns = 0 if self._timeline is None else self._timeline.now_ns()
         try:
             data = payload()
-        except GradientError as problem:  # Only now: it was on a device. So the step still ends.
+        except GradientError as problem:  # Found after the copy from a device; the step still ends.
             self.payloads.refuse(problem)
             header.present, header.compressor = wire.pack_bits(0, len(spec.segments)), ""
             header.shared = header.may_wait = False

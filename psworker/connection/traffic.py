@@ -1,4 +1,4 @@
-"""What a worker has sent and received, counted for people."""
+"""Statistics of the bytes that a worker has sent and received."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from psworker.replica.ports import PullBuffer
 
 @dataclass(slots=True, kw_only=True)
 class Traffic:
-    """What a worker has sent and received, in bytes of payload, and what came of its pushes."""
+    """Payload bytes sent and received, and numbers of pushes and pulls."""
 
     pushed_nbytes: int = 0
     pulled_nbytes: int = 0
@@ -20,7 +20,7 @@ class Traffic:
 
 
 def pulled_nbytes(reply: data_pb2.PullReply, pull_buffer: PullBuffer) -> int:
-    """Returns the bytes of payload of an answer; shared memory counts as if it had travelled."""
+    """Returns the payload bytes of an answer; shared memory counts as if it had been sent."""
     if reply.fingerprint and not reply.whole:
         return sum(reply.deltas)
     nbytes = sum(tensor.nbytes for tensor in (pull_buffer.weights, *pull_buffer.state))

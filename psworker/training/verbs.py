@@ -1,4 +1,4 @@
-"""The classic verbs on named tensors: `push`, `pull`, `push_pull`, and what belongs to them.
+"""The classic verbs on named tensors (`push`, `pull`, `push_pull`), and membership of the job.
 
 Each name is a table of its own on the shards. A push contributes this worker's tensor to the
 name's current round; the round is complete when every worker has pushed, and then its value is the
@@ -28,7 +28,7 @@ class NamedTensor:
     """One named tensor on the shards."""
 
     def __init__(self, name: str, like: torch.Tensor) -> None:
-        """Declares it; its first value is zero."""
+        """Declares the tensor; its first value is zero."""
         spec = TensorSpec(name=name, shape=tuple(like.shape) or (1,), dtype="float32")
         session = context.current().session
         self.shape = like.shape
@@ -108,16 +108,16 @@ def init(
     tls_key: str | None = None,
     token_file: str | None = None,
 ) -> None:
-    """Joins a job; what is not given comes from the environment (`environment.py`).
+    """Joins a job; arguments that are not given come from the environment (`environment.py`).
 
     Args:
         servers: Addresses of the shards in their order.
         job: Name of the job.
-        rank: Of this worker.
-        num_workers: Workers of the job.
-        min_workers: Of an elastic job, the least with which it goes on; else 1.
-        max_workers: The most, in the place of `num_workers`: makes the job elastic.
-        timeout_s: How long a shard may not answer before that is an error, in seconds.
+        rank: Rank of this worker.
+        num_workers: Number of workers of the job.
+        min_workers: Minimum of an elastic job; 1 by default.
+        max_workers: Maximum, instead of `num_workers`: makes the job elastic.
+        timeout_s: Seconds without an answer that are an error.
         tls_ca: Path of the CA that signed the shards' certificates: connect with TLS.
         tls_cert: Path of our own certificate, for shards that ask for one.
         tls_key: Path of its private key.
@@ -152,7 +152,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Returns the number of workers of the job; the most of an elastic one."""
+    """Returns the number of workers of the job; the maximum of an elastic one."""
     return context.current().session.num_workers
 
 
@@ -160,18 +160,18 @@ def live_ranks() -> list[int]:
     """Returns the ranks of the workers that take part in the job now, in order.
 
     It asks the first shard. In an elastic job workers may join and leave at any time, so two
-    workers may be told different things.
+    workers may get different answers.
     """
     return context.current().session.live()
 
 
 def barrier(name: str = "barrier") -> None:
-    """Waits until all workers that are still there have come here."""
+    """Waits until all workers that are still in the job have reached this barrier."""
     context.current().session.barrier(name)
 
 
 def push(tensor: torch.Tensor, name: str) -> None:
-    """Contributes a tensor to the current round of `name`; does not wait for others."""
+    """Contributes a tensor to the current round of `name`; does not wait for other workers."""
     named(name, tensor).push(tensor)
 
 
@@ -196,7 +196,7 @@ def broadcast_parameters(
 ) -> None:
     """Copies one worker's tensors to all others, in place.
 
-    `DistributedOptimizer` does so by itself for what it trains; this is for the rest (frozen
+    `DistributedOptimizer` does this for its own parameters; use it for the others (frozen
     parameters, buffers).
     """
     if not 0 <= root_rank < size():
@@ -226,5 +226,5 @@ def named(name: str, like: torch.Tensor) -> NamedTensor:
 
 
 def drop_named(name: str) -> None:
-    """Forgets a tensor after this worker was lost: its next use goes on in the others' round."""
+    """Forgets a tensor after this worker was lost: its next use joins the current round."""
     _named.pop(name, None)
