@@ -21,7 +21,7 @@ LAYOUT = make_layout([TensorSpec(name="w", shape=(NUMEL,), dtype="float32", comp
 TOO_LATE = data_pb2.VERDICT_TOO_LATE
 
 
-class Scene:
+class FakeWorker:
     """A worker of one slice with a fixed threshold of 1, and the shard that it talks to."""
 
     def __init__(self, kept: float | None = None) -> None:
@@ -73,82 +73,82 @@ class Scene:
 
 
 def test_what_is_asked_for_with_an_acknowledgement_is_sent_before_the_next_push() -> None:
-    scene = Scene()
-    scene.push(0, 1.25)
-    scene.answer()
-    scene.settle()
-    assert scene.received() == []  # Nobody has asked.
-    scene.push(1, 1.25)
-    scene.answer(send_residual=True)
-    scene.settle()
-    assert scene.received() == [(1, 0.5)]
-    request = scene.sent[0]
+    worker = FakeWorker()
+    worker.push(0, 1.25)
+    worker.answer()
+    worker.settle()
+    assert worker.received() == []  # Nobody has asked.
+    worker.push(1, 1.25)
+    worker.answer(send_residual=True)
+    worker.settle()
+    assert worker.received() == [(1, 0.5)]
+    request = worker.sent[0]
     assert (request.job, request.worker, request.incarnation) == ("job", 1, 7)
     assert (request.table, request.slice) == (3, 0)
 
 
 def test_a_late_push_returns_to_the_residual_before_that_is_sent() -> None:
-    scene = Scene()
-    scene.push(0, 1.25)
-    scene.answer(send_residual=True, verdict=TOO_LATE)
-    scene.settle()
-    assert scene.received() == [(0, 1.25)]
+    worker = FakeWorker()
+    worker.push(0, 1.25)
+    worker.answer(send_residual=True, verdict=TOO_LATE)
+    worker.settle()
+    assert worker.received() == [(0, 1.25)]
 
 
 def test_a_worker_that_has_stopped_sends_what_a_heartbeat_asks_for() -> None:
-    scene = Scene()
-    sender = scene.session.residual_senders[3]
-    scene.push(4, 1.25)
+    worker = FakeWorker()
+    sender = worker.session.residual_senders[3]
+    worker.push(4, 1.25)
     sender.send_after(4, [0])
-    assert scene.received() == []  # Not answered yet, so it may still come back.
-    scene.answer(verdict=TOO_LATE)
+    assert worker.received() == []  # Not answered yet, so it may still come back.
+    worker.answer(verdict=TOO_LATE)
     sender.send_after(4, [0])
     sender.send_after(ANY_STEP, [0])
-    assert scene.received() == [(4, 1.25)] * 2
-    scene.settle()  # When training goes on: what came back is not counted again.
+    assert worker.received() == [(4, 1.25)] * 2
+    worker.settle()  # When training goes on: what came back is not counted again.
     sender.send_after(4, [0])
-    assert scene.received()[2:] == [(4, 1.25)]
+    assert worker.received()[2:] == [(4, 1.25)]
 
 
 def test_a_worker_that_has_gone_on_sends_nothing() -> None:
-    scene = Scene()
+    worker = FakeWorker()
     for step in range(2):
-        scene.push(step, 1.25)
-        scene.answer()
-        scene.settle()
-    scene.session.residual_senders[3].send_after(0, [0])
-    assert scene.received() == []
+        worker.push(step, 1.25)
+        worker.answer()
+        worker.settle()
+    worker.session.residual_senders[3].send_after(0, [0])
+    assert worker.received() == []
 
 
 def test_a_new_process_fetches_the_residual_of_its_rank_and_can_send_it() -> None:
-    scene = Scene(kept=0.5)
-    scene.session.residual_senders[3].send_after(9, [0])
-    assert scene.received() == [(9, 0.5)]
-    scene.push(0, 0.25)
-    scene.answer(send_residual=True)
-    scene.settle()
-    assert scene.received()[1:] == [(0, 0.75)]
+    worker = FakeWorker(kept=0.5)
+    worker.session.residual_senders[3].send_after(9, [0])
+    assert worker.received() == [(9, 0.5)]
+    worker.push(0, 0.25)
+    worker.answer(send_residual=True)
+    worker.settle()
+    assert worker.received()[1:] == [(0, 0.75)]
 
 
 def test_a_shard_that_does_not_take_it_does_not_stop_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    scene = Scene()
-    scene.problem = ServerUnavailableError("nobody there")
-    scene.push(0, 1.25)
-    scene.answer(send_residual=True)
-    scene.settle()
+    worker = FakeWorker()
+    worker.problem = ServerUnavailableError("nobody there")
+    worker.push(0, 1.25)
+    worker.answer(send_residual=True)
+    worker.settle()
     assert "the residual of slice 0 is missing in a checkpoint: nobody there" in caplog.text
 
 
 def test_the_residual_stays_when_a_worker_comes_back() -> None:
-    scene = Scene()
-    scene.push(0, 1.25)
-    scene.pushes.clear()
-    scene.residuals.restart(5)
-    assert scene.session.residual_senders[5] is scene.residuals
-    scene.push(1, 0.25)
-    scene.answer(send_residual=True)
-    scene.settle()
-    assert scene.received() == [(1, 0.5)]
-    assert scene.sent[0].table == 5
+    worker = FakeWorker()
+    worker.push(0, 1.25)
+    worker.pushes.clear()
+    worker.residuals.restart(5)
+    assert worker.session.residual_senders[5] is worker.residuals
+    worker.push(1, 0.25)
+    worker.answer(send_residual=True)
+    worker.settle()
+    assert worker.received() == [(1, 0.5)]
+    assert worker.sent[0].table == 5

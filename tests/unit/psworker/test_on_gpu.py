@@ -20,7 +20,7 @@ from psworker.compression.on_gpu import DeviceFeedback, DeviceSide
 from psworker.model.finite import FiniteCheck
 from tests.unit.pscore.cuda.shim import build, launcher
 from tests.unit.pscore.cuda.test_kernels import aligned
-from tests.unit.psworker.test_feedback import NUMEL, gradient, push
+from tests.unit.psworker.test_error_feedback import NUMEL, gradient, push
 
 CPU = torch.device("cpu")
 TENSORS = [TensorSpec(name="weight", shape=(NUMEL // 2, 2), dtype="float32", compress=True)]
