@@ -16,7 +16,7 @@ CLASS_NAMES_MAX = 20
 LONG_CLASSES = {
     "psserver/service/data_socket.py:Connection": 330,
     "psserver/decisions/slice_clock.py:SliceClock": 460,
-    "psserver/engine/engine.py:Engine": 360,
+    "psserver/engine/engine.py:Engine": 365,
     "psserver/decisions/shard.py:Shard": 350,
     "psserver/slices/store.py:SliceStore": 430,
     "psworker/connection/exchange.py:Exchange": 320,
