@@ -26,9 +26,11 @@ from psserver.decisions.orders import Acknowledge, Action, Answer
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
 from psserver.engine.slice_queue import execute
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.base import Payload, Store
+from psserver.slices.store import SliceStore
 from psworker.replica.ports import Landing
 from psworker.replica.replica import Replica
+from tests.participants import Listed
 
 Vector = npt.NDArray[np.float64]
 Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.
@@ -105,7 +107,7 @@ class Shard:
         self.cluster = cluster
         plugin = OPTIMIZERS[optimizer]()
         rule, num_workers = cluster.rule, cluster.num_workers
-        self.clocks = [SliceClock(rule, cluster.live, num_workers) for _ in layout.slices]
+        self.clocks = [SliceClock(rule, Listed(cluster.live, num_workers)) for _ in layout.slices]
         self.stores = [SliceStore(spec, rule, plugin) for spec in layout.slices]
         self.most_open = 0
 
@@ -119,7 +121,7 @@ class Shard:
             elif isinstance(action, Answer) and not action.is_look:
                 self.cluster.note("answer", action.worker, index, action.version)
         execute(actions, self.stores[index], self)
-        self.most_open = max(self.most_open, len(self.stores[index]._bins))
+        self.most_open = max(self.most_open, len(self.stores[index]._sums))
 
     def message(self, token: Token) -> Message:
         assert isinstance(token, Message)
@@ -143,7 +145,7 @@ class Shard:
         if action.verdict is Verdict.TOO_LATE:
             worker.num_late += 1
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         message = self.message(action.token)
         arrays = store.read(action)
         message.reply = [array.copy() for array in arrays]

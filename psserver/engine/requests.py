@@ -29,8 +29,8 @@ from psserver.engine.counters import Counters
 from psserver.engine.job import Reply, Request, RunningJob
 from psserver.engine.slice_queue import SliceQueue
 from psserver.engine.trace import note_push
+from psserver.slices.base import Payload, Store
 from psserver.slices.pool import Buffer
-from psserver.slices.store import Payload, SliceStore
 
 RAW = NoCompression()
 STEPS_MAX = 1 << 48  # Of a job.
@@ -111,7 +111,7 @@ class Requests:
             if push.role not in LOADS:
                 request.step = push.step
             former = table.spec
-            actions = self.shard.push(job.job, address, push, request)
+            actions = self.shard.decide_push(job.job, address, push, request)
             if table.spec is not former:  # Its steps are counted from another origin now.
                 job.recorder.note_table(table)
             if self.timeline is not None:
@@ -151,7 +151,7 @@ class Requests:
             if header.estimate and not (header.with_state or header.look):
                 request.held = _held(header, table)
             self.waiting[request] = None
-            self.execute(job, self.shard.pull(job.job, address, pull, request))
+            self.execute(job, self.shard.decide_pull(job.job, address, pull, request))
 
     def put_off(self) -> None:
         """Answers the pulls that have waited long enough with the reason of their wait."""
@@ -262,7 +262,7 @@ class Requests:
             )
         )
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         """Answers a pull: by reference, from a leased buffer, or with a copy of the state."""
         request = action.token
         assert isinstance(request, Request)
@@ -276,11 +276,11 @@ class Requests:
             reply.counts.extend(store.counts.tolist())
             request.reply.pulled(reply, arrays, None)
             return
-        if request.is_shared and (number := store.mapped()):
+        if request.is_shared and (number := store.copies.newest_mapped()):
             reply.buffer = number
             request.reply.pulled(reply, (), None)
             return
-        buffer = store.lease()
+        buffer = store.copies.lease()
         request.reply.pulled(reply, [buffer.array], _releaser(store, buffer))
 
     def broke(self, problem: BaseException | None) -> None:
@@ -289,9 +289,7 @@ class Requests:
 
     # ----- inside
 
-    def _answer_estimate(
-        self, action: Answer, store: SliceStore, request: Request, held: int
-    ) -> None:
+    def _answer_estimate(self, action: Answer, store: Store, request: Request, held: int) -> None:
         """Answers a compressed pull: with the deltas that the worker lacks, or the whole."""
         with self.lock:
             compressor = request.job.job.table(request.address.table).spec.pull_compressor
@@ -345,8 +343,8 @@ def _held(header: data_pb2.PullHeader, table: Table) -> int:
     return header.held
 
 
-def _releaser(store: SliceStore, buffer: Buffer) -> Callable[[], None]:
-    return lambda: store.release(buffer)
+def _releaser(store: Store, buffer: Buffer) -> Callable[[], None]:
+    return lambda: store.copies.release(buffer)
 
 
 def _of(header: data_pb2.PushHeader) -> str:

@@ -19,7 +19,7 @@ from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Role, Verdict
-from psserver.slices.store import Payload
+from psserver.slices.base import Payload
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.replica.replica import Replica

@@ -12,8 +12,9 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import ASGD, DCASGD
 from pscore.types import ByteArray, FloatArray, Role, Segment, SliceSpec
 from psserver.decisions.orders import Answer, Load
+from psserver.slices.base import Payload
 from psserver.slices.pull_estimate import Estimate
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.store import SliceStore
 from psworker.compression.pull_estimate import Held
 
 NUMEL = 5000  # No multiple of a block or of a code's packing.
