@@ -29,9 +29,9 @@ from psserver.engine.counters import Tally
 from psserver.engine.requests import Intake, Request
 from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Lane
 from psserver.slices.store import SliceStore
-from tests.sim.case import Case
-from tests.sim.ledger import Identity, Ledger
-from tests.sim.loop import Network
+from pssim.case import Case
+from pssim.ledger import Identity, Ledger
+from pssim.network import Network
 
 JOB = "job"
 LEASE_S = 3.0
@@ -47,6 +47,7 @@ class NoThreads(Executor):
     """Small slices are carried out at once; a simulation has no threads."""
 
     def submit(self, *args: object, **kwargs: object) -> Any:
+        """Raises: nothing may be left to a thread."""
         raise AssertionError("a slice of the simulation is too large")
 
 
@@ -63,6 +64,7 @@ class Courier:
         self._send_later = send_later
 
     def pushed(self, reply: data_pb2.PushReply) -> None:
+        """Answers a push."""
         self._answer(wire.encode(reply.SerializeToString()))
 
     def pulled(
@@ -71,6 +73,8 @@ class Courier:
         arrays: Sequence[FloatArray | ByteArray],
         release: Callable[[], None] | None,
     ) -> None:
+        """Answers a pull."""
+
         def send() -> None:
             parts = [wire.as_bytes(array) for array in arrays]
             self._answer(wire.encode(reply.SerializeToString(), *parts))
@@ -115,6 +119,7 @@ class WatchedIntake(Intake):
     note: Callable[[str], None]
 
     def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
+        """Carries actions out, after the ledger has checked them."""
         expected = job.membership.expected()
         for address, action in actions:
             token = getattr(action, "token", None)
@@ -231,6 +236,7 @@ class Server:
         restart: int,
         returns: bool,
     ) -> None:
+        """Admits a worker."""
         member = Member(
             rank=rank,
             incarnation=incarnation,
@@ -246,6 +252,7 @@ class Server:
         self.intake.carry_out(job, self.shard.recheck(job))
 
     def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
+        """Creates the table, or finds it."""
         job = self.shard.heard(JOB, rank, incarnation, self._now())
         table, created = self.shard.define(job, spec)
         if created:
@@ -268,14 +275,17 @@ class Server:
             self.intake.lanes[id(job), table.index, index] = lane
 
     def heartbeat(self, rank: int, incarnation: int) -> None:
+        """Renews a lease."""
         self.shard.heard(JOB, rank, incarnation, self._now())
 
     def leave(self, rank: int, incarnation: int) -> None:
+        """Ends a worker's part in the job."""
         actions = self.shard.leave(JOB, rank, incarnation, "finished")
         self.recovery.note(self.shard.jobs[JOB])
         self.intake.carry_out(self.shard.jobs[JOB], actions)
 
     def push(self, frame: bytes, answer: Answer) -> None:
+        """Receives a push."""
         raw, payload = wire.decode(frame)
         header = data_pb2.PushHeader.FromString(bytes(raw))
         identity = (header.sender.worker, header.step, header.sender.incarnation)
@@ -292,6 +302,7 @@ class Server:
             self._note(f"the push of worker {header.sender.worker} waits")
 
     def pull(self, frame: bytes, answer: Answer) -> None:
+        """Receives a pull."""
         raw, _ = wire.decode(frame)
         header = data_pb2.PullHeader.FromString(bytes(raw))
         identity = (header.sender.worker, header.clock, header.sender.incarnation)
@@ -301,6 +312,7 @@ class Server:
     # ----- time
 
     def tick(self) -> None:
+        """Declares silent workers lost, and answers pulls that have waited too long."""
         lost, actions = self.shard.tick(self._now())
         for job, member in lost:
             self._note(f"worker {member.rank} is lost")
@@ -318,6 +330,7 @@ class Server:
     # ----- invariants
 
     def stores(self) -> dict[int, SliceStore]:
+        """Returns the stores by slice."""
         return {key[2]: lane.store for key, lane in self.intake.lanes.items()}
 
     def check(self) -> None:

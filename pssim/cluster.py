@@ -17,11 +17,11 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, make_layout
 from pscore.types import FloatArray, TensorSpec
 from psserver.decisions.table import TableSpec
-from tests.sim.case import NUMEL, Case
-from tests.sim.ledger import Ledger, SliceBook
-from tests.sim.loop import Loop, Network
-from tests.sim.server import JOB, TICK_S, Server
-from tests.sim.worker import Worker, start_weights
+from pssim.case import NUMEL, Case
+from pssim.ledger import Ledger, SliceBook
+from pssim.network import Loop, Network
+from pssim.shard import JOB, TICK_S, Server
+from pssim.worker import Worker, start_weights
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 LIMIT_S = 600.0  # Of simulated time; a job takes a few seconds, and a dead worker a lease.
@@ -40,6 +40,7 @@ class Outcome:
 
     @property
     def num_updates(self) -> int:
+        """Updates of all slices."""
         return sum(book.version for book in self.ledger.books.values())
 
     @property
@@ -141,6 +142,7 @@ class Cluster:
             worker.others = [other for other in self.workers if other is not worker]
 
     def run(self) -> Outcome:
+        """Runs until nothing is left to happen, and checks what the job has come to."""
         for worker in self.workers:
             worker.start()
         for server in self.servers:

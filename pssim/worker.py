@@ -20,14 +20,14 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Role, Verdict
 from psserver.decisions.table import TableSpec
 from psserver.slices.store import Payload
+from pssim.case import GRADIENT, HALF, RAW, STEPS_MAX, Case
+from pssim.ledger import Ledger, Sent
+from pssim.network import Loop, Network
+from pssim.shard import LEASE_S, PULL_WAIT_S, Answer, Result, Server
+from pssim.transport import SimLink, SimSession, SimTransport, is_load
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.replica.replica import Replica
-from tests.sim.case import GRADIENT, RAW, STEPS_MAX, Case
-from tests.sim.ledger import Ledger, Sent
-from tests.sim.loop import Loop, Network
-from tests.sim.plane import SimLink, SimSession, SimTransport, is_load
-from tests.sim.server import LEASE_S, PULL_WAIT_S, Answer, Result, Server
 
 RETRY_S = 0.7
 GROUP = {
@@ -110,6 +110,7 @@ class Worker:
     # ----- the program
 
     def start(self) -> None:
+        """Schedules the begin of the program."""
         comes_s = self.case.comes_s[self.rank] if self.case.comes_s else 0.0
         if comes_s:  # Its clocks begin where the others are.
             self._ledger.came_back.add(self.rank)
@@ -291,7 +292,7 @@ class Worker:
         present = 0
         for position, segment in enumerate(self.layout.slices[index].segments):
             is_in = segment.start <= self._elements[-1] < segment.stop
-            present |= (is_in or self._rng.random() < 0.5) << position
+            present |= (is_in or self._rng.random() < HALF) << position
         part = self.replica.parts[index]
         part.active[:] = [present >> i & 1 for i in range(len(part.active))]
         return present
@@ -420,6 +421,7 @@ class Worker:
     # ----- the ledger
 
     def about_to_push(self, header: data_pb2.PushHeader, data: bytes) -> None:
+        """Enters a push in the ledger."""
         if is_load(header):
             return
         payload = np.frombuffer(data, dtype=np.uint8)
@@ -448,6 +450,7 @@ class Worker:
         return True
 
     def pushed(self, header: data_pb2.PushHeader, verdict: Verdict) -> None:
+        """Enters the answer to a push."""
         what = f"step {header.step}, slice {header.slice}"
         self._network.note(f"{self.name}: {what}: {verdict.name}")
         identity = (self.rank, header.step, self.incarnation)
@@ -462,6 +465,7 @@ class Worker:
         *,
         is_estimate: bool,
     ) -> None:
+        """Enters weights that have landed."""
         self._network.note(f"{self.name}: version {version}, slice {header.slice} lands")
         self._ledger.books[header.slice].landed(
             self.rank, self.incarnation, header.clock, version, weights, is_estimate=is_estimate

@@ -23,6 +23,7 @@ class Loop:
         self._number = 0
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Schedules a call."""
         heapq.heappush(self._events, (self.now_s + delay_s, self._number, call))
         self._number += 1
 
