@@ -3,6 +3,7 @@
 python -m pssim run ssd 1234       # one seed, with every message
 python -m pssim elastic ssd 1234   # the same with workers that join late, die and return
 python -m pssim sweep 500          # 500 seeds of each kind for every rule, on all cores
+python -m pssim events "ssd(steps=2, warmup=1)"  # two workers and a shard, event by event
 """
 
 import multiprocessing
@@ -13,6 +14,7 @@ from pathlib import Path
 from pscore.rules import RULES
 from pssim.case import Case, draw, draw_elastic
 from pssim.cluster import Cluster, simulate, small_slices
+from pssim.transcript import text, transcript
 
 
 def run(case: Case) -> None:
@@ -61,5 +63,7 @@ if __name__ == "__main__":
             run(draw_elastic(rule, int(number)))
         case ["sweep", number]:
             sys.exit(min(1, sweep(int(number))))
+        case ["events", mode]:
+            sys.stdout.write(text(transcript(mode)))
         case _:
             sys.exit(__doc__)

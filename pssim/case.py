@@ -58,6 +58,8 @@ class Case:
     num_shards: int = 2
     steps: tuple[int, ...]  # Of each worker; one with fewer leaves early.
     compute_s: tuple[float, ...]  # Of each worker and step.
+    begins_s: float = 0.0  # No worker computes before.
+    is_steady: bool = False  # Steps take exactly that, not half of it to one and a half.
     dies_s: tuple[float | None, ...]  # When each worker falls silent, after its first step began.
     back_s: tuple[float | None, ...]  # How long after that it is started again.
     samples: tuple[float, ...]

@@ -18,6 +18,7 @@ from pscore.partition import Layout, make_layout
 from pscore.types import FloatArray, TensorSpec
 from psserver.decisions.table import TableSpec
 from pssim.case import NUMEL, Case
+from pssim.events import Event, Recorder
 from pssim.ledger import Ledger, SliceBook
 from pssim.network import Loop, Network
 from pssim.shard import JOB, TICK_S, Server
@@ -37,6 +38,7 @@ class Outcome:
     num_events: int
     seconds: float  # Simulated.
     trace: list[str]
+    events: list[Event]
 
     @property
     def num_updates(self) -> int:
@@ -84,6 +86,7 @@ class Cluster:
         self.rng = random.Random(case.seed)
         self.network = Network(self.loop, case.faults, case.cuts, self.rng)
         self.network.trace = [] if trace else None
+        self.recorder = Recorder(self._now)
         tensors = tuple(
             TensorSpec(
                 name=f"w{index}",
@@ -110,6 +113,7 @@ class Cluster:
                 self.network,
                 self._now,
                 self._send_later,
+                self.recorder,
                 folder / str(index) if case.crashes else None,
             )
             for index in range(case.num_shards)
@@ -135,6 +139,7 @@ class Cluster:
                 self.ledger,
                 self.loop,
                 self.network,
+                self.recorder,
             )
             for rank in range(case.num_workers)
         ]
@@ -162,6 +167,7 @@ class Cluster:
             num_events=self.loop.num_events,
             seconds=self.loop.now_s,
             trace=self.network.trace or [],
+            events=self.recorder.events,
         )
 
     def _check_the_end(self) -> None:

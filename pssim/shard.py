@@ -17,19 +17,20 @@ from pscore.errors import PacelineError
 from pscore.memory.segment import WeightsMap
 from pscore.net import wire
 from pscore.pb.ps.v1 import data_pb2
-from pscore.types import ByteArray, FloatArray, Role
+from pscore.types import ByteArray, FloatArray, Role, Verdict
 from psserver.decisions.membership import Member
-from psserver.decisions.orders import Update
+from psserver.decisions.orders import Acknowledge, Action, Answer, Update
 from psserver.decisions.shard import Actions, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.table import Table, TableSpec
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
-from psserver.engine.requests import Intake, Request
+from psserver.engine.requests import LOADS, Intake, Request
 from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Lane
 from psserver.slices.store import SliceStore
 from pssim.case import Case
+from pssim.events import Recorder, What
 from pssim.ledger import Identity, Ledger
 from pssim.network import Network
 
@@ -40,7 +41,7 @@ PULL_WAIT_S = 1.0
 
 NUMBERS = itertools.count()
 Result: TypeAlias = bytes | PacelineError
-Answer: TypeAlias = Callable[[Result], None]
+Respond: TypeAlias = Callable[[Result], None]
 
 
 class NoThreads(Executor):
@@ -55,7 +56,7 @@ class Courier:
     """Takes one answer out; identity and role are the request's, for the ledger."""
 
     def __init__(
-        self, answer: Answer, identity: Identity, role: Role, send_later: Callable[..., None]
+        self, answer: Respond, identity: Identity, role: Role, send_later: Callable[..., None]
     ) -> None:
         self.identity = identity
         self.role = role
@@ -114,9 +115,11 @@ def _number(request: Request) -> int:
 class WatchedIntake(Intake):
     """Tells the ledger what was decided, before it is carried out."""
 
-    __slots__ = ("ledger", "note")
+    __slots__ = ("ledger", "name", "note", "recorder")
     ledger: Ledger
     note: Callable[[str], None]
+    name: str
+    recorder: Recorder
 
     def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
         """Carries actions out, after the ledger has checked them."""
@@ -133,7 +136,20 @@ class WatchedIntake(Intake):
                 self.ledger.enough(job.membership.members.values())
                 self.note(f"slice {address.slice} has version {action.version}")
             self.ledger.decided(address.slice, action, identity, role, clock, expected)
+            self._record(address.slice, action, identity, role)
         super().carry_out(job, actions, idle)
+
+    def _record(self, index: int, action: Action, identity: Identity, role: Role) -> None:
+        note, worker = self.recorder.note, identity[0]
+        if isinstance(action, Update):
+            note(self.name, What.UPDATED, slice=index, version=action.version)
+        elif isinstance(action, Acknowledge) and role not in LOADS:
+            is_late = action.verdict is Verdict.TOO_LATE
+            what = What.PUSH_TOO_LATE if is_late else What.PUSH_COUNTED
+            note(self.name, what, worker=worker, step=identity[1], slice=index)
+        elif isinstance(action, Answer):
+            what, version = What.PULL_ANSWERED, action.version
+            note(self.name, what, worker=worker, slice=index, version=version)
 
 
 class Server:
@@ -147,6 +163,7 @@ class Server:
         network: Network,
         now: Callable[[], float],
         send_later: Callable[..., None],
+        recorder: Recorder,
         folder: Path | None = None,
     ) -> None:
         self.index = index
@@ -160,6 +177,7 @@ class Server:
         self._now = now
         self._pool = NoThreads()
         self._send_later = send_later
+        self._recorder = recorder
         self._ledger = ledger
         self._folder = folder
         self._vault: Vault | None = None
@@ -175,6 +193,7 @@ class Server:
         self.intake.waiting = InOrder()
         self.intake.ledger = self._ledger
         self.intake.note = self._note
+        self.intake.name, self.intake.recorder = self.name, self._recorder
         if self._folder is not None:
             self._vault = Vault(self._folder)
         self.recovery = Recovery(self._vault, self.shard)
@@ -215,7 +234,7 @@ class Server:
                 identity = book.accepted[push.worker, push.step]
                 request.reply = Courier(nothing, identity, Role.GRADIENT, self._send_later)
 
-    def _alive(self, answer: Answer) -> Answer:
+    def _alive(self, answer: Respond) -> Respond:
         """Returns `answer` for as long as this process lives."""
         life = self._life
 
@@ -284,7 +303,7 @@ class Server:
         self.recovery.note(self.shard.jobs[JOB])
         self.intake.carry_out(self.shard.jobs[JOB], actions)
 
-    def push(self, frame: bytes, answer: Answer) -> None:
+    def push(self, frame: bytes, answer: Respond) -> None:
         """Receives a push."""
         raw, payload = wire.decode(frame)
         header = data_pb2.PushHeader.FromString(bytes(raw))
@@ -301,7 +320,7 @@ class Server:
         if self._num_parked() > before:
             self._note(f"the push of worker {header.sender.worker} waits")
 
-    def pull(self, frame: bytes, answer: Answer) -> None:
+    def pull(self, frame: bytes, answer: Respond) -> None:
         """Receives a pull."""
         raw, _ = wire.decode(frame)
         header = data_pb2.PullHeader.FromString(bytes(raw))

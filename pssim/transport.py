@@ -52,6 +52,7 @@ class SimTransport(Transport):
         frame = wire.encode(call.header.SerializeToString())
         header = call.header
         what = f"pull of version {header.min_version}, slice {header.slice}"
+        self._worker.about_to_pull(header)
 
         def land(answer: bytes) -> None:
             raw, payload = wire.decode(answer)

@@ -21,9 +21,10 @@ from pscore.types import FloatArray, Role, Verdict
 from psserver.decisions.table import TableSpec
 from psserver.slices.store import Payload
 from pssim.case import GRADIENT, HALF, RAW, STEPS_MAX, Case
+from pssim.events import Recorder, What
 from pssim.ledger import Ledger, Sent
 from pssim.network import Loop, Network
-from pssim.shard import LEASE_S, PULL_WAIT_S, Answer, Result, Server
+from pssim.shard import LEASE_S, PULL_WAIT_S, Respond, Result, Server
 from pssim.transport import SimLink, SimSession, SimTransport, is_load
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
@@ -58,6 +59,7 @@ class Worker:
         ledger: Ledger,
         loop: Loop,
         network: Network,
+        recorder: Recorder,
     ) -> None:
         self.rank = rank
         self.name = f"worker {rank}"
@@ -80,6 +82,7 @@ class Worker:
         self._ledger = ledger
         self._loop = loop
         self._network = network
+        self._recorder = recorder
         self._rng = random.Random(case.seed * 31 + rank)
         self._grads = [torch.zeros(part.numel) for part in layout.slices]
         self._elements: list[int] = []  # Those of the steps since the last push.
@@ -156,12 +159,14 @@ class Worker:
         self._set_hyper()
         yield from self._drive(self.replica.begin(self.exchange))
         self._has_begun = self.has_come = True
+        if self._loop.now_s < self.case.begins_s:
+            yield self.case.begins_s - self._loop.now_s
         dies_s = self.case.dies_s[self.rank]
         if dies_s is not None and not self._restart:
             self._loop.after(dies_s, self.die)
         while self._step_now < self.case.steps[self.rank]:
             try:
-                yield self.case.compute_s[self.rank] * self._rng.uniform(0.5, 1.5)
+                yield from self._compute()
                 yield from self._step()
             except ReplacedError as problem:
                 yield from self._come_back(problem)
@@ -182,6 +187,13 @@ class Worker:
                 self._grow_older()
         self.is_over = True
 
+    def _compute(self) -> Program:
+        note, step = self._recorder.note, self._step_now
+        note(self.name, What.COMPUTE_STARTED, worker=self.rank, step=step)
+        pace = 1.0 if self.case.is_steady else self._rng.uniform(0.5, 1.5)
+        yield self.case.compute_s[self.rank] * pace
+        note(self.name, What.COMPUTE_ENDED, worker=self.rank, step=step)
+
     def _finish(self) -> Program:
         yield from self._flush()
         has_round = self.replica.num_inner > 0
@@ -189,6 +201,8 @@ class Worker:
         yield from self._flush()
         if has_round:
             self._ended_step()
+        yield from self._drive(self.replica.settle())
+        self._recorder.leave_out(self.rank)
         yield from self._drive(self.replica.fetch(None, self.exchange))
         self._network.note(f"{self.name} leaves")
         yield from self._all("leave", lambda server: server.leave(self.rank, self.incarnation))
@@ -358,7 +372,7 @@ class Worker:
         self,
         server: Server,
         what: str,
-        request: Callable[[Answer], None],
+        request: Callable[[Respond], None],
         land: Callable[[bytes], None],
     ) -> None:
         """Sends a request again and again until it is answered; only the first answer counts.
@@ -424,6 +438,8 @@ class Worker:
         """Enters a push in the ledger."""
         if is_load(header):
             return
+        step, index = header.step, header.slice
+        self._recorder.note(self.name, What.PUSH_SENT, worker=self.rank, step=step, slice=index)
         payload = np.frombuffer(data, dtype=np.uint8)
         book = self._ledger.books[header.slice]
         compressor = self.case.compressor if header.compressor else RAW
@@ -457,6 +473,13 @@ class Worker:
         if not is_load(header):
             self._ledger.books[header.slice].sent[identity].verdict = verdict
 
+    def about_to_pull(self, header: data_pb2.PullHeader) -> None:
+        """Records that a pull is sent."""
+        index, version = header.slice, header.min_version
+        self._recorder.note(
+            self.name, What.PULL_SENT, worker=self.rank, slice=index, version=version
+        )
+
     def landed(
         self,
         header: data_pb2.PullHeader,
@@ -467,12 +490,16 @@ class Worker:
     ) -> None:
         """Enters weights that have landed."""
         self._network.note(f"{self.name}: version {version}, slice {header.slice} lands")
+        index = header.slice
+        self._recorder.note(
+            self.name, What.PULL_LANDED, worker=self.rank, slice=index, version=version
+        )
         self._ledger.books[header.slice].landed(
             self.rank, self.incarnation, header.clock, version, weights, is_estimate=is_estimate
         )
 
 
-def _answered(request: Callable[[Server], None], server: Server, answer: Answer) -> None:
+def _answered(request: Callable[[Server], None], server: Server, answer: Respond) -> None:
     request(server)
     answer(b"")
 
