@@ -50,7 +50,7 @@ class Room:
 
 
 class Recovery:
-    """The vault of one shard, by job. Called under the driver's lock."""
+    """The vault of one shard, by job. Called under the engine's lock."""
 
     def __init__(self, vault: Vault | None, shard: Shard) -> None:
         """Keeps `shard` in `vault`, or nowhere."""

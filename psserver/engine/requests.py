@@ -1,7 +1,7 @@
 """Pushes and pulls of one shard: checked, decided under one lock, carried out by the lanes.
 
 Transports (gRPC in control.py, sockets in data_socket.py) bring headers and payloads from any
-thread and get their answers through a `Reply`. All decisions are made under the driver's lock; the
+thread and get their answers through a `Reply`. All decisions are made under the engine's lock; the
 numeric work of large slices is not.
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,12 +87,11 @@ class Armed:
     work: Work
 
 
-@dataclass(slots=True)
-class Intake:
+@dataclass(slots=True, kw_only=True)
+class Requests:
     """The data path of one shard."""
 
     shard: Shard
-    pool: Executor
     now: Callable[[], float]
     broke: Callable[[BaseException | None], None]
     lock: threading.RLock
@@ -104,11 +101,13 @@ class Intake:
     # What is to be done right behind the update to a version: by job id, table, slice.
     armed: dict[tuple[int, int, int], list[Armed]] = field(default_factory=dict)
     debts: Debts = field(default_factory=Debts)
-    waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
-    # Told of a table whose steps are counted from elsewhere now.
+    waiting: dict[Request, None] = field(default_factory=dict)  # Unanswered pulls, oldest first.
+    # Called with a table whose steps are counted from elsewhere now.
     note_table: Callable[[Job, Table], None] = lambda job, table: None
+    # Called with actions before they are carried out.
+    on_decided: Callable[[Job, Actions], None] | None = None
     timeline: Timeline | None = None
-    has_few_threads: bool = False  # In the pool: no more than a worker's connections have already.
+    step_on_receive_thread: bool = False
 
     # ----- requests
 
@@ -127,7 +126,7 @@ class Intake:
         if nbytes > max(longest, num_arrays * 4 * numel):
             raise DecodeError(f"{nbytes} bytes for a slice of {numel} elements ({_of(header)})")
 
-    def push(
+    def on_push(
         self,
         header: data_pb2.PushHeader,
         data: ByteArray,
@@ -176,12 +175,12 @@ class Intake:
             self.tally.received_nbytes += data.nbytes
             # What was just received is in this core's cache; what is compressed takes longer to
             # add than to receive.
-            steps_here = here and self.has_few_threads and not header.compressor
+            steps_here = here and self.step_on_receive_thread and not header.compressor
             self.carry_out(job, actions, idle if steps_here else None)
         for lane in idle:
             lane.run()
 
-    def pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
+    def on_pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
         """Takes one pull; answered when it can be, or told what is missing after `wait_s`.
 
         Raises:
@@ -204,7 +203,7 @@ class Intake:
             request.is_shared = header.shared
             if header.estimate and not (header.with_state or header.look):
                 request.held = _held(header, table)
-            self.waiting.add(request)
+            self.waiting[request] = None
             self.carry_out(job, self.shard.pull(job, address, pull, request))
 
     def put_off(self) -> None:
@@ -213,7 +212,7 @@ class Intake:
             now_s = self.now()
             for request in [r for r in self.waiting if r.deadline_s <= now_s]:
                 if request.clock.forget(request):
-                    self.waiting.discard(request)
+                    del self.waiting[request]
                     text = self.shard.waiting_for(request.job, request.address)
                     self.tally.pulled(request.job.name, is_answered=False)
                     request.reply.pulled(
@@ -225,7 +224,7 @@ class Intake:
         with self.lock:
             for request in [r for r in self.waiting if reply_of(r.reply)]:
                 request.clock.forget(request)
-                self.waiting.discard(request)
+                del self.waiting[request]
 
     def forget_job(self, key: int) -> None:
         """Frees what belongs to the job with this id."""
@@ -243,6 +242,8 @@ class Intake:
             actions: In the order in which they were decided.
             idle: Takes the lanes that the caller has to run, without the lock; None: none.
         """
+        if self.on_decided is not None:
+            self.on_decided(job, actions)
         for address, group in itertools.groupby(actions, key=lambda item: item[0]):
             lane = self.lanes[id(job), address.table, address.slice]
             batch = [action for _, action in group]
@@ -277,7 +278,7 @@ class Intake:
             self.tally.num_updates += 1
         elif isinstance(action, Answer):
             assert isinstance(action.token, Request)
-            self.waiting.discard(action.token)
+            self.waiting.pop(action.token, None)
             self.tally.pulled(action.token.job.name, is_answered=True)
         elif isinstance(action, Acknowledge):
             request = action.token
@@ -296,7 +297,7 @@ class Intake:
         """Returns the payload of a push."""
         assert isinstance(token, Request)
         assert token.payload is not None
-        token.taken_s = time.perf_counter()
+        token.taken_s = self.now()
         return token.payload
 
     def keep(self, token: Token, payload: Payload) -> None:
@@ -313,7 +314,7 @@ class Intake:
         token.payload = None
         if token.release is not None:
             token.release()
-        self.tally.times_s.append(time.perf_counter() - token.taken_s)
+        self.tally.times_s.append(self.now() - token.taken_s)
 
     def acknowledge(self, action: Acknowledge) -> None:
         """Answers a push."""

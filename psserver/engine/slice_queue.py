@@ -3,7 +3,7 @@
 A lane owns one `SliceStore`. Actions of large slices run on a pool of threads, whose loops let the
 GIL go, or on the thread that has just received the gradient (requests.py); those of small ones run
 at once on the caller's thread, where a switch of threads would cost more than the work. Results go
-back through the callbacks that the driver gives.
+back through the callbacks that the engine gives.
 """
 
 from __future__ import annotations
@@ -70,21 +70,20 @@ class Desk(Protocol):
 class Lane:
     """The actions of one slice, in order."""
 
-    def __init__(self, store: SliceStore, desk: Desk, pool: Executor) -> None:
+    def __init__(self, store: SliceStore, desk: Desk, executor: Executor | None) -> None:
         """Starts idle.
 
         Args:
             store: The slice's numbers; only this lane touches them.
             desk: Payloads and answers.
-            pool: Threads for large slices.
+            executor: Does the work of large slices; None: `submit` does it before it returns.
         """
         self.store = store
         self._desk = desk
-        self._pool = pool
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
         self._is_busy = False
-        self._is_inline = store.numel <= INLINE_NUMEL_MAX
+        self._executor = executor if store.numel > INLINE_NUMEL_MAX else None
 
     @property
     def is_busy(self) -> bool:
@@ -95,10 +94,10 @@ class Lane:
         """Queues actions behind those already there."""
         if not self.queue(actions):
             return
-        if self._is_inline:
+        if self._executor is None:
             self.run()
         else:
-            self._pool.submit(self.run)
+            self._executor.submit(self.run)
 
     def queue(self, actions: Sequence[Work]) -> bool:
         """Queues actions; returns whether the lane was idle, and the caller has to `run` it."""

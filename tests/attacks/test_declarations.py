@@ -46,7 +46,7 @@ async def still_serves(front: Front) -> None:
     """The same job can still be declared, and trains."""
     reply = await front.define()
     assert reply.created
-    assert len(front.driver.stores(front.job)) == 1
+    assert len(front.engine.stores(front.job)) == 1
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_hostile_join_makes_no_job(fields: dict[str, Any]) -> None:
         with pytest.raises(Refused) as caught:
             await front.control.Join(pb.JoinRequest(**values | fields), Context())
         assert caught.value.kind in ("ConfigError", "RankTakenError", "ProtocolVersionError")
-        assert front.driver.shard.jobs == {}
+        assert front.engine.shard.jobs == {}
         assert len(str(caught.value)) < 1 << 12
         await front.join(0)
 

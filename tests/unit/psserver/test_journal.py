@@ -19,7 +19,7 @@ from psserver.engine.slice_queue import carry_out
 from psserver.slices.arena import Arena
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
 from psserver.slices.store import Payload, SliceStore
-from pssim.shard import spoil
+from pssim.faulty import poison
 
 RAW = NoCompression()
 NUMEL = 32
@@ -69,7 +69,7 @@ class Process:
 
         journal.commit = dying  # type: ignore[method-assign]
         if was_there:
-            spoil(self.store)
+            poison(self.store)
             self._resume(journal)
 
     def _resume(self, journal: SliceJournal) -> None:

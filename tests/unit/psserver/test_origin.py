@@ -91,7 +91,7 @@ def test_it_outlives_a_killed_shard(tmp_path: Path, mode: str) -> None:
         await load(front, 40)
         vault.close()
         after = Front(Vault(tmp_path / "vault"))
-        after.driver.take_up()
+        after.engine.recover()
         assert await origin(after, rule=rule) == (0, 40)
 
     play(scene)
