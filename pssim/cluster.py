@@ -11,8 +11,8 @@ import structlog
 from pscore import partition
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
-from psserver.decisions.table import TableSpec
 from pssim.network import Loop, Network
 from pssim.shard import Observer, SendLater, SimulatedShard
 

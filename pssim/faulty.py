@@ -18,10 +18,10 @@ import torch
 from pscore.errors import PacelineError, ReplacedError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Role, TensorSpec
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Update
-from psserver.decisions.table import TableSpec
 from psserver.slices.store import SliceStore
 from pssim.booked import BookedWorker, start_weights
 from pssim.case import NUMEL, Case

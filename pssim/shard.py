@@ -15,12 +15,13 @@ import numpy as np
 from pscore.errors import PacelineError
 from pscore.net import wire
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import TableSpec
 from pscore.types import ByteArray, FloatArray, Origin, Role
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Action, Add
 from psserver.decisions.shard import Actions, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table, TableSpec
+from psserver.decisions.table import Table
 from psserver.durability.journal_dir import Vault
 from psserver.engine.engine import Engine
 from psserver.engine.requests import Request
@@ -302,8 +303,8 @@ class SimulatedShard:
         for job in self.engine.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    lane = self.engine.requests.lanes[id(job), table.index, index]
-                    yield index, table, clock, lane.store
+                    queue = self.engine.requests.queues[id(job), table.index, index]
+                    yield index, table, clock, queue.store
 
     # ----- inside
 

@@ -19,18 +19,19 @@ from pscore.observe.timeline import Timeline
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
 from psserver.decisions.limits import Budget
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Actions, Address, Job, Shard
-from psserver.decisions.table import Table, TableSpec
+from psserver.decisions.table import Table
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.counters import Tally
 from psserver.engine.host_memory import require_host_memory
 from psserver.engine.requests import Requests
-from psserver.engine.slice_queue import Change, Lane
+from psserver.engine.slice_queue import SliceQueue, SwitchRule
 from psserver.engine.trace import TimedStore
 from psserver.engine.views import Figures, JobView, figures_of, view_of
 from psserver.engine.waits import Waits
@@ -67,7 +68,7 @@ class Engine:
             step_on_receive_thread: Whether a thread that has received a gradient also adds it and
                 makes the step that follows (`Requests.on_push`).
             vault: Where everything is kept that outlives the process.
-            broke: Called from any thread when a lane fails, which only a bug can cause.
+            broke: Called from any thread when a queue fails, which only a bug can cause.
             on_decided: Called under the lock with each job's actions, in the order in which they
                 were decided and before they are carried out.
             timeline: Where spans are recorded; None: nowhere.
@@ -110,7 +111,7 @@ class Engine:
             self.forget_ended()
             self._owners[id(job)] = job
             self.recovery.note(job)
-            self.requests.carry_out(job, self.shard.recheck(job))
+            self.requests.execute(job, self.shard.recheck(job))
             news = member.news if len(job.life.told) == 1 else ""
         self.barriers.wake_all(job)
         if news:
@@ -163,7 +164,7 @@ class Engine:
         with self.lock:
             actions = self.shard.step_aside(job, index, rank, change)
             self.recovery.note_table(job, job.table(index))
-            self.requests.carry_out(job, actions)
+            self.requests.execute(job, actions)
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> None:
         """Gives a table another mode, unless a worker before this one has done so."""
@@ -174,7 +175,7 @@ class Engine:
                 self.recovery.note_table(job, job.table(index))  # Who is aside, if it is refused.
             if actions is None:
                 return
-            self.requests.carry_out(job, actions)
+            self.requests.execute(job, actions)
             for part in job.table(index).clocks:
                 self._change_lane(job, job.table(index), part)
             name = job.table(index).spec.name
@@ -182,8 +183,8 @@ class Engine:
 
     def _change_lane(self, job: Job, table: Table, index: int) -> None:
         clocks = {rank: steps.clock for rank, steps in table.clocks[index].counted.items()}
-        change = Change(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
-        self.requests.lanes[id(job), table.index, index].submit([change])
+        change = SwitchRule(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
+        self.requests.queues[id(job), table.index, index].submit([change])
 
     def _make_room(self, job: Job, table: Table) -> None:
         """Makes the stores of a new table.
@@ -226,8 +227,8 @@ class Engine:
             else:
                 address = Address(job.name, table.index, index)
                 store = TimedStore(*what, timeline=self._timeline, address=address)
-            lane = Lane(store, self.requests, self._executor)
-            self.requests.lanes[id(job), table.index, index] = lane
+            queue = SliceQueue(store, self.requests, self._executor)
+            self.requests.queues[id(job), table.index, index] = queue
 
     def attach(self, sender: data_pb2.Sender, fd: int, nbytes: int) -> Segment:
         """Maps a worker's gradients, and returns the segment of the weights for it to map.
@@ -268,13 +269,13 @@ class Engine:
                 self._owners[id(job)] = job
                 for table in job.tables.values():
                     for index, clock in table.clocks.items():
-                        store = self.requests.lanes[id(job), table.index, index].store
+                        store = self.requests.queues[id(job), table.index, index].store
                         if inspect is not None:
                             inspect(store)
                         journal = store.journal
                         is_behind = journal is not None and journal.record.epoch < table.epoch
                         actions = resume(job, table, table.specs[index], store, clock)
-                        self.requests.carry_out(job, actions)
+                        self.requests.execute(job, actions)
                         if is_behind:
                             self._change_lane(job, table, index)
                 self.requests.debts.take_up(job, self.recovery.owed(job))
@@ -307,14 +308,14 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any lane has work."""
+        """Whether any queue has work."""
         with self.lock:
-            return any(lane.is_busy for lane in self.requests.lanes.values())
+            return any(queue.is_busy for queue in self.requests.queues.values())
 
     def stores(self, job: Job) -> list[SliceStore]:
         """Returns the slices of a job."""
         with self.lock:
-            return [lane.store for key, lane in self.requests.lanes.items() if key[0] == id(job)]
+            return [queue.store for key, queue in self.requests.queues.items() if key[0] == id(job)]
 
     # ----- membership
 
@@ -330,7 +331,7 @@ class Engine:
             log.info("worker left", job=name, worker=rank, reason=reason)
             self._part_with(job, rank)
             self.recovery.note(job)
-            self.requests.carry_out(job, actions)
+            self.requests.execute(job, actions)
         self.barriers.wake_all(job)
 
     def suspect(self, sender: data_pb2.Sender) -> None:
@@ -361,7 +362,7 @@ class Engine:
             for job in {id(job): job for job, _ in lost}.values():
                 self.recovery.note(job)
                 own = [item for item in actions if item[0].job == job.name]
-                self.requests.carry_out(job, own)
+                self.requests.execute(job, own)
                 self.barriers.wake_all(job)
             self.forget_ended()
             self.recovery.settle(self.requests.debts.kept_of)
@@ -389,6 +390,6 @@ class Engine:
             return figures_of(self.shard, self.tally)
 
     def broke(self, problem: BaseException | None) -> None:
-        """Passes on that a lane has failed."""
+        """Passes on that a queue has failed."""
         if self._broke is not None and problem is not None:
             self._broke(problem)

@@ -1,4 +1,4 @@
-"""Pushes and pulls of one shard: checked, decided under one lock, carried out by the lanes.
+"""Pushes and pulls of one shard: checked, decided under one lock, carried out by the queues.
 
 Transports (gRPC in control.py, sockets in data_socket.py) bring headers and payloads from any
 thread and get their answers through a `Reply`. All decisions are made under the engine's lock; the
@@ -20,15 +20,16 @@ from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.net import wire
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import COUNT_MAX
 from pscore.types import SAMPLES_MAX, ByteArray, FloatArray, Pull, Push, Role, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip, Update
 from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import COUNT_MAX, Table
+from psserver.decisions.table import Table
 from psserver.engine.counters import Tally
 from psserver.engine.residuals import Debts
-from psserver.engine.slice_queue import Lane, Work
+from psserver.engine.slice_queue import SliceQueue, Work
 from psserver.engine.trace import note_push
 from psserver.slices.pool import Buffer
 from psserver.slices.store import Payload, SliceStore
@@ -76,11 +77,11 @@ class Request:
     is_shared: bool = False  # The payload lies in the worker's segment, or the answer in ours.
     held: int | None = None  # Of a compressed pull: the estimate that the worker has.
     deadline_s: float = 0.0  # Of a pull: then it is told what is missing.
-    taken_s: float = 0.0  # When a lane began with the payload.
+    taken_s: float = 0.0  # When a queue began with the payload.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Armed:
+class AtVersion:
     """Something to be done right behind one slice's update to a version."""
 
     version: int
@@ -96,10 +97,12 @@ class Requests:
     broke: Callable[[BaseException | None], None]
     lock: threading.RLock
     tally: Tally
-    lanes: dict[tuple[int, int, int], Lane] = field(default_factory=dict)  # Job id, table, slice.
+    queues: dict[tuple[int, int, int], SliceQueue] = field(
+        default_factory=dict
+    )  # Job id, table, slice.
     shared: dict[tuple[int, int, int], FloatArray] = field(default_factory=dict)  # ..., worker.
     # What is to be done right behind the update to a version: by job id, table, slice.
-    armed: dict[tuple[int, int, int], list[Armed]] = field(default_factory=dict)
+    at_version: dict[tuple[int, int, int], list[AtVersion]] = field(default_factory=dict)
     debts: Debts = field(default_factory=Debts)
     waiting: dict[Request, None] = field(default_factory=dict)  # Unanswered pulls, oldest first.
     # Called with a table whose steps are counted from elsewhere now.
@@ -147,7 +150,7 @@ class Requests:
         Raises:
             PacelineError: The push is refused; nothing was counted.
         """
-        idle: list[Lane] = []
+        idle: list[SliceQueue] = []
         with self.lock:
             begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
             job, table, address = self._address(header.sender, header.slice)
@@ -156,7 +159,7 @@ class Requests:
             request.is_shared = header.shared
             if header.shared:
                 data = self._shared_grad(job, table, address, worker)
-            store = self.lanes[id(job), address.table, address.slice].store
+            store = self.queues[id(job), address.table, address.slice].store
             try:
                 push = _push(header, table)
                 request.payload = _payload(table, header, data)
@@ -176,9 +179,9 @@ class Requests:
             # What was just received is in this core's cache; what is compressed takes longer to
             # add than to receive.
             steps_here = here and self.step_on_receive_thread and not header.compressor
-            self.carry_out(job, actions, idle if steps_here else None)
-        for lane in idle:
-            lane.run()
+            self.execute(job, actions, idle if steps_here else None)
+        for queue in idle:
+            queue.run()
 
     def on_pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
         """Takes one pull; answered when it can be, or told what is missing after `wait_s`.
@@ -204,7 +207,7 @@ class Requests:
             if header.estimate and not (header.with_state or header.look):
                 request.held = _held(header, table)
             self.waiting[request] = None
-            self.carry_out(job, self.shard.pull(job, address, pull, request))
+            self.execute(job, self.shard.pull(job, address, pull, request))
 
     def put_off(self) -> None:
         """Tells the pulls that have waited long enough what is missing."""
@@ -228,44 +231,46 @@ class Requests:
 
     def forget_job(self, key: int) -> None:
         """Frees what belongs to the job with this id."""
-        self.lanes = {entry: lane for entry, lane in self.lanes.items() if entry[0] != key}
+        self.queues = {entry: queue for entry, queue in self.queues.items() if entry[0] != key}
         self.shared = {entry: grads for entry, grads in self.shared.items() if entry[0] != key}
         self.debts.forget_job(key)
 
     # ----- carrying out
 
-    def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
-        """Gives each slice's actions to its lane, in order; called under the lock.
+    def execute(self, job: Job, actions: Actions, idle: list[SliceQueue] | None = None) -> None:
+        """Gives each slice's actions to its queue, in order; called under the lock.
 
         Args:
             job: Whose they are.
             actions: In the order in which they were decided.
-            idle: Takes the lanes that the caller has to run, without the lock; None: none.
+            idle: Takes the queues that the caller has to run, without the lock; None: none.
         """
         if self.on_decided is not None:
             self.on_decided(job, actions)
         for address, group in itertools.groupby(actions, key=lambda item: item[0]):
-            lane = self.lanes[id(job), address.table, address.slice]
+            queue = self.queues[id(job), address.table, address.slice]
             batch = [action for _, action in group]
             for action in batch:
                 self._count(action)
-            work = self._with_armed((id(job), address.table, address.slice), batch)
+            work = self._with_work_at_version((id(job), address.table, address.slice), batch)
             if idle is None:
-                lane.submit(work)
-            elif lane.queue(work):
-                idle.append(lane)
+                queue.submit(work)
+            elif queue.append(work):
+                idle.append(queue)
 
-    def _with_armed(self, key: tuple[int, int, int], batch: list[Action]) -> Sequence[Work]:
-        """Puts what is armed for a slice behind the update that it waits for."""
-        armed = self.armed.get(key)
-        if not armed:
+    def _with_work_at_version(
+        self, key: tuple[int, int, int], batch: list[Action]
+    ) -> Sequence[Work]:
+        """Puts what is at_version for a slice behind the update that it waits for."""
+        at_version = self.at_version.get(key)
+        if not at_version:
             return batch
         queue: list[Work] = []
         for action in batch:
             queue.append(action)
             if isinstance(action, Update | Skip):
                 former = action.former if isinstance(action, Skip) else action.version - 1
-                queue += [e.work for e in armed if former < e.version <= action.version]
+                queue += [e.work for e in at_version if former < e.version <= action.version]
         return queue
 
     def note_refused(self) -> None:
@@ -291,7 +296,7 @@ class Requests:
                 if staleness is not None:
                     self.tally.staleness.observe(staleness)
 
-    # ----- Desk: what the lanes call
+    # ----- Completion: what the queues call
 
     def payload(self, token: Token) -> Payload:
         """Returns the payload of a push."""

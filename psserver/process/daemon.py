@@ -66,7 +66,7 @@ log = structlog.get_logger()
 TICK_S = 1.0
 FEW_THREADS = 2  # No more than the connections of one worker have already.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
-QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
+QUIET_S = 0.3  # No queue at work for so long: what is still unanswered waits for others.
 POLL_S = 0.05
 MOMENT_S = 0.002
 GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
@@ -517,4 +517,4 @@ def main(text: str) -> None:
     code = asyncio.run(serve(plan))
     with contextlib.suppress(OSError):  # Of a full disk.
         sys.stderr.flush()
-    os._exit(code)  # Without waiting for threads: of lanes that are stuck, or connections.
+    os._exit(code)  # Without waiting for threads: of slices that are stuck, or connections.

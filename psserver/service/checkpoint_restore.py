@@ -17,9 +17,8 @@ from pscore.errors import ConfigError, LimitError, RemoteProtocolError
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, SliceSpec
-from psserver.decisions.table import TableSpec
-from psserver.durability import records
 from psserver.engine.engine import Engine
 from psserver.engine.residuals import is_owed
 
@@ -134,7 +133,7 @@ class Delivery:
                 segments = table.specs[index].segments
                 counts = [declared.counts[segment.tensor] for segment in segments]
                 arrays["counts"] = np.array(counts, dtype=np.int64)
-                engine.requests.lanes[id(job), table.index, index].store.restore(
+                engine.requests.queues[id(job), table.index, index].store.restore(
                     arrays, version, clocks
                 )
                 clock.restore(version, clocks)
@@ -158,7 +157,7 @@ def _declared(text: str, engine: Engine) -> Declared:
     """
     try:
         about = json.loads(text)
-        spec = records.spec_of(about)
+        spec = TableSpec.from_json(about["spec"])
         version = int(about["version"])
         clock = int(about.get("clock", version))
         spec = replace(spec, origin=Origin(clock, spec.origin.step))

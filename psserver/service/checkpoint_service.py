@@ -1,6 +1,6 @@
 """Numbers of a job for a checkpoint: out of the slices at one version, and back into a new job.
 
-A slice is copied by its own lane, right behind the update that makes the wanted version, so all
+A slice is copied by its own queue, right behind the update that makes the wanted version, so all
 slices of all shards are of one step and training does not wait for more than the copy. What has
 been copied stays until it is released, or nobody has asked for it for a minute; the way back
 (checkpoint_restore.py) likewise.
@@ -25,11 +25,10 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from pscore.types import ANY_STEP, Origin
 from psserver.decisions.shard import Job
 from psserver.decisions.table import Table
-from psserver.durability import records
 from psserver.engine.engine import Engine
-from psserver.engine.requests import Armed
+from psserver.engine.requests import AtVersion
 from psserver.engine.residuals import Ask
-from psserver.engine.slice_queue import Copy
+from psserver.engine.slice_queue import CopyOut
 from psserver.service.barrier_wait import WAIT_S_MAX
 from psserver.service.checkpoint_restore import DELIVERIES_MAX, Delivery
 from psserver.service.control import refuse
@@ -60,12 +59,12 @@ class Cut:
     state: pb.CaptureState = pb.CAPTURE_WAITING
     slices: dict[int, Arrays] = field(default_factory=dict)
     about: dict[int, dict[str, Any]] = field(default_factory=dict)  # By slice.
-    armed: dict[int, Armed] = field(default_factory=dict)  # By slice.
+    at_version: dict[int, AtVersion] = field(default_factory=dict)  # By slice.
     ask: Ask | None = None  # For what the workers owe.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, index: int, arrays: Arrays) -> None:
-        """Has the copy of one slice; called by its lane."""
+        """Has the copy of one slice; called by its queue."""
         with self.lock:
             self.slices[index] = arrays
             if len(self.slices) == len(self.table.clocks) and self.state == pb.CAPTURE_WAITING:
@@ -195,22 +194,24 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             capture.state = pb.CAPTURE_DONE
         for index, clock in table.clocks.items():
             key = (id(job), table.index, index)
-            copy = Copy(take=partial(capture.take, index))
+            copy = CopyOut(take=partial(capture.take, index))
             capture.about[index] = {"version": wanted, "clocks": {}}
             if wanted == -1:  # Without a step in common: which steps are in tells the numbers.
                 clocks = {str(rank): steps.clock for rank, steps in clock.counted.items()}
                 capture.about[index] = {"version": clock.version, "clocks": clocks}
             if wanted in (-1, clock.version):
-                self._engine.requests.lanes[key].submit([copy])
+                self._engine.requests.queues[key].submit([copy])
             else:
-                capture.armed[index] = Armed(version=wanted, work=copy)
-                self._engine.requests.armed.setdefault(key, []).append(capture.armed[index])
+                capture.at_version[index] = AtVersion(version=wanted, work=copy)
+                self._engine.requests.at_version.setdefault(key, []).append(
+                    capture.at_version[index]
+                )
 
     def _describe(self, capture: Cut) -> dict[str, Any]:
         # The count of pushes is set when it is restored: not all modes have one.
         spec = replace(capture.table.spec, origin=Origin(0, capture.step))
         return {
-            "spec": records.spec_to_json(spec),
+            "spec": spec.to_json(),
             "num_workers": capture.job.membership.num_workers,
             "slices": {
                 str(index): {
@@ -287,12 +288,12 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
                 return
             if capture.ask is not None:
                 self._engine.requests.debts.drop(capture.ask)
-            for index, armed in capture.armed.items():
+            for index, at_version in capture.at_version.items():
                 key = (id(capture.job), capture.table.index, index)
-                others = self._engine.requests.armed[key]
-                others.remove(armed)
+                others = self._engine.requests.at_version[key]
+                others.remove(at_version)
                 if not others:
-                    del self._engine.requests.armed[key]
+                    del self._engine.requests.at_version[key]
 
     def _watch(self) -> None:
         """Has what nobody asks for any more forgotten in time."""

@@ -7,7 +7,6 @@ methods, Push and Pull, carry frames (pscore/net/wire.py) as raw bytes.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,18 +18,18 @@ import numpy as np
 import psutil
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore.errors import ConfigError, DecodeError, PacelineError, ProtocolVersionError
+from pscore.errors import DecodeError, PacelineError, ProtocolVersionError
 from pscore.net import faults, wire
 from pscore.net.rpc import DATA_SERVICE, ERROR_KEY, code_of
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rules import make_rule
+from pscore.table_spec import TableSpec, plugin_from_proto
 from pscore.text import printable
-from pscore.types import ByteArray, FloatArray, TensorSpec
+from pscore.types import ByteArray, FloatArray
 from psserver.access.gate import Gate
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Job, require_name
-from psserver.decisions.table import TableSpec, make_spec
 from psserver.decisions.uneven import report
 from psserver.engine.engine import Engine
 from psserver.engine.views import JobView, TableView
@@ -38,7 +37,6 @@ from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.listener import BulkServer
 from psserver.service.shared_view import SharedView
 
-RAW = pb.Plugin(name="none")
 TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
 HOST_LENGTH_MAX = 256
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
@@ -246,8 +244,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Declares a table, or checks that this worker's is the job's."""
         try:
             job = self._heard(request)
+            require_name("table", request.table.name)
+            spec = TableSpec.from_proto(request.table)
             with self._engine.lock:
-                table, created = self._engine.define(job, _spec(request.table))
+                table, created = self._engine.define(job, spec)
                 origin, has_weights = table.spec.origin, table.has_weights
         except PacelineError as error:
             await refuse(context, error)
@@ -265,7 +265,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         try:
             job = self._heard(request)
             if request.HasField("rule"):
-                rule = make_rule(*_plugin(request.rule))
+                rule = make_rule(*plugin_from_proto(request.rule))
                 self._engine.change(job, request.table, request.worker, rule)
             else:
                 change = (request.incarnation, request.number, request.step)
@@ -451,42 +451,3 @@ def _table_status(table: TableView) -> pb.TableStatus:
         waiting_for=table.waiting_for,
         fingerprint=table.fingerprint,
     )
-
-
-def _spec(table: pb.Table) -> TableSpec:
-    """Returns the declaration in a message.
-
-    Raises:
-        ConfigError: Its arguments are not JSON objects, or name no plug-in there is.
-    """
-    require_name("table", table.name)
-    has_pulls = table.HasField("pull_compressor")
-    return make_spec(
-        name=table.name,
-        tensors=tuple(
-            TensorSpec(
-                name=t.name,
-                shape=tuple(t.shape),
-                dtype=t.dtype,
-                group=t.group,
-                compress=t.compress,
-            )
-            for t in table.tensors
-        ),
-        num_shards=table.num_shards,
-        rule=_plugin(table.rule),
-        compressor=_plugin(table.compressor),
-        pull_compressor=_plugin(table.pull_compressor if has_pulls else RAW),
-        optimizer=table.optimizer,
-        num_groups=table.num_groups,
-    )
-
-
-def _plugin(plugin: pb.Plugin) -> tuple[str, dict[str, object]]:
-    try:
-        arguments = json.loads(plugin.arguments or "{}")
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"arguments of {plugin.name!r} are not JSON") from problem
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"arguments of {plugin.name!r} are not an object")
-    return plugin.name, arguments

@@ -20,7 +20,7 @@ LONG_CLASSES = {
     "psserver/decisions/shard.py:Shard": 350,
     "psserver/slices/store.py:SliceStore": 430,
     "psworker/connection/exchange.py:Exchange": 440,
-    "psworker/training/optimizer.py:DistributedOptimizer": 420,
+    "psworker/training/optimizer.py:DistributedOptimizer": 320,
     "psworker/replica/replica.py:Replica": 470,
     "psworker/connection/session.py:Session": 450,
 }

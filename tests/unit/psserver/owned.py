@@ -52,7 +52,7 @@ FIXED: dict[type, set[str]] = {
     Waits: set(),
     Recovery: set(),
 }
-SHARED = {"lanes", "shared", "armed", "waiting"}  # Of a `Requests`: the rest guards itself.
+SHARED = {"queues", "shared", "at_version", "waiting"}  # Of a `Requests`: the rest guards itself.
 PACKAGE = Path(sys.modules["psserver"].__file__ or "").parent
 MACHINES = {
     *(str(path) for path in (PACKAGE / "decisions").glob("*.py")),

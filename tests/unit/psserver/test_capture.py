@@ -82,7 +82,7 @@ def test_two_checkpoints_at_once_both_succeed() -> None:
             assert json.loads(reply.about)["slices"]["0"]["version"] == version
             assert (await desk.weights(name))[0] == -version
             await desk.release(name)
-        assert not front.engine.requests.armed
+        assert not front.engine.requests.at_version
 
     play(scene)
 
@@ -199,7 +199,7 @@ def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0.01)
         gc.collect()
         assert [ref() for ref in left] == [None, None]
-        assert not front.engine.requests.armed
+        assert not front.engine.requests.at_version
         assert service._timer is None
 
     play(scene)

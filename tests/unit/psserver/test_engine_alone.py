@@ -11,11 +11,11 @@ import pytest
 from pscore.compressors.none import NoCompression
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import ByteArray, FloatArray, TensorSpec
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Job, Shard
-from psserver.decisions.table import TableSpec
 from psserver.engine.engine import Engine
 from psserver.engine.slice_queue import INLINE_NUMEL_MAX
 from tests.unit.psserver.front import HYPER

@@ -35,8 +35,8 @@ def begin(vault: Path | None = None, limits: Limits | None = None) -> Engine:
 
 
 def weight_of(engine: Engine) -> float:
-    (lane,) = engine.requests.lanes.values()
-    arrays = lane.store.export()
+    (queue,) = engine.requests.queues.values()
+    arrays = queue.store.export()
     assert np.array_equal(arrays["weights"][:6], -arrays["state.0"][:6])
     return float(arrays["weights"][0])
 

@@ -13,12 +13,12 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import ReplacedError, StateLostError
 from pscore.memory.segment import PAGE
 from pscore.rules import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Skip
 from psserver.decisions.shard import Job, Shard
-from psserver.decisions.table import TableSpec
 from psserver.durability.journal_dir import JobVault, Vault
 from psserver.durability.recovery import Recovery
 from psserver.durability.sealed import read_json, write_json
@@ -67,7 +67,7 @@ class Process:
         self.engine.recovery.note(job)
 
     def store(self) -> SliceStore:
-        return next(iter(self.engine.requests.lanes.values())).store
+        return next(iter(self.engine.requests.queues.values())).store
 
     def kill(self) -> None:
         self.vault.close()
