@@ -586,11 +586,9 @@ class FaultyCluster(Cluster):
             sums = open_max * (1 + workers) + 1  # With those that are held.
             arrays = 2 + self._num_leased_max + len(store.state) + 1
             assert store._pool.nbytes <= 4 * store.numel * (sums + arrays)
-            assert len(clock._parked) <= workers, f"{len(clock._parked)} pushes parked"
+            assert len(clock.parking) <= workers, f"{len(clock.parking)} pushes parked"
             assert len(store._weights._buffers) <= 2 + self._num_leased_max
-            if rule.by_step:
-                newest = max(clock._bins, default=0)
-                assert newest < max(clock.version, 0) + open_max
+            clock.check_invariants()
 
     def _check_the_end(self) -> None:
         for shard in self.shards:

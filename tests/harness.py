@@ -29,6 +29,7 @@ from psserver.engine.slice_queue import execute
 from psserver.slices.store import Payload, SliceStore
 from psworker.replica.ports import Landing
 from psworker.replica.replica import Replica
+from tests.participants import Listed
 
 Vector = npt.NDArray[np.float64]
 Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.
@@ -105,7 +106,7 @@ class Shard:
         self.cluster = cluster
         plugin = OPTIMIZERS[optimizer]()
         rule, num_workers = cluster.rule, cluster.num_workers
-        self.clocks = [SliceClock(rule, cluster.live, num_workers) for _ in layout.slices]
+        self.clocks = [SliceClock(rule, Listed(cluster.live, num_workers)) for _ in layout.slices]
         self.stores = [SliceStore(spec, rule, plugin) for spec in layout.slices]
         self.most_open = 0
 

@@ -22,7 +22,8 @@ from pscore.types import FloatArray, IntArray, Push, SliceSpec
 from psserver.decisions.barriers import Barrier
 from psserver.decisions.job import State
 from psserver.decisions.lifetime import digest
-from psserver.decisions.progress import Bin, Token
+from psserver.decisions.open_step import OpenStep
+from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.table import Table, num_changing
@@ -255,7 +256,9 @@ class Recovery:
         self._roots[id(job), table.index] = roots
         table.epoch = entry["epoch"]
         table.former = None if entry["former"] is None else make_rule(*entry["former"])
-        table.aside |= {int(rank): tuple(change) for rank, change in entry["aside"].items()}
+        table.participants.aside |= {
+            int(rank): tuple(change) for rank, change in entry["aside"].items()
+        }
         table.changed |= {int(rank): tuple(c) for rank, c in entry["changed"].items()}
         layout = WeightsMap(list(table.specs.values()))
         weights = kept.open_weights(table.index, layout.nbytes, len(table.specs))
@@ -277,7 +280,7 @@ class Recovery:
             "roots": self._roots[id(job), table.index],
             "epoch": table.epoch,
             "former": None if former is None else [former.name, former.arguments()],
-            "aside": table.aside,
+            "aside": table.participants.aside,
             "changed": table.changed,
         }
 
@@ -338,34 +341,34 @@ def resume(
     def token_of(push: Push, payload: Payload) -> Request:
         return Request(job, address, clock, push.worker, Nobody(), payload)
 
-    bins = bins_of(journal, table.spec.compressor, token_of)
+    open_steps = open_steps_of(journal, table.spec.compressor, token_of)
     for rank, steps in counted.items():
         newest = max(steps.ahead, default=steps.clock - 1) + 1
         job.steps[rank] = max(job.steps.get(rank, 0), newest)
     if record.epoch == table.epoch or table.former is None:
-        actions = clock.resume(record.version, counted, bins)
+        actions = clock.resume(record.version, counted, open_steps)
     else:  # Killed over a change of the mode, which this slice had not come to.
         clock.rule = table.former
-        table.aside |= dict.fromkeys(job.membership.expected(), ())
-        actions = clock.resume(record.version, counted, bins) + clock.change(table.spec.rule)
-        table.aside.clear()
+        table.participants.aside |= dict.fromkeys(job.membership.expected(), ())
+        actions = clock.resume(record.version, counted, open_steps) + clock.change(table.spec.rule)
+        table.participants.aside.clear()
     return [(address, action) for action in actions]
 
 
-def bins_of(
+def open_steps_of(
     journal: SliceJournal, compressor: Compressor, token_of: Callable[[Push, Payload], Token]
-) -> dict[int, Bin]:
-    """Returns what a former process had counted that is in no update yet, by bin.
+) -> dict[int, OpenStep]:
+    """Returns what a former process had counted that is in no update yet, by open step.
 
     Args:
         journal: Of the slice.
         compressor: Of its pushes.
         token_of: Returns what stands for a push whose payload waits to be added.
     """
-    bins: dict[int, Bin] = {}
+    open_steps: dict[int, OpenStep] = {}
     for bin_ in journal.record.bins:
         added = [(journal.push_of(entry), entry.weight) for entry in bin_.added]
-        bins[bin_.bin] = Bin(added=added)
+        open_steps[bin_.bin] = OpenStep(bin_.bin, added=added)
     for entry in journal.record.held:
         push = journal.push_of(entry)
         cell = journal.pool.at(entry.place)
@@ -374,8 +377,9 @@ def bins_of(
             compressor=compressor if entry.is_compressed else RAW,
             cell=cell,
         )
-        bins.setdefault(entry.step, Bin()).held[push.worker] = (push, token_of(push, payload))
-    return bins
+        open_step = open_steps.setdefault(entry.step, OpenStep(entry.step))
+        open_step.held[push.worker] = (push, token_of(push, payload))
+    return open_steps
 
 
 class Nobody:

@@ -104,14 +104,14 @@ class Engine:
     def join(
         self, name: str, num_workers: int, member: Member, min_workers: int = 0, life: int = 0
     ) -> Job:
-        """Takes a worker into a job (`Shard.join`)."""
+        """Takes a worker into a job (`Shard.decide_join`)."""
         with self.lock:
-            job = self.shard.join(name, num_workers, member, min_workers, life)
+            job, actions = self.shard.decide_join(name, num_workers, member, min_workers, life)
             self._part_with(job, member.rank)
             self.forget_ended()
             self._owners[id(job)] = job
             self.recovery.note(job)
-            self.requests.execute(job, self.shard.recheck(job))
+            self.requests.execute(job, actions)
             news = member.news if len(job.life.told) == 1 else ""
         self.barriers.wake_all(job)
         if news:
@@ -325,7 +325,7 @@ class Engine:
         """Lets a worker go, and goes on without it."""
         with self.lock:
             job = self.shard.jobs.get(name)
-            actions = self.shard.leave(name, rank, incarnation, reason, failed=failed)
+            actions = self.shard.decide_leave(name, rank, incarnation, reason, failed=failed)
             if job is None:
                 return
             log.info("worker left", job=name, worker=rank, reason=reason)

@@ -169,7 +169,7 @@ class Requests:
             if push.role not in LOADS:
                 request.step = push.step
             was = table.spec
-            actions = self.shard.push(job, address, push, request)
+            actions = self.shard.decide_push(job, address, push, request)
             if table.spec is not was:
                 self.note_table(job, table)
             if self.timeline is not None:
@@ -207,7 +207,7 @@ class Requests:
             if header.estimate and not (header.with_state or header.look):
                 request.held = _held(header, table)
             self.waiting[request] = None
-            self.execute(job, self.shard.pull(job, address, pull, request))
+            self.execute(job, self.shard.decide_pull(job, address, pull, request))
 
     def put_off(self) -> None:
         """Tells the pulls that have waited long enough what is missing."""

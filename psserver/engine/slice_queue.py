@@ -156,7 +156,7 @@ def _update_with(
     """Makes an update together with the additions to its bin at the end of `run`."""
     begin = 0
     for position, action in enumerate(run):
-        if isinstance(action, Add) and action.bin != update.bin:
+        if isinstance(action, Add) and action.open_step != update.open_step:
             begin = position + 1
     adds = [action for action in run[begin:] if isinstance(action, Add)]
     if not adds:

@@ -18,7 +18,11 @@ from psserver.decisions.barriers import Barriers
 from psserver.decisions.job import Counters, Job, Life
 from psserver.decisions.lifetime import Lifetimes
 from psserver.decisions.membership import Member, Membership
-from psserver.decisions.progress import Bin, Counted
+from psserver.decisions.newcomers import Newcomers
+from psserver.decisions.open_step import OpenStep
+from psserver.decisions.parking import Parking
+from psserver.decisions.participants import TableParticipants
+from psserver.decisions.progress import Progress
 from psserver.decisions.shard import Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.stalls import Stalls
@@ -40,8 +44,11 @@ FIXED: dict[type, set[str]] = {
     Member: {"rank", "incarnation", "restart", "host", "pid", "returns"},
     Table: {"index", "layout", "optimizer", "specs", "is_kept", "nbytes"},
     SliceClock: set(),
-    Counted: set(),
-    Bin: set(),
+    Progress: set(),
+    OpenStep: {"key"},
+    Parking: set(),
+    Newcomers: set(),
+    TableParticipants: set(),
     Barriers: set(),
     Stalls: set(),
     Counters: set(),

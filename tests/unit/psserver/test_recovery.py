@@ -43,7 +43,7 @@ def worker(incarnation: int = 7) -> Member:
 
 
 def begin(shard: Shard) -> Job:
-    return shard.join("run", 3, worker(), 1)
+    return shard.decide_join("run", 3, worker(), 1)[0]
 
 
 class Process:
