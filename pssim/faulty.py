@@ -162,12 +162,9 @@ class FaultyWorker(BookedWorker):
         self.segment = np.zeros(self.layout.numel, np.float32)
         self.start_process(
             self._train(),
-            self.layout,
-            self.case.rule,
+            self._spec,
             self.optimizer,
             torch.zeros(self.layout.numel),
-            self.case.compressor,
-            self.case.pull_compressor,
         )
 
     # ----- life and death

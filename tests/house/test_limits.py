@@ -19,7 +19,7 @@ LONG_CLASSES = {
     "psserver/engine/engine.py:Engine": 365,
     "psserver/decisions/shard.py:Shard": 350,
     "psserver/slices/store.py:SliceStore": 390,
-    "psworker/connection/exchange.py:Exchange": 440,
+    "psworker/connection/exchange.py:Exchange": 320,
     "psworker/training/optimizer.py:DistributedOptimizer": 320,
     "psworker/replica/replica.py:Replica": 470,
     "psworker/connection/session.py:Session": 450,
