@@ -16,10 +16,10 @@ from psserver.decisions.progress import Progress
 from psserver.decisions.slice_clock import SliceClock
 from psserver.slices.store import SliceStore
 from psserver.slices.weights import Weights
+from pssim.case import Case, draw, draw_elastic
+from pssim.faulty import simulate
 from psworker.connection.missed import Missed
 from psworker.replica.replica import Replica
-from tests.sim.case import Case, draw, draw_elastic
-from tests.sim.cluster import simulate
 
 SEEDS = 40
 
@@ -152,7 +152,7 @@ def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
 
 def test_never_closing_a_step_of_a_dead_worker_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SliceClock, "recheck", lambda self: [])
-    assert "simulated seconds" in first_failure("ssgd")
+    assert "virtual seconds" in first_failure("ssgd")
 
 
 def test_steps_that_close_with_too_few_workers_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

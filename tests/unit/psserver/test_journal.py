@@ -20,8 +20,8 @@ from psserver.slices.arena import Arena
 from psserver.slices.base import Payload, Store
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
 from psserver.slices.store import SliceStore
+from pssim.faulty import poison
 from tests.participants import Listed
-from tests.sim.server import spoil
 
 RAW = NoCompression()
 NUMEL = 32
@@ -71,7 +71,7 @@ class Process:
 
         journal.commit = dying  # type: ignore[method-assign]
         if was_there:
-            spoil(self.store)
+            poison(self.store)
             self._resume(journal)
 
     def _resume(self, journal: SliceJournal) -> None:

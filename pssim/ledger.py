@@ -4,7 +4,7 @@ The ledger sees what the shards decide and what the workers send and receive, ke
 and replays every update from the payloads as they were sent. It knows nothing of how a shard works.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -13,13 +13,15 @@ import numpy as np
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.decisions.membership import Member, Presence
-from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Skip, Update
+from psserver.decisions.orders import Acknowledge, Add, Answer, Skip, Update
 from psserver.decisions.slice_clock import SliceClock
 from psserver.slices.base import Payload
-from tests.sim.case import Case
+from pssim.case import Case
+from pssim.shard import Decision, Sender
 
 Identity: TypeAlias = tuple[int, int, int]  # Worker, step on the wire, incarnation.
 Stepped: TypeAlias = tuple[int, int, int]  # Worker, incarnation, step as its own program counts.
+MARGIN = 0.5  # An element is a whole number but for rounding.
 PLAIN = {"lr": 1.0, "slow_lr": 1.0}  # An optimizer with these and zeros subtracts the mean.
 
 
@@ -59,9 +61,18 @@ class SliceBook:
 
     @property
     def version(self) -> int:
+        """The newest version."""
         return len(self.weights) - 1
 
     # ----- decisions
+
+    def identify(self, sender: Sender | None) -> tuple[Identity, Role]:
+        """Returns which push or pull a sender means, and its role."""
+        if sender is None:
+            return (-1, -1, -1), Role.GRADIENT
+        if sender.incarnation is None:
+            return self.accepted[sender.worker, sender.step], sender.role
+        return (sender.worker, sender.step, sender.incarnation), sender.role
 
     def added(self, action: Add, identity: Identity) -> None:
         """A gradient enters a sum."""
@@ -221,7 +232,7 @@ class SliceBook:
                     expected = float(unit[element]) * self._share(sent, identity)
                 else:
                     continue
-                assert abs(float(moved[element]) - expected) < 0.5, (
+                assert abs(float(moved[element]) - expected) < MARGIN, (
                     f"push {identity} moved element {element} by {moved[element]}, not {expected}"
                 )
 
@@ -279,20 +290,15 @@ class Ledger:
         if Presence.LIVE in states:
             assert there >= self.min_workers, f"a step closed with {there} workers"
 
-    def decided(
-        self,
-        index: int,
-        action: Action,
-        identity: Identity,
-        role: Role,
-        clocks: SliceClock,
-        expected: Sequence[int],
-    ) -> None:
-        """A shard has decided something about a slice."""
-        book = self.books[index]
+    def decided(self, decision: Decision) -> None:
+        """Checks one decision of a shard, and enters it in the books."""
+        book, action, clocks = self.books[decision.slice], decision.action, decision.clock
+        membership = decision.job.membership
+        identity, role = book.identify(decision.sender)
         if isinstance(action, Add):
             book.added(action, identity)
         elif isinstance(action, Update):
+            self.enough(membership.members.values())
             book.updated(action)
         elif isinstance(action, Skip):
             book.skipped(action)
@@ -300,4 +306,4 @@ class Ledger:
             book.acknowledged(action, identity, clocks)
         elif isinstance(action, Answer):
             worker, clock, _ = identity
-            book.answered(clocks, worker, clock, set(expected) - self.came_back)
+            book.answered(clocks, worker, clock, set(membership.expected()) - self.came_back)

@@ -1,0 +1,338 @@
+"""One simulated shard: the engine of a shard's process, in virtual time and without threads.
+
+What the process puts around its engine is here as far as a simulation needs it: requests arrive as
+calls, answers leave through a function, and a crash ends one engine and starts the next one on the
+journals that it left.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from pscore.errors import PacelineError
+from pscore.net import wire
+from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import TableSpec
+from pscore.types import ByteArray, FloatArray, Origin, Role
+from psserver.decisions.membership import Member, Presence
+from psserver.decisions.orders import Action, Add
+from psserver.decisions.shard import Actions, Job, Shard
+from psserver.decisions.slice_clock import SliceClock
+from psserver.decisions.table import Table
+from psserver.durability.journal_dir import JournalDir
+from psserver.engine.engine import Engine
+from psserver.engine.job import Request
+from psserver.slices.base import Store
+from psserver.slices.store import SliceStore
+
+JOB = "job"
+Result: TypeAlias = bytes | PacelineError
+Respond: TypeAlias = Callable[[Result], None]
+# Called with two functions: the first one sends an answer, the second one releases its weights.
+SendLater: TypeAlias = Callable[[Callable[[], None], Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sender:
+    """The sender of a push or pull, and which one of its requests it is.
+
+    Attributes:
+        worker: Rank.
+        step: Step of a push on the wire, clock of a pull.
+        incarnation: Of the worker; None for a push that an earlier process has acknowledged.
+        role: Role of a push.
+    """
+
+    worker: int
+    step: int
+    incarnation: int | None
+    role: Role = Role.GRADIENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One action that a shard has decided and is about to execute.
+
+    Attributes:
+        shard: Name of the shard.
+        job: The job.
+        slice: Index of the slice.
+        clock: The state of the slice after the decision.
+        action: The action.
+        sender: The request that it concerns; None for an update or a skip.
+    """
+
+    shard: str
+    job: Job
+    slice: int
+    clock: SliceClock
+    action: Action
+    sender: Sender | None
+
+
+class Observer(Protocol):
+    """Sees what the shards decide."""
+
+    def decided(self, decision: Decision) -> None:
+        """Called with each action in the order of the decisions, before it is executed."""
+
+
+class SimulatedReply:
+    """Sends the answer to one request."""
+
+    def __init__(self, respond: Respond, sender: Sender, send_later: SendLater | None) -> None:
+        """Waits for the answer.
+
+        Args:
+            respond: Sends it.
+            sender: The request, for the observers.
+            send_later: Delays answers that lie in leased weights; None: they are sent at once.
+        """
+        self.sender = sender
+        self._respond = respond
+        self._send_later = send_later
+
+    def pushed(self, reply: data_pb2.PushReply) -> None:
+        """Answers a push."""
+        self._respond(wire.encode(reply.SerializeToString()))
+
+    def pulled(
+        self,
+        reply: data_pb2.PullReply,
+        arrays: Sequence[FloatArray | ByteArray],
+        release: Callable[[], None] | None,
+    ) -> None:
+        """Answers a pull: at once, or later from weights that must not change until then."""
+
+        def send() -> None:
+            parts = [wire.as_bytes(array) for array in arrays]
+            self._respond(wire.encode(reply.SerializeToString(), *parts))
+
+        if release is None:
+            send()
+        elif self._send_later is None:
+            send()
+            release()
+        else:
+            self._send_later(send, release)
+
+
+class SimulatedShard:
+    """One shard of a simulated job.
+
+    Attributes:
+        index: Its number.
+        name: `shard 0`.
+        engine: The engine of its process; another one after a crash.
+        problem: What went wrong in a slice's queue, which only a bug can cause.
+        segments: Shared gradients of workers on its host, `(numel,) float32`, by rank and
+            incarnation.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        num_shards: int,
+        *,
+        now: Callable[[], float],
+        lease_s: float,
+        observers: Sequence[Observer] = (),
+        send_later: SendLater | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Starts the shard's first process.
+
+        Args:
+            index: Its number.
+            num_shards: Shards of the job.
+            now: Returns the virtual time in seconds.
+            lease_s: Seconds of silence after which a worker is lost.
+            observers: See each decision.
+            send_later: Delays answers that lie in leased weights; None: they are sent at once.
+            folder: Journals; None: nothing survives a crash.
+        """
+        self.index = index
+        self.name = f"shard {index}"
+        self.problem: BaseException | None = None
+        self.segments: dict[tuple[int, int], FloatArray] = {}
+        self._num_shards = num_shards
+        self._now = now
+        self._lease_s = lease_s
+        self._observers = observers
+        self._send_later = send_later
+        self._folder = folder
+        self._journals: JournalDir | None = None
+        self._process = 0  # Number of processes that have crashed.
+        self.engine = self._start()
+
+    def _start(self) -> Engine:
+        if self._folder is not None:
+            self._journals = JournalDir(self._folder)
+        return Engine(
+            Shard(self.index, self._num_shards, self._lease_s),
+            now=self._now,
+            journals=self._journals,
+            broke=self._broke,
+            on_decided=self._decided,
+        )
+
+    def close(self) -> None:
+        """Closes the journals."""
+        if self._journals is not None:
+            self._journals.close()
+
+    # ----- requests
+
+    def join(self, member: Member, num_workers: int, min_workers: int = 0) -> None:
+        """Admits a worker; it is heard of now.
+
+        Raises:
+            PacelineError: The worker is refused.
+        """
+        member.heard_s = self._now()
+        self.engine.join(JOB, num_workers, member, min_workers)
+
+    def define(self, rank: int, incarnation: int, spec: TableSpec) -> tuple[int, Origin]:
+        """Creates the table or finds it; returns its number and where its steps are counted from.
+
+        Raises:
+            PacelineError: The worker is not part of the job, or the table differs.
+        """
+        job = self.engine.heard(JOB, rank, incarnation)
+        table = self.engine.define(job, spec)
+        return table.index, table.origin
+
+    def heartbeat(self, rank: int, incarnation: int) -> None:
+        """Renews a lease.
+
+        Raises:
+            ReplacedError: The worker is no longer part of the job.
+        """
+        self.engine.heard(JOB, rank, incarnation)
+
+    def leave(self, rank: int, incarnation: int) -> None:
+        """Ends a worker's part in the job."""
+        self.engine.leave(JOB, rank, incarnation, "finished")
+
+    def push(self, frame: bytes, respond: Respond) -> None:
+        """Receives a push; `respond` is called when it is acknowledged.
+
+        Raises:
+            PacelineError: The push is refused.
+        """
+        raw, payload = wire.decode(frame)
+        header = data_pb2.PushHeader.FromString(bytes(raw))
+        data = np.frombuffer(payload, dtype=np.uint8)
+        self.engine.requests.admit(header, data.nbytes)
+        if header.shared:  # A transport attaches the memory when it connects.
+            rank = header.sender.worker
+            job = self.engine.jobs[JOB]
+            segment = self.segments[rank, header.sender.incarnation]
+            self.engine.share(job, header.sender.table, rank, segment)
+        reply = self._reply(respond, header.sender, header.step, Role(header.role))
+        self.engine.requests.on_push(header, data, reply)
+
+    def pull(self, frame: bytes, respond: Respond, wait_s: float) -> None:
+        """Receives a pull; `respond` is called with the weights, or with the reason of a wait.
+
+        Args:
+            frame: The request.
+            respond: Sends the answer.
+            wait_s: Seconds after which the answer is what the pull waits for; ticks look at it.
+
+        Raises:
+            PacelineError: The pull is refused.
+        """
+        raw, _ = wire.decode(frame)
+        header = data_pb2.PullHeader.FromString(bytes(raw))
+        reply = self._reply(respond, header.sender, header.clock, Role.GRADIENT)
+        self.engine.requests.on_pull(header, reply, wait_s)
+
+    def tick(self) -> None:
+        """Declares silent workers lost, and answers pulls that have waited too long."""
+        self.engine.tick()
+
+    # ----- a crash
+
+    def crash(self, poison: Callable[[Store], None]) -> None:
+        """Kills the process and starts another one at once; only its journals are left.
+
+        Answers of the killed process that are not on the network yet are never sent.
+
+        Args:
+            poison: Called with each slice before it resumes, to overwrite what no journal names.
+        """
+        assert self._journals is not None
+        instance = self._journals.instance
+        self._journals.close()
+        self._process += 1
+        self.engine = self._start()
+        self.engine.recover(poison)
+        assert self._journals.instance == instance
+
+    def _reply(
+        self, respond: Respond, sender: data_pb2.Sender, step: int, role: Role
+    ) -> SimulatedReply:
+        process = self._process
+
+        def respond_if_alive(result: Result) -> None:
+            if process == self._process:
+                respond(result)
+
+        who = Sender(worker=sender.worker, step=step, incarnation=sender.incarnation, role=role)
+        return SimulatedReply(respond_if_alive, who, self._send_later)
+
+    # ----- what there is
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every worker that has joined has left or is lost."""
+        job = self.engine.shard.jobs.get(JOB)
+        return job is not None and job.membership.is_idle
+
+    def lost(self) -> set[int]:
+        """Returns the ranks of the workers that are declared lost."""
+        job = self.engine.shard.jobs.get(JOB)
+        members = job.membership.members.values() if job is not None else ()
+        return {member.rank for member in members if member.presence is Presence.LOST}
+
+    def slices(self) -> Iterator[tuple[int, Table, SliceClock, SliceStore]]:
+        """Yields index, table, clock and store of each slice."""
+        for job in self.engine.jobs.values():
+            for running in job.tables.values():
+                for index, queue in running.queues.items():
+                    assert isinstance(queue.store, SliceStore)
+                    yield index, running.table, running.table.clocks[index], queue.store
+
+    # ----- inside
+
+    def _decided(self, job: Job, actions: Actions) -> None:
+        for address, action in actions:
+            decision = Decision(
+                shard=self.name,
+                job=job,
+                slice=address.slice,
+                clock=job.table(address.table).clock(address.slice),
+                action=action,
+                sender=_sender_of(action),
+            )
+            for observer in self._observers:
+                observer.decided(decision)
+
+    def _broke(self, problem: BaseException) -> None:
+        self.problem = problem
+
+
+def _sender_of(action: Action) -> Sender | None:
+    """Returns the sender of the request that an action concerns."""
+    request = getattr(action, "token", None)
+    if request is None:
+        return None
+    assert isinstance(request, Request)
+    if isinstance(request.reply, SimulatedReply):
+        return request.reply.sender
+    assert isinstance(action, Add)  # A push that the journal held.
+    return Sender(worker=action.push.worker, step=action.push.step, incarnation=None)
