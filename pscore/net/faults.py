@@ -31,14 +31,15 @@ import random
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pscore.errors import ConfigError, TransportError
 from pscore.net.tls import Stream
 
 VARIABLE = "PACELINE_FAULTS"
-POINTS = ("push", "pull", "pushed", "pulled")
+REPLY_POINTS = ("pushed", "pulled")
+POINTS = ("push", "pull", *REPLY_POINTS)
 KINDS = ("drop", "disconnect", "duplicate", "corrupt", "reorder", "delay")
 REORDER_S = 0.01
 DELAY_S_MAX = 60.0
@@ -71,6 +72,11 @@ class Faults:
         found = tuple(fault for fault in self.faults if fault.point in ("", point))
         name = f"{self.seed}/{point}/{next(_numbers)}"
         return Line(found, random.Random(name)) if found else None
+
+    def at_each(self, points: Iterable[str]) -> dict[str, Line]:
+        """Returns the faults of a new connection at several points, where it has some."""
+        lines = {point: self.at(point) for point in points}
+        return {point: line for point, line in lines.items() if line is not None}
 
 
 _numbers = itertools.count()

@@ -141,7 +141,7 @@ def limit_silence(connection: Stream, limit_s: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
-class Ahead:
+class ReadAhead:
     """Reads a connection; of frames without a payload, all that have come at once.
 
     Behind such a frame comes such a frame: requests to pull, answers to pushes. So one of them
@@ -228,7 +228,7 @@ class Incoming:
     """One frame that is being read: the header is here, the payload still on its way."""
 
     def __init__(
-        self, connection: Stream | Ahead, header: bytes, nbytes: int, start: bytes
+        self, connection: Stream | ReadAhead, header: bytes, nbytes: int, start: bytes
     ) -> None:
         """Is made by `read_header`."""
         self.header = header
@@ -237,6 +237,7 @@ class Incoming:
         self._declared = int.from_bytes(start[CHECKED.size :], "little")
         self._digest = xxhash.xxh3_64(start[: CHECKED.size])
         self._digest.update(header)
+        self.is_read = False  # Whether the payload has been read, to its end.
 
     def read_into(self, *targets: memoryview) -> None:
         """Reads the payload into `targets`, which are as long as it, and checks the frame.
@@ -272,6 +273,7 @@ class Incoming:
         self._check()
 
     def _check(self) -> None:
+        self.is_read = True
         if self._digest.intdigest() != self._declared:
             raise DamagedError(
                 f"checksum of a frame of {self.payload_nbytes} bytes of payload differs from its "
@@ -280,7 +282,7 @@ class Incoming:
 
 
 def read_header(
-    connection: Stream | Ahead,
+    connection: Stream | ReadAhead,
     *,
     header_nbytes_max: int = HEADER_NBYTES_MAX,
     payload_nbytes_max: int = PAYLOAD_NBYTES_MAX,
@@ -300,7 +302,7 @@ def read_header(
         DecodeError: What comes is not a frame; nothing has been allocated for it.
         TransportError: The connection broke.
     """
-    if isinstance(connection, Ahead) and deadline_s is None:
+    if isinstance(connection, ReadAhead) and deadline_s is None:
         connection.wait()
     start = bytearray(PREFIX.size)
     if not receive_into(connection, memoryview(start), may_end=True, deadline_s=deadline_s):
@@ -317,13 +319,13 @@ def read_header(
         reserve(header_nbytes)
     header = bytearray(header_nbytes)
     receive_into(connection, memoryview(header), deadline_s=deadline_s)
-    if isinstance(connection, Ahead):
+    if isinstance(connection, ReadAhead):
         connection.is_short = payload_nbytes == 0
     return Incoming(connection, bytes(header), payload_nbytes, bytes(start))
 
 
 def receive_into(
-    connection: Stream | Ahead,
+    connection: Stream | ReadAhead,
     target: memoryview,
     *,
     may_end: bool = False,

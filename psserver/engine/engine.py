@@ -15,11 +15,11 @@ import structlog
 
 from pscore.errors import LimitError, RemoteProtocolError
 from pscore.memory.segment import Segment, WeightsMap
+from pscore.net.budget import Budget
 from pscore.observe.timeline import Timeline
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
-from psserver.decisions.limits import Budget
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.table import Table, TableSpec

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore.errors import ConfigError, DecodeError, PacelineError, ProtocolVersionError
 from pscore.net import faults, wire
+from pscore.net.listener import Listener
 from pscore.net.rpc import DATA_SERVICE, ERROR_KEY, code_of
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
@@ -34,7 +35,6 @@ from psserver.decisions.table import TableSpec, make_spec
 from psserver.decisions.uneven import report
 from psserver.engine.engine import WAIT_S_MAX, Driver
 from psserver.engine.views import JobView, Shared, TableView
-from psserver.service.listener import BulkServer
 
 RAW = pb.Plugin(name="none")
 TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
@@ -161,7 +161,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         cluster: str,
         instance: int,
         drain: Callable[[float], None],
-        bulk: BulkServer | None = None,
+        bulk: Listener | None = None,
         set_aside: Callable[[str], str] = lambda _: "",
     ) -> None:
         """Serves `driver`.

@@ -39,7 +39,7 @@ from psworker.connection.trace import note_payload, note_pull, note_push
 from psworker.connection.traffic import Traffic, pulled_nbytes
 from psworker.replica.ports import Landing
 from psworker.transports import PullCall, PushCall, Transport
-from psworker.transports.socket import SocketTransport
+from psworker.transports.shared_memory import SharedMemoryTransport
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
@@ -381,7 +381,7 @@ class Exchange:
             return
         for shard, link in enumerate(self.session.links):
             transport = link.transport
-            if isinstance(transport, SocketTransport) and transport.shares_memory:
+            if isinstance(transport, SharedMemoryTransport):
                 try:
                     specs = self.layout.of_shard(shard)
                     transport.attach(self._sender(), self._segment, specs)

@@ -3,8 +3,9 @@
 import pytest
 
 from pscore.errors import LimitError
+from pscore.net.budget import Budget
 from pscore.types import TensorSpec
-from psserver.decisions.limits import Budget, Limits
+from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
 from psserver.decisions.table import TableSpec, make_spec
