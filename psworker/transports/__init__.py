@@ -7,9 +7,11 @@ TCP, else gRPC; `PACELINE_DATA_PLANE` names one of them.
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
 
 from pscore.errors import ConfigError, TransportError
+from pscore.memory.segment import keeps_order
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.net.endpoint import Endpoint, connect
 from psworker.transports.base import PullCall, PushCall, Transport
@@ -69,6 +71,8 @@ def _obstacle(endpoint: Endpoint, *, is_local: bool) -> str | None:
     """Returns the reason why a socket plane does not work, or None."""
     if is_local and not endpoint.local:
         return "the shard is on another host"
+    if is_local and not keeps_order():
+        return f"this host is {platform.machine()}, and shared memory needs x86-64"
     if not is_local and not endpoint.port:
         return "the shard has no bulk port"
     try:
