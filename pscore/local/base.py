@@ -11,19 +11,76 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from pscore.optimizers.base import Optimizer
-from pscore.types import HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import Optimizer, StepKernels
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 MAPPED_NBYTES_MIN = 1 << 20
 
 
+class LocalKernels(StepKernels, Protocol):
+    """The local updates of this folder as kernels of one device, started without waiting.
+
+    Every method makes the step of the file of its name, in place and with the same bits as the CPU.
+    `columns` are those of weight decay and of maximize in the hyper-parameters; -1 for none.
+    """
+
+    def sgd(
+        self, part: LocalSlice, grad: Any, lr_scale: float, decay_column: int, sign_column: int
+    ) -> None:
+        """Makes the plain local step."""
+
+    def glu(
+        self,
+        part: LocalSlice,
+        grad: Any,
+        before: Any,
+        factors: tuple[float, float, float],
+        inverse: FloatArray,
+        columns: tuple[int, int],
+    ) -> None:
+        """Makes the local step of GLU."""
+
+    def secant(
+        self,
+        part: LocalSlice,
+        grad: Any,
+        sync: Any,
+        factors: tuple[float, float, float],
+        columns: tuple[int, int],
+    ) -> None:
+        """Makes the local step of secant."""
+
+    def secant_rebase(
+        self,
+        part: LocalSlice,
+        pulled: Any,
+        old: Any,
+        sync: Any,
+        shrinks: FloatArray,
+        rates: FloatArray,
+    ) -> None:
+        """Computes the global update from two pulls, for secant."""
+
+    def dc(
+        self,
+        part: LocalSlice,
+        grad: Any,
+        arrays: tuple[Any, Any],
+        factors: tuple[float, float, float],
+        columns: tuple[int, int],
+        *,
+        is_adaptive: bool,
+    ) -> None:
+        """Makes the delay-compensated local step."""
+
+
 @dataclass(slots=True, kw_only=True)
 class LocalSlice:
-    """What a worker holds of one slice."""
+    """The part of a worker's model that is one slice."""
 
     weights: Any  # (numel,) float32 tensor: the weights of the next forward pass.
     segments: SegmentTable
@@ -35,6 +92,7 @@ class LocalSlice:
     past: list[HyperArray] = field(default_factory=list)  # Of the local updates since that pull.
     num_made: int = 0  # Local updates since the worker began, or came back.
     state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.
+    kernels: LocalKernels | None = None  # Of the weights' device; None: torch, or Numba on a CPU.
     largest_rates: np.ndarray = field(init=False)  # (num_groups,) float64: of local updates so far.
 
     def __post_init__(self) -> None:

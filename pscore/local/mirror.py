@@ -56,7 +56,14 @@ class Mirror(LocalUpdate):
         state = self._state(part)
         if part.weights.device.type != "cpu":
             part.optimizer.step_device(
-                part.weights, grad, state, part.segments, part.counts, part.active, part.hyper
+                part.weights,
+                grad,
+                state,
+                part.segments,
+                part.counts,
+                part.active,
+                part.hyper,
+                part.kernels,
             )
             return
         weights = part.weights.numpy()

@@ -84,12 +84,9 @@ class Secant(LocalUpdate):
                 sign_column,
             )
             return
-        from pscore.cuda import local as device  # Imports torch, which shards do without.
-
-        launch = device.kernels(part.weights)
-        if launch is not None:
+        if part.kernels is not None:
             factors = (self.alpha, self.beta, scale)
-            device.secant(launch, part, grad, sync, factors, (decay_column, sign_column))
+            part.kernels.secant(part, grad, sync, factors, (decay_column, sign_column))
             return
         for index in np.flatnonzero(part.active):
             row = part.hyper[part.segments.groups[index]].tolist()
@@ -132,12 +129,9 @@ class Secant(LocalUpdate):
             )
             return
         part.weights.copy_(weights)
-        from pscore.cuda import local as device
-
-        launch = device.kernels(part.weights)
-        if launch is not None:
+        if part.kernels is not None:
             pulled = part.weights  # On the device; `weights` may be on the host.
-            device.secant_rebase(launch, part, pulled, old, sync, shrinks, rates)
+            part.kernels.secant_rebase(part, pulled, old, sync, shrinks, rates)
             return
         for (start, stop), group in zip(
             part.segments.bounds.tolist(), part.segments.groups.tolist(), strict=True

@@ -56,17 +56,9 @@ def from_torch(optimizer: Any) -> tuple[Optimizer, HyperArray]:
         UnsupportedOptimizerError: The class, or one of the arguments, has no counterpart.
     """
     groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
-    try:
-        counterpart = _counterpart(type(optimizer), groups)
-        _refuse_unknown_arguments(optimizer, groups)
-        return counterpart, hyper_rows(counterpart, groups)
-    except UnsupportedOptimizerError as problem:
-        from pscore.rules import RULES  # Rules import local updates, and these the optimizers.
-
-        modes = ", ".join(sorted(name for name, rule in RULES.items() if rule.outer_optimizer))
-        raise UnsupportedOptimizerError(
-            f"{problem}; the modes {modes} run any torch optimizer, on the workers"
-        ) from None
+    counterpart = _counterpart(type(optimizer), groups)
+    _refuse_unknown_arguments(optimizer, groups)
+    return counterpart, hyper_rows(counterpart, groups)
 
 
 def hyper_rows(optimizer: Optimizer | str, param_groups: Sequence[Mapping[str, Any]]) -> HyperArray:

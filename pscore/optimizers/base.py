@@ -11,10 +11,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pscore.errors import UnsupportedOptimizerError
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
+
+
+class StepKernels(Protocol):
+    """The step of an optimizer as kernels of one device, which starts them without waiting."""
+
+    def sgd_step(
+        self,
+        weights: Any,
+        grad: Any,
+        buffer: Any,
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes the step of `sgd.py` in place, on tensors of the device."""
 
 
 class Optimizer(ABC):
@@ -93,10 +109,12 @@ class Optimizer(ABC):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        kernels: StepKernels | None = None,
     ) -> None:
         """Makes one step in place on torch tensors of any device, scale 1: the worker's `mirror`.
 
-        The arguments are those of `step`, with tensors in the place of arrays.
+        The arguments are those of `step`, with tensors instead of arrays. With `kernels` those may
+        make the step; else torch's operations make it.
         """
         raise NotImplementedError(f"{self.name} has no step for device tensors")
 

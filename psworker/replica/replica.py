@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 import numpy as np
 import torch
 
-from pscore.local.base import LocalSlice
+from pscore.local.base import LocalKernels, LocalSlice
 from pscore.observe.timeline import Timeline
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
@@ -51,6 +51,7 @@ class Replica:
         num_groups: int,
         weights: torch.Tensor,
         rank: int,
+        kernels: LocalKernels | None = None,
     ) -> None:
         """Starts before the first pull.
 
@@ -61,6 +62,7 @@ class Replica:
             num_groups: Parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             rank: Of this worker.
+            kernels: Local updates on the weights' device, if there are any.
         """
         self.rule = rule
         self.rank = rank
@@ -79,6 +81,7 @@ class Replica:
                 hyper=np.zeros((num_groups, len(optimizer.hyper_names))),
                 active=np.ones(len(spec.segments), dtype=np.int64),
                 counts=np.zeros(len(spec.segments), dtype=np.int64),
+                kernels=kernels,
             )
             for spec in layout.slices
         ]

@@ -20,15 +20,16 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
+from pscore.cuda.local import kernels_for
 from pscore.errors import (
     ConfigError,
     ReplacedError,
     UnknownJobError,
 )
 from pscore.estimate import parse_pull_compressor
-from pscore.optimizers import OPTIMIZERS, from_torch, hyper_rows
+from pscore.optimizers import OPTIMIZERS, hyper_rows
 from pscore.partition import make_layout
-from pscore.rules import parse_mode
+from pscore.rules import make_server_optimizer, parse_mode
 from pscore.rules.base import Rule
 from pscore.types import Role, TensorSpec
 from psworker.compression.error_feedback import choose
@@ -112,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.compressor = parse_compressor(compression)
         self.pull_compressor = parse_pull_compressor(pull_compression)
         outer = self.rule.outer_optimizer
-        self.plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
+        self.plugin = OPTIMIZERS[outer]() if outer else make_server_optimizer(optimizer)
         names, parameters, groups = trained(optimizer, named_parameters)
         early = Overlap(overlap, names, lends=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -154,7 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.missed = self.exchange.missed  # Steps of this worker that did not count whole.
         self.bucket = Bucket(parameters, layout, self.exchange.grads, lends=overlap.lends)
         weights, rank = self.bucket.weights, self.session.rank
-        self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank)
+        kernels = kernels_for(weights)
+        self.replica = Replica(layout, self.rule, self.plugin, num_groups, weights, rank, kernels)
         self.replica.timeline = self.session.timeline
         self.progress = Progress(samples, self.replica, self.exchange)
         self.gradients = Gradients(

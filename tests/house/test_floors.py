@@ -25,12 +25,6 @@ LEFT = {
     "psserver/durability/recovery.py": {"psserver.engine.requests"},
     "psworker/connection/session.py": {"psworker.job.environment"},
     "psworker/model/flat.py": {"psworker.compression.on_gpu"},
-    "pscore/local/dc.py": {"pscore.cuda.local"},
-    "pscore/local/secant.py": {"pscore.cuda.local"},
-    "pscore/local/sgd.py": {"pscore.cuda.local"},
-    "pscore/local/glu.py": {"pscore.cuda.local"},
-    "pscore/optimizers/sgd.py": {"pscore.cuda.local"},
-    "pscore/optimizers/__init__.py": {"pscore.rules"},
 }
 
 
