@@ -32,7 +32,7 @@ from pscore.types import ByteArray, FloatArray, Pull, Push, Role, SliceSpec, Ver
 from psserver.decisions.orders import Acknowledge, Action, Answer
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.engine.slice_queue import carry_out
+from psserver.engine.slice_queue import execute
 from psserver.slices.store import Payload, SliceStore
 from psworker.compression.error_feedback import Feedback, choose
 from psworker.compression.pull_estimate import Held
@@ -133,7 +133,7 @@ class Shards:
 
     def carry_out(self, index: int, actions: list[Action]) -> None:
         """Does what a clock has decided."""
-        carry_out(actions, self.stores[index], self)
+        execute(actions, self.stores[index], self)
 
     # ----- Desk
 

@@ -30,14 +30,14 @@ MEANINGS: dict[Exit, str] = {
     Exit.UNHEALTHY: "health: a shard is not ready; doctor: something is wrong",
     Exit.USAGE: "a flag, variable or configuration file is wrong",
     Exit.PORT_TAKEN: "another process listens on a port",
-    Exit.NOT_PERMITTED: "no rights for a port or a signal",
-    Exit.STATE_DIR: "a directory cannot be used: of state, runs, checkpoints or certificates",
-    Exit.NO_ANSWER: "nobody answers at an address, or nothing runs here",
+    Exit.NOT_PERMITTED: "permission denied for a port or a signal",
+    Exit.STATE_DIR: "a directory for state, runs, checkpoints or certificates cannot be used",
+    Exit.NO_ANSWER: "no shard answers at an address, or none runs here",
     Exit.ALREADY_RUNNING: "servers already run on this port",
     Exit.SHARD_DIED: "a shard died, or did not start or stop in time",
     Exit.BUG: "an invariant broke: please report it with the log",
     Exit.HOST: "the host is not an address of this machine",
-    Exit.ACCESS: "a shard did not let us in: token, certificate, or TLS on one side only",
+    Exit.ACCESS: "a shard refused access: token, certificate, or TLS on one side only",
     Exit.INTERRUPTED: "ended by Ctrl-C",
 }
 

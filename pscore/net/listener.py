@@ -33,6 +33,7 @@ PENDING_SHARE = 4  # They get at most one of so many descriptors.
 UNKNOWN_NBYTES = 32 << 20  # Of long headers from all peers that are not known yet.
 RECOVERED_S = 3.0  # Without a refusal for lack of resources; then the listener is well again.
 PAUSE_S = 0.1
+STOP_TIMEOUT_S = 1.0  # For the threads of all connections together.
 
 Serve = Callable[[socket.socket], None]
 
@@ -116,7 +117,7 @@ class Listener:
         self._is_closing = False
         self._refused_s = -math.inf  # Time of the last refusal for lack of resources.
         self._unknown = Budget(UNKNOWN_NBYTES, "")
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, threading.Thread] = {}  # With their reading threads.
         self.local = local
         self._listeners: list[tuple[socket.socket, Serve]] = []
         with contextlib.ExitStack() as undo:
@@ -149,14 +150,19 @@ class Listener:
         return is_late and all(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """Closes the listeners and all connections."""
+        """Closes the listeners and all connections, and waits a moment for their handlers."""
         self._is_closing = True
         for listener, _ in self._listeners:
             with contextlib.suppress(OSError):  # Closing alone would not wake `accept`.
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
-        for connection in list(self._connections):
+        served = list(self._connections.items())
+        for connection, _ in served:
             connection.close()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        for _, thread in served:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _accept(self, listener: socket.socket, poll: select.poll, serve: Serve) -> None:
         spare = descriptors.SpareDescriptor()
@@ -227,12 +233,12 @@ class Listener:
                 on_admitted=lambda: self._pending.remove(accepted),
                 unknown=self._unknown,
             )
-            self._connections.add(connection)
+            self._connections[connection] = threading.current_thread()
             try:
                 connection.serve(deadline_s)
             finally:
                 self._pending.remove(accepted)
-                self._connections.discard(connection)
+                del self._connections[connection]
 
     def _secured(self, accepted: socket.socket, deadline_s: float) -> tls.Stream:
         """Returns the connection, with TLS if it came over TCP and there is a context.

@@ -1,7 +1,7 @@
 r"""Frames: a small protobuf header and raw little-endian bytes behind it, checked before use.
 
     offset  bytes  field
-    0       4      magic "PL\x02\x00": name and version of the frame format
+    0       4      magic "PL\x03\x00": name and version of the frame format
     4       4      header_nbytes, uint32, at most 1 MiB
     8       8      payload_nbytes, uint64, at most 64 MiB
     16      8      checksum, uint64: XXH3-64 of bytes 0..16, the header and the payload

@@ -21,8 +21,8 @@ from pscore.errors import (
     UnknownJobError,
 )
 from pscore.optimizers import OPTIMIZERS
-from pscore.partition import make_layout
 from pscore.rules.base import Rule, require_sizes
+from pscore.table_spec import COUNT_MAX, TableSpec
 from pscore.types import Origin, Pull, Push, Role
 from psserver.decisions.barriers import Barrier
 from psserver.decisions.job import Job as Job  # Also from here, for those who drive a shard.
@@ -32,7 +32,7 @@ from psserver.decisions.membership import Member, Membership
 from psserver.decisions.orders import Acknowledge, Action, Add, Hold, Update
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import COUNT_MAX, Change, Table, TableSpec
+from psserver.decisions.table import Change, Table
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
@@ -214,7 +214,7 @@ class Shard:
             raise ConfigError(f"{spec.num_groups} parameter groups, must be 1..{GROUPS_MAX}")
         if any(not 0 <= tensor.group < spec.num_groups for tensor in spec.tensors):
             raise ConfigError(f"a tensor is in a group beyond the {spec.num_groups} declared")
-        layout = make_layout(spec.tensors, self.num_shards)
+        layout = spec.layout()
         specs = {part.index: part for part in layout.of_shard(self.index)}
         members, aside = job.membership, dict[int, Change]()
         require_sizes(spec.rule, members.num_workers, members.min_workers)

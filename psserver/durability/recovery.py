@@ -17,15 +17,15 @@ from pscore.compressors.base import Compressor
 from pscore.errors import LimitError, PacelineError
 from pscore.memory.segment import Segment, WeightsMap
 from pscore.rules import make_rule
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Push, SliceSpec
 from psserver.decisions.barriers import Barrier
-from psserver.decisions.footprint import num_changing
 from psserver.decisions.job import State
 from psserver.decisions.lifetime import digest
 from psserver.decisions.progress import Bin, Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table
+from psserver.decisions.table import Table, num_changing
 from psserver.durability import records
 from psserver.durability.journal_dir import JobVault, Vault
 from psserver.durability.sealed import Meta, WeightsFile
@@ -50,7 +50,7 @@ class Room:
 
 
 class Recovery:
-    """The vault of one shard, by job. Called under the driver's lock."""
+    """The vault of one shard, by job. Called under the engine's lock."""
 
     def __init__(self, vault: Vault | None, shard: Shard) -> None:
         """Keeps `shard` in `vault`, or nowhere."""
@@ -250,7 +250,7 @@ class Recovery:
 
     def _room_of(self, kept: JobVault, job: Job, entry: Meta) -> tuple[Table, Room]:
         """Returns a table with its memory, which holds what the records say."""
-        table, _ = self._shard.define(job, records.spec_of(entry))
+        table, _ = self._shard.define(job, TableSpec.from_json(entry["spec"]))
         roots = {int(index): root for index, root in entry["roots"].items()}
         self._roots[id(job), table.index] = roots
         table.epoch = entry["epoch"]
@@ -273,7 +273,7 @@ class Recovery:
     def _describe_table(self, job: Job, table: Table) -> Meta:
         former = table.former
         return {
-            "spec": records.spec_to_json(table.spec),
+            "spec": table.spec.to_json(),
             "roots": self._roots[id(job), table.index],
             "epoch": table.epoch,
             "former": None if former is None else [former.name, former.arguments()],

@@ -22,7 +22,7 @@ from pscore.net.sockets import Incoming
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
 from psserver.access.gate import Gate, Pass
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.logs import setup
 from psserver.service.shared_memory import ATTACH_SUFFIX, Attachments
 
@@ -30,7 +30,7 @@ WAIT_S_MAX = 10.0  # A pull is answered within this time, ready or not.
 
 
 def make_listener(
-    driver: Driver,
+    engine: Engine,
     host: str,
     port: int,
     local: str,
@@ -41,7 +41,7 @@ def make_listener(
     """Binds the socket data plane of a shard; nothing is accepted before `start`.
 
     Args:
-        driver: The shard.
+        engine: The shard.
         host: Address to listen on.
         port: Port to listen on; 0 for a free one.
         local: Name of the abstract Unix socket.
@@ -52,16 +52,16 @@ def make_listener(
         OSError: An address is not available.
     """
     gate = Gate() if gate is None else gate
-    others = {ATTACH_SUFFIX: Attachments(driver, gate).serve}
-    return Listener(DataService(driver, gate), host, port, local, context=context, others=others)
+    others = {ATTACH_SUFFIX: Attachments(engine, gate).serve}
+    return Listener(DataService(engine, gate), host, port, local, context=context, others=others)
 
 
 class DataService:
     """Admits workers to a shard and makes a handler for each of their connections."""
 
-    def __init__(self, driver: Driver, gate: Gate | None = None) -> None:
-        """Serves `driver`; `gate` checks tokens, None: none is needed."""
-        self._driver = driver
+    def __init__(self, engine: Engine, gate: Gate | None = None) -> None:
+        """Serves `engine`; `gate` checks tokens, None: none is needed."""
+        self._engine = engine
         self._gate = Gate() if gate is None else gate
 
     @property
@@ -72,7 +72,7 @@ class DataService:
     @property
     def budget(self) -> Budget:
         """Bytes under way in the shard."""
-        return self._driver.budget
+        return self._engine.budget
 
     def admit(self, connection: Connection, token: str) -> DataHandler:
         """Returns the handler of a new connection.
@@ -80,7 +80,7 @@ class DataService:
         Raises:
             AccessError: The token is missing or wrong.
         """
-        return DataHandler(self._driver, connection, self._gate.admit(token))
+        return DataHandler(self._engine, connection, self._gate.admit(token))
 
     def log(
         self,
@@ -98,10 +98,10 @@ class DataService:
 class DataHandler:
     """Carries the pushes and pulls of one connection to the engine."""
 
-    def __init__(self, driver: Driver, connection: Connection, allowed: Pass) -> None:
+    def __init__(self, engine: Engine, connection: Connection, allowed: Pass) -> None:
         """Handles `connection`, whose peer may do what `allowed` says."""
-        self._driver = driver
-        self._intake = driver.intake
+        self._engine = engine
+        self._requests = engine.requests
         self._connection = connection
         self._pass = allowed
         self._sender: pb.Sender | None = None  # The last worker that has spoken here.
@@ -121,31 +121,31 @@ class DataHandler:
             raise DecodeError(f"bulk frame with {kind!r} in it")
         self._pass.require(envelope.pull.sender.job)
         wait_s = min(envelope.pull.wait_ms / 1000, WAIT_S_MAX)
-        self._intake.pull(envelope.pull, SocketReply(self._connection, envelope.id), wait_s)
+        self._requests.on_pull(envelope.pull, SocketReply(self._connection, envelope.id), wait_s)
         self._note_sender(envelope.pull.sender)
 
     def on_refused(self, envelope: pb.Envelope) -> None:
         """Counts a push that was refused."""
         if envelope.WhichOneof("body") == "push":
-            self._intake.note_refused()
+            self._requests.note_refused()
 
     def on_end(self) -> None:
         """Drops the connection's pulls; its worker is suspected to be dead."""
         if self._sender is not None:
-            self._driver.suspect(self._sender)
+            self._engine.suspect(self._sender)
         connection = self._connection
-        self._intake.forget(lambda reply: getattr(reply, "connection", None) is connection)
+        self._requests.forget(lambda reply: getattr(reply, "connection", None) is connection)
 
     def _push(self, header: pb.PushHeader, incoming: Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
         self._pass.require(header.sender.job)
-        self._intake.admit(header, nbytes)
+        self._requests.admit(header, nbytes)
         self._note_sender(header.sender)
         buffers = self._connection.buffers
         data = buffers.take(nbytes, "a push")
         incoming.read_into(memoryview(data))
         release = (lambda: buffers.give(data)) if nbytes else None
-        self._intake.push(header, data, reply, release, here=nbytes > 0)
+        self._requests.on_push(header, data, reply, release, here=nbytes > 0)
 
     def _note_sender(self, sender: pb.Sender) -> None:
         """Records a worker that the engine knows."""

@@ -18,7 +18,7 @@ from pscore.net.endpoint import failure_of
 from pscore.net.listener import peer_of
 from pscore.pb.ps.v1 import data_pb2 as pb
 from psserver.access.gate import Gate
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.logs import setup
 
 ATTACH_SUFFIX = ".attach"  # Of the Unix socket's name.
@@ -28,9 +28,9 @@ ATTACH_NBYTES_MAX = 1 << 16
 class Attachments:
     """Exchanges descriptors with workers."""
 
-    def __init__(self, driver: Driver, gate: Gate) -> None:
-        """Shares the memory of `driver`; `gate` checks tokens."""
-        self._driver = driver
+    def __init__(self, engine: Engine, gate: Gate) -> None:
+        """Shares the memory of `engine`; `gate` checks tokens."""
+        self._engine = engine
         self._gate = gate
 
     def serve(self, accepted: socket.socket) -> None:
@@ -44,7 +44,7 @@ class Attachments:
                 raise DecodeError("an attachment must bring one file descriptor")
             request = envelope.attach
             self._gate.admit(request.token).require(request.sender.job)
-            weights = self._driver.attach(request.sender, fds.pop(), request.nbytes)
+            weights = self._engine.attach(request.sender, fds.pop(), request.nbytes)
             reply.attached.nbytes = weights.nbytes
             answer = wire.encode(reply.SerializeToString())
             socket.send_fds(accepted, [answer], [weights.fd])

@@ -36,7 +36,7 @@ GUIDES = (
     endpoint,
     data_socket.DataHandler,
     requests,
-    requests.Intake,
+    requests.Requests,
     SliceClock,
 )
 

@@ -149,7 +149,7 @@ def test_a_hostile_pull_is_refused(fields: dict[str, Any]) -> None:
         named: dict[str, Any] = {"sender": sender(0)} | fields
         with pytest.raises(Refused):
             await front.pull(data_pb2.PullHeader(**named))
-        assert not front.driver.intake.waiting
+        assert not front.engine.requests.waiting
         await still_serves(front)
 
     play(scene)
@@ -163,9 +163,9 @@ def test_a_pull_of_what_never_comes_is_put_off(clock: int, min_version: int) -> 
         pull = asyncio.ensure_future(front.pull(pull_header(0, clock, min_version, wait_ms=U32)))
         await settle()
         front.now_s = LEASE_S
-        front.driver.tick()
+        front.engine.tick()
         assert not (await pull)[0].ready
-        assert not front.driver.intake.waiting
+        assert not front.engine.requests.waiting
         await still_serves(front)
 
     play(scene)
@@ -247,7 +247,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
     async def scene(front: Front) -> None:
         await front.ready(rule=pb.Plugin(name=rule))
         clock = front.job.table(0).clock(0)
-        (store,) = front.driver.stores(front.job)
+        (store,) = front.engine.stores(front.job)
         outcomes = [
             await offer(front, push_header(0, 2 + 3 * number), grad(0.0))
             for number in range(2 * LATE_KEPT if rule == "asgd" else 3 * PARKED_MAX)
@@ -301,7 +301,7 @@ def test_joins_for_impossible_ranks_fill_nothing() -> None:
                 )
                 with pytest.raises(Refused):
                     await front.control.Join(request, Context())
-        assert list(front.driver.shard.jobs) == [JOB]
+        assert list(front.engine.shard.jobs) == [JOB]
         await still_serves(front)
 
     play(scene)
@@ -342,8 +342,8 @@ def test_random_messages_never_break_the_shard() -> None:
         assert len(front.job.table(0).clock(0)._parked) <= 2 * PARKED_MAX
         assert np.isfinite(front.weights()).all()
         front.now_s = LEASE_S
-        front.driver.tick()
-        assert not front.driver.intake.waiting
+        front.engine.tick()
+        assert not front.engine.requests.waiting
         await front.control.Status(pb.StatusRequest(), Context())
 
     play(scene)

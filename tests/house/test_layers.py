@@ -30,6 +30,7 @@ CORE = (
     "psserver/decisions/table.py",
     "psserver/decisions/uneven.py",
     "psserver/decisions/membership.py",
+    "psworker/replica",
 )
 IMPURE = {
     "asyncio",

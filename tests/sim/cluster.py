@@ -15,8 +15,8 @@ import torch
 from pscore import partition
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, make_layout
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, TensorSpec
-from psserver.decisions.table import TableSpec
 from tests.sim.case import NUMEL, Case
 from tests.sim.ledger import Ledger, SliceBook
 from tests.sim.loop import Loop, Network
@@ -198,7 +198,7 @@ class Cluster:
     def _tick(self, server: Server) -> None:
         server.tick()
         server.check()
-        if not server.is_over or server.intake.waiting:
+        if not server.is_over or server.requests.waiting:
             self.loop.after(TICK_S, partial(self._tick, server))
 
     def _now(self) -> float:

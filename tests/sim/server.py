@@ -1,15 +1,13 @@
-"""One simulated shard: the real `Shard`, `Intake`, `Lane` and `SliceStore`, called as by a daemon.
+"""One simulated shard: the real `Shard`, `Requests`, `SliceQueue` and `SliceStore` of a daemon.
 
-What a daemon's transports and its driver do around them is done here, on simulated time and in one
-thread: slices are so small that the lanes carry everything out at once.
+What a daemon's transports and its engine do around them is done here, on simulated time and in one
+thread: slices are so small that the queues carry everything out at once.
 """
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,17 +15,18 @@ from pscore.errors import PacelineError
 from pscore.memory.segment import WeightsMap
 from pscore.net import wire
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import TableSpec
 from pscore.types import ByteArray, FloatArray, Role
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table, TableSpec
+from psserver.decisions.table import Table
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
-from psserver.engine.requests import Intake, Request
-from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Lane
+from psserver.engine.requests import Request, Requests
+from psserver.engine.slice_queue import SliceQueue
 from psserver.slices.store import SliceStore
 from tests.sim.case import Case
 from tests.sim.ledger import Identity, Ledger
@@ -38,16 +37,8 @@ LEASE_S = 3.0
 TICK_S = 0.5
 PULL_WAIT_S = 1.0
 
-NUMBERS = itertools.count()
 Result: TypeAlias = bytes | PacelineError
 Answer: TypeAlias = Callable[[Result], None]
-
-
-class NoThreads(Executor):
-    """Small slices are carried out at once; a simulation has no threads."""
-
-    def submit(self, *args: object, **kwargs: object) -> Any:
-        raise AssertionError("a slice of the simulation is too large")
 
 
 class Courier:
@@ -58,7 +49,6 @@ class Courier:
     ) -> None:
         self.identity = identity
         self.role = role
-        self.number = next(NUMBERS)
         self._answer = answer
         self._send_later = send_later
 
@@ -95,26 +85,14 @@ def spoil(store: SliceStore) -> None:
             buffer.array.fill(np.nan)
 
 
-class InOrder(set[Request]):
-    """Requests in the order in which they came: a set's own order differs from run to run."""
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(super().__iter__(), key=_number))
-
-
-def _number(request: Request) -> int:
-    assert isinstance(request.reply, Courier)
-    return request.reply.number
-
-
-class WatchedIntake(Intake):
+class WatchedRequests(Requests):
     """Tells the ledger what was decided, before it is carried out."""
 
     __slots__ = ("ledger", "note")
     ledger: Ledger
     note: Callable[[str], None]
 
-    def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
+    def execute(self, job: Job, actions: Actions, idle: list[SliceQueue] | None = None) -> None:
         expected = job.membership.expected()
         for address, action in actions:
             token = getattr(action, "token", None)
@@ -128,7 +106,7 @@ class WatchedIntake(Intake):
                 self.ledger.enough(job.membership.members.values())
                 self.note(f"slice {address.slice} has version {action.version}")
             self.ledger.decided(address.slice, action, identity, role, clock, expected)
-        super().carry_out(job, actions, idle)
+        super().execute(job, actions, idle)
 
 
 class Server:
@@ -153,7 +131,6 @@ class Server:
         self._case = case
         self._network = network
         self._now = now
-        self._pool = NoThreads()
         self._send_later = send_later
         self._ledger = ledger
         self._folder = folder
@@ -164,16 +141,19 @@ class Server:
     def _begin(self) -> None:
         """Is a new process."""
         self.shard = Shard(self.index, self._case.num_shards, LEASE_S)
-        self.intake = WatchedIntake(
-            self.shard, self._pool, self._now, self._broke, threading.RLock(), Tally()
+        self.requests = WatchedRequests(
+            shard=self.shard,
+            now=self._now,
+            broke=self._broke,
+            lock=threading.RLock(),
+            tally=Tally(),
         )
-        self.intake.waiting = InOrder()
-        self.intake.ledger = self._ledger
-        self.intake.note = self._note
+        self.requests.ledger = self._ledger
+        self.requests.note = self._note
         if self._folder is not None:
             self._vault = Vault(self._folder)
         self.recovery = Recovery(self._vault, self.shard)
-        self.intake.note_table = self.recovery.note_table
+        self.requests.note_table = self.recovery.note_table
 
     def close(self) -> None:
         """Lets go of what it keeps open, when the simulation is over."""
@@ -193,11 +173,11 @@ class Server:
         for job in self.recovery.take_up(self._now(), self._allocate):
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.intake.lanes[id(job), table.index, index].store
+                    store = self.requests.queues[id(job), table.index, index].store
                     spoil(store)
                     actions = resume(job, table, table.specs[index], store, clock)
                     self._introduce(index, clock)
-                    self.intake.carry_out(job, actions)
+                    self.requests.execute(job, actions)
         assert self._vault.instance == instance
         self.check()
 
@@ -243,7 +223,7 @@ class Server:
         )
         job = self.shard.join(JOB, self._case.num_workers, member, self._case.min_workers)
         self.recovery.note(job)
-        self.intake.carry_out(job, self.shard.recheck(job))
+        self.requests.execute(job, self.shard.recheck(job))
 
     def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
         job = self.shard.heard(JOB, rank, incarnation, self._now())
@@ -254,7 +234,6 @@ class Server:
     def _allocate(self, job: Job, table: Table, room: Room) -> None:
         layout = WeightsMap(list(table.specs.values()))
         for index, part in table.specs.items():
-            assert part.numel <= INLINE_NUMEL_MAX
             store = SliceStore(
                 part,
                 table.spec.rule,
@@ -264,8 +243,8 @@ class Server:
                 room.journals.get(index),
                 room.stamps.get(index),
             )
-            lane = Lane(store, self.intake, self._pool)
-            self.intake.lanes[id(job), table.index, index] = lane
+            queue = SliceQueue(store, self.requests, None)
+            self.requests.queues[id(job), table.index, index] = queue
 
     def heartbeat(self, rank: int, incarnation: int) -> None:
         self.shard.heard(JOB, rank, incarnation, self._now())
@@ -273,7 +252,7 @@ class Server:
     def leave(self, rank: int, incarnation: int) -> None:
         actions = self.shard.leave(JOB, rank, incarnation, "finished")
         self.recovery.note(self.shard.jobs[JOB])
-        self.intake.carry_out(self.shard.jobs[JOB], actions)
+        self.requests.execute(self.shard.jobs[JOB], actions)
 
     def push(self, frame: bytes, answer: Answer) -> None:
         raw, payload = wire.decode(frame)
@@ -282,12 +261,12 @@ class Server:
         courier = Courier(self._alive(answer), identity, Role(header.role), self._send_later)
         data = np.frombuffer(payload, dtype=np.uint8)
         before = self._num_parked()
-        self.intake.admit(header, data.nbytes)
-        if header.shared:  # As `Driver.attach` has done, when the connection was made.
+        self.requests.admit(header, data.nbytes)
+        if header.shared:  # As `Engine.attach` has done, when the connection was made.
             job = self.shard.jobs[JOB]
             segment = self.segments[header.sender.worker, header.sender.incarnation]
-            self.intake.shared[id(job), header.sender.table, header.sender.worker] = segment
-        self.intake.push(header, data, courier)
+            self.requests.shared[id(job), header.sender.table, header.sender.worker] = segment
+        self.requests.on_push(header, data, courier)
         if self._num_parked() > before:
             self._note(f"the push of worker {header.sender.worker} waits")
 
@@ -296,7 +275,7 @@ class Server:
         header = data_pb2.PullHeader.FromString(bytes(raw))
         identity = (header.sender.worker, header.clock, header.sender.incarnation)
         courier = Courier(self._alive(answer), identity, Role.GRADIENT, self._send_later)
-        self.intake.pull(header, courier, PULL_WAIT_S)
+        self.requests.on_pull(header, courier, PULL_WAIT_S)
 
     # ----- time
 
@@ -305,9 +284,9 @@ class Server:
         for job, member in lost:
             self._note(f"worker {member.rank} is lost")
             self.recovery.note(job)
-            self.intake.carry_out(job, actions)
+            self.requests.execute(job, actions)
             actions = []
-        self.intake.put_off()
+        self.requests.put_off()
 
     @property
     def is_over(self) -> bool:
@@ -318,7 +297,7 @@ class Server:
     # ----- invariants
 
     def stores(self) -> dict[int, SliceStore]:
-        return {key[2]: lane.store for key, lane in self.intake.lanes.items()}
+        return {key[2]: queue.store for key, queue in self.requests.queues.items()}
 
     def check(self) -> None:
         """What holds after every event: no more is kept than the rule's open steps need."""
@@ -329,8 +308,8 @@ class Server:
         for job in self.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.intake.lanes[id(job), table.index, index].store
-                    assert clock.version == self.intake.ledger.books[index].version or (
+                    store = self.requests.queues[id(job), table.index, index].store
+                    assert clock.version == self.requests.ledger.books[index].version or (
                         clock.version == -1
                     )
                     assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
@@ -345,15 +324,15 @@ class Server:
 
     def settled(self) -> None:
         """What holds when nothing is under way any more."""
-        assert not self.intake.waiting
+        assert not self.requests.waiting
         for job in self.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.intake.lanes[id(job), table.index, index].store
+                    store = self.requests.queues[id(job), table.index, index].store
                     assert not store._bins, f"sums {list(store._bins)} never became an update"
                     assert clock.num_waiting == 0
                     assert all(buffer.leases == 0 for buffer in store._weights._buffers)
-                    self.intake.ledger.books[index].settled(store.weights)
+                    self.requests.ledger.books[index].settled(store.weights)
 
     def _num_parked(self) -> int:
         return sum(

@@ -17,8 +17,8 @@ from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Role, Verdict
-from psserver.decisions.table import TableSpec
 from psserver.slices.store import Payload
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session

@@ -25,12 +25,12 @@ from hypothesis.stateful import (
 from pscore.compressors.none import NoCompression
 from pscore.errors import ReplacedError
 from pscore.rules import parse_mode
+from pscore.table_spec import TableSpec
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Acknowledge, Add, Answer, Update
 from psserver.decisions.progress import Bin, Counted
 from psserver.decisions.shard import Actions, Address, Job, Shard
-from psserver.decisions.table import TableSpec
 from psserver.durability.records import members_of, members_to_json
 
 LEASE_S = 10.0

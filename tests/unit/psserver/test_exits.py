@@ -114,12 +114,12 @@ def test_ctrl_c_has_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert psserver(monkeypatch, "status", *NOBODY, main=__main__.main) == Exit.INTERRUPTED
 
 
-def test_every_code_has_a_meaning_a_test_and_a_row_in_the_readme() -> None:
+def test_every_code_has_a_meaning_a_test_and_a_row_in_the_reference() -> None:
     here = {code for code, _ in COMMANDS} | {Exit.NOT_PERMITTED, Exit.INTERRUPTED}
     assert here | set(ELSEWHERE) == set(Exit)
     assert set(MEANINGS) == set(Exit)
     for code, path in ELSEWHERE.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         assert f"code={int(code)}" in text or f"Exit.{code.name}" in text or f"== {code}" in text
-    rows = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     assert all(f"| {int(code)} |" in rows or f"| {int(code)}, " in rows for code in Exit)

@@ -15,7 +15,7 @@ from psserver.decisions.orders import Acknowledge, Action, Answer, Skip
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
 from psserver.durability.recovery import bins_of
-from psserver.engine.slice_queue import carry_out
+from psserver.engine.slice_queue import execute
 from psserver.slices.arena import Arena
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
 from psserver.slices.store import Payload, SliceStore
@@ -87,7 +87,7 @@ class Process:
         self.carry_out(self.clock.push(push, token))
 
     def carry_out(self, actions: list[Action]) -> None:
-        carry_out(actions, self.store, self)
+        execute(actions, self.store, self)
 
     def payload(self, token: Token) -> Payload:
         return self.payloads[token]

@@ -2,24 +2,26 @@
 
 import pytest
 
+from pscore.compressors.none import NoCompression
 from pscore.errors import LimitError
 from pscore.net.budget import Budget
+from pscore.rules import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
-from psserver.decisions.table import TableSpec, make_spec
 
 MB = 1 << 20
 
 
 def spec(name: str, numel: int, optimizer: str = "sgd") -> TableSpec:
-    return make_spec(
+    return TableSpec(
         name=name,
         tensors=(TensorSpec(name="w", shape=(numel,), dtype="float32"),),
         num_shards=1,
-        rule=("ssgd", {}),
-        compressor=("none", {}),
+        rule=SSGD(),
+        compressor=NoCompression(),
         optimizer=optimizer,
         num_groups=1,
     )

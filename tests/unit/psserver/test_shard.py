@@ -17,6 +17,7 @@ from pscore.errors import (
     UnknownJobError,
 )
 from pscore.rules import ASGD, SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver.decisions import shard as shard_module
 from psserver.decisions.membership import Member, Presence
@@ -30,7 +31,6 @@ from psserver.decisions.shard import (
     Job,
     Shard,
 )
-from psserver.decisions.table import TableSpec, make_spec
 
 LEASE_S = 10.0
 HYPER = np.zeros((1, 6))
@@ -300,19 +300,6 @@ def test_each_shard_has_its_own_slices() -> None:
         owned.append(set(table.clocks))
         assert table.nbytes == 4 * (1 << 12)
     assert owned == [{0}, {1}]
-
-
-def test_a_declaration_is_made_of_names_and_arguments() -> None:
-    spec = make_spec(
-        name="model",
-        tensors=SPEC.tensors,
-        num_shards=1,
-        rule=("ssgd", {}),
-        compressor=("none", {}),
-        optimizer="sgd",
-        num_groups=1,
-    )
-    assert spec == SPEC
 
 
 # ----- pushes, pulls and departures

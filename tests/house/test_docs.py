@@ -1,4 +1,4 @@
-"""What README and ARCHITECTURE say about commands, files and variables is so."""
+"""The pages agree with the code: commands, files, links, variables, and generated tables."""
 
 import ast
 import re
@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from benchmarks import pages
 from psserver.commands import cli as psserver_cli
 from psserver.exits import Exit as ServerExit
+from psserver.process.settings import SECTIONS
 from psworker.commands import cli as psworker_cli
 from psworker.commands.run import Exit as WorkerExit
-from tests.house.source import ROOT
+from tests.house.source import PACKAGES, ROOT, modules, parse
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 TEXT = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
 
 
@@ -70,20 +73,57 @@ def test_every_source_file_that_is_named_exists() -> None:
     assert not [path for path in named if "NAME" not in path and not (ROOT / path).exists()]
 
 
-def test_every_exit_code_stands_in_the_table() -> None:
-    table = README.partition("| exit code |")[2].partition("\n\n")[0]
-    codes = {
-        int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.M) for code in row.split(",")
-    }
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_a_generated_table_is_the_one_that_its_program_makes(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert pages.MARKED.search(text)
+    assert pages.filled(text) == text, "run `python -m benchmarks.pages`"
+
+
+def test_every_page_with_a_generated_table_is_checked() -> None:
+    marked = [name(path) for path in PAGES if "<!-- begin " in path.read_text(encoding="utf-8")]
+    assert sorted(marked) == sorted(pages.PAGES)
+
+
+def test_every_exit_code_stands_in_the_reference() -> None:
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", REFERENCE, re.MULTILINE)}
     assert codes == {*map(int, ServerExit), *map(int, WorkerExit)}
 
 
-def test_every_variable_that_a_worker_reads_stands_in_the_table() -> None:
-    source = ast.parse((ROOT / "psworker" / "environment.py").read_text())
-    literals = [node.value for node in ast.walk(source) if isinstance(node, ast.Constant)]
-    read = {
-        text for text in literals if isinstance(text, str) and re.fullmatch(r"PACELINE_\w+", text)
+def variables_in_code() -> set[str]:
+    """Returns the names of our variables that stand in a string of the packages, or of a setting.
+
+    A docstring counts too: it must not name a variable that is gone.
+    """
+    strings = [
+        node.value
+        for path in modules(*PACKAGES)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    named = set(re.findall(r"\bPACELINE_[A-Z_]*[A-Z]\b", "\n".join(strings)))
+    settings = {
+        f"{kind.model_config['env_prefix']}{field.upper()}"
+        for kind in SECTIONS.values()
+        for field in kind.model_fields
     }
-    table = README.partition("| variable |")[2].partition("\n\n")[0]
-    assert read
-    assert not [variable for variable in read if f"`{variable}`" not in table]
+    return named | settings
+
+
+def test_the_reference_has_every_variable_that_the_code_reads_and_no_other() -> None:
+    refused = {"PACELINE_SNAPSHOT_S"}  # Setting it is an error that names its replacement.
+    shown = set(re.findall(r"`(PACELINE_[A-Z_]+)`", REFERENCE))
+    assert shown == variables_in_code() - refused
+
+
+def test_the_variables_of_other_launchers_stand_in_the_reference() -> None:
+    source = parse(ROOT / "psworker" / "job" / "environment.py")
+    read = {
+        node.value
+        for node in ast.walk(source)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"(DMLC|TORCHELASTIC|LOCAL|WORLD)_\w+|RANK", node.value)
+    }
+    assert read - {"DMLC_"}
+    assert not [variable for variable in read - {"DMLC_"} if f"`{variable}`" not in REFERENCE]
