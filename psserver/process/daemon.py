@@ -41,7 +41,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
 from pscore.text import join_address
 from psserver.access.gate import Door
 from psserver.decisions.shard import Shard
-from psserver.durability.journal_dir import Lock, Vault
+from psserver.durability.journal_dir import JournalDir, Lock
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
@@ -128,14 +128,14 @@ class Daemon:
         self._grace_s = plan.grace_s
         self._parent = os.getppid()
         self._claim = _claim(plan)
-        self._vault = _open_vault(plan)
+        self._journals = _open_journals(plan)
         self._timeline = open_timeline(plan.timeline, "shard", plan.index)
         self.engine = Engine(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             now=time.monotonic,
             executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="lane"),
             step_on_receive_thread=plan.num_threads <= FEW_THREADS,
-            vault=self._vault,
+            journals=self._journals,
             broke=self.broke,
             timeline=self._timeline,
         )
@@ -309,12 +309,12 @@ class Daemon:
         """Takes up the jobs that a former process of this shard has left."""
         for name in self.engine.recover():
             log.warning("job taken up where it was", job=name)
-        if self._vault is not None:
-            self._instance = self._vault.instance
+        if self._journals is not None:
+            self._instance = self._journals.instance
         if self.plan.checkpoint_dir is None:
             return
-        vault = None if self._vault is None else self._vault.folder
-        loaded = load(self.engine, Path(self.plan.checkpoint_dir), vault)
+        journals = None if self._journals is None else self._journals.folder
+        loaded = load(self.engine, Path(self.plan.checkpoint_dir), journals)
         if self.plan.addresses:
             self._to_bring = loaded
 
@@ -412,7 +412,7 @@ def _in_use(plan: ShardPlan, folder: Path) -> CommandError:
     )
 
 
-def _open_vault(plan: ShardPlan) -> Vault | None:
+def _open_journals(plan: ShardPlan) -> JournalDir | None:
     """Opens where this shard keeps its journals, if it keeps any.
 
     Raises:
@@ -422,7 +422,7 @@ def _open_vault(plan: ShardPlan) -> Vault | None:
         return None
     folder = Path(plan.journal_dir) / folder_name(plan)
     try:
-        return Vault(folder)
+        return JournalDir(folder)
     except BlockingIOError as problem:
         raise _in_use(plan, folder) from problem
     except OSError as problem:

@@ -30,9 +30,9 @@ from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from psserver.access.gate import Gate
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import Job, require_name
-from psserver.decisions.uneven import report
+from psserver.decisions.shard import require_name
 from psserver.engine.engine import Engine
+from psserver.engine.job import RunningJob
 from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.shared_view import SharedView
@@ -228,17 +228,17 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        with self._engine.lock:
-            return pb.JoinReply(
-                rank=member.rank,
-                num_workers=job.membership.num_workers,
-                lease_s=job.membership.lease_s,
-                instance=self._instance,
-                rounds=job.barriers.next_rounds(),
-                news=member.news,
-                progress=job.progress,
-                life=job.life.number,
-            )
+        welcome = job.welcome(member)
+        return pb.JoinReply(
+            rank=welcome.rank,
+            num_workers=welcome.num_workers,
+            lease_s=welcome.lease_s,
+            instance=self._instance,
+            rounds=welcome.rounds,
+            news=welcome.news,
+            progress=welcome.progress,
+            life=welcome.life,
+        )
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
         """Declares a table, or checks that this worker's is the job's."""
@@ -246,18 +246,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             job = self._heard(request)
             require_name("table", request.table.name)
             spec = TableSpec.from_proto(request.table)
-            with self._engine.lock:
-                table, created = self._engine.define(job, spec)
-                origin, has_weights = table.spec.origin, table.has_weights
+            table = self._engine.define(job, spec)
         except PacelineError as error:
             await refuse(context, error)
             raise
         return pb.DefineReply(
             table=table.index,
-            created=created,
-            clock=origin.clock,
-            step=origin.step,
-            has_weights=has_weights,
+            created=table.is_new,
+            clock=table.origin.clock,
+            step=table.origin.step,
+            has_weights=table.has_weights,
         )
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
@@ -277,63 +275,51 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
-        engine = self._engine
         try:
-            with engine.lock:
-                job = self._heard(request)
-                text = printable(request.waiting_for, TEXT_LENGTH_MAX)
-                engine.waits.note(job, request.worker, text)
-                left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
-                text = report(job.membership, request.worker, left_out)
-                asked = engine.requests.debts.asked_of(job, request.worker)
-                return pb.HeartbeatReply(
-                    instance=self._instance,
-                    waiting_for=engine.waits.stalled(job),
-                    owing=[
-                        pb.Owing(table=number, step=step, slices=slices)
-                        for number, step, slices in asked
-                    ],
-                    live=job.membership.live() if request.wants_live else (),
-                    uneven=text,
-                )
+            job = self._heard(request)
+            text = printable(request.waiting_for, TEXT_LENGTH_MAX)
+            left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
+            view = job.heartbeat(request.worker, text, left_out)
         except PacelineError as error:
             await refuse(context, error)
             raise
+        return pb.HeartbeatReply(
+            instance=self._instance,
+            waiting_for=view.waiting_for,
+            owing=[
+                pb.Owing(table=wanted.table, step=wanted.step, slices=wanted.slices)
+                for wanted in view.residual_requests
+            ],
+            live=view.live if request.wants_live else (),
+            uneven=view.uneven,
+        )
 
     async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
-        """Takes what a worker's error feedback owes of a slice."""
+        """Receives a worker's residual of a slice."""
         try:
-            with self._engine.lock:
-                job = self._heard(request)
-                arrays = {array.name: array.data for array in request.arrays}
-                self._engine.requests.debts.take(
-                    job,
-                    job.table(request.table),
-                    request.slice,
-                    request.worker,
-                    request.step,
-                    arrays,
-                )
+            arrays = {array.name: array.data for array in request.arrays}
+            self._heard(request).take_residual(
+                request.table, request.slice, request.worker, request.step, arrays
+            )
         except PacelineError as error:
             await refuse(context, error)
             raise
         return pb.OweReply()
 
     async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimReply:
-        """Gives a worker back what a checkpoint had of its rank."""
+        """Returns the residuals that a checkpoint had of a worker's rank."""
         try:
-            with self._engine.lock:
-                job = self._heard(request)
-                table = job.table(request.table)
-                kept = self._engine.requests.debts.kept(job, table, request.worker)
-                arrays = dict(kept.get(request.slice, {})).items()
+            kept = self._heard(request).residuals_for(request.table, request.worker)
         except PacelineError as error:
             await refuse(context, error)
             raise
         if not request.HasField("slice"):
             return pb.ClaimReply(slices=sorted(kept))
         return pb.ClaimReply(
-            arrays=[pb.Array(name=name, data=array.tobytes()) for name, array in arrays]
+            arrays=[
+                pb.Array(name=name, data=array.tobytes())
+                for name, array in kept.get(request.slice, {}).items()
+            ]
         )
 
     async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
@@ -346,7 +332,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             raise
         wait_s, value = request.wait_ms / 1000, request.value
         arrival = await wait_at_barrier(
-            self._engine, job, request.name, request.round, request.worker, wait_s, value
+            job, self._engine.now, request.name, request.round, request.worker, wait_s, value
         )
         return pb.BarrierReply(
             done=arrival.is_open, waiting_for=arrival.waiting_for, value=arrival.largest
@@ -369,15 +355,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return reply
 
     def _make_status(self) -> pb.StatusReply:
-        with self._engine.lock:
-            lost = list(self._engine.shard.lifetimes.lost.values())
         return pb.StatusReply(
             shard=self._describe(),
             jobs=[_job_status(job) for job in self._engine.status()],
             uptime_s=self._engine.now() - self._engine.started_s,
             memory_nbytes=self._process.memory_info().rss,
             pid=os.getpid(),
-            lost=[pb.LostJob(job=name, reason=reason) for name, reason in lost],
+            lost=[pb.LostJob(job=name, reason=reason) for name, reason in self._engine.lost_jobs()],
         )
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetReply:
@@ -403,7 +387,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         | pb.BarrierRequest
         | pb.OweRequest
         | pb.ClaimRequest,
-    ) -> Job:
+    ) -> RunningJob:
         return self._engine.heard(request.job, request.worker, request.incarnation)
 
 

@@ -247,7 +247,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
     async def scene(front: Front) -> None:
         await front.ready(rule=pb.Plugin(name=rule))
         clock = front.job.table(0).clock(0)
-        (store,) = front.engine.stores(front.job)
+        (store,) = front.running.stores()
         outcomes = [
             await offer(front, push_header(0, 2 + 3 * number), grad(0.0))
             for number in range(2 * LATE_KEPT if rule == "asgd" else 3 * PARKED_MAX)

@@ -124,7 +124,7 @@ def test_who_asks_and_does_not_read_is_cut_off() -> None:
             assert greedy.is_cut()
             for peer in (greedy, quick):
                 peer.socket.close()
-            (store,) = front.engine.stores(front.job)
+            (store,) = front.running.stores()
             deadline_s = time.monotonic() + WAIT_S
             while any(buffer.leases for buffer in store._weights._buffers):
                 assert time.monotonic() < deadline_s

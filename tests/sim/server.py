@@ -4,7 +4,6 @@ What a daemon's transports and its engine do around them is done here, on simula
 thread: slices are so small that the queues carry everything out at once.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -12,7 +11,6 @@ from typing import TypeAlias
 import numpy as np
 
 from pscore.errors import PacelineError
-from pscore.memory.segment import WeightsMap
 from pscore.net import wire
 from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import TableSpec
@@ -20,13 +18,10 @@ from pscore.types import ByteArray, FloatArray, Role
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Job, Shard
-from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table
-from psserver.durability.journal_dir import Vault
-from psserver.durability.recovery import Recovery, Room, resume
-from psserver.engine.counters import Tally
-from psserver.engine.requests import Request, Requests
-from psserver.engine.slice_queue import SliceQueue
+from psserver.durability.journal_dir import JournalDir
+from psserver.engine.engine import Engine
+from psserver.engine.job import Request
+from psserver.engine.requests import Requests
 from psserver.slices.store import SliceStore
 from tests.sim.case import Case
 from tests.sim.ledger import Identity, Ledger
@@ -85,30 +80,6 @@ def spoil(store: SliceStore) -> None:
             buffer.array.fill(np.nan)
 
 
-class WatchedRequests(Requests):
-    """Tells the ledger what was decided, before it is carried out."""
-
-    __slots__ = ("ledger", "note")
-    ledger: Ledger
-    note: Callable[[str], None]
-
-    def execute(self, job: Job, actions: Actions, idle: list[SliceQueue] | None = None) -> None:
-        expected = job.membership.expected()
-        for address, action in actions:
-            token = getattr(action, "token", None)
-            identity, role = (-1, -1, -1), Role.GRADIENT
-            if token is not None:
-                assert isinstance(token, Request)
-                assert isinstance(token.reply, Courier)
-                identity, role = token.reply.identity, token.reply.role
-            clock = job.table(address.table).clock(address.slice)
-            if isinstance(action, Update):
-                self.ledger.enough(job.membership.members.values())
-                self.note(f"slice {address.slice} has version {action.version}")
-            self.ledger.decided(address.slice, action, identity, role, clock, expected)
-        super().execute(job, actions, idle)
-
-
 class Server:
     """One shard."""
 
@@ -134,61 +105,67 @@ class Server:
         self._send_later = send_later
         self._ledger = ledger
         self._folder = folder
-        self._vault: Vault | None = None
+        self._journals: JournalDir | None = None
         self._life = 0  # Counts the processes of this shard.
-        self._begin()
+        self.engine = self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self) -> Engine:
         """Is a new process."""
-        self.shard = Shard(self.index, self._case.num_shards, LEASE_S)
-        self.requests = WatchedRequests(
-            shard=self.shard,
-            now=self._now,
-            broke=self._broke,
-            lock=threading.RLock(),
-            tally=Tally(),
-        )
-        self.requests.ledger = self._ledger
-        self.requests.note = self._note
         if self._folder is not None:
-            self._vault = Vault(self._folder)
-        self.recovery = Recovery(self._vault, self.shard)
-        self.requests.note_table = self.recovery.note_table
+            self._journals = JournalDir(self._folder)
+        return Engine(
+            Shard(self.index, self._case.num_shards, LEASE_S),
+            now=self._now,
+            journals=self._journals,
+            broke=self._broke,
+            on_decided=self._decided,
+        )
+
+    @property
+    def shard(self) -> Shard:
+        return self.engine.shard
+
+    @property
+    def requests(self) -> Requests:
+        return self.engine.requests
+
+    def _decided(self, job: Job, actions: Actions) -> None:
+        """Tells the ledger what was decided, before it is carried out."""
+        expected = job.membership.expected()
+        for address, action in actions:
+            token = getattr(action, "token", None)
+            identity, role = (-1, -1, -1), Role.GRADIENT
+            if isinstance(token, Request):
+                if isinstance(token.reply, Courier):
+                    identity, role = token.reply.identity, token.reply.role
+                else:  # A payload that was held: a former process has answered already.
+                    push = getattr(action, "push")  # noqa: B009
+                    book = self._ledger.books[address.slice]
+                    identity = book.accepted[push.worker, push.step]
+            clock = job.table(address.table).clock(address.slice)
+            if isinstance(action, Update):
+                self._ledger.enough(job.membership.members.values())
+                self._note(f"slice {address.slice} has version {action.version}")
+            self._ledger.decided(address.slice, action, identity, role, clock, expected)
 
     def close(self) -> None:
         """Lets go of what it keeps open, when the simulation is over."""
-        if self._vault is not None:
-            self._vault.close()
+        if self._journals is not None:
+            self._journals.close()
 
     # ----- death
 
     def crash(self) -> None:
         """Is killed, and started again at once: what is not in the vault is gone."""
-        assert self._vault is not None
+        assert self._journals is not None
         self._note("is killed, and comes back")
-        instance = self._vault.instance
-        self._vault.close()
+        instance = self._journals.instance
+        self._journals.close()
         self._life += 1
-        self._begin()
-        for job in self.recovery.take_up(self._now(), self._allocate):
-            for table in job.tables.values():
-                for index, clock in table.clocks.items():
-                    store = self.requests.queues[id(job), table.index, index].store
-                    spoil(store)
-                    actions = resume(job, table, table.specs[index], store, clock)
-                    self._introduce(index, clock)
-                    self.requests.execute(job, actions)
-        assert self._vault.instance == instance
+        self.engine = self._begin()
+        self.engine.recover(spoil)
+        assert self._journals.instance == instance
         self.check()
-
-    def _introduce(self, index: int, clock: SliceClock) -> None:
-        """Tells the ledger whose the payloads are that were held; they are answered already."""
-        book = self._ledger.books[index]
-        for bin_ in clock._bins.values():
-            for push, request in bin_.held.values():
-                assert isinstance(request, Request)
-                identity = book.accepted[push.worker, push.step]
-                request.reply = Courier(nothing, identity, Role.GRADIENT, self._send_later)
 
     def _alive(self, answer: Answer) -> Answer:
         """Returns `answer` for as long as this process lives."""
@@ -221,38 +198,16 @@ class Server:
             heard_s=self._now(),
             returns=returns,
         )
-        job = self.shard.join(JOB, self._case.num_workers, member, self._case.min_workers)
-        self.recovery.note(job)
-        self.requests.execute(job, self.shard.recheck(job))
+        self.engine.join(JOB, self._case.num_workers, member, self._case.min_workers)
 
     def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
-        job = self.shard.heard(JOB, rank, incarnation, self._now())
-        table, created = self.shard.define(job, spec)
-        if created:
-            self._allocate(job, table, self.recovery.make_room(job, table))
-
-    def _allocate(self, job: Job, table: Table, room: Room) -> None:
-        layout = WeightsMap(list(table.specs.values()))
-        for index, part in table.specs.items():
-            store = SliceStore(
-                part,
-                table.spec.rule,
-                table.optimizer,
-                layout.buffers(room.weights, index),
-                layout.versions(room.weights, index),
-                room.journals.get(index),
-                room.stamps.get(index),
-            )
-            queue = SliceQueue(store, self.requests, None)
-            self.requests.queues[id(job), table.index, index] = queue
+        self.engine.define(self.engine.heard(JOB, rank, incarnation), spec)
 
     def heartbeat(self, rank: int, incarnation: int) -> None:
-        self.shard.heard(JOB, rank, incarnation, self._now())
+        self.engine.heard(JOB, rank, incarnation)
 
     def leave(self, rank: int, incarnation: int) -> None:
-        actions = self.shard.leave(JOB, rank, incarnation, "finished")
-        self.recovery.note(self.shard.jobs[JOB])
-        self.requests.execute(self.shard.jobs[JOB], actions)
+        self.engine.leave(JOB, rank, incarnation, "finished")
 
     def push(self, frame: bytes, answer: Answer) -> None:
         raw, payload = wire.decode(frame)
@@ -263,9 +218,9 @@ class Server:
         before = self._num_parked()
         self.requests.admit(header, data.nbytes)
         if header.shared:  # As `Engine.attach` has done, when the connection was made.
-            job = self.shard.jobs[JOB]
             segment = self.segments[header.sender.worker, header.sender.incarnation]
-            self.requests.shared[id(job), header.sender.table, header.sender.worker] = segment
+            job = self.engine.jobs[JOB]
+            self.engine.share(job, header.sender.table, header.sender.worker, segment)
         self.requests.on_push(header, data, courier)
         if self._num_parked() > before:
             self._note(f"the push of worker {header.sender.worker} waits")
@@ -280,13 +235,8 @@ class Server:
     # ----- time
 
     def tick(self) -> None:
-        lost, actions = self.shard.tick(self._now())
-        for job, member in lost:
+        for _, member in self.engine.tick():
             self._note(f"worker {member.rank} is lost")
-            self.recovery.note(job)
-            self.requests.execute(job, actions)
-            actions = []
-        self.requests.put_off()
 
     @property
     def is_over(self) -> bool:
@@ -297,7 +247,8 @@ class Server:
     # ----- invariants
 
     def stores(self) -> dict[int, SliceStore]:
-        return {key[2]: queue.store for key, queue in self.requests.queues.items()}
+        tables = self.engine.jobs[JOB].tables.values()
+        return {i: queue.store for table in tables for i, queue in table.queues.items()}
 
     def check(self) -> None:
         """What holds after every event: no more is kept than the rule's open steps need."""
@@ -308,8 +259,8 @@ class Server:
         for job in self.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.requests.queues[id(job), table.index, index].store
-                    assert clock.version == self.requests.ledger.books[index].version or (
+                    store = self.engine.jobs[job.name].tables[table.index].queues[index].store
+                    assert clock.version == self._ledger.books[index].version or (
                         clock.version == -1
                     )
                     assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
@@ -328,11 +279,11 @@ class Server:
         for job in self.shard.jobs.values():
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
-                    store = self.requests.queues[id(job), table.index, index].store
+                    store = self.engine.jobs[job.name].tables[table.index].queues[index].store
                     assert not store._bins, f"sums {list(store._bins)} never became an update"
                     assert clock.num_waiting == 0
                     assert all(buffer.leases == 0 for buffer in store._weights._buffers)
-                    self.requests.ledger.books[index].settled(store.weights)
+                    self._ledger.books[index].settled(store.weights)
 
     def _num_parked(self) -> int:
         return sum(

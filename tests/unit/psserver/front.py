@@ -19,8 +19,9 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Verdict
 from psserver.decisions.shard import Job, Shard
-from psserver.durability.journal_dir import Vault
+from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
+from psserver.engine.job import RunningJob
 from psserver.service.control import ControlServicer, data_handler
 from tests.unit.psserver.owned import owned
 
@@ -52,7 +53,7 @@ class Context:
 class Front:
     """A shard, its services, and time."""
 
-    def __init__(self, vault: Vault | None = None) -> None:
+    def __init__(self, journals: JournalDir | None = None) -> None:
         """Must be made inside an event loop."""
         self.now_s = 0.0
         self.problems: list[BaseException] = []
@@ -62,7 +63,7 @@ class Front:
             shard,
             now=lambda: self.now_s,
             executor=self.executor,
-            vault=vault,
+            journals=journals,
             broke=self.problems.append,
         )
         engines.append(self.engine)
@@ -75,9 +76,13 @@ class Front:
     def job(self) -> Job:
         return self.engine.shard.jobs[JOB]
 
+    @property
+    def running(self) -> RunningJob:
+        return self.engine.jobs[JOB]
+
     def weights(self) -> FloatArray:
         """Returns the weights of the model's only slice."""
-        (store,) = self.engine.stores(self.job)
+        (store,) = self.running.stores()
         return store.weights
 
     def version(self) -> int:

@@ -23,11 +23,12 @@ from psserver.decisions.shard import Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.stalls import Stalls
 from psserver.decisions.table import Table
-from psserver.durability.recovery import Recovery
+from psserver.durability.recovery import JobRecorder, Recovery
+from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.counters import Histogram, Tally
 from psserver.engine.engine import Engine
 from psserver.engine.requests import Requests
-from psserver.engine.residuals import Ask, Debts
+from psserver.engine.residuals import ResidualCollection, Residuals
 from psserver.engine.waits import Waits
 
 # What anybody may read: it is set once, or made to be shared.
@@ -47,12 +48,14 @@ FIXED: dict[type, set[str]] = {
     Counters: set(),
     Tally: {"times_s"},
     Histogram: {"bounds"},
-    Ask: {"job", "table", "step"},
-    Debts: {"is_asking", "_asks"},
+    ResidualCollection: {"job", "table", "step"},
+    Residuals: {"is_collecting", "_collections"},
     Waits: set(),
     Recovery: set(),
+    JobRecorder: set(),
+    BarrierWaits: {"arrive", "stop_waiting", "_lock"},
 }
-SHARED = {"queues", "shared", "at_version", "waiting"}  # Of a `Requests`: the rest guards itself.
+SHARED = {"jobs", "waiting"}  # Of a `Requests`: the rest guards itself.
 PACKAGE = Path(sys.modules["psserver"].__file__ or "").parent
 MACHINES = {
     *(str(path) for path in (PACKAGE / "decisions").glob("*.py")),

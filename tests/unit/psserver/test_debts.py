@@ -10,7 +10,7 @@ import pytest
 
 from pscore.pb.ps.v1 import checkpoint_pb2 as cp
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.durability.journal_dir import Vault
+from psserver.durability.journal_dir import JournalDir
 from tests.unit.psserver.front import (
     JOB,
     LEASE_S,
@@ -115,7 +115,7 @@ def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> N
         assert (reply.state, list(reply.owing)) == (cp.CAPTURE_OWED, [1])
         await owe(front, 1, 1, 0.25)
         assert await residuals(desk, "a") == {"owed.0.residual": 0.5, "owed.1.residual": 0.25}
-        assert not front.engine.requests.debts._asks
+        assert not front.engine.jobs[JOB].residuals.is_collecting
 
     play(scene)
 
@@ -201,9 +201,6 @@ def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
         found = await desk.service.Capture(at_first, Context())
         arrays = json.loads(found.about)["slices"]["0"]["arrays"]
         assert {"owed.0.residual", "owed.1.residual"} < set(arrays)
-        with front.engine.lock:
-            front.engine.requests.forget_job(id(front.engine.shard.jobs["again"]))
-        assert await claim(front, "again", 0) == {}
 
     play(scene)
 
@@ -224,15 +221,15 @@ def test_a_push_that_is_parked_has_not_used_what_was_kept() -> None:
 
 def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
     async def scene(_: Front) -> None:
-        vault = Vault(tmp_path)
-        front = Front(vault)
+        journals = JournalDir(tmp_path)
+        front = Front(journals)
         await restored(front)
         for rank in (0, 1):
             await front.join(rank, job="again")
         await push_again(front, 1)
         front.engine.tick()
-        vault.close()
-        after = Front(Vault(tmp_path))
+        journals.close()
+        after = Front(JournalDir(tmp_path))
         assert sorted(after.engine.recover()) == ["again", JOB]
         assert await claim(after, "again", 0) == {0: 1.0}
         assert await claim(after, "again", 1) == {}  # It has pushed, so it has had its own.

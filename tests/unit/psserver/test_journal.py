@@ -14,7 +14,7 @@ from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.durability.recovery import bins_of
+from psserver.engine.resume import bins_of
 from psserver.engine.slice_queue import execute
 from psserver.slices.arena import Arena
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
