@@ -1,7 +1,7 @@
 """Local updates on a GPU: one kernel for each segment that has a gradient, one pass over memory.
 
-The formulas, and the float32 that their factors are rounded to, are those of `pscore/local` and
-`pscore/optimizers/sgd.py`, so that a worker on a GPU goes on from the same bits as one on a CPU.
+The formulas, and the rounding of their factors to float32, are those of `pscore/local` and
+`pscore/optimizers/sgd.py`, so that a worker on a GPU computes the same bits as one on a CPU.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DeviceKernels:
         shrinks: FloatArray,
         rates: FloatArray,
     ) -> None:
-        """Reads the global update off two pulls, as `pscore/local/secant.py` does."""
+        """Computes the global update from two pulls, as `pscore/local/secant.py` does."""
         every = np.ones(len(part.segments), dtype=np.int64)
         for index, (start, n, _) in _numbered(part.segments, every, part.hyper):
             group = part.segments.groups[index]

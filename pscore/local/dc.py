@@ -103,7 +103,7 @@ class DC(LocalUpdate):
             weights.add_(term, alpha=-self.lr_scale * row[0])
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
-        """Takes the pull; in a warm-up, where no local step keeps `w_old`, keeps it here."""
+        """Stores the pull; without a local step before it, as in a warm-up, sets `w_old` too."""
         if part.version < 0:
             _array(part, "weights_before").copy_(weights)
         elif part.num_local == 0:

@@ -84,7 +84,7 @@ class Mirror(LocalUpdate):
         return self._state(part)
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
-        """Takes the pull, and the state where it came along."""
+        """Stores the pull, and the state if it came along."""
         part.weights.copy_(weights)
         if state:
             for kept, pulled in zip(self._state(part), state, strict=True):
