@@ -11,11 +11,10 @@ from pscore.partition import Layout
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import SliceSpec
+from psserver.decisions.participants import ChangeId, TableParticipants
 from psserver.decisions.slice_clock import SliceClock
 
 SUMS_MAX = 2  # Open sums of a slice that are provided for; more are rare and do not last.
-# Incarnation of a worker, its number of a change of the mode, and its step of training then.
-Change = tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,8 +27,9 @@ class Table:
     optimizer: Optimizer
     specs: dict[int, SliceSpec]
     clocks: dict[int, SliceClock]
-    aside: dict[int, Change]  # By rank: waits for the mode to be changed, and nobody for it.
-    changed: dict[int, Change] = field(default_factory=dict)  # The newest that each has made.
+    participants: TableParticipants
+    # The newest change of the mode that each worker has made, by rank.
+    changed: dict[int, ChangeId] = field(default_factory=dict)
     epoch: int = 0  # Changes so far.
     former: Rule | None = None  # Before the last one.
     is_kept: bool = False
@@ -66,7 +66,7 @@ class Table:
 
     def begin_again(self) -> None:
         """Begins another life of the job, whose workers were all lost."""
-        self.aside.clear()
+        self.participants.aside.clear()
         for clock in self.clocks.values():
             clock.begin_again()
 

@@ -186,7 +186,7 @@ class JobRecorder:
             "roots": self._roots[table.index],
             "epoch": table.epoch,
             "former": None if former is None else [former.name, former.arguments()],
-            "aside": table.aside,
+            "aside": table.participants.aside,
             "changed": table.changed,
         }
 
@@ -274,7 +274,9 @@ class Recovery:
         table, _ = self._shard.define(job, TableSpec.from_json(entry["spec"]))
         table.epoch = entry["epoch"]
         table.former = None if entry["former"] is None else make_rule(*entry["former"])
-        table.aside |= {int(rank): tuple(change) for rank, change in entry["aside"].items()}
+        table.participants.aside |= {
+            int(rank): tuple(change) for rank, change in entry["aside"].items()
+        }
         table.changed |= {int(rank): tuple(c) for rank, c in entry["changed"].items()}
         return table, recorder.open_memory(table, entry)
 

@@ -27,7 +27,7 @@ from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
-from psserver.engine.counters import Tally
+from psserver.engine.counters import Counters
 from psserver.engine.host_memory import require_host_memory
 from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.requests import Requests
@@ -35,6 +35,7 @@ from psserver.engine.resume import resume
 from psserver.engine.slice_queue import SliceQueue, SwitchRule
 from psserver.engine.trace import TimedStore
 from psserver.engine.views import DefinedTable, Figures, JobView, figures_of, view_of
+from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 
 log = structlog.get_logger()
@@ -76,7 +77,7 @@ class Engine:
         self.shard = shard
         self.now = now
         self.started_s = now()
-        self.tally = Tally()
+        self.counters = Counters()
         self.budget = Budget(shard.limits.under_way_nbytes)
         self.lock = threading.RLock()
         self.jobs: dict[str, RunningJob] = {}
@@ -90,7 +91,7 @@ class Engine:
             now=now,
             report=self._report,
             lock=self.lock,
-            tally=self.tally,
+            counters=self.counters,
             on_decided=on_decided,
             timeline=timeline,
             step_on_receive_thread=step_on_receive_thread,
@@ -101,13 +102,13 @@ class Engine:
     def join(
         self, name: str, num_workers: int, member: Member, min_workers: int = 0, life: int = 0
     ) -> RunningJob:
-        """Adds a worker to a job (`Shard.join`), which the first one creates."""
+        """Adds a worker to a job (`Shard.decide_join`), which the first one creates."""
         with self.lock:
-            decided = self.shard.join(name, num_workers, member, min_workers, life)
+            decided, actions = self.shard.decide_join(name, num_workers, member, min_workers, life)
             job = self._running(decided)
             job.part_with(member.rank)
             job.recorder.note()
-            self.requests.execute(job, self.shard.recheck(decided))
+            self.requests.execute(job, actions)
             job.barriers.wake_all()
             news = member.news if len(decided.life.told) == 1 else ""
         if news:
@@ -130,7 +131,7 @@ class Engine:
         """Removes a worker from its job, whose open steps no longer wait for it."""
         with self.lock:
             job = self.jobs.get(name)
-            actions = self.shard.leave(name, rank, incarnation, reason, failed=failed)
+            actions = self.shard.decide_leave(name, rank, incarnation, reason, failed=failed)
             if job is None:
                 return
             log.info("worker left", job=name, worker=rank, reason=reason)
@@ -303,7 +304,7 @@ class Engine:
 
     # ----- jobs that are not joined into being
 
-    def recover(self, inspect: Callable[[SliceStore], None] | None = None) -> list[str]:
+    def recover(self, inspect: Callable[[Store], None] | None = None) -> list[str]:
         """Resumes the jobs in the journals at the exact step of the crash; returns their names.
 
         Args:
@@ -350,7 +351,7 @@ class Engine:
         Returns the workers that are declared lost, each with its job.
         """
         with self.lock:
-            self.tally.settle()
+            self.counters.settle()
             now_s = self.now()
             found, actions = self.shard.tick(now_s)
             lost = [(self.jobs[job.name], member) for job, member in found]
@@ -399,8 +400,8 @@ class Engine:
     def figures(self) -> Figures:
         """Returns the numbers of the metrics page, all of one moment."""
         with self.lock:
-            self.tally.settle()
-            return figures_of(self.shard, self.tally)
+            self.counters.settle()
+            return figures_of(self.shard, self.counters)
 
     def _report(self, problem: BaseException | None) -> None:
         if self._broke is not None and problem is not None:

@@ -22,7 +22,7 @@ from psserver.engine.residuals import Arrays, Residuals
 from psserver.engine.slice_queue import SliceQueue, Work
 from psserver.engine.views import HeartbeatView, ResidualRequest, Welcome
 from psserver.engine.waits import Waits
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.base import Payload, Store
 
 
 class Reply(Protocol):
@@ -143,7 +143,7 @@ class RunningJob:
         """Returns the queue of a slice."""
         return self.tables[address.table].queues[address.slice]
 
-    def stores(self) -> list[SliceStore]:
+    def stores(self) -> list[Store]:
         """Returns the numbers of all slices."""
         with self._lock:
             return [queue.store for table in self.tables.values() for queue in _queues(table)]

@@ -21,7 +21,7 @@ from pscore.net.listener import Listener
 from pscore.net.sockets import Incoming
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.types import ByteArray, FloatArray
-from psserver.access.gate import Gate, Pass
+from psserver.access.authorizer import Authorizer, Grant
 from psserver.engine.engine import Engine
 from psserver.logs import setup
 from psserver.service.shared_memory import ATTACH_SUFFIX, Attachments
@@ -35,7 +35,7 @@ def make_listener(
     port: int,
     local: str,
     *,
-    gate: Gate | None = None,
+    authorizer: Authorizer | None = None,
     context: ssl.SSLContext | None = None,
 ) -> Listener:
     """Binds the socket data plane of a shard; nothing is accepted before `start`.
@@ -45,29 +45,31 @@ def make_listener(
         host: Address to listen on.
         port: Port to listen on; 0 for a free one.
         local: Name of the abstract Unix socket.
-        gate: Checks tokens; None: none is needed.
+        authorizer: Checks tokens; None: none is needed.
         context: TLS of the TCP port; None: none.
 
     Raises:
         OSError: An address is not available.
     """
-    gate = Gate() if gate is None else gate
-    others = {ATTACH_SUFFIX: Attachments(engine, gate).serve}
-    return Listener(DataService(engine, gate), host, port, local, context=context, others=others)
+    authorizer = Authorizer() if authorizer is None else authorizer
+    others = {ATTACH_SUFFIX: Attachments(engine, authorizer).serve}
+    return Listener(
+        DataService(engine, authorizer), host, port, local, context=context, others=others
+    )
 
 
 class DataService:
     """Admits workers to a shard and makes a handler for each of their connections."""
 
-    def __init__(self, engine: Engine, gate: Gate | None = None) -> None:
-        """Serves `engine`; `gate` checks tokens, None: none is needed."""
+    def __init__(self, engine: Engine, authorizer: Authorizer | None = None) -> None:
+        """Serves `engine`; `authorizer` checks tokens, None: none is needed."""
         self._engine = engine
-        self._gate = Gate() if gate is None else gate
+        self._authorizer = Authorizer() if authorizer is None else authorizer
 
     @property
     def needs_token(self) -> bool:
         """Whether a worker must say hello with a token first."""
-        return not self._gate.is_open
+        return not self._authorizer.is_open
 
     @property
     def budget(self) -> Budget:
@@ -80,7 +82,7 @@ class DataService:
         Raises:
             AccessError: The token is missing or wrong.
         """
-        return DataHandler(self._engine, connection, self._gate.admit(token))
+        return DataHandler(self._engine, connection, self._authorizer.admit(token))
 
     def log(
         self,
@@ -98,12 +100,12 @@ class DataService:
 class DataHandler:
     """Carries the pushes and pulls of one connection to the engine."""
 
-    def __init__(self, engine: Engine, connection: Connection, allowed: Pass) -> None:
+    def __init__(self, engine: Engine, connection: Connection, allowed: Grant) -> None:
         """Handles `connection`, whose peer may do what `allowed` says."""
         self._engine = engine
         self._requests = engine.requests
         self._connection = connection
-        self._pass = allowed
+        self._grant = allowed
         self._sender: pb.Sender | None = None  # The last worker that has spoken here.
 
     def on_frame(self, envelope: pb.Envelope, incoming: Incoming) -> None:
@@ -119,7 +121,7 @@ class DataHandler:
         incoming.read_into()  # There is no payload. Reading to the end verifies the checksum.
         if kind != "pull":
             raise DecodeError(f"bulk frame with {kind!r} in it")
-        self._pass.require(envelope.pull.sender.job)
+        self._grant.require(envelope.pull.sender.job)
         wait_s = min(envelope.pull.wait_ms / 1000, WAIT_S_MAX)
         self._requests.on_pull(envelope.pull, SocketReply(self._connection, envelope.id), wait_s)
         self._note_sender(envelope.pull.sender)
@@ -138,7 +140,7 @@ class DataHandler:
 
     def _push(self, header: pb.PushHeader, incoming: Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
-        self._pass.require(header.sender.job)
+        self._grant.require(header.sender.job)
         self._requests.admit(header, nbytes)
         self._note_sender(header.sender)
         buffers = self._connection.buffers

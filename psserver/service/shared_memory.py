@@ -17,7 +17,7 @@ from pscore.net import wire
 from pscore.net.endpoint import failure_of
 from pscore.net.listener import peer_of
 from pscore.pb.ps.v1 import data_pb2 as pb
-from psserver.access.gate import Gate
+from psserver.access.authorizer import Authorizer
 from psserver.engine.engine import Engine
 from psserver.logs import setup
 
@@ -28,10 +28,10 @@ ATTACH_NBYTES_MAX = 1 << 16
 class Attachments:
     """Exchanges descriptors with workers."""
 
-    def __init__(self, engine: Engine, gate: Gate) -> None:
-        """Shares the memory of `engine`; `gate` checks tokens."""
+    def __init__(self, engine: Engine, authorizer: Authorizer) -> None:
+        """Shares the memory of `engine`; `authorizer` checks tokens."""
         self._engine = engine
-        self._gate = gate
+        self._authorizer = authorizer
 
     def serve(self, accepted: socket.socket) -> None:
         """Receives the descriptor of a worker's gradients and sends that of the weights."""
@@ -43,7 +43,7 @@ class Attachments:
             if len(fds) != 1 or envelope.WhichOneof("body") != "attach":
                 raise DecodeError("an attachment must bring one file descriptor")
             request = envelope.attach
-            self._gate.admit(request.token).require(request.sender.job)
+            self._authorizer.admit(request.token).require(request.sender.job)
             weights = self._engine.attach(request.sender, fds.pop(), request.nbytes)
             reply.attached.nbytes = weights.nbytes
             answer = wire.encode(reply.SerializeToString())

@@ -101,14 +101,14 @@ class SharedMemoryTransport(SocketTransport):
     def _land(self, call: PullCall, reply: pb.PullReply, incoming: sockets.Incoming) -> bool:
         if reply.buffer:
             incoming.read_into()
-            if not call.is_late:
+            if not call.copy_on_wait:
                 return self._copy(call, reply)
             call.fetch = partial(self._copy, call, reply)
             return True
-        if call.is_late:  # Slow readers of other versions hold both mapped buffers.
+        if call.copy_on_wait:  # Slow readers of other versions hold both mapped buffers.
             payload = bytearray(incoming.payload_nbytes)
             incoming.read_into(memoryview(payload))
-            call.fetch = partial(_land_late, call, reply, memoryview(payload))
+            call.fetch = partial(_land_on_wait, call, reply, memoryview(payload))
             return True
         return super()._land(call, reply, incoming)
 
@@ -160,6 +160,6 @@ def attach(endpoint: Endpoint, attachment: Attachment) -> None:
         attachment.maps[spec.index] = maps
 
 
-def _land_late(call: PullCall, reply: pb.PullReply, payload: memoryview) -> bool:
+def _land_on_wait(call: PullCall, reply: pb.PullReply, payload: memoryview) -> bool:
     call.land(reply, payload)
     return True

@@ -63,7 +63,7 @@ def serve(front: Front, sent: bytes) -> list[data_pb2.Envelope]:
 
 def nothing_has_changed(front: Front) -> None:
     clock = front.job.table(0).clock(0)
-    assert (clock.version, clock.clock(0), clock._bins, clock._parked) == (0, 0, {}, {})
+    assert (clock.version, clock.clock(0), clock.open_steps, list(clock.parking)) == (0, 0, {}, [])
     assert not front.weights().any()
     assert not front.engine.requests.waiting
 

@@ -109,7 +109,7 @@ def test_negative_sizes_are_refused(shape: tuple[int, ...]) -> None:
     """They cannot travel, but a checkpoint may hold them."""
     shard = Shard(0, 1, 10.0)
     member = Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
-    job = shard.join(JOB, 1, member)
+    job, _ = shard.decide_join(JOB, 1, member)
     spec = spec_of(tensors=(TensorSpec(name="w", shape=shape, dtype="float32"),))
     with pytest.raises(ConfigError, match=r"'w' has shape \["):
         shard.define(job, spec)

@@ -11,8 +11,9 @@ import pytest
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
+from psserver.decisions.parking import PARKED_MAX
 from psserver.decisions.progress import LATE_KEPT
-from psserver.decisions.slice_clock import PARKED_MAX
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import (
     HYPER,
     JOB,
@@ -110,7 +111,7 @@ def test_a_hostile_push_is_refused_and_changes_nothing(
         assert np.array_equal(front.weights(), before)
         assert front.version() == 0
         clock = front.job.table(0).clock(0)
-        assert (clock.clock(0), clock._bins, clock._parked) == (0, {}, {})
+        assert (clock.clock(0), clock.open_steps, list(clock.parking)) == (0, {}, [])
 
     play(scene)
 
@@ -255,9 +256,10 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
         parked = outcomes.count("waits")
         assert parked in (0, PARKED_MAX)
         assert outcomes.count("RemoteProtocolError") == (len(outcomes) - parked if parked else 0)
-        assert len(clock._parked) == parked
-        assert len(clock._bins) <= 1
+        assert len(clock.parking) == parked
+        assert len(clock.open_steps) <= 1
         assert len(clock.counted[0].ahead) <= LATE_KEPT
+        assert isinstance(store, SliceStore)
         assert store._pool.nbytes <= 4 * store.numel * (len(store.state) + 2)
 
     play(scene)
@@ -286,7 +288,7 @@ def test_repeating_a_parked_push_keeps_one_payload() -> None:
         await front.ready()
         for _ in range(100):
             assert await offer(front, push_header(0, 1), grad(0.0)) == "waits"
-        assert len(front.job.table(0).clock(0)._parked) == 1
+        assert len(front.job.table(0).clock(0).parking) == 1
 
     play(scene)
 
@@ -339,7 +341,7 @@ def test_random_messages_never_break_the_shard() -> None:
                 result = await ask(front, random_pull(rng))
             seen[result] = seen.get(result, 0) + 1
         assert {"waits", "ACCEPTED", "DUPLICATE", "DecodeError", "answered"} <= set(seen), seen
-        assert len(front.job.table(0).clock(0)._parked) <= 2 * PARKED_MAX
+        assert len(front.job.table(0).clock(0).parking) <= 2 * PARKED_MAX
         assert np.isfinite(front.weights()).all()
         front.now_s = LEASE_S
         front.engine.tick()

@@ -16,6 +16,7 @@ from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.service.data_socket import make_listener
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import Front, play, pull_header, push_header
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
@@ -125,8 +126,9 @@ def test_who_asks_and_does_not_read_is_cut_off() -> None:
             for peer in (greedy, quick):
                 peer.socket.close()
             (store,) = front.running.stores()
+            assert isinstance(store, SliceStore)
             deadline_s = time.monotonic() + WAIT_S
-            while any(buffer.leases for buffer in store._weights._buffers):
+            while any(buffer.leases for buffer in store.copies._buffers):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
         eventually(front, nbytes)

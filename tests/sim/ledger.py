@@ -15,7 +15,7 @@ from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Skip, Update
 from psserver.decisions.slice_clock import SliceClock
-from psserver.slices.store import Payload
+from psserver.slices.base import Payload
 from tests.sim.case import Case
 
 Identity: TypeAlias = tuple[int, int, int]  # Worker, step on the wire, incarnation.
@@ -69,19 +69,21 @@ class SliceBook:
         assert not former, f"push {identity} is counted twice"
         sent, rule = self.sent[identity], self.case.rule
         if rule.by_step:
-            assert action.bin == identity[1], f"push {identity} entered step {action.bin}"
+            assert action.open_step == identity[1], (
+                f"push {identity} entered step {action.open_step}"
+            )
             weight = sent.samples
         else:
             weight = rule.scale(self.version - sent.base_version)
             weight *= sent.samples if rule.fan_in(*[self.case.num_workers] * 2) > 1 else 1.0
-        bin_ = self._open.setdefault(action.bin, [])
+        bin_ = self._open.setdefault(action.open_step, [])
         assert action.is_first == (not bin_)
         bin_.append(identity)
         if action.is_first:
-            self._sums[action.bin] = np.zeros_like(self.weights[0])
+            self._sums[action.open_step] = np.zeros_like(self.weights[0])
         # A worker alone needs no weight: its mean is its gradient.
         assert action.weight in ((weight, 1.0) if rule.by_step else (weight,))
-        payload, total = sent.payload, self._sums[action.bin]
+        payload, total = sent.payload, self._sums[action.open_step]
         if payload.compressor.name == "none" and payload.data.nbytes:
             total += payload.data.view("<f4") * np.float32(action.weight)
         elif payload.data.nbytes:
@@ -92,13 +94,13 @@ class SliceBook:
     def updated(self, action: Update) -> None:
         """A sum becomes an update."""
         assert action.version == self.version + 1, f"version {action.version} made out of order"
-        identities = self._open.pop(action.bin)
+        identities = self._open.pop(action.open_step)
         if self.case.rule.by_step:
             steps = {step for _, step, _ in identities}
             assert steps == {self.version}, f"steps {steps} in the update of step {self.version}"
         for identity in identities:
             self.entered[identity] = action.version
-        grad = self._sums.pop(action.bin)
+        grad = self._sums.pop(action.open_step)
         row = dict(zip(self.optimizer.hyper_names, action.hyper[0].tolist(), strict=True))
         self.is_exact &= all(value == PLAIN.get(name, 0.0) for name, value in row.items())
         before = self.weights[-1]

@@ -22,6 +22,7 @@ from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
 from psserver.engine.job import Request
 from psserver.engine.requests import Requests
+from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 from tests.sim.case import Case
 from tests.sim.ledger import Identity, Ledger
@@ -70,13 +71,14 @@ def nothing(result: Result) -> None:
     """Answers nobody."""
 
 
-def spoil(store: SliceStore) -> None:
+def spoil(store: Store) -> None:
     """Fills all that a journal does not name with NaN, as if it had been written half."""
+    assert isinstance(store, SliceStore)
     assert store.journal is not None
     for cell in store.journal.pool._free:
         cell.array.fill(np.nan)
-    for buffer in store._weights._buffers:
-        if buffer is not store._weights._newest:
+    for buffer in store.copies._buffers:
+        if buffer is not store.copies._newest:
             buffer.array.fill(np.nan)
 
 
@@ -246,7 +248,7 @@ class Server:
 
     # ----- invariants
 
-    def stores(self) -> dict[int, SliceStore]:
+    def stores(self) -> dict[int, Store]:
         tables = self.engine.jobs[JOB].tables.values()
         return {i: queue.store for table in tables for i, queue in table.queues.items()}
 
@@ -263,15 +265,16 @@ class Server:
                     assert clock.version == self._ledger.books[index].version or (
                         clock.version == -1
                     )
-                    assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
                     sums = open_max * (1 + workers) + 1  # With those that are held.
-                    arrays = 2 + self.num_leased_max + len(store.state) + 1
-                    assert store._pool.nbytes <= 4 * store.numel * (sums + arrays)
-                    assert len(clock._parked) <= workers, f"{len(clock._parked)} pushes parked"
-                    assert len(store._weights._buffers) <= 2 + self.num_leased_max
-                    if rule.by_step:
-                        newest = max(clock._bins, default=0)
-                        assert newest < max(clock.version, 0) + open_max
+                    buffers = 2 + self.num_leased_max
+                    assert isinstance(store, SliceStore)
+                    store.check_invariants(
+                        sums_max=open_max,
+                        cells_max=sums + buffers + len(store.state) + 1,
+                        buffers_max=buffers,
+                    )
+                    assert len(clock.parking) <= workers, f"{len(clock.parking)} pushes parked"
+                    clock.check_invariants()
 
     def settled(self) -> None:
         """What holds when nothing is under way any more."""
@@ -280,14 +283,17 @@ class Server:
             for table in job.tables.values():
                 for index, clock in table.clocks.items():
                     store = self.engine.jobs[job.name].tables[table.index].queues[index].store
-                    assert not store._bins, f"sums {list(store._bins)} never became an update"
                     assert clock.num_waiting == 0
-                    assert all(buffer.leases == 0 for buffer in store._weights._buffers)
+                    cells = store.nbytes // (4 * store.numel)
+                    assert isinstance(store, SliceStore)
+                    store.check_invariants(
+                        sums_max=0, cells_max=cells, buffers_max=cells, is_idle=True
+                    )
                     self._ledger.books[index].settled(store.weights)
 
     def _num_parked(self) -> int:
         return sum(
-            len(clock._parked)
+            len(clock.parking)
             for job in self.shard.jobs.values()
             for table in job.tables.values()
             for clock in table.clocks.values()

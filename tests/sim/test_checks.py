@@ -12,7 +12,7 @@ import pytest
 from pscore.rules.base import Rule
 from psserver.decisions.membership import Membership
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer
-from psserver.decisions.progress import Counted
+from psserver.decisions.progress import Progress
 from psserver.decisions.slice_clock import SliceClock
 from psserver.slices.store import SliceStore
 from psserver.slices.weights import Weights
@@ -92,7 +92,7 @@ def test_more_open_steps_than_the_rule_allows_are_caught(
 
 
 def test_counting_a_duplicate_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counted, "__contains__", lambda self, step: False)
+    monkeypatch.setattr(Progress, "__contains__", lambda self, step: False)
     assert "counted twice" in first_failure("asgd")
 
 
@@ -136,7 +136,7 @@ def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
         return [
             Add(
                 token=action.token,
-                bin=action.bin,
+                open_step=action.open_step,
                 push=action.push,
                 weight=action.weight * 2,
                 is_first=action.is_first,
@@ -164,7 +164,7 @@ def test_a_first_step_that_some_slices_have_closed_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that comes back begins with the step of its first pulls, whatever they differ."""
-    monkeypatch.setattr(Replica, "begin", lambda self, outbox: self.fetch(0, outbox))
+    monkeypatch.setattr(Replica, "begin", lambda self, push_pull: self.fetch(0, push_pull))
     assert "is not in slices" in first_failure("cd", draw_elastic)
 
 

@@ -19,7 +19,7 @@ from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Role, Verdict
-from psserver.slices.store import Payload
+from psserver.slices.base import Payload
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.replica.replica import Replica
@@ -95,16 +95,7 @@ class Worker:
         links = [SimLink(SimTransport(self, server), server.name) for server in self._servers]
         self._session = SimSession(self.rank, self.incarnation, links)
         session = cast(Session, self._session)
-        self.exchange = Exchange(
-            session,
-            "model",
-            layout,
-            rule,
-            self.case.compressor,
-            optimizer,
-            1,
-            pull_compressor=self.case.pull_compressor,
-        )
+        self.exchange = Exchange(session, self._spec)
         self._program = self._train()
 
     # ----- the program

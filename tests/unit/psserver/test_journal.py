@@ -14,11 +14,13 @@ from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.engine.resume import bins_of
+from psserver.engine.resume import open_steps_of
 from psserver.engine.slice_queue import execute
 from psserver.slices.arena import Arena
+from psserver.slices.base import Payload, Store
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.store import SliceStore
+from tests.participants import Listed
 from tests.sim.server import spoil
 
 RAW = NoCompression()
@@ -43,7 +45,7 @@ class Process:
     def __init__(self, arena: Arena | None, rule: Rule, optimizer: str, root: int) -> None:
         self.payloads: dict[Token, Payload] = {}
         self.answered: dict[Token, Verdict] = {}
-        self.clock = SliceClock(rule, lambda: EXPECTED, WORKERS)
+        self.clock = SliceClock(rule, Listed(lambda: EXPECTED, WORKERS))
         self.commits_left: int | None = None
         self.dies_before = False
         plugin = SGD() if optimizer == "sgd" else Adam()
@@ -78,8 +80,8 @@ class Process:
             self.payloads[token] = payload
             return token
 
-        bins = bins_of(journal, RAW, token_of)
-        self.carry_out(self.clock.resume(journal.record.version, self.store.counted, bins))
+        open_steps = open_steps_of(journal, RAW, token_of)
+        self.carry_out(self.clock.resume(journal.record.version, self.store.counted, open_steps))
 
     def send(self, token: Token, push: Push, values: FloatArray) -> None:
         data = values.copy().view(np.uint8)
@@ -102,7 +104,7 @@ class Process:
     def acknowledge(self, action: Acknowledge) -> None:
         self.answered[action.token] = action.verdict
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         raise AssertionError("nobody asks")
 
     def broke(self, problem: BaseException | None) -> None:

@@ -31,7 +31,9 @@ def test_tables_of_all_jobs_share_the_memory_of_a_shard() -> None:
     """SGD with momentum has four arrays: weights twice, momentum, a sum."""
     shard = Shard(0, 1, 10.0, Limits(memory_nbytes=40 * MB))
     jobs = [
-        shard.join(name, 1, Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0))
+        shard.decide_join(
+            name, 1, Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
+        )[0]
         for name in ("one", "other")
     ]
     table, _ = shard.define(jobs[0], spec("model", 2 * MB))
@@ -52,7 +54,7 @@ def test_what_outlives_the_process_takes_more() -> None:
     limits = Limits(memory_nbytes=48 * MB - 1, is_kept=True)
     shard = Shard(0, 1, 10.0, limits)
     member = Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
-    job = shard.join("one", 1, member)
+    job, _ = shard.decide_join("one", 1, member)
     with pytest.raises(LimitError, match=f"wants {48 * MB} bytes"):
         shard.define(job, spec("model", 2 * MB))
 

@@ -23,8 +23,8 @@ from psserver.durability.journal_dir import JobJournal, JournalDir
 from psserver.durability.recovery import Recovery
 from psserver.durability.sealed import read_json, write_json
 from psserver.engine.engine import Engine
+from psserver.slices.base import Store
 from psserver.slices.journal import SliceJournal
-from psserver.slices.store import SliceStore
 
 STEPS = 30
 SPEC = TableSpec(
@@ -43,7 +43,7 @@ def worker(incarnation: int = 7) -> Member:
 
 
 def begin(shard: Shard) -> Job:
-    return shard.join("run", 3, worker(), 1)
+    return shard.decide_join("run", 3, worker(), 1)[0]
 
 
 class Process:
@@ -66,7 +66,7 @@ class Process:
         job.job.tables["model"].clocks[0].restore(STEPS, {0: STEPS})
         job.recorder.note()
 
-    def store(self) -> SliceStore:
+    def store(self) -> Store:
         return next(iter(self.engine.jobs.values())).stores()[0]
 
     def kill(self) -> None:

@@ -80,7 +80,7 @@ class Words:
     def hold(self, action: Hold, payload: object) -> str:
         return f"a copy of {payload}"
 
-    def refuse(self, action: Acknowledge) -> None:
+    def note_late(self, action: Acknowledge) -> None:
         pass
 
     def keep(self, token: object, payload: object) -> None:
@@ -99,24 +99,24 @@ class Words:
         self.said.append(f"load {payload}")
 
     def add(self, action: Add, payload: object) -> None:
-        self.said.append(f"add {payload} to {action.bin}")
+        self.said.append(f"add {payload} to {action.open_step}")
         if self.meanwhile is not None:
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
 
     def update(self, action: Update) -> None:
-        self.said.append(f"update {action.bin}")
+        self.said.append(f"update {action.open_step}")
 
     def add_and_update(self, terms: list[tuple[Add, object]], update: Update) -> None:
-        self.said.append(f"add {[payload for _, payload in terms]} and update {update.bin}")
+        self.said.append(f"add {[payload for _, payload in terms]} and update {update.open_step}")
 
 
-def add(token: str, bin_: int = 0) -> Add:
-    return Add(token=token, bin=bin_, push=PUSH, weight=1.0, is_first=True)
+def add(token: str, open_step: int = 0) -> Add:
+    return Add(token=token, open_step=open_step, push=PUSH, weight=1.0, is_first=True)
 
 
-def update(bin_: int = 0) -> Update:
-    return Update(bin=bin_, scale=1.0, present=-1, hyper=np.zeros((1, 1)), version=1)
+def update(open_step: int = 0) -> Update:
+    return Update(open_step=open_step, scale=1.0, present=-1, hyper=np.zeros((1, 1)), version=1)
 
 
 def ack(token: str) -> Acknowledge:
