@@ -358,19 +358,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.unwatch()
         _open.discard(self)
 
-    def _is_of(self, ours: set[int]) -> bool:
-        """Returns whether it trains a parameter whose id is in `ours`."""
-        return not ours.isdisjoint(map(id, self._table.flat.parameters))
-
-    def _replaced(self) -> None:
-        """Ends training because another wrapper was made with the same parameters."""
-        self._context.not_at_close(self.close)
-        self._retire("another DistributedOptimizer was made with its parameters")
-
-    def _clip(self, max_norm: float) -> torch.Tensor:
-        """Clips the gradients; returns the norm of the workers' mean before."""
-        return clipping.clip(self._table, self._gradients, self._recovery, max_norm)
-
 
 def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.Tensor:
     """Scales this worker's gradients so that the norm of the workers' mean is at most `max_norm`.
@@ -390,7 +377,8 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
         GradientError: Gradients have left during backward.
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
-    return optimizer._clip(max_norm)
+    table, gradients = optimizer._table, optimizer._gradients
+    return clipping.clip(table, gradients, optimizer._recovery, max_norm)
 
 
 def _replace_others(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -400,6 +388,7 @@ def _replace_others(parameters: Sequence[torch.nn.Parameter]) -> None:
     """
     ours = {id(parameter) for parameter in parameters}
     for former in list(_open):
-        if former._is_of(ours):
-            former._replaced()
+        if not ours.isdisjoint(map(id, former._table.flat.parameters)):
+            former._context.not_at_close(former.close)
+            former._retire("another DistributedOptimizer was made with its parameters")
             log.info("a DistributedOptimizer was replaced by another with its parameters")

@@ -18,10 +18,10 @@ LONG_CLASSES = {
     "psserver/engine/engine.py:Engine": 365,
     "psserver/decisions/shard.py:Shard": 350,
     "psserver/slices/store.py:SliceStore": 390,
-    "psworker/connection/exchange.py:Exchange": 320,
-    "psworker/training/optimizer.py:DistributedOptimizer": 320,
-    "psworker/replica/replica.py:Replica": 470,
-    "psworker/connection/session.py:Session": 450,
+    "psworker/connection/exchange.py:Exchange": 309,
+    "psworker/training/optimizer.py:DistributedOptimizer": 309,
+    "psworker/replica/replica.py:Replica": 469,
+    "psworker/connection/session.py:Session": 422,
 }
 MANY_NAMES: dict[str, int] = {}
 OUTSIDE_PACKAGES = ("tests", "examples", "benchmarks", "scripts")
