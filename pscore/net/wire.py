@@ -27,7 +27,7 @@ import xxhash
 from pscore.errors import DamagedError, DecodeError
 from pscore.types import ByteArray, FloatArray, HyperArray
 
-PROTOCOL = 4  # Raised when a peer of the former version would misunderstand a message.
+PROTOCOL = 4  # Raised if a peer of the version before would misunderstand a message.
 MAGIC = b"PL" + bytes([PROTOCOL, 0])
 HEADER_NBYTES_MAX = 1 << 20
 PAYLOAD_NBYTES_MAX = 64 << 20  # A slice of 4 MiB with the three arrays of Adam, four times over.

@@ -15,6 +15,7 @@ import structlog
 
 from pscore.errors import LimitError, RemoteProtocolError
 from pscore.memory.segment import Segment, WeightsMap
+from pscore.net.budget import Budget
 from pscore.observe.timeline import Timeline
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
@@ -26,7 +27,6 @@ from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
-from psserver.engine.budget import Budget
 from psserver.engine.counters import Counters
 from psserver.engine.host_memory import require_host_memory
 from psserver.engine.job import RunningJob, RunningTable

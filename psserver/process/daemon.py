@@ -30,7 +30,9 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscore.errors import ConfigError, PacelineError
+from pscore.net import descriptors
 from pscore.net.credentials import read_credentials
+from pscore.net.listener import Listener
 from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.observe.timeline import open_timeline
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
@@ -50,10 +52,9 @@ from psserver.process.shard_plan import (
     report_to_json,
 )
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
-from psserver.service import descriptors
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
-from psserver.service.listener import BulkServer
+from psserver.service.data_socket import make_listener
 from psserver.service.metrics import MetricsPage
 from psserver.service.refusals import ErrorInterceptor
 
@@ -96,7 +97,7 @@ class Daemon:
         )
         self._authorizer = plan.trust.authorizer()
         self._instance = secrets.randbits(63)
-        self._bulk: BulkServer | None = None
+        self._bulk: Listener | None = None
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._page = MetricsPage(
@@ -131,7 +132,7 @@ class Daemon:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
-    def _make_bulk(self) -> BulkServer:
+    def _make_bulk(self) -> Listener:
         """Binds the bulk data plane to any free port; workers learn it from this shard.
 
         Raises:
@@ -139,7 +140,7 @@ class Daemon:
         """
         local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
         try:
-            return BulkServer(
+            return make_listener(
                 self.engine,
                 self.plan.host,
                 0,

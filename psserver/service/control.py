@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore.errors import DecodeError, PacelineError, ProtocolVersionError
 from pscore.net import faults, wire
+from pscore.net.listener import Listener
 from pscore.net.rpc import DATA_SERVICE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
@@ -34,7 +35,6 @@ from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
 from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
-from psserver.service.listener import BulkServer
 from psserver.service.shared_view import SharedView
 
 TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
@@ -151,7 +151,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         cluster: str,
         instance: int,
         drain: Callable[[float], None],
-        bulk: BulkServer | None = None,
+        bulk: Listener | None = None,
         set_aside: Callable[[str], str] = lambda _: "",
     ) -> None:
         """Serves `engine`.

@@ -15,7 +15,7 @@ from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psworker.transports import Endpoint, Transport, choose
-from psworker.transports.retry import Patience
+from psworker.transports.retry import RetryPolicy
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Link:
         """Prepares the connection; without an answer for `patience_s` seconds, calls raise."""
         self.address = address
         self.credentials = credentials
-        self.patience = Patience(address, patience_s, lambda: tls.diagnose(address, credentials))
+        self.patience = RetryPolicy(address, patience_s, lambda: tls.diagnose(address, credentials))
         self._tls = tls.client_context(credentials)
         self._channel = credentials.channel(address)
         self.control = control_pb2_grpc.ControlStub(self._channel)
@@ -55,7 +55,7 @@ class Link:
             PacelineError: The shard refused the call.
             ServerUnavailableError: The shard did not answer in time.
         """
-        return self.patience.insist(lambda: method(request, timeout=timeout_s))
+        return self.patience.call(lambda: method(request, timeout=timeout_s))
 
     def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> Sequence[pb.ResidualRequest]:
         """Renews this worker's lease once; a network failure is left to the next heartbeat.

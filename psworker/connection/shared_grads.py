@@ -15,7 +15,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
 from psworker.model.device import is_on_device
-from psworker.transports.socket import SocketTransport
+from psworker.transports.shared_memory import SharedMemoryTransport
 
 log = logging.getLogger("paceline")
 
@@ -64,7 +64,7 @@ class SharedGrads:
             return
         for shard, link in enumerate(self._session.links):
             transport = link.transport
-            if isinstance(transport, SocketTransport) and transport.shares_memory:
+            if isinstance(transport, SharedMemoryTransport):
                 try:
                     specs = self._layout.of_shard(shard)
                     transport.attach(self._sender(), self._segment, specs)

@@ -20,8 +20,8 @@ from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
 from pscore.estimate import parse_pull_compressor
-from pscore.optimizers import OPTIMIZERS, from_torch
-from pscore.rules import parse_mode
+from pscore.optimizers import OPTIMIZERS
+from pscore.rules import make_server_optimizer, parse_mode
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import Role
@@ -109,7 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rule = parse_mode(mode)
         compressors = parse_compressor(compression), parse_pull_compressor(pull_compression)
         outer = rule.outer_optimizer
-        plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
+        plugin = OPTIMIZERS[outer]() if outer else make_server_optimizer(optimizer)
         names, parameters, groups = trained(optimizer, named_parameters)
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pscore.cuda.local import kernels_for
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule
@@ -80,6 +81,9 @@ class TrainingTable:
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
         self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
+        kernels = kernels_for(weights)
+        for part in self.replica.parts:
+            part.kernels = kernels
         timeline = session.timeline
         if timeline is not None:
             self.replica.around_update = lambda index, step: local_update(

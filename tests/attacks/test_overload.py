@@ -11,10 +11,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from pscore.net import sockets, wire
+from pscore.net.budget import Budget
+from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.engine.budget import Budget
-from psserver.service.listener import BulkServer
+from psserver.service.data_socket import make_listener
 from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import Front, play, pull_header, push_header
 
@@ -28,7 +29,7 @@ WAIT_S = 30.0
 class Peer:
     """One connection to a shard."""
 
-    def __init__(self, server: BulkServer) -> None:
+    def __init__(self, server: Listener) -> None:
         self.socket = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
         self.data = np.zeros(NUMEL, np.float32)
 
@@ -61,8 +62,8 @@ class Peer:
 
 
 @contextmanager
-def listening(front: Front) -> Iterator[BulkServer]:
-    server = BulkServer(front.engine, "127.0.0.1", 0, f"test-{os.getpid()}-{next(NUMBERS)}")
+def listening(front: Front) -> Iterator[Listener]:
+    server = make_listener(front.engine, "127.0.0.1", 0, f"test-{os.getpid()}-{next(NUMBERS)}")
     server.start()
     try:
         yield server

@@ -151,6 +151,7 @@ def test_nobody_waits_for_the_device_and_a_nan_is_neither_sent_nor_kept(
 
 def on(device: torch.device, part: LocalSlice) -> LocalSlice:
     part.weights = part.weights.to(device)
+    part.kernels = device_local.kernels_for(part.weights)
     return part
 
 

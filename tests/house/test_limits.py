@@ -14,7 +14,6 @@ CLASS_LINES_MAX = 300
 CLASS_NAMES_MAX = 20
 # Classes that are longer today, and their lines: these numbers may only fall.
 LONG_CLASSES = {
-    "psserver/service/data_socket.py:Connection": 330,
     "psserver/decisions/slice_clock.py:SliceClock": 430,
     "psserver/engine/engine.py:Engine": 365,
     "psserver/decisions/shard.py:Shard": 350,

@@ -17,7 +17,7 @@ import torch
 import psworker
 from psworker.connection import shard_link as link
 from psworker.transports import Endpoint, Transport, choose
-from psworker.transports.retry import Patience
+from psworker.transports.retry import RetryPolicy
 from tests.integration.cluster import Shards, Station, wait_until
 from tests.integration.models import backward, batch, make_model, sgd, weights_of
 
@@ -26,8 +26,7 @@ LARGE = (1 << 20) + 4321  # Elements: two slices, of more bytes than a connectio
 
 
 def plane_of(optimizer: psworker.DistributedOptimizer) -> set[str]:
-    transports = [link.transport for link in optimizer._table.session.links]
-    return {"local" if transport.shares_memory else transport.name for transport in transports}
+    return {link.transport.name for link in optimizer._table.session.links}
 
 
 def train(me: Station, mode: str) -> tuple[set[str], dict[str, np.ndarray]]:
@@ -255,7 +254,7 @@ def segments_of_driver(shard: int, worker: int) -> set[int]:
 
 def chosen(shards: Shards, endpoint: Endpoint) -> Transport:
     address = shards.addresses[0]
-    return choose("auto", address, lambda: endpoint, Patience(address, 5.0))
+    return choose("auto", address, lambda: endpoint, RetryPolicy(address, 5.0))
 
 
 def test_without_a_local_socket_it_is_tcp_and_the_log_says_why(
