@@ -260,6 +260,7 @@ class Server:
         open_max = rule.steps_open() if rule.by_step else 1
         for job in self.shard.jobs.values():
             for table in job.tables.values():
+                table.check_invariants()
                 for index, clock in table.clocks.items():
                     store = self.engine.jobs[job.name].tables[table.index].queues[index].store
                     assert clock.version == self._ledger.books[index].version or (
@@ -274,7 +275,6 @@ class Server:
                         buffers_max=buffers,
                     )
                     assert len(clock.parking) <= workers, f"{len(clock.parking)} pushes parked"
-                    clock.check_invariants()
 
     def settled(self) -> None:
         """What holds when nothing is under way any more."""
