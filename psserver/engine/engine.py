@@ -21,13 +21,13 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
-from psserver.decisions.limits import Budget
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
-from psserver.engine.counters import Tally
+from psserver.engine.budget import Budget
+from psserver.engine.counters import Counters
 from psserver.engine.host_memory import require_host_memory
 from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.requests import Requests
@@ -77,7 +77,7 @@ class Engine:
         self.shard = shard
         self.now = now
         self.started_s = now()
-        self.tally = Tally()
+        self.counters = Counters()
         self.budget = Budget(shard.limits.under_way_nbytes)
         self.lock = threading.RLock()
         self.jobs: dict[str, RunningJob] = {}
@@ -91,7 +91,7 @@ class Engine:
             now=now,
             report=self._report,
             lock=self.lock,
-            tally=self.tally,
+            counters=self.counters,
             on_decided=on_decided,
             timeline=timeline,
             step_on_receive_thread=step_on_receive_thread,
@@ -351,7 +351,7 @@ class Engine:
         Returns the workers that are declared lost, each with its job.
         """
         with self.lock:
-            self.tally.settle()
+            self.counters.settle()
             now_s = self.now()
             found, actions = self.shard.tick(now_s)
             lost = [(self.jobs[job.name], member) for job, member in found]
@@ -400,8 +400,8 @@ class Engine:
     def figures(self) -> Figures:
         """Returns the numbers of the metrics page, all of one moment."""
         with self.lock:
-            self.tally.settle()
-            return figures_of(self.shard, self.tally)
+            self.counters.settle()
+            return figures_of(self.shard, self.counters)
 
     def _report(self, problem: BaseException | None) -> None:
         if self._broke is not None and problem is not None:

@@ -25,7 +25,7 @@ from psserver.decisions.orders import Acknowledge, Action, Answer, Update
 from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table
-from psserver.engine.counters import Tally
+from psserver.engine.counters import Counters
 from psserver.engine.job import Reply, Request, RunningJob
 from psserver.engine.slice_queue import SliceQueue
 from psserver.engine.trace import note_push
@@ -47,7 +47,7 @@ class Requests:
     now: Callable[[], float]
     report: Callable[[BaseException | None], None]  # Called when a queue fails.
     lock: threading.RLock
-    tally: Tally
+    counters: Counters
     waiting: dict[Request, None] = field(default_factory=dict)  # Unanswered pulls, oldest first.
     # Called with actions before they are executed.
     on_decided: Callable[[Job, Actions], None] | None = None
@@ -117,7 +117,7 @@ class Requests:
             if self.timeline is not None:
                 note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.job.counters.pushed_nbytes += data.nbytes
-            self.tally.received_nbytes += data.nbytes
+            self.counters.received_nbytes += data.nbytes
             # Data that was just received is in this core's cache. Compressed data takes longer to
             # add than to receive.
             steps_here = here and self.step_on_receive_thread and not header.compressor
@@ -161,7 +161,7 @@ class Requests:
                 if request.clock.forget(request):
                     del self.waiting[request]
                     text = self.shard.waiting_for(request.job.job, request.address)
-                    self.tally.pulled(request.job.name, is_answered=False)
+                    self.counters.pulled(request.job.name, is_answered=False)
                     request.reply.pulled(
                         data_pb2.PullReply(ready=False, waiting_for=text), (), None
                     )
@@ -176,7 +176,7 @@ class Requests:
     def note_refused(self) -> None:
         """Counts a refused push."""
         with self.lock:
-            self.tally.num_pushes_refused += 1
+            self.counters.num_pushes_refused += 1
 
     # ----- execution
 
@@ -205,21 +205,21 @@ class Requests:
 
     def _count(self, action: Action) -> None:
         if isinstance(action, Update):
-            self.tally.num_updates += 1
+            self.counters.num_updates += 1
         elif isinstance(action, Answer):
             assert isinstance(action.token, Request)
             self.waiting.pop(action.token, None)
-            self.tally.pulled(action.token.job.name, is_answered=True)
+            self.counters.pulled(action.token.job.name, is_answered=True)
         elif isinstance(action, Acknowledge):
             request = action.token
             assert isinstance(request, Request)
-            self.tally.pushed(request.job.name, action.verdict)
+            self.counters.pushed(request.job.name, action.verdict)
             if request.step >= 0:
                 request.job.residuals.pushed(request.address, request.worker)
             if action.verdict is Verdict.ACCEPTED:
                 staleness = request.clock.staleness.get(request.worker)
                 if staleness is not None:
-                    self.tally.staleness.observe(staleness)
+                    self.counters.staleness.observe(staleness)
 
     # ----- Completion: called by the queues
 
@@ -244,7 +244,7 @@ class Requests:
         token.payload = None
         if token.release is not None:
             token.release()
-        self.tally.times_s.append(self.now() - token.taken_s)
+        self.counters.times_s.append(self.now() - token.taken_s)
 
     def acknowledge(self, action: Acknowledge) -> None:
         """Answers a push."""
@@ -303,7 +303,7 @@ class Requests:
     def _note_sent(self, request: Request, nbytes: int) -> None:
         with self.lock:
             request.job.job.counters.pulled_nbytes += nbytes
-            self.tally.sent_nbytes += nbytes
+            self.counters.sent_nbytes += nbytes
 
     def _address(self, sender: data_pb2.Sender, index: int) -> tuple[RunningJob, Table, Address]:
         job = self.shard.heard(sender.job, sender.worker, sender.incarnation, self.now())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pscore.types import Origin
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.table import Table
-from psserver.engine.counters import Tally
+from psserver.engine.counters import Counters
 from psserver.engine.waits import Waits
 
 
@@ -110,15 +110,15 @@ class JobView:
 class Figures:
     """The numbers of the metrics page."""
 
-    tally: Tally  # A copy.
+    counters: Counters  # A copy.
     live: dict[str, int]  # Live workers, by the name of the job.
 
 
-def figures_of(shard: Shard, tally: Tally) -> Figures:
+def figures_of(shard: Shard, counters: Counters) -> Figures:
     """Returns a copy of the numbers; called under the lock."""
     live = {job.name: len(job.membership.live()) for job in shard.jobs.values()}
-    tally.keep({name for name, count in live.items() if count})
-    return Figures(tally=tally.copy(), live=live)
+    counters.keep({name for name, count in live.items() if count})
+    return Figures(counters=counters.copy(), live=live)
 
 
 def view_of(job: Job, waits: Waits, now_s: float) -> JobView:

@@ -18,12 +18,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # We say ourselves why a port cannot be had.
 
@@ -37,7 +35,7 @@ from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.observe.timeline import open_timeline
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
 from pscore.text import join_address
-from psserver.access.gate import Door
+from psserver.access.authorizer import AuthInterceptor
 from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import JournalDir, Lock
 from psserver.engine.engine import Engine
@@ -57,9 +55,7 @@ from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.listener import BulkServer
 from psserver.service.metrics import MetricsPage
-
-if TYPE_CHECKING:
-    Handler = grpc.RpcMethodHandler[Any, Any]
+from psserver.service.refusals import ErrorInterceptor
 
 log = structlog.get_logger()
 
@@ -72,46 +68,6 @@ MOMENT_S = 0.002
 GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
 STATUS = health_pb2.HealthCheckResponse
 NAMES = ("", "liveness", "readiness")
-
-
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends the process when a request fails by our own fault."""
-
-    def __init__(self, broke: Callable[[BaseException], None]) -> None:
-        """Calls `broke` with what no servicer expected."""
-        self._broke = broke
-        self._guarded: dict[str, Handler] = {}
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Returns the method's handler inside ours; each is made once."""
-        method = str(handler_call_details.method)
-        if method in self._guarded:
-            return self._guarded[method]
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
-            return cast("Handler", handler)  # No such method, or a stream: the watch on health.
-        self._guarded[method] = self._guard(handler)
-        return self._guarded[method]
-
-    def _guard(self, handler: Handler) -> Handler:
-        inner = cast("Callable[[object, object], Awaitable[object]]", handler.unary_unary)
-
-        async def call(request: object, context: object) -> object:
-            try:
-                return await inner(request, context)
-            except grpc.aio.BaseError:
-                raise  # A refusal, or a connection that is gone.
-            except Exception as problem:
-                self._broke(problem)
-                raise
-
-        return grpc.unary_unary_rpc_method_handler(
-            cast("Any", call), handler.request_deserializer, handler.response_serializer
-        )
 
 
 class Daemon:
@@ -138,7 +94,7 @@ class Daemon:
             broke=self.broke,
             timeline=self._timeline,
         )
-        self._gate = plan.trust.gate()
+        self._authorizer = plan.trust.authorizer()
         self._instance = secrets.randbits(63)
         self._bulk: BulkServer | None = None
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
@@ -146,7 +102,7 @@ class Daemon:
         self._page = MetricsPage(
             self.engine,
             is_ready=lambda: not (self._ending.is_set() or self._is_short),
-            gate=self._gate,
+            authorizer=self._authorizer,
             context=plan.trust.context(mutual=False),
         )
 
@@ -154,9 +110,12 @@ class Daemon:
         connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         server = grpc.aio.server(
             options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
-            interceptors=[Door(self._gate, self.engine.heard), Guard(self.broke)],
+            interceptors=[
+                AuthInterceptor(self._authorizer, self.engine.heard),
+                ErrorInterceptor(self.broke),
+            ],
         )
-        server.add_generic_rpc_handlers((data_handler(self.engine, self._gate),))
+        server.add_generic_rpc_handlers((data_handler(self.engine, self._authorizer),))
         self._servicer = ControlServicer(
             self.engine,
             self.plan.cluster,
@@ -185,7 +144,7 @@ class Daemon:
                 self.plan.host,
                 0,
                 local,
-                gate=self._gate,
+                authorizer=self._authorizer,
                 context=self.plan.trust.context(),
             )
         except OSError as problem:

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
-from pscore.errors import LimitError, PacelineError, RemoteProtocolError
+from pscore.errors import LimitError, RemoteProtocolError
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from psserver.engine.capture import PENDING, CaptureState, TableCapture, capture
 from psserver.engine.engine import Engine
 from psserver.service.barrier_wait import WAIT_S_MAX
 from psserver.service.checkpoint_restore import UPLOADS_MAX, CheckpointUpload
-from psserver.service.control import refuse
 
 if TYPE_CHECKING:
     from psserver.service.control import Context
@@ -62,11 +61,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
 
     async def Capture(self, request: pb.CaptureRequest, context: Context) -> pb.CaptureReply:
         """Copies a table, and waits for the copy for a while."""
-        try:
-            found = self._captures.get(request.id) or self._begin(request)
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        found = self._captures.get(request.id) or self._begin(request)
         deadline_s = self._engine.now() + min(request.wait_ms / 1000, WAIT_S_MAX)
         state, _ = found.copy.progress()
         while state in PENDING and self._engine.now() < deadline_s:
@@ -86,11 +81,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> pb.ReadReply:
         """Returns a part of a copied array."""
-        try:
-            array = self._array(request)
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        array = self._array(request)
         start = request.offset
         stop = start + min(request.nbytes, READ_NBYTES_MAX)
         return pb.ReadReply(data=array.view(np.uint8)[start:stop].tobytes())
@@ -131,36 +122,24 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
         """Allocates memory for a job's numbers."""
-        try:
-            if len(self._uploads) >= UPLOADS_MAX:
-                raise LimitError(f"{UPLOADS_MAX} checkpoints are being restored already")
-            staged_nbytes = sum(other.nbytes for other in self._uploads.values())
-            upload = CheckpointUpload(request, self._engine, staged_nbytes)
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        if len(self._uploads) >= UPLOADS_MAX:
+            raise LimitError(f"{UPLOADS_MAX} checkpoints are being restored already")
+        staged_nbytes = sum(other.nbytes for other in self._uploads.values())
+        upload = CheckpointUpload(request, self._engine, staged_nbytes)
         self._uploads[request.id] = upload
         self._schedule_expiry()
         return pb.PrepareReply()
 
     async def Write(self, request: pb.WriteRequest, context: Context) -> pb.WriteReply:
         """Receives a part of an array."""
-        try:
-            self._upload(request.id).write(request)
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        self._upload(request.id).write(request)
         return pb.WriteReply()
 
     async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishReply:
         """Makes the job of all parts."""
-        try:
-            upload = self._upload(request.id)
-            del self._uploads[request.id]
-            upload.finish()
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        upload = self._upload(request.id)
+        del self._uploads[request.id]
+        upload.finish()
         return pb.FinishReply()
 
     def _upload(self, name: str) -> CheckpointUpload:

@@ -447,8 +447,22 @@ class Session:
                 if time.monotonic() >= until_s:
                     raise
                 time.sleep(RANK_RETRY_S)
+                self._renew_leases_before(link)
             else:
                 return
+
+    def _renew_leases_before(self, link: Link) -> None:
+        """Renews the leases at the shards that were joined before this one.
+
+        Another shard may need a whole lease to declare the former process lost. The threads that
+        send heartbeats start when all shards have been joined.
+        """
+        request = pb.HeartbeatRequest(
+            job=self.job, worker=self.rank, incarnation=self.incarnation, waiting_for=self.waits
+        )
+        for joined in self.links[: self.links.index(link)]:
+            with contextlib.suppress(PacelineError):  # The next request raises it as well.
+                joined.beat(request, timeout_s=self._interval_s)
 
     def _join(self, link: Link, *, returns: bool) -> None:
         reply = link.call(

@@ -16,7 +16,7 @@ from pscore.net import sockets, tls
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.access.gate import Gate
+from psserver.access.authorizer import Authorizer
 from psserver.service import data_socket
 from psserver.service.listener import BulkServer
 from psworker.connection.shard_link import Link
@@ -163,7 +163,7 @@ def listening(front: Front, files: Path, tokens: Path | None) -> Iterator[BulkSe
         "127.0.0.1",
         0,
         f"paceline-test-{files}",
-        gate=Gate.of(None if tokens is None else str(tokens)),
+        authorizer=Authorizer.of(None if tokens is None else str(tokens)),
         context=tls.server_context(files / "server.pem", files / "server.key", None),
     )
     server.start()

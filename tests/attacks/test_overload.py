@@ -13,7 +13,7 @@ import numpy as np
 from pscore.net import sockets, wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.decisions.limits import Budget
+from psserver.engine.budget import Budget
 from psserver.service.listener import BulkServer
 from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import Front, play, pull_header, push_header

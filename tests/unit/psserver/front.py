@@ -23,6 +23,7 @@ from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
 from psserver.service.control import ControlServicer, data_handler
+from psserver.service.refusals import refusing
 from tests.unit.psserver.owned import owned
 
 T = TypeVar("T")
@@ -50,6 +51,16 @@ class Context:
         raise Refused(metadata[0][1], details)
 
 
+class Refusing:
+    """A servicer behind the interceptor that answers refusals."""
+
+    def __init__(self, servicer: object) -> None:
+        self.servicer = servicer
+
+    def __getattr__(self, name: str) -> Any:
+        return refusing(getattr(self.servicer, name))
+
+
 class Front:
     """A shard, its services, and time."""
 
@@ -67,10 +78,13 @@ class Front:
             broke=self.problems.append,
         )
         engines.append(self.engine)
-        self.control: Any = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
+        servicer = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
+        self.control: Any = Refusing(servicer)
         handler: Any = data_handler(self.engine)
-        self._push = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Push")).unary_unary
-        self._pull = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Pull")).unary_unary
+        self._push, self._pull = (
+            refusing(handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/{name}")).unary_unary)
+            for name in ("Push", "Pull")
+        )
 
     @property
     def job(self) -> Job:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from psserver.decisions.barriers import Barriers
-from psserver.decisions.job import Counters, Job, Life
+from psserver.decisions.job import Job, JobCounters, Life
 from psserver.decisions.lifetime import Lifetimes
 from psserver.decisions.membership import Member, Membership
 from psserver.decisions.newcomers import Newcomers
@@ -29,7 +29,7 @@ from psserver.decisions.stalls import Stalls
 from psserver.decisions.table import Table
 from psserver.durability.recovery import JobRecorder, Recovery
 from psserver.engine.barrier_waits import BarrierWaits
-from psserver.engine.counters import Histogram, Tally
+from psserver.engine.counters import Counters, Histogram
 from psserver.engine.engine import Engine
 from psserver.engine.requests import Requests
 from psserver.engine.residuals import ResidualCollection, Residuals
@@ -52,8 +52,8 @@ FIXED: dict[type, set[str]] = {
     TableParticipants: set(),
     Barriers: set(),
     Stalls: set(),
-    Counters: set(),
-    Tally: {"times_s"},
+    JobCounters: set(),
+    Counters: {"times_s"},
     Histogram: {"bounds"},
     ResidualCollection: {"job", "table", "step"},
     Residuals: {"is_collecting", "_collections"},
@@ -111,17 +111,17 @@ def _watch(cls: Any, engines: Sequence[Engine], found: list[str]) -> None:
 
 
 def _is_copy(value: object, engines: Sequence[Engine]) -> bool:
-    """Whether it is a tally, or part of one, that no engine counts in: anybody may read it."""
-    if not isinstance(value, Tally | Histogram):
+    """Whether it is a counters, or part of one, that no engine counts in: anybody may read it."""
+    if not isinstance(value, Counters | Histogram):
         return False
-    tallies = [engine.tally for engine in engines]
-    kept = {id(part) for one in tallies for part in (one, *_parts(one))}
+    of_engines = [engine.counters for engine in engines]
+    kept = {id(part) for one in of_engines for part in (one, *_parts(one))}
     return id(value) not in kept
 
 
-def _parts(tally: Tally) -> tuple[Histogram, ...]:
+def _parts(counters: Counters) -> tuple[Histogram, ...]:
     plain = object.__getattribute__
-    return plain(tally, "staleness"), plain(tally, "apply_s")
+    return plain(counters, "staleness"), plain(counters, "apply_s")
 
 
 def _is_guarded(cls: type, name: str) -> bool:

@@ -20,6 +20,7 @@ from tests.unit.psserver.front import (
     Context,
     Front,
     Refused,
+    Refusing,
     grad,
     play,
     pull_header,
@@ -31,7 +32,8 @@ class Desk:
     """The checkpoint service of a shard, called without a network."""
 
     def __init__(self, front: Front) -> None:
-        self.service: Any = Checkpointer(front.engine)
+        self.servicer = Checkpointer(front.engine)
+        self.service: Any = Refusing(self.servicer)
 
     async def capture(self, name: str, version: int, wait_ms: int = 0) -> pb.CaptureReply:
         request = pb.CaptureRequest(
@@ -187,7 +189,7 @@ def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch)
         about = await taken(front, desk)
         await desk.capture("later", 5)
         await desk.prepare(about)
-        service = desk.service
+        service = desk.servicer
         left = [
             weakref.ref(service._captures["a"].copy.slices[0]["weights"]),
             weakref.ref(service._uploads["r"]._arrays[0, 0]["weights"]),

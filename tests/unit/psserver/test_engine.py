@@ -149,7 +149,7 @@ def test_a_pull_that_waits_too_long_is_told_what_is_missing() -> None:
             "step 0 of worker 1 (process 0 on a), at slice 0 of 'model' on shard 0"
         )
         assert front.job.table(0).clock(0).num_waiting == 0
-        assert front.engine.tally.num_pulls_put_off == 1
+        assert front.engine.counters.num_pulls_put_off == 1
 
     play(scene)
 
@@ -371,7 +371,7 @@ def test_a_push_that_is_refused_is_told_why(fields: dict[str, object], message: 
         with pytest.raises(Refused, match=message):
             await front.push(push_header(0, 0, **fields), grad(1.0))
         assert front.job.table(0).clock(0).clock(0) == 0
-        assert front.engine.tally.num_pushes_refused == 1
+        assert front.engine.counters.num_pushes_refused == 1
         assert told(await front.push(push_header(0, 0), grad(1.0))) == ("ACCEPTED", 0)
 
     play(scene)

@@ -233,6 +233,23 @@ def test_a_rank_that_is_not_free_everywhere_yet_is_asked_for_again(
     session.leave()
 
 
+def test_a_worker_that_waits_for_one_shard_keeps_its_lease_at_those_before(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait may take a whole lease, and the threads that send heartbeats start after it."""
+    taken, joined = RankTakenError("rank 3 is held"), pb.JoinReply(rank=3, lease_s=LEASE_S)
+
+    def answers(made: list[FakeLink]) -> None:
+        made[1].answers["Join"] = [taken, taken, joined]
+
+    prepare(answers, monkeypatch)
+    monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
+    session = begin()
+    assert links[0].beaten_as == [(3, session.incarnation)] * 2
+    assert links[1].beaten_as == []
+    session.leave()
+
+
 def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_the_time(
     links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
