@@ -36,9 +36,9 @@ from psserver.engine.slice_queue import execute
 from psserver.slices.base import Payload, Store
 from psserver.slices.store import SliceStore
 from psworker.compression.error_feedback import Feedback, choose
-from psworker.compression.pull_estimate import Held
-from psworker.model.flat import Bucket, describe
-from psworker.replica.ports import Landing
+from psworker.compression.pull_estimate import PulledEstimate
+from psworker.model.flat import FlatModel, describe
+from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 
 RAW = NoCompression()
@@ -107,7 +107,7 @@ class Message:
     push: Push | None = None
     payload: Payload | None = None
     pull: Pull | None = None
-    landing: Landing | None = None
+    pull_buffer: PullBuffer | None = None
     held: int | None = None  # Of a compressed pull.
 
 
@@ -217,20 +217,20 @@ class Worker:
         job = cluster.job
         self.cluster, self.rank, self.model = cluster, rank, model
         parameters = list(model.parameters())
-        self.bucket = Bucket(parameters, cluster.layout)
+        self.flat_model = FlatModel(parameters, cluster.layout)
         for index, parameter in enumerate(parameters):
-            flat = self.bucket.grads[cluster.layout.offsets[index] :][: parameter.numel()]
+            flat = self.flat_model.grads[cluster.layout.offsets[index] :][: parameter.numel()]
             parameter.grad = flat.view(parameter.shape)
         slices = cluster.layout.slices
-        self.grads = [self.bucket.grads_of(spec.index) for spec in slices]
+        self.grads = [self.flat_model.grads_of(spec.index) for spec in slices]
         plugin = OPTIMIZERS[optimizer]()
-        self.replica = Replica(cluster.layout, job.rule, plugin, 1, self.bucket.weights, rank)
+        self.replica = Replica(cluster.layout, job.rule, plugin, 1, self.flat_model.weights, rank)
         self.feedback = [
             Feedback(job.compressor, spec.numel, f"{rank}/{spec.index}") if spec.compress else None
             for spec in slices
         ]
         self.held = [
-            Held(job.pull_compressor, spec.numel, f"slice {spec.index} of worker {rank}")
+            PulledEstimate(job.pull_compressor, spec.numel, f"slice {spec.index} of worker {rank}")
             if spec.compress and not job.pull_compressor.is_raw
             else None
             for spec in slices
@@ -246,7 +246,7 @@ class Worker:
         self._ready: Callable[[], bool] = lambda: True
         self._life = self._live()
 
-    # ----- Outbox
+    # ----- PushPull
 
     def push(
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
@@ -266,14 +266,14 @@ class Worker:
         self._send(Message(self.rank, index, push=push, payload=payload), data.nbytes)
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         """Asks for weights."""
         pull = Pull(worker=self.rank, clock=clock, min_version=min_version, with_state=with_state)
         self.landed[index] = False
-        message = Message(self.rank, index, pull=pull, landing=landing)
+        message = Message(self.rank, index, pull=pull, pull_buffer=pull_buffer)
         held = self.held[index]
-        if held is not None and not (with_state or landing.exact):
+        if held is not None and not (with_state or pull_buffer.exact):
             message.held = held.fingerprint
         self._send(message, 0)
 
@@ -300,8 +300,8 @@ class Worker:
 
     def land(self, message: Message, arrays: list[Any], reply: data_pb2.PullReply) -> None:
         """A pull has been answered."""
-        landing, held = message.landing, self.held[message.slice]
-        assert landing is not None
+        pull_buffer, held = message.pull_buffer, self.held[message.slice]
+        assert pull_buffer is not None
         if message.held is None:
             weights, *state = arrays
         else:
@@ -310,11 +310,11 @@ class Worker:
             held.room(reply, len(payload))[:] = payload
             assert held.take(reply)
             weights, state = held.values, []
-        landing.weights.copy_(torch.from_numpy(weights))
-        for target, array in zip(landing.state, state, strict=False):
+        pull_buffer.weights.copy_(torch.from_numpy(weights))
+        for target, array in zip(pull_buffer.state, state, strict=False):
             target.copy_(torch.from_numpy(array))
-        landing.version = reply.version
-        landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
+        pull_buffer.version = reply.version
+        pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
         self.landed[message.slice] = True
         self.wake()
 
@@ -333,7 +333,7 @@ class Worker:
         job, replica = self.cluster.job, self.replica
         yield from self._wait(replica.begin(self))
         for step in range(job.steps):
-            self.bucket.grads.zero_()
+            self.flat_model.grads.zero_()
             loss = job.gradient(self.model, self.rank, step)
             yield from self._sleep(job.compute.draw(self.rank, self._rng))
             ended_s = self.cluster.now_s
@@ -403,7 +403,7 @@ class Cluster:
         self._plugin = OPTIMIZERS[optimizer]()
         self.shards = Shards(self, self.layout.slices, optimizer)
         self.workers = [Worker(self, rank, model, optimizer) for rank, model in enumerate(models)]
-        start = self.workers[0].bucket.weights.numpy()
+        start = self.workers[0].flat_model.weights.numpy()
         for spec in self.layout.slices:
             push = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
             data = start[spec.start : spec.stop].view(np.uint8).copy()

@@ -32,7 +32,17 @@ HEALTH = "/grpc.health.v1.Health/"
 CONTROL = "/ps.v1.Control/"
 DATA = f"/{DATA_SERVICE}/"
 # Methods of a worker, and of `psserver forget`; all but Describe name a job: the token's.
-JOINED = ("Describe", "Join", "Define", "Change", "Heartbeat", "Owe", "Claim", "Barrier", "Leave")
+JOINED = (
+    "Describe",
+    "Join",
+    "Define",
+    "Change",
+    "Heartbeat",
+    "SendResidual",
+    "FetchResidual",
+    "Barrier",
+    "Leave",
+)
 WORKERS_METHODS = {
     *(CONTROL + name for name in (*JOINED, "Forget")),
     *(DATA + name for name in ("Push", "Pull")),

@@ -256,10 +256,9 @@ class Requests:
                 is_requested = request.job.residuals.is_requested(
                     request.address, request.worker, request.step
                 )
+        verdict, version = VERDICTS[action.verdict], max(0, action.version)
         request.reply.pushed(
-            data_pb2.PushReply(
-                verdict=VERDICTS[action.verdict], version=max(0, action.version), owe=is_requested
-            )
+            data_pb2.PushReply(verdict=verdict, version=version, send_residual=is_requested)
         )
 
     def answer(self, action: Answer, store: Store) -> None:

@@ -199,7 +199,7 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
         if is_idle or states == {pb.CAPTURE_DONE}:
             break
         if time.monotonic() > deadline_s:
-            ranks = sorted({rank for reply in replies for rank in reply.owing})
+            ranks = sorted({rank for reply in replies for rank in reply.residual_requests})
             awaited = next((r.waiting_for for r in replies if r.waiting_for), "nothing")
             raise CommandError(
                 Exit.NO_ANSWER,

@@ -260,28 +260,32 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.HeartbeatReply(
             instance=self._instance,
             waiting_for=view.waiting_for,
-            owing=[
-                pb.Owing(table=wanted.table, step=wanted.step, slices=wanted.slices)
+            residual_requests=[
+                pb.ResidualRequest(table=wanted.table, step=wanted.step, slices=wanted.slices)
                 for wanted in view.residual_requests
             ],
             live=view.live if request.wants_live else (),
             uneven=view.uneven,
         )
 
-    async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
+    async def SendResidual(
+        self, request: pb.SendResidualRequest, context: Context
+    ) -> pb.SendResidualReply:
         """Receives a worker's residual of a slice."""
         arrays = {array.name: array.data for array in request.arrays}
         self._heard(request).take_residual(
             request.table, request.slice, request.worker, request.step, arrays
         )
-        return pb.OweReply()
+        return pb.SendResidualReply()
 
-    async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimReply:
+    async def FetchResidual(
+        self, request: pb.FetchResidualRequest, context: Context
+    ) -> pb.FetchResidualReply:
         """Returns the residuals that a checkpoint had of a worker's rank."""
         kept = self._heard(request).residuals_for(request.table, request.worker)
         if not request.HasField("slice"):
-            return pb.ClaimReply(slices=sorted(kept))
-        return pb.ClaimReply(
+            return pb.FetchResidualReply(slices=sorted(kept))
+        return pb.FetchResidualReply(
             arrays=[
                 pb.Array(name=name, data=array.tobytes())
                 for name, array in kept.get(request.slice, {}).items()
@@ -343,8 +347,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         | pb.ChangeRequest
         | pb.HeartbeatRequest
         | pb.BarrierRequest
-        | pb.OweRequest
-        | pb.ClaimRequest,
+        | pb.SendResidualRequest
+        | pb.FetchResidualRequest,
     ) -> RunningJob:
         return self._engine.heard(request.job, request.worker, request.incarnation)
 

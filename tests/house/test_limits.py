@@ -18,7 +18,7 @@ LONG_CLASSES = {
     "psserver/decisions/slice_clock.py:SliceClock": 424,
     "psserver/engine/engine.py:Engine": 365,
     "psserver/slices/store.py:SliceStore": 385,
-    "psworker/connection/exchange.py:Exchange": 440,
+    "psworker/connection/exchange.py:Exchange": 320,
     "psworker/training/optimizer.py:DistributedOptimizer": 320,
     "psworker/replica/replica.py:Replica": 470,
     "psworker/connection/session.py:Session": 450,

@@ -98,7 +98,7 @@ def train_in_place(
         torch.autograd.backward(model(torch.randn(8, 400, generator=generator)).square().mean())
         optimizer.step()
     optimizer.close()
-    return optimizer._table.flat.lent.has(0), weights_of(model)
+    return optimizer._table.flat.views.has(0), weights_of(model)
 
 
 DELAYED = ["ssgd", "ssd(steps=3, warmup=3)", "od(warmup=3)"]

@@ -76,12 +76,12 @@ class SimLink:
     def __init__(self, transport: SimTransport, address: str) -> None:
         self.transport = transport
         self.address = address
-        self.control = SimpleNamespace(Claim="Claim")
+        self.control = SimpleNamespace(FetchResidual="FetchResidual")
 
-    def call(self, method: str, request: pb.ClaimRequest) -> pb.ClaimReply:
+    def call(self, method: str, request: pb.FetchResidualRequest) -> pb.FetchResidualReply:
         """Answers that no checkpoint has anything of this worker: none is restored here."""
-        assert method == "Claim"
-        return pb.ClaimReply()
+        assert method == "FetchResidual"
+        return pb.FetchResidualReply()
 
 
 class SimSession:
@@ -94,7 +94,7 @@ class SimSession:
         self.rank = rank
         self.incarnation = incarnation
         self.links = links
-        self.debtors: dict[int, object] = {}
+        self.residual_senders: dict[int, object] = {}
 
     def define(self, *table: object, **options: object) -> tuple[int, Origin]:
         return 0, Origin()

@@ -95,16 +95,7 @@ class Worker:
         links = [SimLink(SimTransport(self, server), server.name) for server in self._servers]
         self._session = SimSession(self.rank, self.incarnation, links)
         session = cast(Session, self._session)
-        self.exchange = Exchange(
-            session,
-            "model",
-            layout,
-            rule,
-            self.case.compressor,
-            optimizer,
-            1,
-            pull_compressor=self.case.pull_compressor,
-        )
+        self.exchange = Exchange(session, self._spec)
         self._program = self._train()
 
     # ----- the program

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from psworker.overlap import Overlap
 
 from pscore.errors import ConfigError, GradientError
+from psworker.training.overlap import Overlap
 
 
 def make(numel: int = 2) -> list[torch.nn.Parameter]:
