@@ -30,7 +30,7 @@ from pssim.network import Loop, Message, Network
 from pssim.shard import Decision
 from pssim.training import TrainingCluster, TrainingJob, TrainingWorker
 from pssim.worker import Program
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 Vector = npt.NDArray[np.float64]
 Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.
@@ -143,24 +143,24 @@ class Worker(TrainingWorker):
             yield from self._look(with_state=step % 2 == 1)
 
     def inner_step(self, step: int) -> None:
-        grad = self.bucket.grads.numpy().astype(np.float64)
-        self.cluster.inner(self.rank, step, self.bucket.weights, grad)
+        grad = self.flat_model.grads.numpy().astype(np.float64)
+        self.cluster.inner(self.rank, step, self.flat_model.weights, grad)
 
     def _look(self, *, with_state: bool) -> Program:
         """Looks at the weights, and at each second time at the optimizer's state too."""
         yield from self.wait_for_pushes()
         num_state = len(self.cluster.optimizer.state_names) if with_state else 0
-        landings = [
-            Landing(
+        buffers = [
+            PullBuffer(
                 weights=torch.zeros(part.stop - part.start),
                 state=[torch.zeros(part.stop - part.start) for _ in range(num_state)],
                 is_look=True,
             )
             for part in SLICES
         ]
-        peek = self.replica.peek(landings, self.exchange, with_state=with_state)
+        peek = self.replica.peek(buffers, self.exchange, with_state=with_state)
         yield from self.wait_for_pulls(peek)
-        self.looked = torch.cat([landing.weights for landing in landings]).numpy()
+        self.looked = torch.cat([buffer.weights for buffer in buffers]).numpy()
 
 
 class Shard:
@@ -235,11 +235,11 @@ class Cluster(TrainingCluster):
 
     def _gradient(self, model: nn.Module, rank: int, step: int) -> float:
         worker = self.workers[rank]
-        weights = worker.bucket.weights.numpy()
+        weights = worker.flat_model.weights.numpy()
         self.note("compute", rank, -1, step)
         worker.seen.append(weights.copy())
         grad = self.gradient(rank, step, weights.astype(np.float64))
-        worker.bucket.grads.copy_(torch.from_numpy(grad.astype(np.float32)))
+        worker.flat_model.grads.copy_(torch.from_numpy(grad.astype(np.float32)))
         return 0.0
 
     # ----- what has happened

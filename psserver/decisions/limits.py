@@ -6,7 +6,6 @@ for weights and does not read them is cut off. Each refusal says what was wanted
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 from pscore.errors import LimitError
@@ -53,39 +52,3 @@ class Limits:
                 f"{self.memory_nbytes} are left (memory_mb); `psserver jobs` shows which jobs have "
                 "them, `psserver forget JOB` frees one"
             )
-
-
-class Budget:
-    """Bytes that are under way in one shard; used from any thread.
-
-    Attributes:
-        nbytes: All of them.
-        left: Those that nobody has taken.
-    """
-
-    def __init__(self, nbytes: int, setting: str = "under_way_mb") -> None:
-        """Starts with all of them free; `setting` is what changes their number, for messages."""
-        self._about = f" ({setting})" if setting else ""
-        self._lock = threading.Lock()
-        self.nbytes = nbytes
-        self.left = nbytes
-
-    def take(self, nbytes: int, what: str) -> None:
-        """Takes bytes; whoever does gives them back.
-
-        Raises:
-            LimitError: There are not so many left.
-        """
-        with self._lock:
-            if nbytes > self.left:
-                raise LimitError(
-                    f"{what} wants {nbytes} bytes under way, {self.left} of {self.nbytes} are "
-                    f"left{self._about}"
-                )
-            self.left -= nbytes
-
-    def give(self, nbytes: int) -> None:
-        """Gives bytes back."""
-        with self._lock:
-            self.left += nbytes
-            assert self.left <= self.nbytes

@@ -46,8 +46,8 @@ from pscore.net.credentials import EVERY
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
-from psserver.access.gate import Gate, Pass
-from psserver.decisions.limits import Budget
+from psserver.access.authorizer import Authorizer, Grant
+from psserver.engine.budget import Budget
 from psserver.engine.engine import Engine
 from psserver.logs import setup
 
@@ -84,7 +84,7 @@ class Connection:
         self,
         engine: Engine,
         connection: tls.Stream,
-        gate: Gate | None = None,
+        authorizer: Authorizer | None = None,
         greeted: Callable[[], None] = lambda: None,
         *,
         peer: str = "",
@@ -95,7 +95,7 @@ class Connection:
         Args:
             engine: The shard.
             connection: With TLS, if there is any.
-            gate: Who may do what; None: everybody everything.
+            authorizer: Who may do what; None: everybody everything.
             greeted: Called when the peer has said who it is.
             peer: The host at the other end, for the log.
             unknown: Bytes of headers that peers may have under way before they are known.
@@ -103,9 +103,9 @@ class Connection:
         self._engine = engine
         self._socket = connection
         self._reader = sockets.Ahead(connection)
-        self._gate = Gate() if gate is None else gate
+        self._authorizer = Authorizer() if authorizer is None else authorizer
         self._greeted = greeted
-        self._pass = Pass(EVERY)
+        self._grant = Grant(EVERY)
         self._lock = threading.Lock()
         self._unsent: deque[Unsent] = deque()
         self._unsent_nbytes = 0
@@ -138,7 +138,7 @@ class Connection:
                 self._give_header_back()
                 incoming = sockets.read_header(self._reader, reserve=self._reserve)
         except AccessError as problem:
-            self._gate.refused(problem, "bulk", self._peer)
+            self._authorizer.refused(problem, "bulk", self._peer)
         except TransportError as problem:
             reason = str(problem)
             setup.sparsely("bulk connection ended", self._peer, level=logging.INFO, reason=reason)
@@ -158,7 +158,7 @@ class Connection:
             AccessError: The token is missing or wrong; the peer was told.
             TransportError: The connection broke.
         """
-        if self._gate.is_open:
+        if self._authorizer.is_open:
             incoming = sockets.read_header(
                 self._reader, deadline_s=deadline_s, reserve=self._reserve
             )
@@ -197,7 +197,7 @@ class Connection:
 
     def _admit(self, envelope: pb.Envelope) -> None:
         try:
-            self._pass = self._gate.admit(envelope.hello.token)
+            self._grant = self._authorizer.admit(envelope.hello.token)
         except AccessError as error:
             SocketReply(self, envelope.id).failed(error)
             raise
@@ -212,7 +212,7 @@ class Connection:
             if kind == "push":
                 self._push(envelope.push, incoming, reply)
             elif kind == "pull":
-                self._pass.require(envelope.pull.sender.job)
+                self._grant.require(envelope.pull.sender.job)
                 wait_s = min(envelope.pull.wait_ms / 1000, 10.0)
                 self._engine.requests.on_pull(envelope.pull, reply, wait_s)
                 self._sender = envelope.pull.sender
@@ -230,7 +230,7 @@ class Connection:
     def _push(self, header: pb.PushHeader, incoming: sockets.Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
         try:
-            self._pass.require(header.sender.job)
+            self._grant.require(header.sender.job)
             self._engine.requests.admit(header, nbytes)
             self._sender = header.sender
         except PacelineError:

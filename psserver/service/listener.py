@@ -26,8 +26,8 @@ from pscore.errors import DecodeError, PacelineError
 from pscore.net import sockets, tls, wire
 from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.text import printable
-from psserver.access.gate import Gate
-from psserver.decisions.limits import Budget
+from psserver.access.authorizer import Authorizer
+from psserver.engine.budget import Budget
 from psserver.engine.engine import Engine
 from psserver.logs import setup
 from psserver.service import data_socket, descriptors
@@ -59,7 +59,7 @@ class BulkServer:
         port: int,
         local: str,
         *,
-        gate: Gate | None = None,
+        authorizer: Authorizer | None = None,
         context: ssl.SSLContext | None = None,
     ) -> None:
         """Binds both; nothing is accepted yet.
@@ -69,14 +69,14 @@ class BulkServer:
             host: Address to listen on.
             port: Port to listen on; 0 for a free one.
             local: Name of the abstract Unix socket.
-            gate: Who may do what; None: everybody everything.
+            authorizer: Who may do what; None: everybody everything.
             context: TLS of the TCP port; None: none.
 
         Raises:
             OSError: The port cannot be had.
         """
         self._engine = engine
-        self._gate = Gate() if gate is None else gate
+        self._authorizer = Authorizer() if authorizer is None else authorizer
         self._context = context
         self._pending: dict[socket.socket, None] = {}  # In the order of their coming.
         self._pending_lock = threading.Lock()
@@ -217,7 +217,7 @@ class BulkServer:
             connection = Connection(
                 self._engine,
                 stream,
-                self._gate,
+                self._authorizer,
                 lambda: self._greeted(accepted),
                 peer=peer,
                 unknown=self._unknown,
@@ -258,7 +258,7 @@ class BulkServer:
                 if len(fds) != 1 or envelope.WhichOneof("body") != "attach":
                     raise DecodeError("an attachment must bring one file descriptor")
                 request = envelope.attach
-                self._gate.admit(request.token).require(request.sender.job)
+                self._authorizer.admit(request.token).require(request.sender.job)
                 weights = self._engine.attach(request.sender, fds.pop(), request.nbytes)
                 reply.attached.nbytes = weights.nbytes
                 answer = wire.encode(reply.SerializeToString())

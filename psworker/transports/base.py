@@ -20,7 +20,7 @@ from pscore.errors import DecodeError
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray
-from psworker.compression.pull_estimate import Held
+from psworker.compression.pull_estimate import PulledEstimate
 
 log = logging.getLogger("paceline")
 SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
@@ -44,8 +44,8 @@ class PullCall:
     header: data_pb2.PullHeader
     weights: FloatArray  # (numel,)
     state: list[FloatArray]  # (numel,) each; may be unused.
-    held: Held | None = None  # Of a compressed pull: what its answer builds upon.
-    is_late: bool = False  # Weights in shared memory are fetched when somebody waits for them.
+    held: PulledEstimate | None = None  # Of a compressed pull: what its answer builds upon.
+    copy_on_wait: bool = False  # Weights in shared memory are fetched when somebody waits for them.
     fetch: Callable[[], bool] | None = None  # Does that; False if they changed: it is asked again.
     done: Future[data_pb2.PullReply] = field(default_factory=Future)
     started_s: float = field(default_factory=time.monotonic)

@@ -332,11 +332,11 @@ class SocketTransport(Transport):
             return False
         if reply.buffer:
             incoming.read_into()
-            if call.is_late:
+            if call.copy_on_wait:
                 call.fetch = partial(self._copy, call, reply)
             elif not self._copy(call, reply):
                 return False
-        elif call.is_late:  # A slow reader of another version has the buffers that are mapped.
+        elif call.copy_on_wait:  # A slow reader of another version has the buffers that are mapped.
             payload = bytearray(incoming.payload_nbytes)
             incoming.read_into(memoryview(payload))
             call.fetch = partial(_land, call, reply, memoryview(payload))

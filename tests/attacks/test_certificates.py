@@ -16,7 +16,7 @@ from pscore.net import sockets, tls
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.access.gate import Gate
+from psserver.access.authorizer import Authorizer
 from psserver.service import data_socket
 from psserver.service.listener import BulkServer
 from psworker.connection.shard_link import Link
@@ -163,7 +163,7 @@ def listening(front: Front, files: Path, tokens: Path | None) -> Iterator[BulkSe
         "127.0.0.1",
         0,
         f"paceline-test-{files}",
-        gate=Gate.of(None if tokens is None else str(tokens)),
+        authorizer=Authorizer.of(None if tokens is None else str(tokens)),
         context=tls.server_context(files / "server.pem", files / "server.key", None),
     )
     server.start()
@@ -193,7 +193,7 @@ PIECES = {
     "nothing": b"",
     "a byte": b"\x16",
     "half a client's hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(60),
-    "what is no TLS": b"PL\x03\x00",
+    "what is no TLS": b"PL\x04\x00",
 }
 
 

@@ -13,8 +13,9 @@ import numpy as np
 from pscore.net import sockets, wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.decisions.limits import Budget
+from psserver.engine.budget import Budget
 from psserver.service.listener import BulkServer
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import Front, play, pull_header, push_header
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
@@ -123,9 +124,10 @@ def test_who_asks_and_does_not_read_is_cut_off() -> None:
             assert greedy.is_cut()
             for peer in (greedy, quick):
                 peer.socket.close()
-            (store,) = front.engine.stores(front.job)
+            (store,) = front.running.stores()
+            assert isinstance(store, SliceStore)
             deadline_s = time.monotonic() + WAIT_S
-            while any(buffer.leases for buffer in store._weights._buffers):
+            while any(buffer.leases for buffer in store.copies._buffers):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
         eventually(front, nbytes)

@@ -117,7 +117,7 @@ def test_weights_in_use_are_written_only_when_they_are_fetched(is_mapped: bool) 
         header=data_pb2.PullHeader(sender=attachment.sender, slice=2),
         weights=np.zeros(17, np.float32),
         state=[],
-        is_late=True,
+        copy_on_wait=True,
     )
     sent = b"" if is_mapped else np.full(17, 5.0, np.float32).tobytes()
     reply = data_pb2.PullReply(ready=True, version=7, buffer=int(is_mapped))

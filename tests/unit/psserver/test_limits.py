@@ -7,9 +7,10 @@ from pscore.errors import LimitError
 from pscore.rules import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
-from psserver.decisions.limits import Budget, Limits
+from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
+from psserver.engine.budget import Budget
 
 MB = 1 << 20
 
