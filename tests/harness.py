@@ -76,10 +76,11 @@ class RandomOrder(Loop):
 
     def queues(self, kinds: tuple[str, ...] = (), rank: int | None = None) -> list[Any]:
         """Returns the queues that are not empty, of some kinds or of one worker."""
+        found: list[Any] = [queue for queue, calls in self._queues.items() if calls]
         return [
             queue
-            for queue, calls in self._queues.items()
-            if calls and (not kinds or queue[0] in kinds) and rank in (None, queue[1])  # type: ignore[index]
+            for queue in found
+            if (not kinds or queue[0] in kinds) and rank in (None, queue[1])
         ]
 
     def happen(self, queue: Hashable) -> None:
