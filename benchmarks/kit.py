@@ -30,6 +30,7 @@ from psworker.commands import model_plan
 ROOT = Path(__file__).resolve().parents[1]
 ROLE_TIMEOUT_S = 300.0
 FLAT_NUMEL = 25_600_000
+CASES_NUMEL = {"flat": FLAT_NUMEL, "tiny": 1024}
 PR_SET_PDEATHSIG = 1
 
 
@@ -39,8 +40,8 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def shapes_of(case: str) -> list[tuple[int, ...]]:
-    """Returns the tensors of a case: `flat` is one of 25.6 million elements."""
-    return [(FLAT_NUMEL,)] if case == "flat" else resnet50_shapes()
+    """Returns the tensors of a case: `flat` is one of 25.6 million elements, `tiny` of 1,024."""
+    return resnet50_shapes() if case == "keys" else [(CASES_NUMEL[case],)]
 
 
 def numel_of(shapes: Sequence[tuple[int, ...]]) -> int:
@@ -252,6 +253,13 @@ def machine() -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, {memory} GiB, Linux {platform.release()}, "
         f"Python {platform.python_version()}, load {load:.1f}"
     )
+
+
+def commit() -> str:
+    """Returns the commit of this checkout, with a `+` if its files differ from it."""
+    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
