@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("pscore", "psserver", "psworker", "tests")
+FOLDERS = ("pscore", "psserver", "psworker", "pssim", "tests")
 
 
 @dataclass(frozen=True, slots=True)

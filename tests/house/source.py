@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("pscore", "psserver", "psworker")
+PACKAGES = ("pscore", "psserver", "psworker", "pssim")
 GENERATED = ROOT / "pscore" / "pb"
 
 

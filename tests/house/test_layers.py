@@ -10,9 +10,10 @@ from tests.house.source import PACKAGES, file_imports, imports, modules, modules
 
 # What each package must not import, anywhere in it.
 FORBIDDEN = {
-    "pscore": {"psserver", "psworker"},
-    "psserver": {"psworker", "torch"},
-    "psworker": {"psserver"},
+    "pscore": {"psserver", "psworker", "pssim"},
+    "psserver": {"psworker", "pssim", "torch"},
+    "psworker": {"psserver", "pssim"},
+    "pssim": {"benchmarks", "tests"},
 }
 
 # The core: message in, replies out; no I/O, no clock, no randomness, no threads.

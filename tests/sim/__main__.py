@@ -1,76 +1,10 @@
-"""Runs one simulation and shows it, or records the transcripts.
+"""Records the transcripts: `python -m tests.sim` writes transcripts/*.txt."""
 
-python -m tests.sim run ssd 1234       # one seed of test_seeds.py, with every message
-python -m tests.sim elastic ssd 1234   # one of test_elastic.py
-python -m tests.sim sweep 500          # so many seeds of both, of every rule
-python -m tests.sim record             # writes transcripts/*.txt anew
-"""
-
-import multiprocessing
 import sys
-import tempfile
-from pathlib import Path
 
-from pscore.rules import RULES
-from tests.sim.case import Case, draw, draw_elastic
-from tests.sim.cluster import Cluster, simulate, small_slices
 from tests.sim.scenarios import SCENARIOS, TRANSCRIPTS, transcript
 
-
-def run(case: Case) -> None:
-    """Shows one case to its end, or to the invariant that it breaks."""
-    sys.stdout.write(f"{case!r}\n")
-    with small_slices(), tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(case, Path(folder), trace=True)
-        try:
-            cluster.run()
-        finally:
-            sys.stdout.write("\n".join(cluster.network.trace or []) + "\n")
-
-
-def find_failure(job: tuple[str, str, int]) -> str:
-    """Runs one seed; returns the command that shows its failure, or nothing."""
-    kind, rule, seed = job
-    try:
-        simulate(draw(rule, seed) if kind == "run" else draw_elastic(rule, seed))
-    except AssertionError as problem:
-        return f"python -m tests.sim {kind} {rule} {seed}: {str(problem).partition(chr(10))[0]}"
-    return ""
-
-
-def sweep(num_seeds: int) -> int:
-    """Runs seeds of every rule on all cores; returns how many failed."""
-    jobs = [
-        (kind, rule, seed)
-        for seed in range(num_seeds)
-        for rule in sorted(RULES)
-        for kind in ("run", "elastic")
-    ]
-    num_failed = 0
-    with multiprocessing.Pool() as pool:
-        for failure in filter(None, pool.imap_unordered(find_failure, jobs, chunksize=8)):
-            num_failed += 1
-            sys.stdout.write(f"{failure}\n")
-    sys.stdout.write(f"{len(jobs)} seeds, {num_failed} failed\n")
-    return num_failed
-
-
-def record() -> None:
-    """Writes every transcript."""
+if __name__ == "__main__":
     for name in SCENARIOS:
         (TRANSCRIPTS / f"{name}.txt").write_text(transcript(name), encoding="ascii")
         sys.stdout.write(f"recorded {name}\n")
-
-
-if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["run", rule, number]:
-            run(draw(rule, int(number)))
-        case ["elastic", rule, number]:
-            run(draw_elastic(rule, int(number)))
-        case ["sweep", number]:
-            sys.exit(min(1, sweep(int(number))))
-        case ["record"]:
-            record()
-        case _:
-            sys.exit(__doc__)

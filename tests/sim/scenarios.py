@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from pscore.rules import SSD, SSGD, SSP
-from tests.sim.case import ONE_SLICE, Case
-from tests.sim.cluster import simulate
-from tests.sim.loop import Cut, Faults
+from pssim.case import ONE_SLICE, Case
+from pssim.cluster import simulate
+from pssim.network import Cut, Faults
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 NEVER = (None, None)

@@ -3,9 +3,9 @@
 import pytest
 
 from pscore.rules import SSGD
-from tests.sim.case import ONE_SLICE, SHAPES, Case
-from tests.sim.cluster import simulate
-from tests.sim.loop import Faults
+from pssim.case import ONE_SLICE, SHAPES, Case
+from pssim.cluster import simulate
+from pssim.network import Faults
 
 SEEDS = 25
 

@@ -4,9 +4,9 @@ import pytest
 
 from pscore.rules import CD, OD, SSD, SSGD, SSP
 from pscore.rules.base import Rule
-from tests.sim.case import Case
-from tests.sim.cluster import Outcome, simulate
-from tests.sim.loop import Faults
+from pssim.case import Case
+from pssim.cluster import Outcome, simulate
+from pssim.network import Faults
 
 
 def with_slow_worker(rule: Rule, steps: int = 8) -> Outcome:

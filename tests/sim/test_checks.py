@@ -16,10 +16,10 @@ from psserver.decisions.progress import Counted
 from psserver.decisions.slice_clock import SliceClock
 from psserver.slices.store import SliceStore
 from psserver.slices.weights import Weights
+from pssim.case import Case, draw, draw_elastic
+from pssim.cluster import simulate
 from psworker.connection.missed import Missed
 from psworker.replica.replica import Replica
-from tests.sim.case import Case, draw, draw_elastic
-from tests.sim.cluster import simulate
 
 SEEDS = 40
 

@@ -9,9 +9,9 @@ import torch
 
 from pscore.rules import ASGD, RULES, SSGD
 from pscore.rules.base import Rule
-from tests.sim.case import Case, draw_rule
-from tests.sim.cluster import Outcome, simulate
-from tests.sim.loop import Faults
+from pssim.case import Case, draw_rule
+from pssim.cluster import Outcome, simulate
+from pssim.network import Faults
 
 WORKERS = 3
 ARRIVALS = 3  # Orders of arrival that are compared.

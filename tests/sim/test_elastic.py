@@ -6,8 +6,8 @@ What holds of a fixed number holds here, and no step closes while there are too 
 import pytest
 
 from pscore.rules import RULES
-from tests.sim.case import draw_elastic
-from tests.sim.cluster import simulate
+from pssim.case import draw_elastic
+from pssim.cluster import simulate
 
 NUM_SEEDS = 24
 
@@ -18,7 +18,7 @@ def test_no_invariant_breaks(name: str) -> None:
         try:
             simulate(draw_elastic(name, seed))
         except BaseException as problem:
-            problem.add_note(f"\nrun it again: python -m tests.sim elastic {name} {seed}")
+            problem.add_note(f"\nrun it again: python -m pssim elastic {name} {seed}")
             raise
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from pscore.compressors import parse_compressor
 from pscore.rules import RULES
-from tests.sim.case import draw
-from tests.sim.cluster import simulate
+from pssim.case import draw
+from pssim.cluster import simulate
 
 NUM_SEEDS = 8
 

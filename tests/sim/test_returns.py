@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sim.case import draw
-from tests.sim.cluster import simulate
+from pssim.case import draw
+from pssim.cluster import simulate
 
 SEEDS = 20
 # Seeds in which workers waited for each other when each slice had a step of its own.

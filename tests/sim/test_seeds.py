@@ -6,8 +6,8 @@ A seed that fails is printed with the command that runs it again and shows every
 import pytest
 
 from pscore.rules import RULES
-from tests.sim.case import CHOICES, draw
-from tests.sim.cluster import simulate
+from pssim.case import CHOICES, draw
+from pssim.cluster import simulate
 
 SEEDS_PER_TEST = 32
 TESTS_PER_RULE = 2  # With eleven rules, 704 seeds; `make simulate` runs 10,000 and more.
@@ -25,7 +25,7 @@ def test_no_invariant_breaks(name: str, part: int) -> None:
         try:
             simulate(draw(name, seed))
         except BaseException as problem:
-            problem.add_note(f"\nrun it again: python -m tests.sim run {name} {seed}")
+            problem.add_note(f"\nrun it again: python -m pssim run {name} {seed}")
             raise
 
 

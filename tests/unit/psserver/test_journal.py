@@ -19,7 +19,7 @@ from psserver.engine.slice_queue import carry_out
 from psserver.slices.arena import Arena
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
 from psserver.slices.store import Payload, SliceStore
-from tests.sim.server import spoil
+from pssim.shard import spoil
 
 RAW = NoCompression()
 NUMEL = 32

@@ -20,14 +20,15 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Role, Verdict
 from psserver.decisions.table import TableSpec
 from psserver.slices.store import Payload
+from pssim.case import GRADIENT, HALF, RAW, STEPS_MAX, Case
+from pssim.events import Recorder, What
+from pssim.ledger import Ledger, Sent
+from pssim.network import Loop, Network
+from pssim.shard import LEASE_S, PULL_WAIT_S, Respond, Result, Server
+from pssim.transport import SimLink, SimSession, SimTransport, is_load
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.replica.replica import Replica
-from tests.sim.case import GRADIENT, RAW, STEPS_MAX, Case
-from tests.sim.ledger import Ledger, Sent
-from tests.sim.loop import Loop, Network
-from tests.sim.plane import SimLink, SimSession, SimTransport, is_load
-from tests.sim.server import LEASE_S, PULL_WAIT_S, Answer, Result, Server
 
 RETRY_S = 0.7
 GROUP = {
@@ -58,6 +59,7 @@ class Worker:
         ledger: Ledger,
         loop: Loop,
         network: Network,
+        recorder: Recorder,
     ) -> None:
         self.rank = rank
         self.name = f"worker {rank}"
@@ -80,6 +82,7 @@ class Worker:
         self._ledger = ledger
         self._loop = loop
         self._network = network
+        self._recorder = recorder
         self._rng = random.Random(case.seed * 31 + rank)
         self._grads = [torch.zeros(part.numel) for part in layout.slices]
         self._elements: list[int] = []  # Those of the steps since the last push.
@@ -110,6 +113,7 @@ class Worker:
     # ----- the program
 
     def start(self) -> None:
+        """Schedules the begin of the program."""
         comes_s = self.case.comes_s[self.rank] if self.case.comes_s else 0.0
         if comes_s:  # Its clocks begin where the others are.
             self._ledger.came_back.add(self.rank)
@@ -155,12 +159,14 @@ class Worker:
         self._set_hyper()
         yield from self._drive(self.replica.begin(self.exchange))
         self._has_begun = self.has_come = True
+        if self._loop.now_s < self.case.begins_s:
+            yield self.case.begins_s - self._loop.now_s
         dies_s = self.case.dies_s[self.rank]
         if dies_s is not None and not self._restart:
             self._loop.after(dies_s, self.die)
         while self._step_now < self.case.steps[self.rank]:
             try:
-                yield self.case.compute_s[self.rank] * self._rng.uniform(0.5, 1.5)
+                yield from self._compute()
                 yield from self._step()
             except ReplacedError as problem:
                 yield from self._come_back(problem)
@@ -181,6 +187,13 @@ class Worker:
                 self._grow_older()
         self.is_over = True
 
+    def _compute(self) -> Program:
+        note, step = self._recorder.note, self._step_now
+        note(self.name, What.COMPUTE_STARTED, worker=self.rank, step=step)
+        pace = 1.0 if self.case.is_steady else self._rng.uniform(0.5, 1.5)
+        yield self.case.compute_s[self.rank] * pace
+        note(self.name, What.COMPUTE_ENDED, worker=self.rank, step=step)
+
     def _finish(self) -> Program:
         yield from self._flush()
         has_round = self.replica.num_inner > 0
@@ -188,6 +201,8 @@ class Worker:
         yield from self._flush()
         if has_round:
             self._ended_step()
+        yield from self._drive(self.replica.settle())
+        self._recorder.leave_out(self.rank)
         yield from self._drive(self.replica.fetch(None, self.exchange))
         self._network.note(f"{self.name} leaves")
         yield from self._all("leave", lambda server: server.leave(self.rank, self.incarnation))
@@ -291,7 +306,7 @@ class Worker:
         present = 0
         for position, segment in enumerate(self.layout.slices[index].segments):
             is_in = segment.start <= self._elements[-1] < segment.stop
-            present |= (is_in or self._rng.random() < 0.5) << position
+            present |= (is_in or self._rng.random() < HALF) << position
         part = self.replica.parts[index]
         part.active[:] = [present >> i & 1 for i in range(len(part.active))]
         return present
@@ -357,7 +372,7 @@ class Worker:
         self,
         server: Server,
         what: str,
-        request: Callable[[Answer], None],
+        request: Callable[[Respond], None],
         land: Callable[[bytes], None],
     ) -> None:
         """Sends a request again and again until it is answered; only the first answer counts.
@@ -420,8 +435,11 @@ class Worker:
     # ----- the ledger
 
     def about_to_push(self, header: data_pb2.PushHeader, data: bytes) -> None:
+        """Enters a push in the ledger."""
         if is_load(header):
             return
+        step, index = header.step, header.slice
+        self._recorder.note(self.name, What.PUSH_SENT, worker=self.rank, step=step, slice=index)
         payload = np.frombuffer(data, dtype=np.uint8)
         book = self._ledger.books[header.slice]
         compressor = self.case.compressor if header.compressor else RAW
@@ -448,11 +466,19 @@ class Worker:
         return True
 
     def pushed(self, header: data_pb2.PushHeader, verdict: Verdict) -> None:
+        """Enters the answer to a push."""
         what = f"step {header.step}, slice {header.slice}"
         self._network.note(f"{self.name}: {what}: {verdict.name}")
         identity = (self.rank, header.step, self.incarnation)
         if not is_load(header):
             self._ledger.books[header.slice].sent[identity].verdict = verdict
+
+    def about_to_pull(self, header: data_pb2.PullHeader) -> None:
+        """Records that a pull is sent."""
+        index, version = header.slice, header.min_version
+        self._recorder.note(
+            self.name, What.PULL_SENT, worker=self.rank, slice=index, version=version
+        )
 
     def landed(
         self,
@@ -462,13 +488,18 @@ class Worker:
         *,
         is_estimate: bool,
     ) -> None:
+        """Enters weights that have landed."""
         self._network.note(f"{self.name}: version {version}, slice {header.slice} lands")
+        index = header.slice
+        self._recorder.note(
+            self.name, What.PULL_LANDED, worker=self.rank, slice=index, version=version
+        )
         self._ledger.books[header.slice].landed(
             self.rank, self.incarnation, header.clock, version, weights, is_estimate=is_estimate
         )
 
 
-def _answered(request: Callable[[Server], None], server: Server, answer: Answer) -> None:
+def _answered(request: Callable[[Server], None], server: Server, answer: Respond) -> None:
     request(server)
     answer(b"")
 

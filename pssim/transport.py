@@ -9,11 +9,11 @@ from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Origin, Role, Verdict
+from pssim.shard import JOB, Server
 from psworker.transports.base import PullCall, PushCall, Transport
-from tests.sim.server import JOB, Server
 
 if TYPE_CHECKING:
-    from tests.sim.worker import Worker
+    from pssim.worker import Worker
 
 
 def is_load(header: data_pb2.PushHeader) -> bool:
@@ -31,6 +31,7 @@ class SimTransport(Transport):
         self._server = server
 
     def push(self, call: PushCall) -> None:
+        """Sends a push."""
         header, parts = call.make()
         self._worker.about_to_push(header, b"".join(parts))
         if parts and self._worker.lay_down(header, b"".join(parts)):
@@ -47,9 +48,11 @@ class SimTransport(Transport):
         self._worker.insist(self._server, what, partial(self._server.push, frame), land)
 
     def pull(self, call: PullCall) -> None:
+        """Sends a pull."""
         frame = wire.encode(call.header.SerializeToString())
         header = call.header
         what = f"pull of version {header.min_version}, slice {header.slice}"
+        self._worker.about_to_pull(header)
 
         def land(answer: bytes) -> None:
             raw, payload = wire.decode(answer)
@@ -97,10 +100,12 @@ class SimSession:
         self.debtors: dict[int, object] = {}
 
     def define(self, *table: object, **options: object) -> tuple[int, Origin]:
+        """Returns the table's number, and where its steps are counted from."""
         return 0, Origin()
 
     def require_own(self) -> None:
         """Accepts the process: there is only one."""
 
     def check(self) -> None:
+        """Raises: nothing may block in a simulation."""
         raise AssertionError("a worker of the simulation waits without yielding")

@@ -17,21 +17,22 @@ from pscore.errors import PacelineError
 from pscore.memory.segment import WeightsMap
 from pscore.net import wire
 from pscore.pb.ps.v1 import data_pb2
-from pscore.types import ByteArray, FloatArray, Role
+from pscore.types import ByteArray, FloatArray, Role, Verdict
 from psserver.decisions.membership import Member
-from psserver.decisions.orders import Update
+from psserver.decisions.orders import Acknowledge, Action, Answer, Update
 from psserver.decisions.shard import Actions, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.table import Table, TableSpec
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
 from psserver.engine.counters import Tally
-from psserver.engine.requests import Intake, Request
+from psserver.engine.requests import LOADS, Intake, Request
 from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Lane
 from psserver.slices.store import SliceStore
-from tests.sim.case import Case
-from tests.sim.ledger import Identity, Ledger
-from tests.sim.loop import Network
+from pssim.case import Case
+from pssim.events import Recorder, What
+from pssim.ledger import Identity, Ledger
+from pssim.network import Network
 
 JOB = "job"
 LEASE_S = 3.0
@@ -40,13 +41,14 @@ PULL_WAIT_S = 1.0
 
 NUMBERS = itertools.count()
 Result: TypeAlias = bytes | PacelineError
-Answer: TypeAlias = Callable[[Result], None]
+Respond: TypeAlias = Callable[[Result], None]
 
 
 class NoThreads(Executor):
     """Small slices are carried out at once; a simulation has no threads."""
 
     def submit(self, *args: object, **kwargs: object) -> Any:
+        """Raises: nothing may be left to a thread."""
         raise AssertionError("a slice of the simulation is too large")
 
 
@@ -54,7 +56,7 @@ class Courier:
     """Takes one answer out; identity and role are the request's, for the ledger."""
 
     def __init__(
-        self, answer: Answer, identity: Identity, role: Role, send_later: Callable[..., None]
+        self, answer: Respond, identity: Identity, role: Role, send_later: Callable[..., None]
     ) -> None:
         self.identity = identity
         self.role = role
@@ -63,6 +65,7 @@ class Courier:
         self._send_later = send_later
 
     def pushed(self, reply: data_pb2.PushReply) -> None:
+        """Answers a push."""
         self._answer(wire.encode(reply.SerializeToString()))
 
     def pulled(
@@ -71,6 +74,8 @@ class Courier:
         arrays: Sequence[FloatArray | ByteArray],
         release: Callable[[], None] | None,
     ) -> None:
+        """Answers a pull."""
+
         def send() -> None:
             parts = [wire.as_bytes(array) for array in arrays]
             self._answer(wire.encode(reply.SerializeToString(), *parts))
@@ -110,11 +115,14 @@ def _number(request: Request) -> int:
 class WatchedIntake(Intake):
     """Tells the ledger what was decided, before it is carried out."""
 
-    __slots__ = ("ledger", "note")
+    __slots__ = ("ledger", "name", "note", "recorder")
     ledger: Ledger
     note: Callable[[str], None]
+    name: str
+    recorder: Recorder
 
     def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
+        """Carries actions out, after the ledger has checked them."""
         expected = job.membership.expected()
         for address, action in actions:
             token = getattr(action, "token", None)
@@ -128,7 +136,20 @@ class WatchedIntake(Intake):
                 self.ledger.enough(job.membership.members.values())
                 self.note(f"slice {address.slice} has version {action.version}")
             self.ledger.decided(address.slice, action, identity, role, clock, expected)
+            self._record(address.slice, action, identity, role)
         super().carry_out(job, actions, idle)
+
+    def _record(self, index: int, action: Action, identity: Identity, role: Role) -> None:
+        note, worker = self.recorder.note, identity[0]
+        if isinstance(action, Update):
+            note(self.name, What.UPDATED, slice=index, version=action.version)
+        elif isinstance(action, Acknowledge) and role not in LOADS:
+            is_late = action.verdict is Verdict.TOO_LATE
+            what = What.PUSH_TOO_LATE if is_late else What.PUSH_COUNTED
+            note(self.name, what, worker=worker, step=identity[1], slice=index)
+        elif isinstance(action, Answer):
+            what, version = What.PULL_ANSWERED, action.version
+            note(self.name, what, worker=worker, slice=index, version=version)
 
 
 class Server:
@@ -142,6 +163,7 @@ class Server:
         network: Network,
         now: Callable[[], float],
         send_later: Callable[..., None],
+        recorder: Recorder,
         folder: Path | None = None,
     ) -> None:
         self.index = index
@@ -155,6 +177,7 @@ class Server:
         self._now = now
         self._pool = NoThreads()
         self._send_later = send_later
+        self._recorder = recorder
         self._ledger = ledger
         self._folder = folder
         self._vault: Vault | None = None
@@ -170,6 +193,7 @@ class Server:
         self.intake.waiting = InOrder()
         self.intake.ledger = self._ledger
         self.intake.note = self._note
+        self.intake.name, self.intake.recorder = self.name, self._recorder
         if self._folder is not None:
             self._vault = Vault(self._folder)
         self.recovery = Recovery(self._vault, self.shard)
@@ -210,7 +234,7 @@ class Server:
                 identity = book.accepted[push.worker, push.step]
                 request.reply = Courier(nothing, identity, Role.GRADIENT, self._send_later)
 
-    def _alive(self, answer: Answer) -> Answer:
+    def _alive(self, answer: Respond) -> Respond:
         """Returns `answer` for as long as this process lives."""
         life = self._life
 
@@ -231,6 +255,7 @@ class Server:
         restart: int,
         returns: bool,
     ) -> None:
+        """Admits a worker."""
         member = Member(
             rank=rank,
             incarnation=incarnation,
@@ -246,6 +271,7 @@ class Server:
         self.intake.carry_out(job, self.shard.recheck(job))
 
     def define(self, rank: int, incarnation: int, spec: TableSpec) -> None:
+        """Creates the table, or finds it."""
         job = self.shard.heard(JOB, rank, incarnation, self._now())
         table, created = self.shard.define(job, spec)
         if created:
@@ -268,14 +294,17 @@ class Server:
             self.intake.lanes[id(job), table.index, index] = lane
 
     def heartbeat(self, rank: int, incarnation: int) -> None:
+        """Renews a lease."""
         self.shard.heard(JOB, rank, incarnation, self._now())
 
     def leave(self, rank: int, incarnation: int) -> None:
+        """Ends a worker's part in the job."""
         actions = self.shard.leave(JOB, rank, incarnation, "finished")
         self.recovery.note(self.shard.jobs[JOB])
         self.intake.carry_out(self.shard.jobs[JOB], actions)
 
-    def push(self, frame: bytes, answer: Answer) -> None:
+    def push(self, frame: bytes, answer: Respond) -> None:
+        """Receives a push."""
         raw, payload = wire.decode(frame)
         header = data_pb2.PushHeader.FromString(bytes(raw))
         identity = (header.sender.worker, header.step, header.sender.incarnation)
@@ -291,7 +320,8 @@ class Server:
         if self._num_parked() > before:
             self._note(f"the push of worker {header.sender.worker} waits")
 
-    def pull(self, frame: bytes, answer: Answer) -> None:
+    def pull(self, frame: bytes, answer: Respond) -> None:
+        """Receives a pull."""
         raw, _ = wire.decode(frame)
         header = data_pb2.PullHeader.FromString(bytes(raw))
         identity = (header.sender.worker, header.clock, header.sender.incarnation)
@@ -301,6 +331,7 @@ class Server:
     # ----- time
 
     def tick(self) -> None:
+        """Declares silent workers lost, and answers pulls that have waited too long."""
         lost, actions = self.shard.tick(self._now())
         for job, member in lost:
             self._note(f"worker {member.rank} is lost")
@@ -318,6 +349,7 @@ class Server:
     # ----- invariants
 
     def stores(self) -> dict[int, SliceStore]:
+        """Returns the stores by slice."""
         return {key[2]: lane.store for key, lane in self.intake.lanes.items()}
 
     def check(self) -> None:

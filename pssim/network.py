@@ -23,6 +23,7 @@ class Loop:
         self._number = 0
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Schedules a call."""
         heapq.heappush(self._events, (self.now_s + delay_s, self._number, call))
         self._number += 1
 
@@ -42,7 +43,8 @@ class Faults:
 
     drop: float = 0.0  # Probability.
     duplicate: float = 0.0  # Probability of a second copy, delayed on its own.
-    delay_s_max: float = 0.0  # Delays are uniform up to this, which is what reorders.
+    delay_s_min: float = DELAY_MIN_S
+    delay_s_max: float = 0.0  # Beyond that, delays are uniform up to this, which is what reorders.
     until_s: float = 0.0
     doubled: tuple[str, ...] = ()  # Messages by name, for scenarios: these have two copies,
     slowed: tuple[str, ...] = ()  # and these take `SLOWED_S` longer.
@@ -102,7 +104,7 @@ class Network:
             self.note(f"{what} is doubled")
             copies = 2
         for _ in range(copies):
-            delay_s = DELAY_MIN_S + faults.delay_s_max * rng.random()
+            delay_s = faults.delay_s_min + faults.delay_s_max * rng.random()
             delay_s += SLOWED_S * (what in faults.slowed)
             self._loop.after(delay_s, deliver)
 

@@ -16,7 +16,7 @@ from pscore.errors import ConfigError
 from pscore.local import LOCAL_UPDATES
 from pscore.rules import RULES
 from pscore.rules.base import Rule
-from tests.sim.loop import NO_FAULTS, Cut, Faults
+from pssim.network import NO_FAULTS, Cut, Faults
 
 STEPS_MAX = 8
 WORKERS_MAX = 4
@@ -27,6 +27,7 @@ ONE_SLICE = ((NUMEL,),)
 SHAPES = ((96,), (4, 8), (64,), (16,), (48,))
 GRADIENT = 5040.0  # Divided by every number of samples up to ten it is a whole number.
 SAMPLES = (1.0, 2.0)
+SELDOM, SOMETIMES, HALF, MOSTLY, USUALLY = 0.12, 0.3, 0.5, 0.7, 0.8  # Probabilities.
 
 # What is tried for a field of this name, whatever the rule; other fields keep their defaults.
 CHOICES: dict[str, Sequence[Any]] = {
@@ -57,6 +58,8 @@ class Case:
     num_shards: int = 2
     steps: tuple[int, ...]  # Of each worker; one with fewer leaves early.
     compute_s: tuple[float, ...]  # Of each worker and step.
+    begins_s: float = 0.0  # No worker computes before.
+    is_steady: bool = False  # Steps take exactly that, not half of it to one and a half.
     dies_s: tuple[float | None, ...]  # When each worker falls silent, after its first step began.
     back_s: tuple[float | None, ...]  # How long after that it is started again.
     samples: tuple[float, ...]
@@ -71,6 +74,7 @@ class Case:
 
     @property
     def num_workers(self) -> int:
+        """Workers that take part at some time."""
         return len(self.steps)
 
     def __str__(self) -> str:
@@ -91,17 +95,18 @@ def draw(name: str, seed: int) -> Case:
         compressor=draw_compressor(rule, rng),
         num_shards=num_shards,
         steps=tuple(
-            longest if rng.random() < 0.7 else rng.randint(1, longest) for _ in range(num_workers)
+            longest if rng.random() < MOSTLY else rng.randint(1, longest)
+            for _ in range(num_workers)
         ),
         compute_s=tuple(
             rng.uniform(0.02, 0.2) * (slowest if rank == num_workers - 1 else 1.0)
             for rank in range(num_workers)
         ),
         dies_s=tuple(
-            rng.uniform(0.0, 1.5) if rng.random() < 0.12 else None for _ in range(num_workers)
+            rng.uniform(0.0, 1.5) if rng.random() < SELDOM else None for _ in range(num_workers)
         ),
         back_s=tuple(
-            rng.uniform(0.1, 6.0) if rng.random() < 0.5 else None for _ in range(num_workers)
+            rng.uniform(0.1, 6.0) if rng.random() < HALF else None for _ in range(num_workers)
         ),
         samples=tuple(rng.choice(SAMPLES) for _ in range(num_workers)),
         faults=Faults(
@@ -129,11 +134,11 @@ def draw_elastic(name: str, seed: int) -> Case:
     num_workers = rng.randint(2, WORKERS_MAX)
     steps = tuple(rng.randint(2, 6) for _ in range(num_workers))
     dies_s = tuple(
-        rng.uniform(0.0, 1.5) if rank and rng.random() < 0.3 else None
+        rng.uniform(0.0, 1.5) if rank and rng.random() < SOMETIMES else None
         for rank in range(num_workers)
     )
     back_s = tuple(
-        rng.uniform(0.1, 6.0) if rng.random() < 0.7 else None for _ in range(num_workers)
+        rng.uniform(0.1, 6.0) if rng.random() < MOSTLY else None for _ in range(num_workers)
     )
     ends = sum(die is None or back is not None for die, back in zip(dies_s, back_s, strict=True))
     least = rng.randint(1, ends)
@@ -191,6 +196,6 @@ def draw_rule(name: str, num_workers: int, rng: random.Random) -> Rule:
 
 def draw_compressor(rule: Rule, rng: random.Random) -> Compressor:
     """Returns none mostly; any for a rule that does not look into gradients."""
-    if rng.random() < 0.8 or rule.compensates:
+    if rng.random() < USUALLY or rule.compensates:
         return RAW
     return COMPRESSORS[rng.choice(sorted(COMPRESSORS))]()

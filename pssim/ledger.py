@@ -16,10 +16,11 @@ from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Skip, Update
 from psserver.decisions.slice_clock import SliceClock
 from psserver.slices.store import Payload
-from tests.sim.case import Case
+from pssim.case import Case
 
 Identity: TypeAlias = tuple[int, int, int]  # Worker, step on the wire, incarnation.
 Stepped: TypeAlias = tuple[int, int, int]  # Worker, incarnation, step as its own program counts.
+MARGIN = 0.5  # An element is a whole number but for rounding.
 PLAIN = {"lr": 1.0, "slow_lr": 1.0}  # An optimizer with these and zeros subtracts the mean.
 
 
@@ -59,6 +60,7 @@ class SliceBook:
 
     @property
     def version(self) -> int:
+        """The newest version."""
         return len(self.weights) - 1
 
     # ----- decisions
@@ -219,7 +221,7 @@ class SliceBook:
                     expected = float(unit[element]) * self._share(sent, identity)
                 else:
                     continue
-                assert abs(float(moved[element]) - expected) < 0.5, (
+                assert abs(float(moved[element]) - expected) < MARGIN, (
                     f"push {identity} moved element {element} by {moved[element]}, not {expected}"
                 )
 

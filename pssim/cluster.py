@@ -17,11 +17,12 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, make_layout
 from pscore.types import FloatArray, TensorSpec
 from psserver.decisions.table import TableSpec
-from tests.sim.case import NUMEL, Case
-from tests.sim.ledger import Ledger, SliceBook
-from tests.sim.loop import Loop, Network
-from tests.sim.server import JOB, TICK_S, Server
-from tests.sim.worker import Worker, start_weights
+from pssim.case import NUMEL, Case
+from pssim.events import Event, Recorder
+from pssim.ledger import Ledger, SliceBook
+from pssim.network import Loop, Network
+from pssim.shard import JOB, TICK_S, Server
+from pssim.worker import Worker, start_weights
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 LIMIT_S = 600.0  # Of simulated time; a job takes a few seconds, and a dead worker a lease.
@@ -37,9 +38,11 @@ class Outcome:
     num_events: int
     seconds: float  # Simulated.
     trace: list[str]
+    events: list[Event]
 
     @property
     def num_updates(self) -> int:
+        """Updates of all slices."""
         return sum(book.version for book in self.ledger.books.values())
 
     @property
@@ -83,6 +86,7 @@ class Cluster:
         self.rng = random.Random(case.seed)
         self.network = Network(self.loop, case.faults, case.cuts, self.rng)
         self.network.trace = [] if trace else None
+        self.recorder = Recorder(self._now)
         tensors = tuple(
             TensorSpec(
                 name=f"w{index}",
@@ -109,6 +113,7 @@ class Cluster:
                 self.network,
                 self._now,
                 self._send_later,
+                self.recorder,
                 folder / str(index) if case.crashes else None,
             )
             for index in range(case.num_shards)
@@ -134,6 +139,7 @@ class Cluster:
                 self.ledger,
                 self.loop,
                 self.network,
+                self.recorder,
             )
             for rank in range(case.num_workers)
         ]
@@ -141,6 +147,7 @@ class Cluster:
             worker.others = [other for other in self.workers if other is not worker]
 
     def run(self) -> Outcome:
+        """Runs until nothing is left to happen, and checks what the job has come to."""
         for worker in self.workers:
             worker.start()
         for server in self.servers:
@@ -160,6 +167,7 @@ class Cluster:
             num_events=self.loop.num_events,
             seconds=self.loop.now_s,
             trace=self.network.trace or [],
+            events=self.recorder.events,
         )
 
     def _check_the_end(self) -> None:

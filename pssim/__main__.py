@@ -1,0 +1,69 @@
+"""Runs one simulation and prints its messages, or runs many and prints the seeds that fail.
+
+python -m pssim run ssd 1234       # one seed, with every message
+python -m pssim elastic ssd 1234   # the same with workers that join late, die and return
+python -m pssim sweep 500          # 500 seeds of each kind for every rule, on all cores
+python -m pssim events "ssd(steps=2, warmup=1)"  # two workers and a shard, event by event
+"""
+
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+
+from pscore.rules import RULES
+from pssim.case import Case, draw, draw_elastic
+from pssim.cluster import Cluster, simulate, small_slices
+from pssim.transcript import text, transcript
+
+
+def run(case: Case) -> None:
+    """Shows one case to its end, or to the invariant that it breaks."""
+    sys.stdout.write(f"{case!r}\n")
+    with small_slices(), tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(case, Path(folder), trace=True)
+        try:
+            cluster.run()
+        finally:
+            sys.stdout.write("\n".join(cluster.network.trace or []) + "\n")
+
+
+def find_failure(job: tuple[str, str, int]) -> str:
+    """Runs one seed; returns the command that shows its failure, or nothing."""
+    kind, rule, seed = job
+    try:
+        simulate(draw(rule, seed) if kind == "run" else draw_elastic(rule, seed))
+    except AssertionError as problem:
+        return f"python -m pssim {kind} {rule} {seed}: {str(problem).partition(chr(10))[0]}"
+    return ""
+
+
+def sweep(num_seeds: int) -> int:
+    """Runs seeds of every rule on all cores; returns how many failed."""
+    jobs = [
+        (kind, rule, seed)
+        for seed in range(num_seeds)
+        for rule in sorted(RULES)
+        for kind in ("run", "elastic")
+    ]
+    num_failed = 0
+    with multiprocessing.Pool() as pool:
+        for failure in filter(None, pool.imap_unordered(find_failure, jobs, chunksize=8)):
+            num_failed += 1
+            sys.stdout.write(f"{failure}\n")
+    sys.stdout.write(f"{len(jobs)} seeds, {num_failed} failed\n")
+    return num_failed
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["run", rule, number]:
+            run(draw(rule, int(number)))
+        case ["elastic", rule, number]:
+            run(draw_elastic(rule, int(number)))
+        case ["sweep", number]:
+            sys.exit(min(1, sweep(int(number))))
+        case ["events", mode]:
+            sys.stdout.write(text(transcript(mode)))
+        case _:
+            sys.exit(__doc__)

@@ -1,0 +1,83 @@
+"""Events of a simulated run: what happened at which worker or shard, and when."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class What(StrEnum):
+    """The kinds of events, in the order of a gradient's way."""
+
+    COMPUTE_STARTED = "compute started"
+    COMPUTE_ENDED = "compute ended"
+    PUSH_SENT = "push sent"
+    PUSH_COUNTED = "push counted"  # The shard has decided which update it belongs to.
+    PUSH_TOO_LATE = "push too late"  # The shard closed that step without it.
+    UPDATED = "updated"
+    PULL_SENT = "pull sent"
+    PULL_ANSWERED = "pull answered"
+    PULL_LANDED = "pull landed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event.
+
+    Attributes:
+        time_s: Virtual time in seconds.
+        who: `worker 0` or `shard 0`: the process in which it happened.
+        what: Its kind.
+        worker: Rank of the worker whose step, push or pull it is; None for an update.
+        step: The worker's step: of its own program for computing, of the wire for a push; None for
+            a pull and an update.
+        slice: Slice of a push, pull or update; None for computing.
+        version: Version that an update makes, that a pull brings, or (`PULL_SENT`) that a pull
+            waits for; None for computing and pushes.
+    """
+
+    time_s: float
+    who: str
+    what: What
+    worker: int | None = None
+    step: int | None = None
+    slice: int | None = None
+    version: int | None = None
+
+
+class Recorder:
+    """Collects the events of a run in the order in which they happen."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """Starts empty; `now` returns the virtual time in seconds."""
+        self.events: list[Event] = []
+        self._left_out: set[int] = set()
+        self._now = now
+
+    def leave_out(self, worker: int) -> None:
+        """Ignores a worker's events from now on: it only fetches the final weights."""
+        self._left_out.add(worker)
+
+    def note(
+        self,
+        who: str,
+        what: What,
+        *,
+        worker: int | None = None,
+        step: int | None = None,
+        slice: int | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Records one event at the current time."""
+        if worker in self._left_out:
+            return
+        self.events.append(
+            Event(
+                time_s=self._now(),
+                who=who,
+                what=what,
+                worker=worker,
+                step=step,
+                slice=slice,
+                version=version,
+            )
+        )
