@@ -1,4 +1,4 @@
-"""Draws each mode's picture from a simulated run: `python -m benchmarks.drawings`.
+"""Draws the modes, each from a simulated run, and the data planes: `python -m benchmarks.drawings`.
 
 Two workers and one shard with one slice go through a few steps of the mode in simulated time: the
 real state machines, a fixed time for each gradient, and a fixed time for each message. The events
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import plane_drawings
+from benchmarks.svg import HEAD, INK, LINE, PALE, arrow, words
 from pscore.rules import parse_mode
 from pssim.events import Event, What
 from pssim.transcript import transcript
@@ -36,13 +37,12 @@ MODES: dict[str, tuple[str, int]] = {
 }
 
 WIDTH, HEIGHT = 760, 236
-LEFT, SCALE = 86, 104  # Pixels: where time 0 is, and a second.
+LEFT, SCALE = 86, 101  # Pixels: where time 0 is, and a second.
 WORKER_YS = (46, 174)
 SHARD_Y = 110
 BAR, BAND = 26, 22  # Heights of a worker's bars and of the shard's band.
 LEGEND_Y = 220
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#a8518a")  # Of the steps.
-INK, PALE, LINE = "#333333", "#f2f2f2", "#b0b0b0"
 VERSIONS = ("#dfe8f1", "#c3d4e6")
 LABEL_WIDTH = 40  # The least width of a box with a word in it.
 
@@ -64,7 +64,7 @@ def _lanes(events: Sequence[Event]) -> Iterator[str]:
         spans = list(_spans(own))
         for index, (begin_s, end_s, step) in enumerate(spans):
             yield _box(begin_s, end_s, y, BAR, COLORS[step % len(COLORS)])
-            yield _words(_mid(begin_s, end_s), y, f"step {step}", "white", weight="bold")
+            yield words(_mid(begin_s, end_s), y, f"step {step}", "white", weight="bold")
             if index + 1 < len(spans):
                 next_s = spans[index + 1][0]
             else:
@@ -72,7 +72,7 @@ def _lanes(events: Sequence[Event]) -> Iterator[str]:
             if SCALE * (next_s - end_s) > 1:
                 yield _box(end_s, next_s, y, BAR - 8, PALE, LINE)
                 if SCALE * (next_s - end_s) >= LABEL_WIDTH:
-                    yield _words(_mid(end_s, next_s), y, "waits", INK)
+                    yield words(_mid(end_s, next_s), y, "waits", INK)
 
 
 def _spans(events: Sequence[Event]) -> Iterator[tuple[float, float, int]]:
@@ -93,7 +93,7 @@ def _shard(events: Sequence[Event]) -> Iterator[str]:
         if until_s <= begin_s:
             continue
         yield _box(begin_s, until_s, SHARD_Y, BAND, VERSIONS[version % 2], radius=0)
-        yield _words(_x(begin_s) + 4, SHARD_Y, f"v{version}", INK, anchor="start", size=10)
+        yield words(_x(begin_s) + 4, SHARD_Y, f"v{version}", INK, anchor="start", size=10)
 
 
 def _arrows(mode: str, events: Sequence[Event]) -> Iterator[str]:
@@ -106,9 +106,9 @@ def _arrows(mode: str, events: Sequence[Event]) -> Iterator[str]:
         if rank is None:
             continue
         edge, shard = _edges(rank)
-        color = COLORS[(event.step or 0) % len(COLORS)]
         if event.what in (What.PUSH_COUNTED, What.PUSH_TOO_LATE):
             push = sent[rank, event.step]
+            color = COLORS[_last_step(events, push) % len(COLORS)]
             is_thin = rule.name == "cd" and rule.plan(event.step or 0).compress
             yield _arrow(push.time_s, edge, event.time_s, shard, color, 1.2 if is_thin else 2.2)
         elif event.what is What.PULL_ANSWERED:
@@ -116,6 +116,17 @@ def _arrows(mode: str, events: Sequence[Event]) -> Iterator[str]:
         elif event.what is What.PULL_LANDED and answered[rank]:
             reply = answered[rank].pop(0)
             yield _arrow(reply.time_s, shard, event.time_s, edge, INK, 1.3, dash="4 3")
+
+
+def _last_step(events: Sequence[Event], push: Event) -> int:
+    """Returns the step whose gradient a worker had just computed when it sent a push."""
+    return max(
+        event.step or 0
+        for event in events
+        if event.what is What.COMPUTE_ENDED
+        and event.worker == push.worker
+        and event.time_s <= push.time_s
+    )
 
 
 def _edges(rank: int) -> tuple[float, float]:
@@ -147,39 +158,11 @@ def _box(
     )
 
 
-def _words(
-    x: float, y: float, text: str, fill: str, *, anchor: str = "middle", size: int = 11,
-    weight: str = "normal",
-) -> str:  # fmt: skip
-    return (
-        f'<text x="{x:.1f}" y="{y + 0.35 * size:.1f}" font-size="{size}" fill="{fill}" '
-        f'text-anchor="{anchor}" font-weight="{weight}">{text}</text>'
-    )
-
-
 def _arrow(
     begin_s: float, y: float, end_s: float, end_y: float, color: str, width: float,
     *, dash: str = "none",
 ) -> str:  # fmt: skip
-    return _line(_x(begin_s), y, _x(end_s), end_y, color, width, dash)
-
-
-def _line(
-    x: float, y: float, end_x: float, end_y: float, color: str, width: float, dash: str
-) -> str:
-    """Returns a line with a head, drawn without markers, which some viewers do not know."""
-    length = math.hypot(end_x - x, end_y - y)
-    along_x, along_y = (end_x - x) / length, (end_y - y) / length
-    base_x, base_y = end_x - 7 * along_x, end_y - 7 * along_y
-    head = " ".join(
-        f"{base_x + side * 3.4 * along_y:.1f},{base_y - side * 3.4 * along_x:.1f}"
-        for side in (1, -1)
-    )
-    return (
-        f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{base_x:.1f}" y2="{base_y:.1f}" '
-        f'stroke="{color}" stroke-width="{width}" stroke-dasharray="{dash}"/>'
-        f'<polygon points="{end_x:.1f},{end_y:.1f} {head}" fill="{color}"/>'
-    )
+    return arrow(_x(begin_s), y, _x(end_s), end_y, color, width, dash)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,38 +178,31 @@ def _legend() -> Iterator[str]:
     y = LEGEND_Y
     signs = (
         _Sign(f'<rect x="0" y="{y - 6}" width="22" height="12" rx="3" fill="{COLORS[0]}"/>',
-              "computes a gradient", 132),
+              "computes a gradient", 172),
         _Sign(f'<rect x="0" y="{y - 6}" width="22" height="12" rx="3" fill="{PALE}" '
-              f'stroke="{LINE}"/>', "waits", 72),
-        _Sign(_line(0, y, 26, y, COLORS[0], 2.2, "none"), "push", 74),
-        _Sign(_line(0, y, 26, y, INK, 1.3, "4 3"), "pulled weights", 120),
+              f'stroke="{LINE}"/>', "waits", 86),
+        _Sign(arrow(0, y, 26, y, COLORS[0], 2.2, "none"), "push", 82),
+        _Sign(arrow(0, y, 26, y, INK, 1.3, "4 3"), "pulled weights", 142),
         _Sign(f'<rect x="0" y="{y - 6}" width="22" height="12" fill="{VERSIONS[1]}"/>',
-              "version of the weights on the shard", 230),
+              "version on the shard", 0),
     )  # fmt: skip
     x = LEFT
     for sign in signs:
-        words = _words(32, y, sign.text, INK, anchor="start")
-        yield f'<g transform="translate({x} 0)">{sign.mark}{words}</g>'
+        about = words(32, y, sign.text, INK, anchor="start")
+        yield f'<g transform="translate({x} 0)">{sign.mark}{about}</g>'
         x += sign.width
 
 
 def _svg(title: str, body: str) -> str:
     names = ("worker 0", "worker 1")
     labels = [
-        *(_words(12, y, n, INK, anchor="start") for n, y in zip(names, WORKER_YS, strict=True)),
-        _words(12, SHARD_Y, "shard", INK, anchor="start"),
-        _words(WIDTH - 12, 16, title, INK, anchor="end", weight="bold"),
-        _words(LEFT, 16, "time to the right", LINE, anchor="start", size=10),
+        *(words(12, y, n, INK, anchor="start") for n, y in zip(names, WORKER_YS, strict=True)),
+        words(12, SHARD_Y, "shard", INK, anchor="start"),
+        words(WIDTH - 12, 16, title, INK, anchor="end", weight="bold"),
+        words(LEFT, 16, "time &#8594;", INK, anchor="start", size=10),
     ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">\n'
-        f"<title>{title}: two workers and one shard</title>\n"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="white"/>\n'
-        + "\n".join([*labels, body, *_legend()])
-        + "\n</svg>\n"
-    )
+    head = HEAD.format(width=WIDTH, height=HEIGHT, title=f"{title}: two workers and one shard")
+    return head + "\n".join([*labels, body, *_legend()]) + "\n</svg>\n"
 
 
 def main() -> None:
@@ -236,10 +212,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    texts = {f"rule-{rule}.svg": draw(rule) for rule in MODES}
+    texts |= {f"plane-{plane}.svg": plane_drawings.draw(plane) for plane in plane_drawings.PLANES}
     paths = []
-    for rule in MODES:
-        path = args.out / f"rule-{rule}.svg"
-        path.write_text(draw(rule), encoding="utf-8")
+    for file, text in texts.items():
+        path = args.out / file
+        path.write_text(text, encoding="utf-8")
         paths.append(path)
         print(f"drawing: {path}, {path.stat().st_size} bytes")
     if args.json:
