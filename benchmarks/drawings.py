@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import plane_drawings
+from benchmarks import overview_drawing, plane_drawings
 from benchmarks.svg import HEAD, INK, LINE, PALE, arrow, words
 from pscore.rules import parse_mode
 from pssim.events import Event, What
@@ -214,6 +214,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     texts = {f"rule-{rule}.svg": draw(rule) for rule in MODES}
     texts |= {f"plane-{plane}.svg": plane_drawings.draw(plane) for plane in plane_drawings.PLANES}
+    texts["overview.svg"] = overview_drawing.draw()
     paths = []
     for file, text in texts.items():
         path = args.out / file
