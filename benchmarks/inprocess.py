@@ -32,7 +32,7 @@ from pscore.types import ByteArray, FloatArray, Pull, Push, Role, SliceSpec, Ver
 from psserver.decisions.orders import Acknowledge, Action, Answer
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.engine.slice_queue import carry_out
+from psserver.engine.slice_queue import execute
 from psserver.slices.store import Payload, SliceStore
 from psworker.compression.error_feedback import Feedback, choose
 from psworker.compression.pull_estimate import Held
@@ -110,14 +110,35 @@ class Message:
     held: int | None = None  # Of a compressed pull.
 
 
+@dataclass(frozen=True)
+class Everybody:
+    """The participants of the one table: all workers that have not ended."""
+
+    cluster: Cluster
+    is_elastic: bool = False
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the job."""
+        return self.cluster.job.num_workers
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks that a step waits for."""
+        return self.cluster.expected()
+
+    def least(self) -> int:
+        """Returns 0: the job is not elastic."""
+        return 0
+
+
 class Shards:
     """All slices, and the desk that their actions are carried out at."""
 
     def __init__(self, cluster: Cluster, slices: tuple[SliceSpec, ...], optimizer: str) -> None:
         self.cluster = cluster
-        rule, count = cluster.job.rule, cluster.job.num_workers
+        rule = cluster.job.rule
         plugin = OPTIMIZERS[optimizer]()
-        self.clocks = [SliceClock(rule, cluster.expected, count) for _ in slices]
+        self.clocks = [SliceClock(rule, Everybody(cluster)) for _ in slices]
         self.stores = [SliceStore(spec, rule, plugin) for spec in slices]
         self.owners = [spec.shard for spec in slices]
 
@@ -133,7 +154,7 @@ class Shards:
 
     def carry_out(self, index: int, actions: list[Action]) -> None:
         """Does what a clock has decided."""
-        carry_out(actions, self.stores[index], self)
+        execute(actions, self.stores[index], self)
 
     # ----- Desk
 

@@ -57,7 +57,7 @@ def work(folder: str, rank: int, workers: int, numel: int, mode: str, think_s: f
     book = proof.Notebook(
         Path(folder, f"{rank}.book"), rank, workers, by_step=optimizer.rule.by_step
     )
-    book.attach(optimizer.exchange)
+    book.attach(optimizer._table.exchange)
     end, leave = Path(folder, "stop" if rank else "last"), Path(folder, f"leave-{rank}")
     weights.grad = torch.zeros(numel)
     while not end.exists() and not leave.exists():

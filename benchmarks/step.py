@@ -66,7 +66,7 @@ def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap
     gpu = _Gpu(list(model.parameters()), grads, compute_s)
     for _ in range(WARMUP_STEPS + ROUND_STEPS):
         gpu.step(optimizer)
-    traffic = optimizer.exchange.traffic
+    traffic = optimizer.traffic
     measured.await_go()
     for _ in range(ROUND_STEPS):  # While this waited, what was under way has landed.
         gpu.step(optimizer)
@@ -84,7 +84,7 @@ def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap
             "cpu_s": (measured.own_cpu_s() - cpu_s) / steps,
             "up_nbytes": (traffic.pushed_nbytes - before[0]) / steps,
             "down_nbytes": (traffic.pulled_nbytes - before[1]) / steps,
-            "plane": optimizer.session.links[0].transport.name,
+            "plane": optimizer._table.session.links[0].transport.name,
         }
     )
     psworker.shutdown()

@@ -27,6 +27,7 @@ from pscore.net.wire import as_bytes
 from pscore.types import FloatArray
 
 DELTAS_MAX = 64  # Deltas in one answer; a worker that is further behind gets the estimate whole.
+ESTIMATE_ARRAYS = 4  # On the shard, as long as the weights: X, W - X, and at most two for deltas.
 
 
 def fingerprint(values: FloatArray) -> int:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from pscore.rules import RULES
 from pssim.case import Case, draw, draw_elastic
-from pssim.cluster import Cluster, simulate, small_slices
+from pssim.faulty import FaultyCluster, simulate
 from pssim.transcript import text, transcript
 
 
 def run(case: Case) -> None:
     """Shows one case to its end, or to the invariant that it breaks."""
     sys.stdout.write(f"{case!r}\n")
-    with small_slices(), tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(case, Path(folder), trace=True)
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = FaultyCluster(case, Path(folder), trace=True)
         try:
             cluster.run()
         finally:

@@ -111,6 +111,7 @@ def draw(name: str, seed: int) -> Case:
         samples=tuple(rng.choice(SAMPLES) for _ in range(num_workers)),
         faults=Faults(
             drop=rng.choice((0.0, 0.05, 0.2)),
+            drop_first=random.Random(f"first {name} {seed}").choice((0.0, 0.1, 0.3)),
             duplicate=rng.choice((0.0, 0.1, 0.3)),
             delay_s_max=rng.choice((0.01, 0.1, 0.4)),
             until_s=rng.uniform(1.0, 8.0),

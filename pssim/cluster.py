@@ -1,246 +1,113 @@
-"""A whole cluster in one thread: makes it, runs it to its end, and says what came of it."""
+"""What every simulated job has: shards, a layout, virtual time and a network."""
 
-import os
-import random
-import tempfile
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
+import structlog
 
 from pscore import partition
 from pscore.optimizers import OPTIMIZERS
-from pscore.partition import Layout, make_layout
-from pscore.types import FloatArray, TensorSpec
-from psserver.decisions.table import TableSpec
-from pssim.case import NUMEL, Case
-from pssim.events import Event, Recorder
-from pssim.ledger import Ledger, SliceBook
+from pscore.partition import make_layout
+from pscore.table_spec import TableSpec
+from pscore.types import FloatArray
 from pssim.network import Loop, Network
-from pssim.shard import JOB, TICK_S, Server
-from pssim.worker import Worker, start_weights
-
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-LIMIT_S = 600.0  # Of simulated time; a job takes a few seconds, and a dead worker a lease.
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """What came of a simulation."""
-
-    weights: FloatArray  # (numel,): at the end, on the shards.
-    ledger: Ledger
-    workers: list[Worker]
-    num_events: int
-    seconds: float  # Simulated.
-    trace: list[str]
-    events: list[Event]
-
-    @property
-    def num_updates(self) -> int:
-        """Updates of all slices."""
-        return sum(book.version for book in self.ledger.books.values())
-
-    @property
-    def lead_max(self) -> int:
-        """Steps that an accepted push was beyond the newest update."""
-        return max(book.lead_max for book in self.ledger.books.values())
-
-    @property
-    def ahead_max(self) -> int:
-        """Steps that a worker was ahead of the slowest."""
-        return max(book.ahead_max for book in self.ledger.books.values())
+from pssim.shard import Observer, SendLater, SimulatedShard
 
 
 @contextmanager
-def small_slices() -> Iterator[None]:
-    """Cuts slices of a few elements, so that a tiny model has several of them on each shard."""
+def small_slices(numel: int) -> Iterator[None]:
+    """Cuts slices of `numel` elements, so that a tiny model has several of them on each shard."""
     kept = partition.SLICE_NUMEL_MIN, partition.SLICE_NUMEL_MAX
-    partition.SLICE_NUMEL_MIN = partition.SLICE_NUMEL_MAX = NUMEL
+    partition.SLICE_NUMEL_MIN = partition.SLICE_NUMEL_MAX = numel
     try:
         yield
     finally:
         partition.SLICE_NUMEL_MIN, partition.SLICE_NUMEL_MAX = kept
 
 
-def simulate(case: Case, *, trace: bool = False) -> Outcome:
-    """Runs a case to its end.
-
-    Raises:
-        AssertionError: An invariant is broken.
-    """
-    with small_slices(), tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        return Cluster(case, Path(folder), trace=trace).run()
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drops the engines' log lines below errors: each would be one of a real shard."""
+    was_configured, kept = structlog.is_configured(), structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    try:
+        yield
+    finally:
+        if was_configured:
+            structlog.configure(**kept)
+        else:
+            structlog.reset_defaults()
 
 
 class Cluster:
-    """Shards, workers, and the network between them."""
+    """The shards of one job with one table, and what connects them with workers.
 
-    def __init__(self, case: Case, folder: Path, *, trace: bool) -> None:
-        self.case = case
-        self.loop = Loop()
-        self.rng = random.Random(case.seed)
-        self.network = Network(self.loop, case.faults, case.cuts, self.rng)
-        self.network.trace = [] if trace else None
-        self.recorder = Recorder(self._now)
-        tensors = tuple(
-            TensorSpec(
-                name=f"w{index}",
-                shape=shape,
-                dtype="float32",
-                compress=(case.compressor.name, case.pull_compressor.name) != ("none", "none"),
-            )
-            for index, shape in enumerate(case.shapes)
-        )
-        layout = make_layout(tensors, case.num_shards)
-        optimizer = OPTIMIZERS[case.rule.outer_optimizer or "sgd"]()
-        self.layout = layout
-        self.ledger = Ledger(min_workers=case.min_workers)
-        start = start_weights(layout)
-        for spec in layout.slices:
-            self.ledger.books[spec.index] = SliceBook(
-                case, spec, optimizer, start[spec.start : spec.stop].copy()
-            )
-        self.servers = [
-            Server(
+    Attributes:
+        spec: The table.
+        layout: Its slices.
+        optimizer: Its optimizer.
+        loop: Virtual time.
+        network: Between workers and shards.
+        shards: The shards.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        loop: Loop,
+        network: Network,
+        *,
+        lease_s: float,
+        observers: Sequence[Observer] = (),
+        send_later: SendLater | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """Starts the shards.
+
+        Args:
+            spec: The table, which workers declare.
+            loop: Virtual time.
+            network: Between workers and shards.
+            lease_s: Seconds of silence after which a worker is lost.
+            observers: See each decision.
+            send_later: Delays answers that lie in leased weights; None: they are sent at once.
+            folder: Folder of the journals; None: nothing survives a crash.
+        """
+        self.spec = spec
+        self.layout = make_layout(spec.tensors, spec.num_shards)
+        self.optimizer = OPTIMIZERS[spec.optimizer]()
+        self.loop = loop
+        self.network = network
+        self.shards = [
+            SimulatedShard(
                 index,
-                case,
-                self.ledger,
-                self.network,
-                self._now,
-                self._send_later,
-                self.recorder,
-                folder / str(index) if case.crashes else None,
+                spec.num_shards,
+                now=self.now,
+                lease_s=lease_s,
+                observers=observers,
+                send_later=send_later,
+                folder=None if folder is None else folder / str(index),
             )
-            for index in range(case.num_shards)
+            for index in range(spec.num_shards)
         ]
-        table = TableSpec(
-            name="model",
-            tensors=tensors,
-            num_shards=case.num_shards,
-            rule=case.rule,
-            compressor=case.compressor,
-            pull_compressor=case.pull_compressor,
-            optimizer=optimizer.name,
-            num_groups=1,
-        )
-        self.workers = [
-            Worker(
-                rank,
-                case,
-                layout,
-                optimizer,
-                table,
-                self.servers,
-                self.ledger,
-                self.loop,
-                self.network,
-                self.recorder,
-            )
-            for rank in range(case.num_workers)
-        ]
-        for worker in self.workers:
-            worker.others = [other for other in self.workers if other is not worker]
 
-    def run(self) -> Outcome:
-        """Runs until nothing is left to happen, and checks what the job has come to."""
-        for worker in self.workers:
-            worker.start()
-        for server in self.servers:
-            self.loop.after(TICK_S, partial(self._tick, server))
-        for index, at_s in self.case.crashes:
-            self.loop.after(at_s, self.servers[index].crash)
-        try:
-            self.loop.run(LIMIT_S, self._explain)
-            self._check_the_end()
-        finally:
-            for server in self.servers:
-                server.close()
-        return Outcome(
-            weights=self._weights(),
-            ledger=self.ledger,
-            workers=self.workers,
-            num_events=self.loop.num_events,
-            seconds=self.loop.now_s,
-            trace=self.network.trace or [],
-            events=self.recorder.events,
-        )
-
-    def _check_the_end(self) -> None:
-        for server in self.servers:
-            assert server.is_over
-            server.check()
-            server.settled()
-        self.ledger.whole(may_be_late=getattr(self.case.rule, "backup", 0) > 0)
-        for worker in self.workers:
-            assert worker.is_over, f"{worker.name} still waits for {worker.waits_for}"
-            if not worker.is_dead:
-                self._check_final(worker)
-                if not worker.num_returns:
-                    late = self.ledger.late(worker.rank, worker.incarnation)
-                    told = worker.exchange.missed.num_steps
-                    assert told == late, f"{late} steps were late, {worker.name} knows of {told}"
-
-    def _check_final(self, worker: Worker) -> None:
-        """A worker that finished has the shards' weights, with its own last push in them."""
-        for spec in self.layout.slices:
-            book = self.ledger.books[spec.index]
-            version = worker.replica.parts[spec.index].version
-            assert torch.equal(
-                worker.replica.weights[spec.start : spec.stop],
-                torch.from_numpy(book.weights[version]),
-            )
-
-    def _weights(self) -> FloatArray:
-        weights = np.zeros(self.layout.numel, dtype=np.float32)
-        for server in self.servers:
-            for index, store in server.stores().items():
-                spec = self.layout.slices[index]
-                weights[spec.start : spec.stop] = store.weights
-        return weights
-
-    def _tick(self, server: Server) -> None:
-        server.tick()
-        server.check()
-        if not server.is_over or server.intake.waiting:
-            self.loop.after(TICK_S, partial(self._tick, server))
-
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Returns the virtual time in seconds."""
         return self.loop.now_s
 
-    def _send_later(self, send: Callable[[], None], release: Callable[[], None]) -> None:
-        """Holds an answer's weights on lease for a while, then sends and gives them back."""
+    def flat_weights(self) -> FloatArray:
+        """Returns a copy of the newest weights of all shards, `(layout.numel,) float32`."""
+        weights = np.zeros(self.layout.numel, dtype=np.float32)
+        for shard in self.shards:
+            for index, _, _, store in shard.slices():
+                part = self.layout.slices[index]
+                weights[part.start : part.stop] = store.weights
+        return weights
 
-        def leave() -> None:
-            send()
-            release()
-            for server in self.servers:
-                server.num_leased -= 1
-
-        for server in self.servers:
-            server.num_leased += 1
-            server.num_leased_max = max(server.num_leased_max, server.num_leased)
-        self.loop.after(self.rng.random() * self.case.faults.delay_s_max, leave)
-
-    def _explain(self) -> str:
-        waiting = [
-            f"{worker.name} waits for {worker.waits_for}"
-            for worker in self.workers
-            if not worker.is_over
-        ]
-        for server in self.servers:
-            for job in server.shard.jobs.values():
-                waiting += [
-                    f"{server.name}: slice {index} at version {clock.version} misses "
-                    f"{clock.missing()}"
-                    for table in job.tables.values()
-                    for index, clock in table.clocks.items()
-                ]
-        return "; ".join(waiting)
-
-
-__all__ = ["JOB", "Cluster", "Layout", "Outcome", "simulate", "small_slices"]
+    def close(self) -> None:
+        """Closes the journals."""
+        for shard in self.shards:
+            shard.close()

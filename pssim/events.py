@@ -4,6 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pscore.types import Verdict
+from psserver.decisions.orders import Acknowledge, Answer, Update
+from psserver.engine.requests import LOADS
+from pssim.shard import Decision
+
 
 class What(StrEnum):
     """The kinds of events, in the order of a gradient's way."""
@@ -56,6 +61,27 @@ class Recorder:
     def leave_out(self, worker: int) -> None:
         """Ignores a worker's events from now on: it only fetches the final weights."""
         self._left_out.add(worker)
+
+    def decided(self, decision: Decision) -> None:
+        """Records a shard's decision about a push, a pull or an update."""
+        action, sender, index = decision.action, decision.sender, decision.slice
+        if isinstance(action, Update):
+            self.note(decision.shard, What.UPDATED, slice=index, version=action.version)
+        elif sender is None or sender.role in LOADS:
+            return
+        elif isinstance(action, Acknowledge):
+            is_late = action.verdict is Verdict.TOO_LATE
+            what = What.PUSH_TOO_LATE if is_late else What.PUSH_COUNTED
+            self.note(decision.shard, what, worker=sender.worker, step=sender.step, slice=index)
+        elif isinstance(action, Answer):
+            version = action.version
+            self.note(
+                decision.shard,
+                What.PULL_ANSWERED,
+                worker=sender.worker,
+                slice=index,
+                version=version,
+            )
 
     def note(
         self,

@@ -4,7 +4,7 @@ The ledger sees what the shards decide and what the workers send and receive, ke
 and replays every update from the payloads as they were sent. It knows nothing of how a shard works.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -13,10 +13,11 @@ import numpy as np
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.decisions.membership import Member, Presence
-from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Skip, Update
+from psserver.decisions.orders import Acknowledge, Add, Answer, Skip, Update
 from psserver.decisions.slice_clock import SliceClock
 from psserver.slices.store import Payload
 from pssim.case import Case
+from pssim.shard import Decision, Sender
 
 Identity: TypeAlias = tuple[int, int, int]  # Worker, step on the wire, incarnation.
 Stepped: TypeAlias = tuple[int, int, int]  # Worker, incarnation, step as its own program counts.
@@ -65,25 +66,35 @@ class SliceBook:
 
     # ----- decisions
 
+    def identify(self, sender: Sender | None) -> tuple[Identity, Role]:
+        """Returns which push or pull a sender means, and its role."""
+        if sender is None:
+            return (-1, -1, -1), Role.GRADIENT
+        if sender.incarnation is None:
+            return self.accepted[sender.worker, sender.step], sender.role
+        return (sender.worker, sender.step, sender.incarnation), sender.role
+
     def added(self, action: Add, identity: Identity) -> None:
         """A gradient enters a sum."""
         former = identity in self.entered or any(identity in bin_ for bin_ in self._open.values())
         assert not former, f"push {identity} is counted twice"
         sent, rule = self.sent[identity], self.case.rule
         if rule.by_step:
-            assert action.bin == identity[1], f"push {identity} entered step {action.bin}"
+            assert action.open_step == identity[1], (
+                f"push {identity} entered step {action.open_step}"
+            )
             weight = sent.samples
         else:
             weight = rule.scale(self.version - sent.base_version)
             weight *= sent.samples if rule.fan_in(*[self.case.num_workers] * 2) > 1 else 1.0
-        bin_ = self._open.setdefault(action.bin, [])
+        bin_ = self._open.setdefault(action.open_step, [])
         assert action.is_first == (not bin_)
         bin_.append(identity)
         if action.is_first:
-            self._sums[action.bin] = np.zeros_like(self.weights[0])
+            self._sums[action.open_step] = np.zeros_like(self.weights[0])
         # A worker alone needs no weight: its mean is its gradient.
         assert action.weight in ((weight, 1.0) if rule.by_step else (weight,))
-        payload, total = sent.payload, self._sums[action.bin]
+        payload, total = sent.payload, self._sums[action.open_step]
         if payload.compressor.name == "none" and payload.data.nbytes:
             total += payload.data.view("<f4") * np.float32(action.weight)
         elif payload.data.nbytes:
@@ -94,13 +105,13 @@ class SliceBook:
     def updated(self, action: Update) -> None:
         """A sum becomes an update."""
         assert action.version == self.version + 1, f"version {action.version} made out of order"
-        identities = self._open.pop(action.bin)
+        identities = self._open.pop(action.open_step)
         if self.case.rule.by_step:
             steps = {step for _, step, _ in identities}
             assert steps == {self.version}, f"steps {steps} in the update of step {self.version}"
         for identity in identities:
             self.entered[identity] = action.version
-        grad = self._sums.pop(action.bin)
+        grad = self._sums.pop(action.open_step)
         row = dict(zip(self.optimizer.hyper_names, action.hyper[0].tolist(), strict=True))
         self.is_exact &= all(value == PLAIN.get(name, 0.0) for name, value in row.items())
         before = self.weights[-1]
@@ -279,20 +290,15 @@ class Ledger:
         if Presence.LIVE in states:
             assert there >= self.min_workers, f"a step closed with {there} workers"
 
-    def decided(
-        self,
-        index: int,
-        action: Action,
-        identity: Identity,
-        role: Role,
-        clocks: SliceClock,
-        expected: Sequence[int],
-    ) -> None:
-        """A shard has decided something about a slice."""
-        book = self.books[index]
+    def decided(self, decision: Decision) -> None:
+        """Checks one decision of a shard, and enters it in the books."""
+        book, action, clocks = self.books[decision.slice], decision.action, decision.clock
+        membership = decision.job.membership
+        identity, role = book.identify(decision.sender)
         if isinstance(action, Add):
             book.added(action, identity)
         elif isinstance(action, Update):
+            self.enough(membership.members.values())
             book.updated(action)
         elif isinstance(action, Skip):
             book.skipped(action)
@@ -300,4 +306,4 @@ class Ledger:
             book.acknowledged(action, identity, clocks)
         elif isinstance(action, Answer):
             worker, clock, _ = identity
-            book.answered(clocks, worker, clock, set(expected) - self.came_back)
+            book.answered(clocks, worker, clock, set(membership.expected()) - self.came_back)

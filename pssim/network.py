@@ -1,8 +1,13 @@
-"""Simulated time, and a network that reorders, duplicates, drops and delays; one thread."""
+"""Virtual time, and networks between simulated workers and shards; all in one thread.
+
+A message is a call that happens when it arrives. `Network` delivers at once, `FaultyNetwork`
+reorders, duplicates, drops and delays, `LinkNetwork` has latency and bandwidth.
+"""
 
 import heapq
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 DELAY_MIN_S = 0.001
@@ -10,44 +15,147 @@ SLOWED_S = 0.2
 
 
 class StuckError(AssertionError):
-    """Simulated time ran out: somebody waits for something that never comes."""
+    """Virtual time ran out: a worker waits for something that never comes."""
 
 
 class Loop:
-    """Events in the order of their time; those of one time in the order of their scheduling."""
+    """Events in the order of their time; those of one time in the order of their scheduling.
+
+    Attributes:
+        now_s: Virtual time in seconds.
+        num_events: Events so far.
+    """
 
     def __init__(self) -> None:
+        """Starts at time 0 without events."""
         self.now_s = 0.0
         self.num_events = 0
+        self._is_stopped = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
 
-    def after(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Schedules a call."""
-        heapq.heappush(self._events, (self.now_s + delay_s, self._number, call))
+    def at(self, time_s: float, call: Callable[[], None], queue: Hashable = None) -> None:
+        """Schedules a call; `queue` matters to other orders of events only."""
+        heapq.heappush(self._events, (time_s, self._number, call))
         self._number += 1
 
-    def run(self, limit_s: float, explain: Callable[[], str]) -> None:
-        """Runs until nothing is left to happen."""
-        while self._events:
+    def after(self, delay_s: float, call: Callable[[], None], queue: Hashable = None) -> None:
+        """Schedules a call in `delay_s` seconds."""
+        self.at(self.now_s + delay_s, call, queue)
+
+    def run(self, until_s: float = math.inf) -> bool:
+        """Runs until nothing is left to happen; returns False if that is not before `until_s`."""
+        while self._events and not self._is_stopped:
+            if self._events[0][0] > until_s:
+                return False
             self.now_s, _, call = heapq.heappop(self._events)
-            if self.now_s > limit_s:
-                raise StuckError(f"not over after {limit_s:g} simulated seconds: {explain()}")
             self.num_events += 1
             call()
+        return True
+
+    def stop(self) -> None:
+        """Ends `run` after the current event."""
+        self._is_stopped = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What a network knows of a message.
+
+    Attributes:
+        worker: Rank at one end.
+        shard: Index of the shard at the other end.
+        is_answer: Whether it goes to the worker.
+        what: Description for the transcript.
+        nbytes: Its size; None: it passes beside others and takes no bandwidth.
+        slice: Slice that it is about; -1 for none.
+        is_first: Whether it belongs to a worker's start, before its first weights have come.
+        surely: Whether it always arrives.
+    """
+
+    worker: int
+    shard: int
+    is_answer: bool
+    what: str = ""
+    nbytes: int | None = None
+    slice: int = -1
+    is_first: bool = False
+    surely: bool = False
+
+
+class Network:
+    """Delivers every message at once.
+
+    Attributes:
+        trace: Lines of the transcript; None: nothing is written down.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        """Joins the ends that `loop` drives."""
+        self.trace: list[str] | None = None
+        self._loop = loop
+
+    def send(self, message: Message, deliver: Callable[[], None]) -> None:
+        """Sends a message; `deliver` is called when it arrives."""
+        deliver()
+
+    def note(self, text: str) -> None:
+        """Writes a line of the transcript, if there is one."""
+        if self.trace is not None:
+            self.trace.append(f"{self._loop.now_s:7.3f}  {text}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One link of a worker or shard, full duplex."""
+
+    latency_s: float = 0.5e-3
+    bandwidth: float = 125e6  # Bytes per second: 1 Gbit/s.
+
+
+class LinkNetwork(Network):
+    """Gives every worker and every shard one link, which carries one message after the other."""
+
+    def __init__(self, loop: Loop, link: Link, num_workers: int, num_shards: int) -> None:
+        """Starts with idle links."""
+        super().__init__(loop)
+        self._link = link
+        # When each link is free again, by direction and by worker or shard.
+        self._from_worker, self._to_worker = [0.0] * num_workers, [0.0] * num_workers
+        self._to_shard, self._from_shard = [0.0] * num_shards, [0.0] * num_shards
+
+    def send(self, message: Message, deliver: Callable[[], None]) -> None:
+        """Delivers when both links have carried the message, and a latency later."""
+        if message.nbytes is None:
+            self._loop.after(self._link.latency_s, deliver)
+        elif message.is_answer:
+            ends = self._from_shard, message.shard, self._to_worker, message.worker
+            self._loop.at(self._arrival_s(*ends, message.nbytes), deliver)
+        else:
+            ends = self._from_worker, message.worker, self._to_shard, message.shard
+            self._loop.at(self._arrival_s(*ends, message.nbytes), deliver)
+
+    def _arrival_s(
+        self, first: list[float], source: int, second: list[float], target: int, nbytes: int
+    ) -> float:
+        seconds = nbytes / self._link.bandwidth
+        first[source] = max(self._loop.now_s, first[source]) + seconds
+        second[target] = max(first[source], second[target] + seconds)
+        return second[target] + self._link.latency_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What the network does to each message until `until_s`; later it only delays."""
+    """What a network does to each message until `until_s`; later it only delays."""
 
     drop: float = 0.0  # Probability.
+    drop_first: float = 0.0  # The same for messages of a worker's start.
     duplicate: float = 0.0  # Probability of a second copy, delayed on its own.
     delay_s_min: float = DELAY_MIN_S
-    delay_s_max: float = 0.0  # Beyond that, delays are uniform up to this, which is what reorders.
+    delay_s_max: float = 0.0  # Added to it: uniform up to this, so that messages are reordered.
     until_s: float = 0.0
-    doubled: tuple[str, ...] = ()  # Messages by name, for scenarios: these have two copies,
-    slowed: tuple[str, ...] = ()  # and these take `SLOWED_S` longer.
+    doubled: tuple[str, ...] = ()  # Messages by name, for scenarios: each has two copies.
+    slowed: tuple[str, ...] = ()  # Messages by name that take `SLOWED_S` longer.
 
 
 NO_FAULTS = Faults()
@@ -63,60 +171,60 @@ class Cut:
     until_s: float
 
 
-class Network:
-    """Carries closures: a message is what happens when it arrives."""
+class FaultyNetwork(Network):
+    """Reorders, duplicates, drops and delays messages, as a seed has it."""
 
     def __init__(self, loop: Loop, faults: Faults, cuts: Sequence[Cut], rng: random.Random) -> None:
-        self._loop = loop
+        """Starts at time 0.
+
+        Args:
+            loop: Virtual time.
+            faults: Faults of each message.
+            cuts: Times without a connection.
+            rng: Decides.
+        """
+        super().__init__(loop)
         self._faults = faults
         self._cuts = cuts
         self._rng = rng
-        self.trace: list[str] | None = None
-        self.num_dropped = 0
-        self.num_duplicated = 0
+        self._rng_first = random.Random(f"first {faults}")
 
-    def send(
-        self,
-        worker: int,
-        shard: int,
-        deliver: Callable[[], None],
-        what: str = "",
-        *,
-        surely: bool = False,
-    ) -> None:
-        """Delivers once, twice or, unless `surely`, not at all."""
-        faults, rng = self._faults, self._rng
-        copies = 1
-        if not surely and self._is_cut(worker, shard):
-            self.num_dropped += 1
-            self.note(f"{what} does not get through")
+    def send(self, message: Message, deliver: Callable[[], None]) -> None:
+        """Delivers once, twice or not at all."""
+        if self._is_cut(message):
+            self.note(f"{message.what} does not get through")
             return
-        if self._loop.now_s < faults.until_s:
-            if rng.random() < faults.drop and not surely:
-                self.num_dropped += 1
-                self.note(f"{what} is lost")
-                return
-            if rng.random() < faults.duplicate:
-                self.num_duplicated += 1
-                self.note(f"{what} is doubled")
-                copies = 2
-        if what in faults.doubled:
-            self.note(f"{what} is doubled")
+        if self._is_lost(message):
+            self.note(f"{message.what} is lost")
+            return
+        copies = 1
+        if self._is_on and self._rng.random() < self._faults.duplicate:
             copies = 2
+        if message.what in self._faults.doubled:
+            copies = 2
+        if copies > 1:
+            self.note(f"{message.what} is doubled")
         for _ in range(copies):
-            delay_s = faults.delay_s_min + faults.delay_s_max * rng.random()
-            delay_s += SLOWED_S * (what in faults.slowed)
+            delay_s = self._faults.delay_s_min + self._faults.delay_s_max * self._rng.random()
+            delay_s += SLOWED_S * (message.what in self._faults.slowed)
             self._loop.after(delay_s, deliver)
 
-    def _is_cut(self, worker: int, shard: int) -> bool:
-        return any(
-            cut.worker == worker
-            and cut.shard in (shard, None)
+    @property
+    def _is_on(self) -> bool:
+        return self._loop.now_s < self._faults.until_s
+
+    def _is_lost(self, message: Message) -> bool:
+        if not self._is_on:
+            return False
+        is_drawn = self._rng.random() < self._faults.drop
+        if message.is_first and not message.surely:
+            return self._rng_first.random() < self._faults.drop_first
+        return is_drawn and not message.surely
+
+    def _is_cut(self, message: Message) -> bool:
+        return not (message.is_first or message.surely) and any(
+            cut.worker == message.worker
+            and cut.shard in (message.shard, None)
             and cut.from_s <= self._loop.now_s < cut.until_s
             for cut in self._cuts
         )
-
-    def note(self, text: str) -> None:
-        """Writes a line of the transcript, if there is one."""
-        if self.trace is not None:
-            self.trace.append(f"{self._loop.now_s:7.3f}  {text}")

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from pscore.rules import parse_mode
 from pssim.case import ONE_SLICE, Case
-from pssim.cluster import simulate
 from pssim.events import Event, What
+from pssim.faulty import simulate
 from pssim.network import Faults
 
 COMPUTE_S = (1.0, 1.3)  # Of worker 0 and worker 1: a little apart, so that somebody waits.

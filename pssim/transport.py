@@ -1,4 +1,4 @@
-"""The worker's edge of the simulated network: what `Exchange` takes for links and a session."""
+"""The worker's edge of the simulated network: the links and the session that `Exchange` uses."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,50 +9,60 @@ from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Origin, Role, Verdict
-from pssim.shard import JOB, Server
+from pssim.shard import JOB, Respond, SimulatedShard
 from psworker.transports.base import PullCall, PushCall, Transport
 
 if TYPE_CHECKING:
     from pssim.worker import Worker
 
+PULL_WAIT_S = 1.0  # A pull that cannot be answered by then is told why, if the shard ticks.
+
 
 def is_load(header: data_pb2.PushHeader) -> bool:
-    """Whether a push brings weights and not a gradient."""
+    """Returns whether a push brings weights, not a gradient."""
     return Role(int(header.role)) in (Role.WEIGHTS, Role.STATE)
 
 
-class SimTransport(Transport):
+class SimulatedTransport(Transport):
     """The data plane from one worker to one shard."""
 
     name: ClassVar[str] = "simulated"
 
-    def __init__(self, worker: "Worker", server: Server) -> None:
+    def __init__(self, worker: "Worker", shard: SimulatedShard) -> None:
+        """Connects a worker and a shard."""
         self._worker = worker
-        self._server = server
+        self._shard = shard
 
     def push(self, call: PushCall) -> None:
-        """Sends a push."""
-        header, parts = call.make()
-        self._worker.about_to_push(header, b"".join(parts))
-        if parts and self._worker.lay_down(header, b"".join(parts)):
-            parts = ()
+        """Sends a push; `call.done` gets the reply."""
+        self._worker.pushes[call.slice] = call.done
+        header, made = call.make()
+        payload = b"".join(made)
+        self._worker.begin_push(header, payload)
+        parts = () if self._worker.share(header, payload) else (payload,)
         frame = wire.encode(header.SerializeToString(), *parts)
         kind = "load" if is_load(header) else f"push of step {header.step},"
-        what = f"{kind} slice {header.slice}"
 
         def land(answer: bytes) -> None:
             reply = data_pb2.PushReply.FromString(bytes(wire.decode(answer)[0]))
-            self._worker.pushed(header, Verdict(int(reply.verdict)))
+            self._worker.end_push(header, Verdict(int(reply.verdict)))
             call.done.set_result(reply)
 
-        self._worker.insist(self._server, what, partial(self._server.push, frame), land)
+        self._worker.request(
+            self._shard,
+            f"{kind} slice {header.slice}",
+            partial(self._shard.push, frame),
+            land,
+            index=header.slice,
+            nbytes=sum(map(len, parts)),
+        )
 
     def pull(self, call: PullCall) -> None:
-        """Sends a pull."""
-        frame = wire.encode(call.header.SerializeToString())
+        """Sends a pull; `call.done` gets the reply when the weights have landed."""
         header = call.header
+        frame = wire.encode(header.SerializeToString())
         what = f"pull of version {header.min_version}, slice {header.slice}"
-        self._worker.about_to_pull(header)
+        self._worker.begin_pull(header)
 
         def land(answer: bytes) -> None:
             raw, payload = wire.decode(answer)
@@ -62,50 +72,55 @@ class SimTransport(Transport):
                 return
             call.land(reply, payload)
             assert call.settle(reply), f"{what}: the estimate is not the shard's"
-            weights = call.weights.copy()
-            is_estimate = bool(reply.fingerprint)
-            self._worker.landed(header, reply.version, weights, is_estimate=is_estimate)
+            self._worker.end_pull(call, reply)
             call.done.set_result(reply)
 
-        self._worker.insist(self._server, what, partial(self._server.pull, frame), land)
+        def ask(respond: Respond) -> None:
+            self._shard.pull(frame, respond, self._worker.pull_wait_s)
+
+        self._worker.request(
+            self._shard, what, ask, land, index=header.slice, nbytes=0, is_pull=True
+        )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: there is no connection."""
 
 
-class SimLink:
-    """What `Exchange` knows of a link."""
+class SimulatedLink:
+    """The link to one shard, as far as `Exchange` uses it."""
 
-    def __init__(self, transport: SimTransport, address: str) -> None:
+    def __init__(self, transport: SimulatedTransport, address: str) -> None:
+        """Links to the shard at `address`."""
         self.transport = transport
         self.address = address
         self.control = SimpleNamespace(Claim="Claim")
 
     def call(self, method: str, request: pb.ClaimRequest) -> pb.ClaimReply:
-        """Answers that no checkpoint has anything of this worker: none is restored here."""
+        """Returns no residuals: no checkpoint is restored in a simulation."""
         assert method == "Claim"
         return pb.ClaimReply()
 
 
-class SimSession:
-    """What `Exchange` knows of a session; the table has been declared before."""
+class SimulatedSession:
+    """The session of one worker, as far as `Exchange` uses it."""
 
     job = JOB
     timeline = None
 
-    def __init__(self, rank: int, incarnation: int, links: Sequence[SimLink]) -> None:
+    def __init__(self, rank: int, incarnation: int, links: Sequence[SimulatedLink]) -> None:
+        """Takes part as `rank`; the table is declared before."""
         self.rank = rank
         self.incarnation = incarnation
         self.links = links
         self.debtors: dict[int, object] = {}
 
     def define(self, *table: object, **options: object) -> tuple[int, Origin]:
-        """Returns the table's number, and where its steps are counted from."""
+        """Returns the table's number, and the origin of its steps."""
         return 0, Origin()
 
     def require_own(self) -> None:
         """Accepts the process: there is only one."""
 
     def check(self) -> None:
-        """Raises: nothing may block in a simulation."""
+        """Raises: a wait that blocks would never end."""
         raise AssertionError("a worker of the simulation waits without yielding")

@@ -34,8 +34,7 @@ from pscore.rules import (
     Staleness,
 )
 from psworker.modes import modes
-from psworker.training.clipping import clip_grad_norm_
-from psworker.training.optimizer import DistributedOptimizer
+from psworker.training.optimizer import DistributedOptimizer, clip_grad_norm_
 from psworker.training.script_errors import install as _install
 from psworker.training.verbs import (
     barrier,

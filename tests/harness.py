@@ -25,10 +25,11 @@ from pscore.types import Pull, Push, Role, Segment, SliceSpec, TensorSpec, Verdi
 from psserver.decisions.orders import Acknowledge, Action, Answer
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.engine.slice_queue import carry_out
+from psserver.engine.slice_queue import execute
 from psserver.slices.store import Payload, SliceStore
 from psworker.replica.ports import Landing
 from psworker.replica.replica import Replica
+from tests.participants import Listed
 
 Vector = npt.NDArray[np.float64]
 Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.
@@ -105,7 +106,7 @@ class Shard:
         self.cluster = cluster
         plugin = OPTIMIZERS[optimizer]()
         rule, num_workers = cluster.rule, cluster.num_workers
-        self.clocks = [SliceClock(rule, cluster.live, num_workers) for _ in layout.slices]
+        self.clocks = [SliceClock(rule, Listed(cluster.live, num_workers)) for _ in layout.slices]
         self.stores = [SliceStore(spec, rule, plugin) for spec in layout.slices]
         self.most_open = 0
 
@@ -118,7 +119,7 @@ class Shard:
                 self.cluster.note("late" if late else "push", message.worker, index, step)
             elif isinstance(action, Answer) and not action.is_look:
                 self.cluster.note("answer", action.worker, index, action.version)
-        carry_out(actions, self.stores[index], self)
+        execute(actions, self.stores[index], self)
         self.most_open = max(self.most_open, len(self.stores[index]._bins))
 
     def message(self, token: Token) -> Message:

@@ -271,16 +271,22 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until they end.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="At most so many.", min=1)] = 1000,
 ) -> None:
-    """Print the logs of detached shards of this machine."""
+    """Print the logs of detached shards of this machine, or of those that ran last."""
     from psserver.commands import logview
-    from psserver.commands.find import find_run
+    from psserver.commands.find import find_run, run_directory
 
-    run = find_run(port, state_dir)
-    view = logview.LogView(logview.files(run, shard))
+    directory = run_directory(state_dir)
+    run = find_run(directory, port)
+    if run is None:
+        paths = logview.last_files(directory, port, shard)
+        sys.stderr.write(f"no psserver runs; these are the last logs in {paths[0].parent}\n")
+    else:
+        paths = logview.files(run, shard)
+    view = logview.LogView(paths)
     sys.stdout.writelines(view.read()[-lines:])
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
-        for news in view.follow(run) if follow else ():
+        for news in view.follow(run) if follow and run is not None else ():
             sys.stdout.writelines(news)
             sys.stdout.flush()
 

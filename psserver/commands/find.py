@@ -61,25 +61,22 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
     return Found(addresses=addresses, run=None, credentials=credentials)
 
 
-def find_run(port: int | None, state_dir: Path | None) -> Run:
-    """Returns the run on this machine that is meant.
+def run_directory(state_dir: Path | None) -> RunDirectory:
+    """Returns the run directory: the argument's, else the variable's, else this user's."""
+    return RunDirectory(_state_dir(state_dir))
+
+
+def find_run(directory: RunDirectory, port: int | None) -> Run | None:
+    """Returns the run on this machine that is meant; None if none is alive.
 
     Raises:
-        CommandError: There is none, or several.
+        CommandError: There are several.
     """
-    directory = RunDirectory(_state_dir(state_dir))
     runs = [run for run in directory.runs() if port in (None, run.port)]
     if len(runs) > 1:
         listed = ", ".join(str(run.port) for run in runs)
         raise CommandError(Exit.USAGE, f"servers run on ports {listed}; say which with --port")
-    if not runs:
-        where = "" if port is None else f" on port {port}"
-        raise CommandError(
-            Exit.NO_ANSWER,
-            f"no psserver runs{where} according to {directory.path}; if it was started with "
-            "--state-dir, give the same",
-        )
-    return runs[0]
+    return runs[0] if runs else None
 
 
 def end(run: Run) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from psserver.exits import CommandError, Exit
 from psserver.logs.rotation import former
-from psserver.process.run_dir import Run
+from psserver.process.run_dir import Run, RunDirectory
 
 POLL_S = 0.2
 STAMP = re.compile(r'^(?:\{.*?"timestamp": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
@@ -34,6 +34,34 @@ def files(run: Run, shard: int | None) -> list[Path]:
     if shard is None:
         chosen.append(run.supervisor_log)
     return [Path(name) for name in chosen if name is not None]
+
+
+def last_files(directory: RunDirectory, port: int | None, shard: int | None) -> list[Path]:
+    """Returns the log files of the last run on this machine, which has ended.
+
+    Args:
+        directory: Of the runs.
+        port: Only of runs with this port of shard 0.
+        shard: Only this shard's log.
+
+    Raises:
+        CommandError: No detached run has left logs there, or it had no such shard.
+    """
+    files = directory.last_logs(port)
+    if not files:
+        where = "" if port is None else f" on port {port}"
+        raise CommandError(
+            Exit.NO_ANSWER,
+            f"no psserver runs{where} according to {directory.path}, and none has left logs there; "
+            "if it was started with --state-dir, give the same",
+        )
+    if shard is None:
+        return files
+    chosen = [file for file in files if file.stem == f"shard-{shard}"]
+    if not chosen:
+        names = ", ".join(file.name for file in files)
+        raise CommandError(Exit.USAGE, f"no log of shard {shard} in {files[0].parent}: {names}")
+    return chosen
 
 
 class LogView:

@@ -27,13 +27,13 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add:
-    """Add `weight` times `token`'s gradient to a bin, after the rule's compensation."""
+    """Add `weight` times `token`'s gradient to an open step's sum, after compensation."""
 
     token: Token
-    bin: int
+    open_step: int  # Key of the open step (`OpenStep.key`).
     push: Push
     weight: float
-    is_first: bool  # The bin is empty: assign.
+    is_first: bool  # The sum is empty: assign.
 
     @property
     def worker(self) -> int:
@@ -43,9 +43,9 @@ class Add:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Make one optimizer step with a bin's sum times `scale`, and empty the bin."""
+    """Make one optimizer step with an open step's sum times `scale`, and drop the sum."""
 
-    bin: int
+    open_step: int  # Key of the open step (`OpenStep.key`).
     scale: float
     present: int  # Bit i: segment i has a gradient; -1 for all.
     hyper: HyperArray

@@ -1,29 +1,28 @@
-"""What of a slice is counted: which steps of each worker are in, and what is in open steps."""
+"""Progress of one worker on one slice: the steps received from it."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from pscore.types import Push
-
-Token = Hashable  # Whoever drives the clock finds payload and requester by it.
+Token = Hashable  # Names a request: whoever drives the clock finds its payload and reply by it.
 LATE_KEPT = 1024  # Late steps remembered per worker, so that a repeated push gets the same answer.
 
 
 @dataclass(slots=True)
-class Counted:
-    """Which steps of one worker are in: all below `clock`, and those in `ahead`."""
+class Progress:
+    """The steps received from one worker: all below `clock`, and those in `ahead`."""
 
-    clock: int = 0
-    ahead: set[int] = field(default_factory=set)  # Invariant: all above `clock`.
-    late: set[int] = field(default_factory=set)  # Counted, but their step had closed before.
+    clock: int = 0  # Steps received without a gap. Invariant: never falls.
+    ahead: set[int] = field(default_factory=set)  # Later ones. Invariant: all above `clock`.
+    # Received when their step had closed. Invariant: spans at most `LATE_KEPT` steps.
+    late: set[int] = field(default_factory=set)
 
     def __contains__(self, step: int) -> bool:
         return step < self.clock or step in self.ahead
 
     def add(self, step: int) -> None:
-        """Counts `step`; a worker that has left out steps long ago will not send them any more."""
+        """Counts `step`; steps missing for more than `LATE_KEPT` steps will not come any more."""
         self.ahead.add(step)
         if self.clock < step - LATE_KEPT:
             self.clock = step - LATE_KEPT
@@ -32,14 +31,12 @@ class Counted:
             self.ahead.remove(self.clock)
             self.clock += 1
 
+    def add_late(self, step: int) -> None:
+        """Records that `step`, which is counted, came too late for its update."""
+        self.late.add(step)
+        self.late -= {other for other in self.late if other < step - LATE_KEPT}
 
-@dataclass(slots=True)
-class Bin:
-    """Pushes of one step, or those since the last update of an asynchronous mode."""
-
-    held: dict[int, tuple[Push, Token]] = field(default_factory=dict)  # In, not yet added.
-    added: list[tuple[Push, float]] = field(default_factory=list)  # With its weight in the mean.
-
-    def ranks(self) -> set[int]:
-        """Returns the workers whose push is in."""
-        return set(self.held) | {push.worker for push, _ in self.added}
+    def check_invariants(self) -> None:
+        """Asserts what the comments at the fields say."""
+        assert all(step > self.clock for step in self.ahead), (self.clock, self.ahead)
+        assert not self.late or max(self.late) - min(self.late) <= LATE_KEPT

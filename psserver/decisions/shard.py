@@ -21,8 +21,8 @@ from pscore.errors import (
     UnknownJobError,
 )
 from pscore.optimizers import OPTIMIZERS
-from pscore.partition import make_layout
 from pscore.rules.base import Rule, require_sizes
+from pscore.table_spec import COUNT_MAX, TableSpec
 from pscore.types import Origin, Pull, Push, Role
 from psserver.decisions.barriers import Barrier
 from psserver.decisions.job import Job as Job  # Also from here, for those who drive a shard.
@@ -30,9 +30,10 @@ from psserver.decisions.lifetime import Lifetimes, is_repeated
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member, Membership
 from psserver.decisions.orders import Acknowledge, Action, Add, Hold, Update
+from psserver.decisions.participants import ChangeId, TableParticipants
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import COUNT_MAX, Change, Table, TableSpec
+from psserver.decisions.table import Table
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
@@ -74,10 +75,10 @@ class Shard:
 
     # ----- workers
 
-    def join(
+    def decide_join(
         self, name: str, num_workers: int, member: Member, min_workers: int = 0, life: int = 0
-    ) -> Job:
-        """Takes a worker into a job; the first one makes it.
+    ) -> tuple[Job, Actions]:
+        """Adds a worker to a job; the first one creates it. Returns the job, and what follows.
 
         A job that is over begins anew; one that was interrupted goes on (lifetime.py).
 
@@ -114,7 +115,7 @@ class Shard:
         for table in [] if repeated else job.tables.values():
             for clock in table.clocks.values():
                 # Before the first update whoever comes begins together with the others.
-                if came_back or clock.is_under_way(is_elastic=job.membership.is_elastic):
+                if came_back or clock.is_under_way():
                     clock.welcome(member.rank)
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
             self.lifetimes.make_room(name, JOBS_MAX)
@@ -122,7 +123,7 @@ class Shard:
         is_late = job.membership.is_elastic and job.step > job.life.first_step
         if not (member.returns or is_late):
             member.news = job.life.news_for(member.rank, member.incarnation)
-        return job
+        return job, self.recheck(job)
 
     def heard(self, name: str, rank: int, incarnation: int, now_s: float) -> Job:
         """Renews a worker's lease and returns its job.
@@ -137,10 +138,10 @@ class Shard:
         job.membership.heard(rank, incarnation, now_s)
         return job
 
-    def leave(
+    def decide_leave(
         self, name: str, rank: int, incarnation: int, reason: str, *, failed: bool = False
     ) -> Actions:
-        """Lets a worker go (`Membership.leave`); steps that waited for it alone close."""
+        """Removes a worker (`Membership.leave`); steps that waited for it alone close."""
         job = self.jobs.get(name)
         if job is None or not job.membership.leave(rank, incarnation, reason, failed=failed):
             return []
@@ -214,29 +215,18 @@ class Shard:
             raise ConfigError(f"{spec.num_groups} parameter groups, must be 1..{GROUPS_MAX}")
         if any(not 0 <= tensor.group < spec.num_groups for tensor in spec.tensors):
             raise ConfigError(f"a tensor is in a group beyond the {spec.num_groups} declared")
-        layout = make_layout(spec.tensors, self.num_shards)
+        layout = spec.layout()
         specs = {part.index: part for part in layout.of_shard(self.index)}
-        members, aside = job.membership, dict[int, Change]()
-        require_sizes(spec.rule, members.num_workers, members.min_workers)
-
-        def expected() -> list[int]:
-            return [rank for rank in members.expected() if rank not in aside]
-
-        def wanted() -> int:
-            return 0 if aside else members.wanted()
-
-        def make_clock() -> SliceClock:
-            elastic = wanted if members.is_elastic else None
-            return SliceClock(spec.rule, expected, members.num_workers, elastic)
-
+        require_sizes(spec.rule, job.membership.num_workers, job.membership.min_workers)
+        participants = TableParticipants(job.membership)
         table = Table(
             index=len(job.tables),
             spec=spec,
             layout=layout,
             optimizer=OPTIMIZERS[spec.optimizer](),
             specs=specs,
-            clocks={index: make_clock() for index in specs},
-            aside=aside,
+            participants=participants,
+            clocks={index: SliceClock(spec.rule, participants) for index in specs},
             is_kept=self.limits.is_kept,
         )
         self._require_memory(job, table, table.memory_nbytes)
@@ -268,7 +258,7 @@ class Shard:
 
     # ----- a change of the mode
 
-    def step_aside(self, job: Job, index: int, rank: int, change: Change) -> Actions:
+    def step_aside(self, job: Job, index: int, rank: int, change: ChangeId) -> Actions:
         """Lets the steps of a table close without `rank`, until its mode has been changed."""
         table = job.table(index)
         if change[-1] > COUNT_MAX:
@@ -276,7 +266,7 @@ class Shard:
         known = table.changed.get(rank, ())
         if change[:1] == known[:1] and change <= known:
             return []  # Sent twice, and this one was under way for long.
-        table.aside[rank] = change
+        table.participants.aside[rank] = change
         return self._noted(job, table, lambda clock: clock.recheck())
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> Actions | None:
@@ -289,7 +279,8 @@ class Shard:
             LimitError: There is no memory for the steps that it leaves open.
         """
         table = job.table(index)
-        if rank not in table.aside:
+        aside = table.participants.aside
+        if rank not in aside:
             if str(rule) != str(table.spec.rule):
                 raise JobMismatchError(
                     f"job {job.name!r}: mode is changed to {rule} here and to {table.spec.rule} "
@@ -299,16 +290,16 @@ class Shard:
         try:
             self._check_change(job, table, rule)
         except PacelineError:
-            table.aside.clear()  # All go on as they were, if they do.
+            aside.clear()  # All go on as they were, if they do.
             raise
-        table.changed |= table.aside
+        table.changed |= aside
         actions = self._noted(job, table, lambda clock: clock.change(rule))
         table.former, table.epoch = table.spec.rule, table.epoch + 1
         # All go on from the newest version, and from the step of the worker that was furthest.
         clock = max((max(clock.version, 0) for clock in table.clocks.values()), default=0)
-        step = max((step for *_, step in filter(None, table.aside.values())), default=0)
+        step = max((step for *_, step in filter(None, aside.values())), default=0)
         table.spec = replace(table.spec, rule=rule, origin=Origin(clock, step))
-        table.aside.clear()
+        aside.clear()
         return actions
 
     def _check_change(self, job: Job, table: Table, rule: Rule) -> None:
@@ -318,7 +309,7 @@ class Shard:
                 "optimizer then"
             )
         require_sizes(rule, job.membership.num_workers, job.membership.min_workers)
-        others = [who for who in job.membership.expected() if who not in table.aside]
+        others = [who for who in job.membership.expected() if who not in table.participants.aside]
         if others:
             raise RemoteProtocolError(
                 f"job {job.name!r}: the mode is to be changed to {rule}, but "
@@ -340,8 +331,8 @@ class Shard:
 
     # ----- pushes and pulls
 
-    def push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
-        """Takes one push (`SliceClock.push`)."""
+    def decide_push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
+        """Decides on one push (`SliceClock.push`)."""
         table = job.table(address.table)
         clock = table.clock(address.slice)
         actions = clock.push(push, token)
@@ -351,8 +342,8 @@ class Shard:
         _count(job, actions)
         return [(address, action) for action in actions]
 
-    def pull(self, job: Job, address: Address, pull: Pull, token: Token) -> Actions:
-        """Takes one pull (`SliceClock.pull`)."""
+    def decide_pull(self, job: Job, address: Address, pull: Pull, token: Token) -> Actions:
+        """Decides on one pull (`SliceClock.pull`)."""
         clock = job.table(address.table).clock(address.slice)
         return [(address, action) for action in clock.pull(pull, token)]
 

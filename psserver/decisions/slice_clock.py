@@ -1,90 +1,84 @@
-"""One slice: every rule about what a push changes and when a pull is answered lives in this file.
+"""One slice: every rule about what a push changes and when a pull is answered starts here.
 
-Theory of operation. A `SliceClock` is a state machine without I/O, threads or clock: a message goes
-in, actions come out, in the order in which they must be carried out for this slice; it holds no
-numbers of the model. Whoever drives it (the daemon's lanes, the simulator) keeps the payloads under
-the tokens it passed in, carries out the actions of one slice one after the other, and may work on
-many slices at once. Because an answer to a pull stands in the same order behind the update it
-waits for, "decided" and "done" need not be told apart in here.
+Theory of operation. A `SliceClock` is a state machine without I/O, threads or a clock: a message
+goes in, actions come out (orders.py), in the order in which they must be executed for this slice.
+It holds no numbers of the model. Its driver keeps the payloads under the tokens that it passed in,
+executes the actions of one slice one after the other, and may work on many slices at once. An
+answer to a pull stands in the same order behind the update that it waits for, so "decided" and
+"done" need not be told apart in here.
 
 A push is counted once: by (worker, step), whatever the network repeats or reorders. In a mode that
-collects by step, each step still open has a bin of its own; gradients enter a bin in the order of
-the ranks, so that the sum has the same bits in every run; one that has to wait for a lower rank is
-held, and acknowledged all the same. One that may wait where it lies (shared memory, in a mode whose
-step ends with a pull) is parked until all that the step expects are there: then they are added up
-and the step is made in two passes over memory, without a sum that is kept. Steps close in order,
-and closing step t makes version t+1. In an asynchronous mode there is one bin, and it closes after
-`fan_in` arrivals. A push too far ahead is parked: its worker gets no acknowledgement, and so it
-waits (back-pressure, not memory). So is any push while an elastic job has fewer workers than it
-needs; pulls of what there is are answered.
+collects by step, each open step collects its own pushes (open_step.py). Gradients are added in the
+order of the ranks, so that the sum has the same bits in every run; one that arrives before a lower
+rank's is held, and acknowledged all the same. Steps close in order, and closing step t makes
+version t+1. In an asynchronous mode there is one collection, and it closes after `fan_in` arrivals.
 
-A worker that comes to a job which has begun is waited for from its first pull on. The open steps
-of slices and shards differ, and a step of a worker counts in all slices or in none. So the worker
-takes the newest of the steps that the answers name, says so with a second pull (`Pull.begins`), and
-no slice waits for it before. A step that nobody is left to push is left out: the weights as they
-are get the next version. The worker pushes when every slice has come to its step, so nothing of
-this has to outlive a shard's process: until then that pull is unanswered, and is sent again.
+A push is parked (parking.py), neither counted nor acknowledged, if it is too far ahead, if an
+elastic job has too few workers, or if it may wait for the others of its step. No step waits for a
+worker that joins a job under way until it has pulled (newcomers.py). A step that no worker is left
+to push is skipped: the weights as they are get the next version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from pscore.errors import RemoteProtocolError
-from pscore.rules.base import UNBOUNDED, Rule
+from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role, Verdict
-from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
-from psserver.decisions.progress import LATE_KEPT, Bin, Counted, Token
+from psserver.decisions.newcomers import Newcomers
+from psserver.decisions.open_step import OpenStep
+from psserver.decisions.orders import Acknowledge, Action, Answer, Hold, Load, Skip
+from psserver.decisions.parking import Parking
+from psserver.decisions.participants import Participants
+from psserver.decisions.progress import Progress, Token
 
-AHEAD_MAX = 4096  # Steps of a worker that are in while an earlier one is not.
-PARKED_MAX = 64  # Parked pushes per worker; a worker waits for its acknowledgement long before.
+AHEAD_MAX = 4096  # Steps received from a worker while an earlier one is missing.
 
 
 class SliceClock:
     """The decisions of one slice."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        expected: Callable[[], list[int]],
-        num_workers: int,
-        wanted: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, rule: Rule, participants: Participants) -> None:
         """Starts without weights.
 
         Args:
-            rule: The job's mode.
-            expected: Returns the ranks that a step waits for, in order.
-            num_workers: Workers that the job was made for; the most of an elastic one.
-            wanted: Returns how many must be expected for anything to be counted; None: the job is
-                not elastic, and nothing of it waits for more workers.
+            rule: The table's mode.
+            participants: The workers whose pushes its steps wait for.
 
         Raises:
-            ConfigError: The mode's arguments do not fit that number.
+            ConfigError: The mode's arguments do not fit the number of workers.
         """
-        rule.require_workers(num_workers)
+        rule.require_workers(participants.num_workers)
         self.rule = rule
-        self.version = -1  # Updates decided; -1 until the initial weights are here.
-        self.counted: dict[int, Counted] = {}
-        self.staleness: dict[int, int] = {}  # Of each worker's newest push, in updates.
-        self._members = expected
-        self._wanted = wanted
-        # The first step that waits for a worker which has come anew; UNBOUNDED until it pulls.
-        self._begins: dict[int, int] = {}
-        self._first_version = 0  # At which the job began, or went on with other workers.
-        self._first_clock = 0  # The newest of any worker then.
-        self._num_workers = num_workers
-        self._bins: dict[int, Bin] = {}  # By step, or under 0 in an asynchronous mode.
-        self._parked: dict[tuple[int, int], tuple[Push, Token]] = {}  # By (step, worker).
-        self._waiting: dict[Token, Pull] = {}
+        # Updates decided; -1 until the initial weights are here. Invariant: never falls.
+        self.version = -1
+        # By rank. Invariant: contains every push of an open step, and no parked one.
+        self.counted: dict[int, Progress] = {}
+        # Of each worker's newest push, in updates. Invariant: not negative.
+        self.staleness: dict[int, int] = {}
+        # By step, or under 0 in an asynchronous mode. Invariant: in a mode by step, every key is in
+        # version .. version + steps_open() - 1; empty without weights.
+        self.open_steps: dict[int, OpenStep] = {}
+        # Pushes not counted. Invariant: empty without weights.
+        self.parking = Parking()
+        self._participants = participants
+        self._newcomers = Newcomers()
+        # When the job began, or last went on with other workers. Invariant: not above `version`,
+        # but for a version of 0 before there are weights.
+        self._first_version = 0
+        self._first_clock = 0  # The largest clock of any worker then.
+        # Pulls not answered yet, in the order of their arrival. Invariant: none is readable.
+        self._pulls: dict[Token, Pull] = {}
 
     # ----- messages
 
     def push(self, push: Push, token: Token) -> list[Action]:
-        """Takes one push.
+        """Decides on one push.
 
         Raises:
-            RemoteProtocolError: There are no weights yet, or the push claims a version to come.
+            RemoteProtocolError: There are no weights yet, the push claims a version to come, or too
+                many pushes of its worker are parked or ahead of a missing one.
         """
         if push.role in (Role.WEIGHTS, Role.STATE):
             return self._load(push, token)
@@ -97,15 +91,14 @@ class SliceClock:
                 f"worker {push.worker} pushed step {push.step} on version {push.base_version}, "
                 f"the newest is {self.version}"
             )
-        counted = self.counted.setdefault(push.worker, Counted())
+        counted = self.counted.setdefault(push.worker, Progress())
         if push.step in counted:
             late = push.step in counted.late
             return [self._acknowledge(token, Verdict.TOO_LATE if late else Verdict.DUPLICATE)]
-        self._parked.pop((push.step, push.worker), None)  # This one takes its place.
+        self.parking.discard(push)  # The repeated push replaces it.
         if self.is_short or not self._has_room(push):
-            self._park(push, token)
-            expected = self._expected(push.step)
-            is_last = push.may_wait and self._arrived(push.step).issuperset(expected)
+            self.parking.add(push, token, self.version)
+            is_last = push.may_wait and not self._missing(push.step)
             return self._proceed() if is_last else []
         if len(counted.ahead) >= AHEAD_MAX:
             raise RemoteProtocolError(
@@ -115,107 +108,110 @@ class SliceClock:
         return self._count(push, token) + self._proceed()
 
     def pull(self, pull: Pull, token: Token) -> list[Action]:
-        """Takes one pull: answered now, or by a later message's actions."""
-        self._waiting[token] = pull
+        """Decides on one pull: it is answered now, or by the actions of a later message."""
+        self._pulls[token] = pull
         if not (pull.begins and self.rule.by_step):
             return self._answers()
-        known = self._begins.get(pull.worker, 0)
-        self._begins[pull.worker] = pull.clock if known == UNBOUNDED else max(known, pull.clock)
+        self._newcomers.start(pull.worker, pull.clock)
         return self.recheck()
 
+    def forget(self, token: Token) -> bool:
+        """Drops a pull whose requester no longer waits; False if it is answered already."""
+        return self._pulls.pop(token, None) is not None
+
+    # ----- changes of the job
+
+    def recheck(self) -> list[Action]:
+        """Decides again after the participants have changed."""
+        if self.is_short:
+            return self._answers()
+        if self.rule.by_step:
+            actions = [action for step in sorted(self.open_steps) for action in self._fill(step)]
+        else:
+            actions = self._close_if_full()
+        return actions + self._proceed()
+
     def resume(
-        self, version: int, counted: Mapping[int, Counted], bins: Mapping[int, Bin]
+        self, version: int, counted: Mapping[int, Progress], open_steps: Mapping[int, OpenStep]
     ) -> list[Action]:
-        """Goes on where a former process was killed; returns what it had not come to.
+        """Resumes from the journal of a killed process; returns the actions that were still due.
 
         Args:
             version: Updates made.
-            counted: Which steps of each worker are in, by rank.
-            bins: What of them is in no update yet.
+            counted: Progress of each worker, by rank.
+            open_steps: Contents of the open steps, by key.
         """
         self.version = version
         self.counted = dict(counted)
-        self._bins = dict(bins)
+        self.open_steps = dict(open_steps)
         return self.recheck()
 
     def restore(self, version: int, clocks: Mapping[int, int]) -> None:
         """Restores a checkpoint's version, and the clock of each worker.
 
-        What had entered an open step is not in the checkpoint's weights, so it is not counted.
+        The contents of open steps are not in the checkpoint's weights, so they are not counted.
         """
         self.version = version
         for rank, clock in clocks.items():
-            self.counted[rank] = Counted(clock=version if self.rule.by_step else clock)
+            self.counted[rank] = Progress(clock=version if self.rule.by_step else clock)
 
     def begin_again(self) -> None:
         """Begins another life of the job, whose workers were all lost.
 
-        Those that come before the next update are waited for, as at the start of a job. What is
-        parked was sent by a former worker, whose memory may be in use again.
+        Workers that join before the next update are expected at once, as at the start of a job.
+        Parked pushes came from the lost workers, whose memory may be in use again: they are
+        dropped.
         """
-        self._parked.clear()
-        self._begins.clear()
+        self.parking.clear()
+        self._newcomers.clear()
         self._first_version = max(self.version, 0)
         self._first_clock = max((steps.clock for steps in self.counted.values()), default=0)
-        if self.rule.by_step:  # Whoever comes begins at the newest version.
-            for rank in range(self._num_workers):
-                self.counted.setdefault(rank, Counted())
+        if self.rule.by_step:  # All workers begin at the newest version.
+            for rank in range(self._participants.num_workers):
+                self.counted.setdefault(rank, Progress())
 
-    def is_under_way(self, *, is_elastic: bool) -> bool:
+    def is_under_way(self) -> bool:
         """Returns whether a worker that joins for the first time has to catch up with others."""
         if self._first_version and not self.rule.by_step:
             return True
-        return is_elastic and self.version > self._first_version
+        return self._participants.is_elastic and self.version > self._first_version
 
     def welcome(self, worker: int) -> None:
-        """Lets a worker come to a job that has begun: nobody waits for it until it pulls.
+        """Prepares for a worker that joins a job under way: no step waits for it until it pulls.
 
-        What waits for room was sent by its former self, whose memory may be in use again.
+        Its parked pushes came from the previous process, whose memory may have been reused: they
+        are dropped.
         """
         if self.version >= 0:
-            self._begins[worker] = UNBOUNDED
-            for key in [key for key in self._parked if key[1] == worker]:
-                del self._parked[key]
-
-    def forget(self, token: Token) -> bool:
-        """Drops a pull whose requester no longer waits; False if its answer is under way."""
-        return self._waiting.pop(token, None) is not None
+            self._newcomers.join(worker)
+            self.parking.discard_worker(worker)
 
     def change(self, rule: Rule) -> list[Action]:
-        """Goes on under another rule, while nobody is expected; what is in enters an update.
+        """Changes the mode while no worker is expected; pushes that are in enter an update.
 
-        Versions go on, and every worker's next push is that of the newest version. What is parked
-        is of somebody who was lost: whoever steps aside has waited for its acknowledgements.
+        Versions go on, and every worker's next push is that of the newest version. Parked pushes
+        are dropped: they came from lost workers, as one that steps aside has waited for its
+        acknowledgements.
 
         Raises:
-            ConfigError: The rule's arguments do not fit the number of workers.
+            ConfigError: The mode's arguments do not fit the number of workers.
         """
-        rule.require_workers(self._num_workers)
+        rule.require_workers(self._participants.num_workers)
         actions = self.recheck()
-        for key in sorted(self._bins):  # Of somebody who was lost, and had left out steps.
+        for key in sorted(self.open_steps):  # Of lost workers, which had left out steps.
             self.version = max(self.version, key)
             actions.append(self._close(key))
         self.rule = rule
-        self._parked.clear()
-        self._begins.clear()
-        for rank in {*self._members(), *self.counted}:
-            self.counted[rank] = Counted(clock=max(self.version, 0))
+        self.parking.clear()
+        self._newcomers.clear()
+        for rank in {*self._participants.ranks(), *self.counted}:
+            self.counted[rank] = Progress(clock=max(self.version, 0))
         return actions + self._answers()
-
-    def recheck(self) -> list[Action]:
-        """Decides again after the membership has changed."""
-        if self.is_short:
-            return self._answers()
-        if self.rule.by_step:
-            actions = [action for step in sorted(self._bins) for action in self._fill(step)]
-        else:
-            actions = self._close_if_full()
-        return actions + self._proceed()
 
     # ----- what a rule may ask
 
     def clock(self, worker: int) -> int:
-        """Returns the steps of `worker` that are in, counted without a gap."""
+        """Returns the number of steps received from `worker` without a gap."""
         counted = self.counted.get(worker)
         return 0 if counted is None else counted.clock
 
@@ -225,19 +221,20 @@ class SliceClock:
         return min((self.clock(rank) for rank in expected), default=0)
 
     def progress(self) -> int:
-        """Returns how many pushes lie behind the job: its slowest worker's, or the last one's."""
+        """Returns the pushes that lie behind the job: the slowest worker's, or the last one's."""
         if self.rule.by_step:
             return max(self.version, 0)
         if self._expected(max(self.version, 0)):
             return self.clock_min()
         return max((counted.clock for counted in self.counted.values()), default=0)
 
-    # ----- for people
+    # ----- for people and tests
 
     @property
     def is_short(self) -> bool:
         """Whether there are fewer workers than the job needs: nothing is counted meanwhile."""
-        return self._wanted is not None and len(self._members()) < self._wanted()
+        least = self._participants.least()
+        return least > 0 and len(self._participants.ranks()) < least
 
     def missing(self) -> tuple[int, list[int]]:
         """Returns the step that is open, and the expected ranks that have not pushed it."""
@@ -245,51 +242,85 @@ class SliceClock:
             slowest = self.clock_min()
             return slowest, [rank for rank in self._expected(0) if self.clock(rank) <= slowest]
         step = max(self.version, 0)
-        ranks = self._arrived(step)
-        return step, [rank for rank in self._expected(step) if rank not in ranks]
+        return step, self._missing(step)
 
     @property
     def num_waiting(self) -> int:
         """Pulls that are not answered yet."""
-        return len(self._waiting)
+        return len(self._pulls)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits: for an answer to a pull, or with a push for room."""
-        return bool(self._waiting or self._parked)
+        """Whether a worker waits: for the answer to a pull, or with a parked push."""
+        return bool(self._pulls or self.parking)
 
-    # ----- decisions
+    def check_invariants(self) -> None:
+        """Asserts what the comments at the fields say, for tests and the simulator."""
+        has_weights = self.version >= 0
+        assert self.version >= -1
+        assert has_weights or not (self.open_steps or self.parking)
+        assert all(updates >= 0 for updates in self.staleness.values()), self.staleness
+        by_step = self.rule.by_step
+        keys = range(self.version, self.version + self.rule.steps_open()) if by_step else (0,)
+        for key, open_step in self.open_steps.items():
+            assert key == open_step.key
+            assert key in keys, f"step {key} is open at version {self.version}"
+            open_step.check_invariants(by_step=by_step)
+            for rank in open_step.ranks() if by_step else ():
+                assert key in self.counted[rank]
+                assert (key, rank) not in self.parking
+        for counted in self.counted.values():
+            counted.check_invariants()
+        self.parking.check_invariants()
+
+    # ----- participants
 
     def _expected(self, step: int) -> list[int]:
         """Returns the ranks that a step waits for, in order; in an asynchronous mode any step."""
-        ranks = self._members()
-        return [r for r in ranks if self._begins.get(r, 0) <= step] if self._begins else ranks
+        return self._newcomers.expected(self._participants.ranks(), step)
 
-    def _begin(self, worker: int) -> None:
-        """Counts on a worker that has come back, from the weights on that it is about to get."""
+    def _missing(self, step: int) -> list[int]:
+        """Returns the ranks that a step waits for and whose push is neither in nor parked."""
+        arrived = self.parking.ranks(step)
+        if step in self.open_steps:
+            arrived |= self.open_steps[step].ranks()
+        return [rank for rank in self._expected(step) if rank not in arrived]
+
+    def _fan_in(self, num_expected: int) -> int:
+        """Returns how many pushes make one update; an elastic job is as large as it is now."""
+        num_expected = max(1, num_expected)
+        everyone = self._participants
+        return self.rule.fan_in(
+            num_expected, num_expected if everyone.is_elastic else everyone.num_workers
+        )
+
+    def _start_now(self, worker: int) -> None:
+        """Expects pushes from a returning worker, from the version on that it will receive."""
         if self.rule.by_step:
-            self._begins[worker] = self._next_step(worker)
+            self._newcomers.start(worker, self._next_step(worker))
             return
-        del self._begins[worker]
-        counted = self.counted.setdefault(worker, Counted())
+        self._newcomers.start_now(worker)
+        counted = self.counted.setdefault(worker, Progress())
         others = [self.clock(rank) for rank in self._expected(0) if rank != worker]
         counted.clock = max(counted.clock, min(others, default=self._first_clock))
         counted.ahead.clear()
 
     def _next_step(self, worker: int) -> int:
-        """Returns the step of the next push that is not in: its former life may have sent some.
+        """Returns the next step of a worker that is not in: a previous process may have sent some.
 
-        In a mode by step that life, or this one, may have left out steps that have closed.
+        In a mode by step, workers may have left out steps that have closed.
         """
         step = self.clock(worker)
         if self.rule.by_step:
-            step, counted = max(step, self.version), self.counted.get(worker, Counted())
+            step, counted = max(step, self.version), self.counted.get(worker, Progress())
             while step in counted:
                 step += 1
         return step
 
+    # ----- pushes
+
     def _load(self, push: Push, token: Token) -> list[Action]:
-        """Takes initial weights once; restored ones, with their state, at any time."""
+        """Accepts initial weights once; restored ones, with their state, at any time."""
         if push.role is Role.WEIGHTS and self.version >= 0:
             return [self._acknowledge(token, Verdict.DUPLICATE)]
         self.version = max(self.version, 0)
@@ -299,191 +330,122 @@ class SliceClock:
             *self._proceed(),
         ]
 
-    def _park(self, push: Push, token: Token) -> None:
-        """Keeps a push that is too far ahead; a repeated one takes the place of the first.
-
-        The first is not answered: whoever sent it again waits for the second, and an answer now
-        would say that the push is counted.
-        """
-        if sum(worker == push.worker for _, worker in self._parked) >= PARKED_MAX:
-            raise RemoteProtocolError(
-                f"worker {push.worker} pushed step {push.step}, {PARKED_MAX} of its pushes wait "
-                f"already for version {self.version}"
-            )
-        self._parked[push.step, push.worker] = (push, token)
+    def _has_room(self, push: Push) -> bool:
+        """Returns whether a push can be counted: not too far ahead, and no longer to wait."""
+        if push.step >= self.version + self.rule.steps_open():
+            return False
+        if not (push.may_wait and self.rule.by_step) or push.step < self.version:
+            return True
+        open_step = self.open_steps.get(push.step, OpenStep(push.step))
+        expected = open_step.ranks().union(self._expected(push.step), [push.worker])
+        if self._fan_in(len(expected)) < len(expected):
+            return True  # Gradients are added in the order of their arrival.
+        return self.parking.admits(push, open_step, expected)
 
     def _count(self, push: Push, token: Token) -> list[Action]:
-        """Counts a push that has not been counted; its gradient enters a bin, or is too late."""
+        """Counts a push; its gradient enters an open step, or is too late."""
         counted = self.counted[push.worker]
         counted.add(push.step)
         self.staleness[push.worker] = self.version - push.base_version
         if not self.rule.by_step:
             return self._arrive(push, token)
-        bin_ = self._bins.get(push.step, Bin())
-        if push.step < self.version or self._is_full(push.step, bin_, push.worker):
-            counted.late.add(push.step)
-            counted.late -= {step for step in counted.late if step < push.step - LATE_KEPT}
+        open_step = self.open_steps.get(push.step, OpenStep(push.step))
+        if push.step < self.version or self._is_full(open_step, push.worker):
+            counted.add_late(push.step)
             late = Verdict.TOO_LATE
             return [Acknowledge(token=token, verdict=late, version=self.version, push=push)]
-        self._bins[push.step] = bin_
-        bin_.held[push.worker] = (push, token)
+        self.open_steps[push.step] = open_step
+        open_step.held[push.worker] = (push, token)
         actions = self._fill(push.step)
-        if push.worker in bin_.held:
+        if push.worker in open_step.held:
             actions.append(Hold(token=token, push=push))
         return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
 
     def _arrive(self, push: Push, token: Token) -> list[Action]:
-        """An asynchronous mode: adds on arrival, updates after `fan_in` of them."""
-        bin_ = self._bins.setdefault(0, Bin())
-        is_mean = self.rule.fan_in(self._num_workers, self._num_workers) > 1
-        weight = push.samples if is_mean else 1.0
+        """Asynchronous mode: adds on arrival, and updates after `fan_in` arrivals."""
+        open_step = self.open_steps.setdefault(0, OpenStep(0))
+        num_workers = self._participants.num_workers
+        is_mean = self.rule.fan_in(num_workers, num_workers) > 1
         factor = self.rule.scale(self.version - push.base_version)
-        bin_.added.append((push, weight))
-        actions: list[Action] = [
-            Add(
-                token=token,
-                bin=0,
-                push=push,
-                weight=weight * factor,
-                is_first=len(bin_.added) == 1,
-            )
-        ]
-        actions += self._close_if_full()
-        return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
+        add = open_step.add(push, token, push.samples if is_mean else 1.0, factor)
+        return [add, *self._close_if_full(), self._acknowledge(token, Verdict.ACCEPTED)]
 
     def _close_if_full(self) -> list[Action]:
-        """An asynchronous mode: updates if the bin holds as many as there are workers left."""
-        bin_ = self._bins.get(0)
+        """Asynchronous mode: updates if there are as many pushes as there are workers left."""
+        open_step = self.open_steps.get(0)
         fan_in = self._fan_in(len(self._expected(0)))
-        return [self._close(0)] if bin_ is not None and len(bin_.added) >= fan_in else []
+        is_full = open_step is not None and len(open_step.added) >= fan_in
+        return [self._close(0)] if is_full else []
 
-    def _fan_in(self, num_expected: int) -> int:
-        """Returns how many pushes make one update; an elastic job is as large as it is now."""
-        num_expected = max(1, num_expected)
-        return self.rule.fan_in(
-            num_expected, self._num_workers if self._wanted is None else num_expected
-        )
-
-    def _is_full(self, step: int, bin_: Bin, *others: int) -> bool:
-        """Whether a step has all that it takes."""
-        num_expected = len(bin_.ranks().union(others, self._expected(step)))
-        return len(bin_.added) >= self._fan_in(num_expected)
+    def _is_full(self, open_step: OpenStep, *others: int) -> bool:
+        """Returns whether as many pushes are added as a step takes."""
+        num_expected = len(open_step.ranks().union(others, self._expected(open_step.key)))
+        return len(open_step.added) >= self._fan_in(num_expected)
 
     def _fill(self, step: int) -> list[Action]:
-        """Adds what is held of a step: in the order of the ranks if all of them are waited for."""
-        bin_ = self._bins[step]
-        ranks = sorted(bin_.ranks() | set(self._expected(step)))
-        fan_in = self._fan_in(len(ranks))
-        in_order = fan_in >= len(ranks)
-        added = {push.worker for push, _ in bin_.added}
-        actions: list[Action] = []
-        for rank in ranks if in_order else list(bin_.held):
-            if rank in bin_.held and len(bin_.added) < fan_in:
-                push, token = bin_.held.pop(rank)
-                is_alone = len(ranks) == 1 and self._wanted is None  # Else others may still join.
-                weight = 1.0 if is_alone else push.samples
-                actions.append(
-                    Add(
-                        token=token,
-                        bin=step,
-                        push=push,
-                        weight=weight,
-                        is_first=not bin_.added,
-                    )
-                )
-                bin_.added.append((push, weight))
-            elif in_order and rank not in added:
-                break
-        return actions
+        """Adds the held pushes of a step whose turn has come."""
+        open_step = self.open_steps[step]
+        ranks = sorted(open_step.ranks() | set(self._expected(step)))
+        is_alone = len(ranks) == 1 and not self._participants.is_elastic  # Else others may join.
+        return open_step.fill(ranks, self._fan_in(len(ranks)), is_weighted=not is_alone)
+
+    # ----- steps
 
     def _proceed(self) -> list[Action]:
-        """Closes the steps that are complete, lets parked pushes in, and answers pulls."""
+        """Closes the steps that are complete, counts parked pushes, and answers pulls."""
         actions: list[Action] = []
         while self.version >= 0 and not self.is_short:
-            bin_ = self._bins.get(self.version) if self.rule.by_step else None
-            if bin_ is not None and bin_.added and self._is_full(self.version, bin_):
+            open_step = self.open_steps.get(self.version) if self.rule.by_step else None
+            if open_step is not None and open_step.added and self._is_full(open_step):
                 actions.append(self._close(self.version))
             elif not (self._unpark(actions) or self._skip(actions)):
                 break
         return actions + self._answers()
 
+    def _unpark(self, actions: list[Action]) -> bool:
+        """Counts the parked pushes that have room now; returns whether there were any."""
+        was = len(self.parking)
+        for push, token in self.parking.take(self._has_room):
+            actions += self._count(push, token)
+        return len(self.parking) < was
+
     def _skip(self, actions: list[Action]) -> bool:
-        """Leaves out the steps that nobody pushes any more; returns whether there were any."""
-        if not (self.rule.by_step and self._begins):
+        """Skips the steps that no worker is left to push; returns whether there were any."""
+        if not (self.rule.by_step and self._newcomers):
             return False
-        begins = [self._begins.get(rank, 0) for rank in self._members()]
-        step = min([*(begin for begin in begins if begin < UNBOUNDED), *self._bins], default=0)
+        starts = self._newcomers.steps_to_come(self._participants.ranks())
+        step = min([*starts, *self.open_steps], default=0)
         if step <= self.version:
             return False
         actions.append(Skip(former=self.version, version=step))
         self._advance(step)
         return True
 
-    def _advance(self, version: int) -> None:
-        """Sets the version; workers that begin there, or before, are waited for like others."""
-        self.version = version
-        if self._begins:
-            self._begins = {rank: step for rank, step in self._begins.items() if step > version}
-
-    def _has_room(self, push: Push) -> bool:
-        """Whether a push can be counted: it is not too far ahead, and would not have to be kept.
-
-        Who may wait does so where its gradient lies, and not in memory of the shard: until all that
-        its step expects are there, so that they are added up in one pass, or one that may not wait
-        is held until its turn comes.
-        """
-        if push.step >= self.version + self.rule.steps_open():
-            return False
-        if not (push.may_wait and self.rule.by_step) or push.step < self.version:
-            return True
-        bin_ = self._bins.get(push.step, Bin())
-        ranks = bin_.ranks()
-        expected = ranks.union(self._expected(push.step), [push.worker])
-        if self._fan_in(len(expected)) < len(expected):
-            return True  # The order is that of arrival.
-        if any(rank not in ranks for rank in expected if rank < push.worker):
-            return False
-        return bool(bin_.held) or expected <= self._arrived(push.step) | {push.worker}
-
-    def _arrived(self, step: int) -> set[int]:
-        """Returns the workers whose push of a step is in, or parked."""
-        ranks = self._bins[step].ranks() if step in self._bins else set()
-        return ranks | {rank for parked, rank in self._parked if parked == step}
-
-    def _unpark(self, actions: list[Action]) -> bool:
-        """Counts the parked pushes that are no longer too far ahead; returns whether any was."""
-        was = len(self._parked)
-        waiting: set[int] = set()  # Steps in which a lower rank has not its turn yet.
-        for key in sorted(self._parked):  # A lower rank can make room for the next.
-            push = self._parked[key][0]
-            if push.may_wait and push.step in waiting:
-                continue
-            if self._has_room(push):
-                actions += self._count(*self._parked.pop(key))
-            elif push.may_wait:
-                waiting.add(push.step)
-        return len(self._parked) < was
-
     def _close(self, key: int) -> Action:
-        """Turns a bin into one update of the weighted mean."""
-        bin_ = self._bins.pop(key)
-        assert not bin_.held, f"step {key} closed without {sorted(bin_.held)}"
+        """Turns an open step into one update by the weighted mean of its pushes."""
+        open_step = self.open_steps.pop(key)
         self._advance(self.version + 1)
-        return _update_of(key, bin_, self.version)
+        return open_step.update(self.version)
+
+    def _advance(self, version: int) -> None:
+        self.version = version
+        self._newcomers.reach(version)
+
+    # ----- answers
 
     def _answers(self) -> list[Action]:
-        """Answers the pulls that have become answerable, in the order in which they came."""
-        if self.version < 0 or not self._waiting:
+        """Answers the pulls that have become readable, in the order of their arrival."""
+        if self.version < 0 or not self._pulls:
             return []
         ready = [
             (token, pull)
-            for token, pull in self._waiting.items()
+            for token, pull in self._pulls.items()
             if self.rule.readable(self, pull.worker, pull.clock, pull.min_version)
         ]
         for token, pull in ready:
-            del self._waiting[token]
-            if self._begins.get(pull.worker) == UNBOUNDED and not pull.is_look:
-                self._begin(pull.worker)
+            del self._pulls[token]
+            if self._newcomers.has_not_pulled(pull.worker) and not pull.is_look:
+                self._start_now(pull.worker)
         return [
             Answer(
                 token=token,
@@ -498,20 +460,3 @@ class SliceClock:
 
     def _acknowledge(self, token: Token, verdict: Verdict) -> Acknowledge:
         return Acknowledge(token=token, verdict=verdict, version=self.version)
-
-
-def _update_of(key: int, bin_: Bin, version: int) -> Update:
-    """Returns the update by the weighted mean of what is in a bin."""
-    first = min((push for push, _ in bin_.added), key=lambda push: push.worker)
-    assert first.hyper is not None
-    total = sum(weight for _, weight in bin_.added)
-    present = 0
-    for push, weight in bin_.added:
-        present |= push.present if weight > 0 else 0
-    return Update(
-        bin=key,
-        scale=1.0 / total if total > 0 else 0.0,
-        present=present,
-        hyper=first.hyper,
-        version=version,
-    )

@@ -1,16 +1,13 @@
-"""Records: declarations of tables and the workers of a job, as JSON in checkpoints and journals."""
+"""Records: the workers of a job as JSON in journals, and writing files through to the disk."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pscore.types import TensorSpec
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.shard import Job
-from psserver.decisions.table import TableSpec, make_spec
 
 
 def members_to_json(job: Job) -> list[dict[str, Any]]:
@@ -44,38 +41,6 @@ def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:
         )
         for entry in meta["members"]
     ]
-
-
-def spec_to_json(spec: TableSpec) -> dict[str, Any]:
-    """Returns the declaration of a table as JSON can hold it."""
-    return {
-        "name": spec.name,
-        "tensors": [asdict(tensor) for tensor in spec.tensors],
-        "num_shards": spec.num_shards,
-        "rule": [spec.rule.name, spec.rule.arguments()],
-        "compressor": [spec.compressor.name, spec.compressor.arguments()],
-        "optimizer": spec.optimizer,
-        "num_groups": spec.num_groups,
-        "pull_compressor": [spec.pull_compressor.name, spec.pull_compressor.arguments()],
-        "origin": [spec.origin.clock, spec.origin.step],
-    }
-
-
-def spec_of(entry: dict[str, Any]) -> TableSpec:
-    """Returns the declaration of a table in a record."""
-    spec = entry["spec"]
-    tensors = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in spec["tensors"])
-    return make_spec(
-        name=spec["name"],
-        tensors=tensors,
-        num_shards=spec["num_shards"],
-        rule=(spec["rule"][0], spec["rule"][1]),
-        compressor=(spec["compressor"][0], spec["compressor"][1]),
-        optimizer=spec["optimizer"],
-        num_groups=spec["num_groups"],
-        pull_compressor=tuple(spec.get("pull_compressor", ("none", {}))),
-        origin=tuple(spec.get("origin", (0, 0))),
-    )
 
 
 def sync(path: Path) -> None:

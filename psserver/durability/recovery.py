@@ -17,15 +17,16 @@ from pscore.compressors.base import Compressor
 from pscore.errors import LimitError, PacelineError
 from pscore.memory.segment import Segment, WeightsMap
 from pscore.rules import make_rule
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, IntArray, Push, SliceSpec
 from psserver.decisions.barriers import Barrier
-from psserver.decisions.footprint import num_changing
 from psserver.decisions.job import State
 from psserver.decisions.lifetime import digest
-from psserver.decisions.progress import Bin, Token
+from psserver.decisions.open_step import OpenStep
+from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table
+from psserver.decisions.table import Table, num_changing
 from psserver.durability import records
 from psserver.durability.journal_dir import JobVault, Vault
 from psserver.durability.sealed import Meta, WeightsFile
@@ -50,7 +51,7 @@ class Room:
 
 
 class Recovery:
-    """The vault of one shard, by job. Called under the driver's lock."""
+    """The vault of one shard, by job. Called under the engine's lock."""
 
     def __init__(self, vault: Vault | None, shard: Shard) -> None:
         """Keeps `shard` in `vault`, or nowhere."""
@@ -250,12 +251,14 @@ class Recovery:
 
     def _room_of(self, kept: JobVault, job: Job, entry: Meta) -> tuple[Table, Room]:
         """Returns a table with its memory, which holds what the records say."""
-        table, _ = self._shard.define(job, records.spec_of(entry))
+        table, _ = self._shard.define(job, TableSpec.from_json(entry["spec"]))
         roots = {int(index): root for index, root in entry["roots"].items()}
         self._roots[id(job), table.index] = roots
         table.epoch = entry["epoch"]
         table.former = None if entry["former"] is None else make_rule(*entry["former"])
-        table.aside |= {int(rank): tuple(change) for rank, change in entry["aside"].items()}
+        table.participants.aside |= {
+            int(rank): tuple(change) for rank, change in entry["aside"].items()
+        }
         table.changed |= {int(rank): tuple(c) for rank, c in entry["changed"].items()}
         layout = WeightsMap(list(table.specs.values()))
         weights = kept.open_weights(table.index, layout.nbytes, len(table.specs))
@@ -273,11 +276,11 @@ class Recovery:
     def _describe_table(self, job: Job, table: Table) -> Meta:
         former = table.former
         return {
-            "spec": records.spec_to_json(table.spec),
+            "spec": table.spec.to_json(),
             "roots": self._roots[id(job), table.index],
             "epoch": table.epoch,
             "former": None if former is None else [former.name, former.arguments()],
-            "aside": table.aside,
+            "aside": table.participants.aside,
             "changed": table.changed,
         }
 
@@ -338,34 +341,34 @@ def resume(
     def token_of(push: Push, payload: Payload) -> Request:
         return Request(job, address, clock, push.worker, Nobody(), payload)
 
-    bins = bins_of(journal, table.spec.compressor, token_of)
+    open_steps = open_steps_of(journal, table.spec.compressor, token_of)
     for rank, steps in counted.items():
         newest = max(steps.ahead, default=steps.clock - 1) + 1
         job.steps[rank] = max(job.steps.get(rank, 0), newest)
     if record.epoch == table.epoch or table.former is None:
-        actions = clock.resume(record.version, counted, bins)
+        actions = clock.resume(record.version, counted, open_steps)
     else:  # Killed over a change of the mode, which this slice had not come to.
         clock.rule = table.former
-        table.aside |= dict.fromkeys(job.membership.expected(), ())
-        actions = clock.resume(record.version, counted, bins) + clock.change(table.spec.rule)
-        table.aside.clear()
+        table.participants.aside |= dict.fromkeys(job.membership.expected(), ())
+        actions = clock.resume(record.version, counted, open_steps) + clock.change(table.spec.rule)
+        table.participants.aside.clear()
     return [(address, action) for action in actions]
 
 
-def bins_of(
+def open_steps_of(
     journal: SliceJournal, compressor: Compressor, token_of: Callable[[Push, Payload], Token]
-) -> dict[int, Bin]:
-    """Returns what a former process had counted that is in no update yet, by bin.
+) -> dict[int, OpenStep]:
+    """Returns what a former process had counted that is in no update yet, by open step.
 
     Args:
         journal: Of the slice.
         compressor: Of its pushes.
         token_of: Returns what stands for a push whose payload waits to be added.
     """
-    bins: dict[int, Bin] = {}
+    open_steps: dict[int, OpenStep] = {}
     for bin_ in journal.record.bins:
         added = [(journal.push_of(entry), entry.weight) for entry in bin_.added]
-        bins[bin_.bin] = Bin(added=added)
+        open_steps[bin_.bin] = OpenStep(bin_.bin, added=added)
     for entry in journal.record.held:
         push = journal.push_of(entry)
         cell = journal.pool.at(entry.place)
@@ -374,8 +377,9 @@ def bins_of(
             compressor=compressor if entry.is_compressed else RAW,
             cell=cell,
         )
-        bins.setdefault(entry.step, Bin()).held[push.worker] = (push, token_of(push, payload))
-    return bins
+        open_step = open_steps.setdefault(entry.step, OpenStep(entry.step))
+        open_step.held[push.worker] = (push, token_of(push, payload))
+    return open_steps
 
 
 class Nobody:

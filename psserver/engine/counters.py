@@ -95,6 +95,6 @@ class Tally:
         )
 
     def settle(self) -> None:
-        """Moves the times that the lanes have left into the histogram."""
+        """Moves the times that the queues have left into the histogram."""
         for _ in range(len(self.times_s)):
             self.apply_s.observe(self.times_s.popleft())

@@ -1,15 +1,15 @@
-"""Drives one shard: who takes part, which tables there are, and time; the data path is `Intake`'s.
+"""One shard, driven: workers, tables and time. `Requests` handles the pushes and pulls.
 
 Everything that the state machines decide is decided under one lock, whatever thread it comes from.
+Time, threads and the pace of `tick` come from outside: a shard's process gives the monotonic clock
+and an executor, a simulator in one thread gives virtual time and none.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import structlog
 
@@ -19,47 +19,58 @@ from pscore.observe.timeline import Timeline
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
+from pscore.types import FloatArray
 from psserver.decisions.limits import Budget
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import Address, Job, Shard
-from psserver.decisions.table import Table, TableSpec
+from psserver.decisions.shard import Actions, Address, Job, Shard
+from psserver.decisions.table import Table
 from psserver.durability.journal_dir import Vault
 from psserver.durability.recovery import Recovery, Room, resume
+from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.counters import Tally
 from psserver.engine.host_memory import require_host_memory
-from psserver.engine.requests import Intake
-from psserver.engine.slice_queue import Change, Lane
+from psserver.engine.requests import Requests
+from psserver.engine.slice_queue import SliceQueue, SwitchRule
 from psserver.engine.trace import TimedStore
 from psserver.engine.views import Figures, JobView, figures_of, view_of
 from psserver.engine.waits import Waits
 from psserver.slices.store import SliceStore
 
 log = structlog.get_logger()
-WAIT_S_MAX = 10.0
-FEW_THREADS = 2
 
 
-class Driver:
-    """One shard in this process's event loop."""
+class Engine:
+    """One shard: decisions, numbers and journals, without a network."""
 
     def __init__(
         self,
         shard: Shard,
         *,
-        num_threads: int = 2,
+        now: Callable[[], float],
+        executor: Executor | None = None,
+        step_on_receive_thread: bool = False,
         vault: Vault | None = None,
-        now: Callable[[], float] = time.monotonic,
         broke: Callable[[BaseException], None] | None = None,
+        on_decided: Callable[[Job, Actions], None] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         """Starts without jobs.
 
+        The owner calls `tick` about once a second, and `recover` before anything else if there is
+        a vault.
+
         Args:
             shard: The decisions.
-            num_threads: Threads for the numeric work of large slices.
+            now: The clock, in seconds, never falling: of leases, waits and measured times.
+            executor: Does the numeric work of large slices. None: the thread whose call leads to
+                the work does it, before the call returns.
+            step_on_receive_thread: Whether a thread that has received a gradient also adds it and
+                makes the step that follows (`Requests.on_push`).
             vault: Where everything is kept that outlives the process.
-            now: The clock of leases, in seconds.
-            broke: Called from any thread when a lane fails, which only a bug can cause.
+            broke: Called from any thread when a queue fails, which only a bug can cause.
+            on_decided: Called under the lock with each job's actions, in the order in which they
+                were decided and before they are carried out.
             timeline: Where spans are recorded; None: nowhere.
         """
         self.shard = shard
@@ -69,32 +80,40 @@ class Driver:
         self.budget = Budget(shard.limits.under_way_nbytes)
         self.lock = threading.RLock()
         self._broke = broke
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="lane")
-        self.intake = Intake(shard, self._pool, now, self.broke, self.lock, self.tally)
-        self.intake.has_few_threads = num_threads <= FEW_THREADS
-        self._timeline = self.intake.timeline = timeline
+        self._executor = executor
         self.recovery = Recovery(vault, shard)
-        self.intake.note_table = self.recovery.note_table
+        self._timeline = timeline
+        self.requests = Requests(
+            shard=shard,
+            now=now,
+            broke=self.broke,
+            lock=self.lock,
+            tally=self.tally,
+            note_table=self.recovery.note_table,
+            on_decided=on_decided,
+            timeline=timeline,
+            step_on_receive_thread=step_on_receive_thread,
+        )
         self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
         self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
-        self._barriers: dict[tuple[int, str], list[asyncio.Future[bool]]] = {}
-        self.waits = Waits(shard, self._barriers)
+        self.barriers = BarrierWaits(shard, self.lock, self.recovery.note)
+        self.waits = Waits(shard, self.barriers)
 
     # ----- workers and tables
 
     def join(
         self, name: str, num_workers: int, member: Member, min_workers: int = 0, life: int = 0
     ) -> Job:
-        """Takes a worker into a job (`Shard.join`)."""
+        """Takes a worker into a job (`Shard.decide_join`)."""
         with self.lock:
-            job = self.shard.join(name, num_workers, member, min_workers, life)
+            job, actions = self.shard.decide_join(name, num_workers, member, min_workers, life)
             self._part_with(job, member.rank)
             self.forget_ended()
             self._owners[id(job)] = job
             self.recovery.note(job)
-            self.intake.carry_out(job, self.shard.recheck(job))
+            self.requests.execute(job, actions)
             news = member.news if len(job.life.told) == 1 else ""
-        self._ring(job)
+        self.barriers.wake_all(job)
         if news:
             log.warning(news)
         log.info("worker joined", job=name, worker=member.rank, host=member.host, pid=member.pid)
@@ -125,7 +144,8 @@ class Driver:
             if not created:
                 return table, False
             self._make_room(job, table)
-        self._pool.submit(warm_up, table.optimizer)  # While the weights are on their way.
+        if self._executor is not None:  # The weights are on their way meanwhile.
+            self._executor.submit(warm_up, table.optimizer)
         log.info(
             "table defined",
             job=job.name,
@@ -144,7 +164,7 @@ class Driver:
         with self.lock:
             actions = self.shard.step_aside(job, index, rank, change)
             self.recovery.note_table(job, job.table(index))
-            self.intake.carry_out(job, actions)
+            self.requests.execute(job, actions)
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> None:
         """Gives a table another mode, unless a worker before this one has done so."""
@@ -155,7 +175,7 @@ class Driver:
                 self.recovery.note_table(job, job.table(index))  # Who is aside, if it is refused.
             if actions is None:
                 return
-            self.intake.carry_out(job, actions)
+            self.requests.execute(job, actions)
             for part in job.table(index).clocks:
                 self._change_lane(job, job.table(index), part)
             name = job.table(index).spec.name
@@ -163,8 +183,8 @@ class Driver:
 
     def _change_lane(self, job: Job, table: Table, index: int) -> None:
         clocks = {rank: steps.clock for rank, steps in table.clocks[index].counted.items()}
-        change = Change(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
-        self.intake.lanes[id(job), table.index, index].submit([change])
+        change = SwitchRule(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
+        self.requests.queues[id(job), table.index, index].submit([change])
 
     def _make_room(self, job: Job, table: Table) -> None:
         """Makes the stores of a new table.
@@ -207,8 +227,8 @@ class Driver:
             else:
                 address = Address(job.name, table.index, index)
                 store = TimedStore(*what, timeline=self._timeline, address=address)
-            lane = Lane(store, self.intake, self._pool)
-            self.intake.lanes[id(job), table.index, index] = lane
+            queue = SliceQueue(store, self.requests, self._executor)
+            self.requests.queues[id(job), table.index, index] = queue
 
     def attach(self, sender: data_pb2.Sender, fd: int, nbytes: int) -> Segment:
         """Maps a worker's gradients, and returns the segment of the weights for it to map.
@@ -226,29 +246,39 @@ class Driver:
                 grads = Segment.attach(fd, nbytes)
             except OSError as problem:
                 raise RemoteProtocolError(f"cannot map the worker's segment: {problem}") from None
-            key = (id(job), sender.table, sender.worker)
-            self.intake.shared[key] = grads.floats(0, numel)
+            self.share(job, table, sender.worker, grads.floats(0, numel))
             grads.close()
             return self._weights[id(job), sender.table]
 
+    def share(self, job: Job, table: Table, rank: int, grads: FloatArray) -> None:
+        """Reads the shared pushes of a worker to a table from `grads`, `(numel,) float32`."""
+        with self.lock:
+            self.requests.shared[id(job), table.index, rank] = grads
+
     # ----- after a SIGKILL
 
-    def take_up(self) -> list[str]:
-        """Goes on with the jobs in the vault, exactly where they were; returns their names."""
+    def recover(self, inspect: Callable[[SliceStore], None] | None = None) -> list[str]:
+        """Goes on with the jobs in the vault, exactly where they were; returns their names.
+
+        Args:
+            inspect: Called with each slice as its journal left it, before it resumes.
+        """
         with self.lock:
             jobs = self.recovery.take_up(self.now(), self._allocate)
             for job in jobs:
                 self._owners[id(job)] = job
                 for table in job.tables.values():
                     for index, clock in table.clocks.items():
-                        store = self.intake.lanes[id(job), table.index, index].store
+                        store = self.requests.queues[id(job), table.index, index].store
+                        if inspect is not None:
+                            inspect(store)
                         journal = store.journal
                         is_behind = journal is not None and journal.record.epoch < table.epoch
                         actions = resume(job, table, table.specs[index], store, clock)
-                        self.intake.carry_out(job, actions)
+                        self.requests.execute(job, actions)
                         if is_behind:
                             self._change_lane(job, table, index)
-                self.intake.debts.take_up(job, self.recovery.owed(job))
+                self.requests.debts.take_up(job, self.recovery.owed(job))
         return [job.name for job in jobs]
 
     # ----- checkpoints
@@ -263,7 +293,7 @@ class Driver:
 
     def note_owed(self, job: Job) -> None:
         """Writes down what the workers of a restored job have still to claim."""
-        self.recovery.note_owed(job, self.intake.debts.kept_of(id(job)))
+        self.recovery.note_owed(job, self.requests.debts.kept_of(id(job)))
 
     def forget_ended(self) -> None:
         """Frees the numbers of jobs that have been replaced."""
@@ -271,21 +301,21 @@ class Driver:
             for key, job in list(self._owners.items()):
                 if self.shard.jobs.get(job.name) is not job:
                     del self._owners[key]
-                    self.intake.forget_job(key)
+                    self.requests.forget_job(key)
                     self.recovery.forget(key)
                     for entry in [entry for entry in self._weights if entry[0] == key]:
                         del self._weights[entry]
 
     @property
     def is_busy(self) -> bool:
-        """Whether any lane has work."""
+        """Whether any queue has work."""
         with self.lock:
-            return any(lane.is_busy for lane in self.intake.lanes.values())
+            return any(queue.is_busy for queue in self.requests.queues.values())
 
     def stores(self, job: Job) -> list[SliceStore]:
         """Returns the slices of a job."""
         with self.lock:
-            return [lane.store for key, lane in self.intake.lanes.items() if key[0] == id(job)]
+            return [queue.store for key, queue in self.requests.queues.items() if key[0] == id(job)]
 
     # ----- membership
 
@@ -295,14 +325,14 @@ class Driver:
         """Lets a worker go, and goes on without it."""
         with self.lock:
             job = self.shard.jobs.get(name)
-            actions = self.shard.leave(name, rank, incarnation, reason, failed=failed)
+            actions = self.shard.decide_leave(name, rank, incarnation, reason, failed=failed)
             if job is None:
                 return
             log.info("worker left", job=name, worker=rank, reason=reason)
             self._part_with(job, rank)
             self.recovery.note(job)
-            self.intake.carry_out(job, actions)
-        self._ring(job)
+            self.requests.execute(job, actions)
+        self.barriers.wake_all(job)
 
     def suspect(self, sender: data_pb2.Sender) -> None:
         """Is told that a bulk connection of a worker has ended, perhaps with the worker."""
@@ -311,8 +341,11 @@ class Driver:
             if job is not None:
                 job.membership.suspect(sender.worker, sender.incarnation, self.now())
 
-    def tick(self) -> None:
-        """Declares silent workers lost and tells who waits for what; called once a second."""
+    def tick(self) -> list[tuple[Job, Member]]:
+        """Declares silent workers lost and logs long waits; called about once a second.
+
+        Returns the workers that are declared lost, each with its job.
+        """
         with self.lock:
             self.tally.settle()
             lost, actions = self.shard.tick(self.now())
@@ -329,56 +362,18 @@ class Driver:
             for job in {id(job): job for job, _ in lost}.values():
                 self.recovery.note(job)
                 own = [item for item in actions if item[0].job == job.name]
-                self.intake.carry_out(job, own)
-                self._ring(job)
+                self.requests.execute(job, own)
+                self.barriers.wake_all(job)
             self.forget_ended()
-            self.recovery.settle(self.intake.debts.kept_of)
+            self.recovery.settle(self.requests.debts.kept_of)
             self.waits.look(self.now())
-            self.intake.put_off()
+            self.requests.put_off()
+            return lost
 
     def _part_with(self, job: Job, rank: int) -> None:
         """Unmaps what a worker has shared."""
-        for key in [k for k in self.intake.shared if k[0] == id(job) and k[2] == rank]:
-            del self.intake.shared[key]
-
-    async def barrier(
-        self, job: Job, name: str, number: int, rank: int, wait_s: float, value: float = 0.0
-    ) -> tuple[bool, str, float]:
-        """Arrives at a barrier with `value`, and waits up to `wait_s` for the others.
-
-        Returns whether it is open, what it waits for, and the largest value of all workers.
-        """
-        with self.lock:
-            awaited = self.shard.barrier(job, name, number, rank, value)
-            self.recovery.note(job)
-        deadline_s = self.now() + min(wait_s, WAIT_S_MAX)
-        if not awaited:
-            self._ring(job)
-        while awaited and (left_s := deadline_s - self.now()) > 0:
-            bell: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            with self.lock:
-                bells = self._barriers.setdefault((id(job), name), [])
-            bells.append(bell)
-            try:
-                await asyncio.wait([bell], timeout=left_s)
-            finally:
-                bells.remove(bell)
-                if not bells:
-                    with self.lock:
-                        del self._barriers[id(job), name]
-            with self.lock:
-                awaited = self.shard.barrier(job, name, number, rank, value)
-                if not awaited:
-                    self.recovery.note(job)
-        with self.lock:
-            return not awaited, awaited, job.barriers.agreed(name, number)
-
-    def _ring(self, job: Job) -> None:
-        """Wakes everybody who waits at a barrier of `job`."""
-        for key in [key for key in self._barriers if key[0] == id(job)]:
-            for bell in self._barriers[key]:
-                if not bell.done():
-                    bell.set_result(True)
+        for key in [k for k in self.requests.shared if k[0] == id(job) and k[2] == rank]:
+            del self.requests.shared[key]
 
     # ----- for people
 
@@ -395,6 +390,6 @@ class Driver:
             return figures_of(self.shard, self.tally)
 
     def broke(self, problem: BaseException | None) -> None:
-        """Passes on that a lane has failed."""
+        """Passes on that a queue has failed."""
         if self._broke is not None and problem is not None:
             self._broke(problem)

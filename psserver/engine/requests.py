@@ -1,7 +1,7 @@
-"""Pushes and pulls of one shard: checked, decided under one lock, carried out by the lanes.
+"""Pushes and pulls of one shard: checked, decided under one lock, carried out by the queues.
 
 Transports (gRPC in control.py, sockets in data_socket.py) bring headers and payloads from any
-thread and get their answers through a `Reply`. All decisions are made under the driver's lock; the
+thread and get their answers through a `Reply`. All decisions are made under the engine's lock; the
 numeric work of large slices is not.
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,15 +20,16 @@ from pscore.errors import DecodeError, RemoteProtocolError
 from pscore.net import wire
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import COUNT_MAX
 from pscore.types import SAMPLES_MAX, ByteArray, FloatArray, Pull, Push, Role, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip, Update
 from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import COUNT_MAX, Table
+from psserver.decisions.table import Table
 from psserver.engine.counters import Tally
 from psserver.engine.residuals import Debts
-from psserver.engine.slice_queue import Lane, Work
+from psserver.engine.slice_queue import SliceQueue, Work
 from psserver.engine.trace import note_push
 from psserver.slices.pool import Buffer
 from psserver.slices.store import Payload, SliceStore
@@ -78,37 +77,40 @@ class Request:
     is_shared: bool = False  # The payload lies in the worker's segment, or the answer in ours.
     held: int | None = None  # Of a compressed pull: the estimate that the worker has.
     deadline_s: float = 0.0  # Of a pull: then it is told what is missing.
-    taken_s: float = 0.0  # When a lane began with the payload.
+    taken_s: float = 0.0  # When a queue began with the payload.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Armed:
+class AtVersion:
     """Something to be done right behind one slice's update to a version."""
 
     version: int
     work: Work
 
 
-@dataclass(slots=True)
-class Intake:
+@dataclass(slots=True, kw_only=True)
+class Requests:
     """The data path of one shard."""
 
     shard: Shard
-    pool: Executor
     now: Callable[[], float]
     broke: Callable[[BaseException | None], None]
     lock: threading.RLock
     tally: Tally
-    lanes: dict[tuple[int, int, int], Lane] = field(default_factory=dict)  # Job id, table, slice.
+    queues: dict[tuple[int, int, int], SliceQueue] = field(
+        default_factory=dict
+    )  # Job id, table, slice.
     shared: dict[tuple[int, int, int], FloatArray] = field(default_factory=dict)  # ..., worker.
     # What is to be done right behind the update to a version: by job id, table, slice.
-    armed: dict[tuple[int, int, int], list[Armed]] = field(default_factory=dict)
+    at_version: dict[tuple[int, int, int], list[AtVersion]] = field(default_factory=dict)
     debts: Debts = field(default_factory=Debts)
-    waiting: set[Request] = field(default_factory=set)  # Pulls that are not answered yet.
-    # Told of a table whose steps are counted from elsewhere now.
+    waiting: dict[Request, None] = field(default_factory=dict)  # Unanswered pulls, oldest first.
+    # Called with a table whose steps are counted from elsewhere now.
     note_table: Callable[[Job, Table], None] = lambda job, table: None
+    # Called with actions before they are carried out.
+    on_decided: Callable[[Job, Actions], None] | None = None
     timeline: Timeline | None = None
-    has_few_threads: bool = False  # In the pool: no more than a worker's connections have already.
+    step_on_receive_thread: bool = False
 
     # ----- requests
 
@@ -127,7 +129,7 @@ class Intake:
         if nbytes > max(longest, num_arrays * 4 * numel):
             raise DecodeError(f"{nbytes} bytes for a slice of {numel} elements ({_of(header)})")
 
-    def push(
+    def on_push(
         self,
         header: data_pb2.PushHeader,
         data: ByteArray,
@@ -148,7 +150,7 @@ class Intake:
         Raises:
             PacelineError: The push is refused; nothing was counted.
         """
-        idle: list[Lane] = []
+        idle: list[SliceQueue] = []
         with self.lock:
             begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
             job, table, address = self._address(header.sender, header.slice)
@@ -157,7 +159,7 @@ class Intake:
             request.is_shared = header.shared
             if header.shared:
                 data = self._shared_grad(job, table, address, worker)
-            store = self.lanes[id(job), address.table, address.slice].store
+            store = self.queues[id(job), address.table, address.slice].store
             try:
                 push = _push(header, table)
                 request.payload = _payload(table, header, data)
@@ -167,7 +169,7 @@ class Intake:
             if push.role not in LOADS:
                 request.step = push.step
             was = table.spec
-            actions = self.shard.push(job, address, push, request)
+            actions = self.shard.decide_push(job, address, push, request)
             if table.spec is not was:
                 self.note_table(job, table)
             if self.timeline is not None:
@@ -176,12 +178,12 @@ class Intake:
             self.tally.received_nbytes += data.nbytes
             # What was just received is in this core's cache; what is compressed takes longer to
             # add than to receive.
-            steps_here = here and self.has_few_threads and not header.compressor
-            self.carry_out(job, actions, idle if steps_here else None)
-        for lane in idle:
-            lane.run()
+            steps_here = here and self.step_on_receive_thread and not header.compressor
+            self.execute(job, actions, idle if steps_here else None)
+        for queue in idle:
+            queue.run()
 
-    def pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
+    def on_pull(self, header: data_pb2.PullHeader, reply: Reply, wait_s: float) -> None:
         """Takes one pull; answered when it can be, or told what is missing after `wait_s`.
 
         Raises:
@@ -204,8 +206,8 @@ class Intake:
             request.is_shared = header.shared
             if header.estimate and not (header.with_state or header.look):
                 request.held = _held(header, table)
-            self.waiting.add(request)
-            self.carry_out(job, self.shard.pull(job, address, pull, request))
+            self.waiting[request] = None
+            self.execute(job, self.shard.decide_pull(job, address, pull, request))
 
     def put_off(self) -> None:
         """Tells the pulls that have waited long enough what is missing."""
@@ -213,7 +215,7 @@ class Intake:
             now_s = self.now()
             for request in [r for r in self.waiting if r.deadline_s <= now_s]:
                 if request.clock.forget(request):
-                    self.waiting.discard(request)
+                    del self.waiting[request]
                     text = self.shard.waiting_for(request.job, request.address)
                     self.tally.pulled(request.job.name, is_answered=False)
                     request.reply.pulled(
@@ -225,46 +227,50 @@ class Intake:
         with self.lock:
             for request in [r for r in self.waiting if reply_of(r.reply)]:
                 request.clock.forget(request)
-                self.waiting.discard(request)
+                del self.waiting[request]
 
     def forget_job(self, key: int) -> None:
         """Frees what belongs to the job with this id."""
-        self.lanes = {entry: lane for entry, lane in self.lanes.items() if entry[0] != key}
+        self.queues = {entry: queue for entry, queue in self.queues.items() if entry[0] != key}
         self.shared = {entry: grads for entry, grads in self.shared.items() if entry[0] != key}
         self.debts.forget_job(key)
 
     # ----- carrying out
 
-    def carry_out(self, job: Job, actions: Actions, idle: list[Lane] | None = None) -> None:
-        """Gives each slice's actions to its lane, in order; called under the lock.
+    def execute(self, job: Job, actions: Actions, idle: list[SliceQueue] | None = None) -> None:
+        """Gives each slice's actions to its queue, in order; called under the lock.
 
         Args:
             job: Whose they are.
             actions: In the order in which they were decided.
-            idle: Takes the lanes that the caller has to run, without the lock; None: none.
+            idle: Takes the queues that the caller has to run, without the lock; None: none.
         """
+        if self.on_decided is not None:
+            self.on_decided(job, actions)
         for address, group in itertools.groupby(actions, key=lambda item: item[0]):
-            lane = self.lanes[id(job), address.table, address.slice]
+            queue = self.queues[id(job), address.table, address.slice]
             batch = [action for _, action in group]
             for action in batch:
                 self._count(action)
-            work = self._with_armed((id(job), address.table, address.slice), batch)
+            work = self._with_work_at_version((id(job), address.table, address.slice), batch)
             if idle is None:
-                lane.submit(work)
-            elif lane.queue(work):
-                idle.append(lane)
+                queue.submit(work)
+            elif queue.append(work):
+                idle.append(queue)
 
-    def _with_armed(self, key: tuple[int, int, int], batch: list[Action]) -> Sequence[Work]:
-        """Puts what is armed for a slice behind the update that it waits for."""
-        armed = self.armed.get(key)
-        if not armed:
+    def _with_work_at_version(
+        self, key: tuple[int, int, int], batch: list[Action]
+    ) -> Sequence[Work]:
+        """Puts what is at_version for a slice behind the update that it waits for."""
+        at_version = self.at_version.get(key)
+        if not at_version:
             return batch
         queue: list[Work] = []
         for action in batch:
             queue.append(action)
             if isinstance(action, Update | Skip):
                 former = action.former if isinstance(action, Skip) else action.version - 1
-                queue += [e.work for e in armed if former < e.version <= action.version]
+                queue += [e.work for e in at_version if former < e.version <= action.version]
         return queue
 
     def note_refused(self) -> None:
@@ -277,7 +283,7 @@ class Intake:
             self.tally.num_updates += 1
         elif isinstance(action, Answer):
             assert isinstance(action.token, Request)
-            self.waiting.discard(action.token)
+            self.waiting.pop(action.token, None)
             self.tally.pulled(action.token.job.name, is_answered=True)
         elif isinstance(action, Acknowledge):
             request = action.token
@@ -290,13 +296,13 @@ class Intake:
                 if staleness is not None:
                     self.tally.staleness.observe(staleness)
 
-    # ----- Desk: what the lanes call
+    # ----- Completion: what the queues call
 
     def payload(self, token: Token) -> Payload:
         """Returns the payload of a push."""
         assert isinstance(token, Request)
         assert token.payload is not None
-        token.taken_s = time.perf_counter()
+        token.taken_s = self.now()
         return token.payload
 
     def keep(self, token: Token, payload: Payload) -> None:
@@ -313,7 +319,7 @@ class Intake:
         token.payload = None
         if token.release is not None:
             token.release()
-        self.tally.times_s.append(time.perf_counter() - token.taken_s)
+        self.tally.times_s.append(self.now() - token.taken_s)
 
     def acknowledge(self, action: Acknowledge) -> None:
         """Answers a push."""

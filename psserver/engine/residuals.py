@@ -21,7 +21,7 @@ from pscore.compressors.base import Compressor
 from pscore.errors import RemoteProtocolError
 from pscore.types import ANY_STEP, FloatArray
 from psserver.decisions.membership import Presence
-from psserver.decisions.progress import Counted
+from psserver.decisions.progress import Progress
 from psserver.decisions.shard import Address, Job
 from psserver.decisions.table import Table
 
@@ -100,7 +100,7 @@ class Ask:
     def _newer(self, index: int, rank: int) -> Arrays:
         return self.arrays.get((index, rank)) or self.kept.get((index, rank), {})
 
-    def _is_missing(self, index: int, rank: int, counted: Counted | None) -> bool:
+    def _is_missing(self, index: int, rank: int, counted: Progress | None) -> bool:
         if counted is None or not self.table.specs[index].compress or _newest(counted) < 0:
             return False
         if self.step == ANY_STEP:
@@ -206,7 +206,7 @@ class Debts:
         for path, array in arrays.items():
             number, index, first, name = path.split("/")
             table = job.table(int(number))
-            counted = table.clocks[int(index)].counted.get(int(name.split(".")[1]), Counted())
+            counted = table.clocks[int(index)].counted.get(int(name.split(".")[1]), Progress())
             if _newest(counted) < int(first):
                 self.keep(job, table, int(index), name, array, int(first))
 
@@ -227,11 +227,11 @@ def is_owed(name: str, compressor: Compressor | None = None) -> bool:
     return found is not None and (compressor is None or found[2] in compressor.state_names)
 
 
-def _newest(counted: Counted) -> int:
+def _newest(counted: Progress) -> int:
     return max(counted.ahead, default=counted.clock - 1)
 
 
-def _last(counted: Counted, step: int) -> int:
+def _last(counted: Progress, step: int) -> int:
     """Returns the last push that is in up to `step`; -1: none."""
     known = [other for other in counted.ahead if other <= step]
     return max([*known, min(counted.clock - 1, step)])

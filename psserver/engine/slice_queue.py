@@ -1,9 +1,9 @@
-"""Lanes: each slice's actions one after the other, many slices at once, off the event loop.
+"""Slice queues: the actions of each slice in order, those of different slices side by side.
 
-A lane owns one `SliceStore`. Actions of large slices run on a pool of threads, whose loops let the
-GIL go, or on the thread that has just received the gradient (requests.py); those of small ones run
-at once on the caller's thread, where a switch of threads would cost more than the work. Results go
-back through the callbacks that the driver gives.
+A queue owns one `SliceStore`. Actions of large slices run on an executor, whose threads release the
+GIL in their loops, or on the thread that has just received the gradient (requests.py). Actions of
+small slices run at once on the caller's thread, since a switch of threads would cost more than the
+work. Results go back through `Completion`.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ INLINE_NUMEL_MAX = 1 << 15  # 128 KiB: about 20 microseconds of work, less than 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """Hand copies of all arrays of the slice, as they are between two actions, to `take`."""
+class CopyOut:
+    """Copy all arrays of the slice, as they are between two actions, and call `take` with them."""
 
     take: Callable[[dict[str, np.ndarray]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Go on under another rule."""
+class SwitchRule:
+    """Apply another rule from the next action on."""
 
     rule: Rule
-    epoch: int  # Changes so far, with this one.
-    clocks: Mapping[int, int]  # Of each worker, by rank.
+    epoch: int  # Rule changes so far, including this one.
+    clocks: Mapping[int, int]  # Next step of each worker, by rank.
 
 
-Work = Action | Copy | Change
+Work = Action | CopyOut | SwitchRule
 
 
-class Desk(Protocol):
-    """Where a lane finds payloads and leaves answers; called from any thread."""
+class Completion(Protocol):
+    """Holds the payloads of requests and sends their answers; called from any thread."""
 
     def payload(self, token: Token) -> Payload:
         """Returns the payload of a push; the same one until `done`."""
 
     def keep(self, token: Token, payload: Payload) -> None:
-        """Has this payload from now on in the place of the push's own."""
+        """Replaces the payload of a push, whose memory may then be reused."""
 
     def done(self, token: Token) -> None:
-        """Forgets a payload."""
+        """Drops the payload of a push."""
 
     def acknowledge(self, action: Acknowledge) -> None:
         """Answers a push."""
@@ -64,44 +64,45 @@ class Desk(Protocol):
         """Answers a pull from the store's arrays, before it returns."""
 
     def broke(self, problem: BaseException | None) -> None:
-        """Learns that an action failed, which only a bug can cause; the slice is stuck."""
+        """Reports that an action raised, which only a bug can cause; the slice stays stuck."""
 
 
-class Lane:
+class SliceQueue:
     """The actions of one slice, in order."""
 
-    def __init__(self, store: SliceStore, desk: Desk, pool: Executor) -> None:
+    def __init__(
+        self, store: SliceStore, completion: Completion, executor: Executor | None
+    ) -> None:
         """Starts idle.
 
         Args:
-            store: The slice's numbers; only this lane touches them.
-            desk: Payloads and answers.
-            pool: Threads for large slices.
+            store: The slice's numbers; only this queue touches them.
+            completion: Payloads and answers of requests.
+            executor: Does the work of large slices; None: `submit` does it before it returns.
         """
         self.store = store
-        self._desk = desk
-        self._pool = pool
+        self._completion = completion
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
         self._is_busy = False
-        self._is_inline = store.numel <= INLINE_NUMEL_MAX
+        self._executor = executor if store.numel > INLINE_NUMEL_MAX else None
 
     @property
     def is_busy(self) -> bool:
-        """Whether actions are queued or being carried out."""
+        """Whether actions are queued or running."""
         return self._is_busy
 
     def submit(self, actions: Sequence[Work]) -> None:
-        """Queues actions behind those already there."""
-        if not self.queue(actions):
+        """Appends actions, and starts their execution if the queue was idle."""
+        if not self.append(actions):
             return
-        if self._is_inline:
+        if self._executor is None:
             self.run()
         else:
-            self._pool.submit(self.run)
+            self._executor.submit(self.run)
 
-    def queue(self, actions: Sequence[Work]) -> bool:
-        """Queues actions; returns whether the lane was idle, and the caller has to `run` it."""
+    def append(self, actions: Sequence[Work]) -> bool:
+        """Appends actions; returns whether the queue was idle, so that the caller must `run` it."""
         with self._lock:
             self._queue.extend(actions)
             if self._is_busy or not self._queue:
@@ -110,18 +111,18 @@ class Lane:
             return True
 
     def run(self) -> None:
-        """Carries out what is queued, on this thread."""
+        """Executes all queued actions on this thread, until the queue is empty."""
         finished = False
         try:
             while batch := self._take():
-                carry_out(batch, self.store, self._desk)
+                execute(batch, self.store, self._completion)
             finished = True
         finally:
             if not finished:
-                self._desk.broke(sys.exception())
+                self._completion.broke(sys.exception())
 
     def _take(self) -> list[Work]:
-        """Returns all that is queued; if that is nothing, the lane is idle."""
+        """Returns all queued actions; without any, the queue is idle from then on."""
         with self._lock:
             batch = list(self._queue)
             self._queue.clear()
@@ -129,11 +130,11 @@ class Lane:
             return batch
 
 
-def carry_out(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
-    """Carries out actions of one slice in order; an update and the additions before it in one.
+def execute(actions: Sequence[Work], store: SliceStore, completion: Completion) -> None:
+    """Executes actions of one slice in order; an update and the additions before it run as one.
 
-    Acknowledgements between them come behind it: nobody waits for one but to use the gradient's
-    memory again, and so that memory is read once, for addition and step.
+    So a gradient is read once, for addition and step. Acknowledgements between them are sent after
+    the update: their receivers need them only to reuse the gradient's memory.
     """
     run: list[Add | Acknowledge] = []
     for action in actions:
@@ -141,80 +142,82 @@ def carry_out(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
             run.append(action)
             continue
         if isinstance(action, Update) and run:
-            _update_with(run, action, store, desk)
+            _update_with(run, action, store, completion)
         else:
-            _one_by_one(run, store, desk)
-            CARRIERS[type(action)](action, store, desk)
+            _one_by_one(run, store, completion)
+            HANDLERS[type(action)](action, store, completion)
         run = []
-    _one_by_one(run, store, desk)
+    _one_by_one(run, store, completion)
 
 
 def _update_with(
-    run: Sequence[Add | Acknowledge], update: Update, store: SliceStore, desk: Desk
+    run: Sequence[Add | Acknowledge], update: Update, store: SliceStore, completion: Completion
 ) -> None:
-    """Makes an update together with the additions to its bin that end `run`."""
+    """Makes an update together with the additions to its bin at the end of `run`."""
     begin = 0
     for position, action in enumerate(run):
-        if isinstance(action, Add) and action.bin != update.bin:
+        if isinstance(action, Add) and action.open_step != update.open_step:
             begin = position + 1
     adds = [action for action in run[begin:] if isinstance(action, Add)]
     if not adds:
-        _one_by_one([*run, update], store, desk)
+        _one_by_one([*run, update], store, completion)
         return
-    _one_by_one(run[:begin], store, desk)
-    store.add_and_update([(add, desk.payload(add.token)) for add in adds], update)
+    _one_by_one(run[:begin], store, completion)
+    store.add_and_update([(add, completion.payload(add.token)) for add in adds], update)
     for add in adds:
-        desk.done(add.token)
-    _one_by_one([action for action in run[begin:] if not isinstance(action, Add)], store, desk)
+        completion.done(add.token)
+    _one_by_one(
+        [action for action in run[begin:] if not isinstance(action, Add)], store, completion
+    )
 
 
-def _one_by_one(actions: Sequence[Work], store: SliceStore, desk: Desk) -> None:
+def _one_by_one(actions: Sequence[Work], store: SliceStore, completion: Completion) -> None:
     for action in actions:
-        CARRIERS[type(action)](action, store, desk)
+        HANDLERS[type(action)](action, store, completion)
 
 
-def _add(action: Add, store: SliceStore, desk: Desk) -> None:
-    store.add(action, desk.payload(action.token))
-    desk.done(action.token)
+def _add(action: Add, store: SliceStore, completion: Completion) -> None:
+    store.add(action, completion.payload(action.token))
+    completion.done(action.token)
 
 
-def _load(action: Load, store: SliceStore, desk: Desk) -> None:
-    store.load(action, desk.payload(action.token))
-    desk.done(action.token)
+def _load(action: Load, store: SliceStore, completion: Completion) -> None:
+    store.load(action, completion.payload(action.token))
+    completion.done(action.token)
 
 
-def _hold(action: Hold, store: SliceStore, desk: Desk) -> None:
-    desk.keep(action.token, store.hold(action, desk.payload(action.token)))
+def _hold(action: Hold, store: SliceStore, completion: Completion) -> None:
+    completion.keep(action.token, store.hold(action, completion.payload(action.token)))
 
 
-def _update(action: Update, store: SliceStore, desk: Desk) -> None:
+def _update(action: Update, store: SliceStore, completion: Completion) -> None:
     store.update(action)
 
 
-def _skip(action: Skip, store: SliceStore, desk: Desk) -> None:
+def _skip(action: Skip, store: SliceStore, completion: Completion) -> None:
     store.skip(action)
 
 
-def _acknowledge(action: Acknowledge, store: SliceStore, desk: Desk) -> None:
+def _acknowledge(action: Acknowledge, store: SliceStore, completion: Completion) -> None:
     store.refuse(action)
-    desk.acknowledge(action)
+    completion.acknowledge(action)
 
 
-def _answer(action: Answer, store: SliceStore, desk: Desk) -> None:
-    desk.answer(action, store)
+def _answer(action: Answer, store: SliceStore, completion: Completion) -> None:
+    completion.answer(action, store)
 
 
-def _copy(action: Copy, store: SliceStore, desk: Desk) -> None:
+def _copy_out(action: CopyOut, store: SliceStore, completion: Completion) -> None:
     action.take(store.export())
 
 
-def _change(action: Change, store: SliceStore, desk: Desk) -> None:
+def _switch_rule(action: SwitchRule, store: SliceStore, completion: Completion) -> None:
     store.change(action.rule, action.epoch, action.clocks)
 
 
-CARRIERS: dict[type[Work], Callable[..., None]] = {
-    Copy: _copy,
-    Change: _change,
+HANDLERS: dict[type[Work], Callable[..., None]] = {
+    CopyOut: _copy_out,
+    SwitchRule: _switch_rule,
     Add: _add,
     Load: _load,
     Hold: _hold,

@@ -1,54 +1,18 @@
 """What a shard shows of itself: frozen values, made under the engine's lock and read without it.
 
 Status and metrics are read on the event loop while socket threads change clocks, members and
-counters. So nothing outside of the lock looks at a state machine: `Driver.status` and
-`Driver.figures` copy what is shown, and their readers see one moment of the shard.
+counters. So nothing outside of the lock looks at a state machine: `Engine.status` and
+`Engine.figures` copy what is shown, and their readers see one moment of the shard.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.table import Table
 from psserver.engine.counters import Tally
 from psserver.engine.waits import Waits
-
-T = TypeVar("T")
-SHARE = 0.1  # Of the time: at most so much goes into making views, however many ask for them.
-
-
-class Shared(Generic[T]):
-    """One value for all who ask at about the same time, so that many readers cost as few do.
-
-    It is made after they have asked, never before: whoever has changed something sees it.
-    """
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        """Calls `make` on the event loop, as seldom as `SHARE` demands."""
-        self._make = make
-        self._next: asyncio.Task[T] | None = None
-        self._due_s = 0.0
-
-    async def get(self) -> T:
-        """Returns a value that is made from now on."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._make_next())
-        return await asyncio.shield(self._next)
-
-    async def _make_next(self) -> T:
-        await asyncio.sleep(max(0.0, self._due_s - time.monotonic()))
-        self._next = None  # Whoever asks from here on has to see what happens from here on.
-        begin_s = time.monotonic()
-        try:
-            return self._make()
-        finally:
-            end_s = time.monotonic()
-            self._due_s = end_s + (end_s - begin_s) * (1 / SHARE - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

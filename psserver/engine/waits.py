@@ -5,14 +5,13 @@ Everything here reads state machines, so it is called under the engine's lock (e
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import structlog
 
 from psserver.decisions.membership import Presence
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.stalls import Key, Stalls
 from psserver.decisions.table import Table
+from psserver.engine.barrier_waits import BarrierWaits
 
 log = structlog.get_logger()
 
@@ -20,15 +19,15 @@ log = structlog.get_logger()
 class Waits:
     """The waits of all jobs of one shard."""
 
-    def __init__(self, shard: Shard, at_barriers: Collection[tuple[int, str]]) -> None:
+    def __init__(self, shard: Shard, barriers: BarrierWaits) -> None:
         """Starts with none.
 
         Args:
             shard: The jobs.
-            at_barriers: Barriers at which workers wait, by the id of the job and the name.
+            barriers: The workers that wait at barriers.
         """
         self._shard = shard
-        self._at_barriers = at_barriers
+        self._barriers = barriers
         self._stalls: dict[int, Stalls] = {}  # By the id of the job.
 
     def of_table(self, job: Job, table: Table) -> str:
@@ -83,11 +82,9 @@ class Waits:
         found: dict[Key, str] = {}
         if job.membership.is_idle:
             return found
-        for key, name in self._at_barriers:
+        for name in self._barriers.names(job):
             barrier = job.barriers.by_name.get(name)
-            if key != id(job) or barrier is None:
-                continue
-            if awaited := self._shard.at_barrier(job, name, barrier):
+            if barrier is not None and (awaited := self._shard.at_barrier(job, name, barrier)):
                 found["barrier", name, barrier.number] = awaited
         return found
 

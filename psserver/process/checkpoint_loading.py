@@ -17,7 +17,7 @@ import structlog
 
 from pscore.errors import PacelineError
 from pscore.net.credentials import Credentials
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote import checkpoint as shards
@@ -28,11 +28,11 @@ log = structlog.get_logger()
 MARKER = "loading"  # In the vault: names the job whose journal is not complete yet.
 
 
-def load(driver: Driver, folder: Path, vault: Path | None) -> dict[str, Checkpoint]:
+def load(engine: Engine, folder: Path, vault: Path | None) -> dict[str, Checkpoint]:
     """Makes the jobs of a folder of checkpoints that a shard does not have; returns them.
 
     Args:
-        driver: The shard; it does not listen yet.
+        engine: The shard; it does not listen yet.
         folder: Of the checkpoints.
         vault: Where the shard keeps its journals, if it does.
 
@@ -43,7 +43,7 @@ def load(driver: Driver, folder: Path, vault: Path | None) -> dict[str, Checkpoi
     half = marker.read_text(encoding="utf-8") if marker is not None and marker.exists() else None
     loaded: dict[str, Checkpoint] = {}
     for job, found in newest(folder).items():
-        if job in driver.shard.jobs and job != half:
+        if job in engine.shard.jobs and job != half:
             continue  # Its journal is newer.
         if found[0].manifest.get("finished"):
             log.info("job had ended, it is not loaded", job=job, path=str(found[0].path))
@@ -55,7 +55,7 @@ def load(driver: Driver, folder: Path, vault: Path | None) -> dict[str, Checkpoi
         try:
             if marker is not None:
                 marker.write_text(job, encoding="utf-8")
-            deliver(driver, checkpoint, job)
+            deliver(engine, checkpoint, job)
             if marker is not None:
                 marker.unlink()
         except (PacelineError, OSError) as problem:
@@ -84,17 +84,17 @@ def _newest_good(job: str, found: Sequence[Found]) -> tuple[Path, Checkpoint] | 
     return None
 
 
-def deliver(driver: Driver, checkpoint: Checkpoint, job: str) -> None:
+def deliver(engine: Engine, checkpoint: Checkpoint, job: str) -> None:
     """Makes a job of this shard's part of a checkpoint.
 
     Raises:
         PacelineError: The shard cannot hold it.
     """
-    index, num_shards = driver.shard.index, driver.shard.num_shards
-    delivery = Delivery(shards.preparation("", checkpoint, job, num_shards), driver, 0)
+    index, num_shards = engine.shard.index, engine.shard.num_shards
+    delivery = Delivery(shards.preparation("", checkpoint, job, num_shards), engine, 0)
     for _, message in shards.messages("", checkpoint, num_shards, [index]):
         delivery.write(message)
-    with driver.lock:
+    with engine.lock:
         delivery.finish()
 
 

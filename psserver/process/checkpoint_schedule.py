@@ -129,7 +129,8 @@ def mark_of(statuses: Sequence[control_pb2.StatusReply], job: str) -> Mark | Non
 def main(text: str) -> None:
     """Runs the process; `text` is its plan."""
     plan = SchedulePlan.from_json(text)
-    setup.configure(plan.log_format, plan.log_level, shard="all")
+    stream = setup.rotating(plan.log_file, plan.log_max_mb)
+    setup.configure(plan.log_format, plan.log_level, stream, shard="all")
     for number in (signal.SIGTERM, signal.SIGINT):  # The supervisor decides when it ends.
         signal.signal(number, signal.SIG_IGN)
     schedule = Schedule(plan)

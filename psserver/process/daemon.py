@@ -17,7 +17,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +40,7 @@ from pscore.text import join_address
 from psserver.access.gate import Door
 from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import Lock, Vault
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
 from psserver.process.checkpoint_loading import bring, load
@@ -62,8 +64,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 TICK_S = 1.0
+FEW_THREADS = 2  # No more than the connections of one worker have already.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
-QUIET_S = 0.3  # No lane at work for so long: what is still unanswered waits for others.
+QUIET_S = 0.3  # No queue at work for so long: what is still unanswered waits for others.
 POLL_S = 0.05
 MOMENT_S = 0.002
 GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
@@ -126,9 +129,11 @@ class Daemon:
         self._claim = _claim(plan)
         self._vault = _open_vault(plan)
         self._timeline = open_timeline(plan.timeline, "shard", plan.index)
-        self.driver = Driver(
+        self.engine = Engine(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
-            num_threads=plan.num_threads,
+            now=time.monotonic,
+            executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="lane"),
+            step_on_receive_thread=plan.num_threads <= FEW_THREADS,
             vault=self._vault,
             broke=self.broke,
             timeline=self._timeline,
@@ -139,7 +144,7 @@ class Daemon:
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._page = MetricsPage(
-            self.driver,
+            self.engine,
             is_ready=lambda: not (self._ending.is_set() or self._is_short),
             gate=self._gate,
             context=plan.trust.context(mutual=False),
@@ -149,11 +154,11 @@ class Daemon:
         connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         server = grpc.aio.server(
             options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
-            interceptors=[Door(self._gate, self.driver.heard), Guard(self.broke)],
+            interceptors=[Door(self._gate, self.engine.heard), Guard(self.broke)],
         )
-        server.add_generic_rpc_handlers((data_handler(self.driver, self._gate),))
+        server.add_generic_rpc_handlers((data_handler(self.engine, self._gate),))
         self._servicer = ControlServicer(
-            self.driver,
+            self.engine,
             self.plan.cluster,
             self._instance,
             self.drain,
@@ -163,7 +168,7 @@ class Daemon:
         if self._to_bring:
             self._servicer.closed = "it brings the newest checkpoints to the other shards first"
         control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
-        checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.driver), server)
+        checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.engine), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
@@ -176,7 +181,7 @@ class Daemon:
         local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
         try:
             return BulkServer(
-                self.driver,
+                self.engine,
                 self.plan.host,
                 0,
                 local,
@@ -234,7 +239,7 @@ class Daemon:
         if self._timeline is not None:
             self._timeline.write()
         if self.plan.state_dir is None:
-            self.driver.recovery.remove()
+            self.engine.recovery.remove()
         log.info("shard ended")
 
     def drain(self, grace_s: float) -> None:
@@ -274,7 +279,7 @@ class Daemon:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.driver.tick()
+            self.engine.tick()
             setup.tell_left_out()
             await self._look_at_doors()
             # A process that the parent forked may keep our standard input open after its death.
@@ -301,14 +306,14 @@ class Daemon:
 
     def _restore(self) -> None:
         """Takes up the jobs that a former process of this shard has left."""
-        for name in self.driver.take_up():
+        for name in self.engine.recover():
             log.warning("job taken up where it was", job=name)
         if self._vault is not None:
             self._instance = self._vault.instance
         if self.plan.checkpoint_dir is None:
             return
         vault = None if self._vault is None else self._vault.folder
-        loaded = load(self.driver, Path(self.plan.checkpoint_dir), vault)
+        loaded = load(self.engine, Path(self.plan.checkpoint_dir), vault)
         if self.plan.addresses:
             self._to_bring = loaded
 
@@ -344,10 +349,10 @@ class Daemon:
         quiet_s = 0.0
         while not stopping.done() and quiet_s < QUIET_S:
             await asyncio.wait([stopping], timeout=POLL_S)
-            quiet_s = 0.0 if self.driver.is_busy else quiet_s + POLL_S
+            quiet_s = 0.0 if self.engine.is_busy else quiet_s + POLL_S
         await self._server.stop(0)
         await stopping
-        while self.driver.is_busy and self._loop.time() < deadline_s:
+        while self.engine.is_busy and self._loop.time() < deadline_s:
             await asyncio.sleep(MOMENT_S)
         self.close()
 
@@ -512,4 +517,4 @@ def main(text: str) -> None:
     code = asyncio.run(serve(plan))
     with contextlib.suppress(OSError):  # Of a full disk.
         sys.stderr.flush()
-    os._exit(code)  # Without waiting for threads: of lanes that are stuck, or connections.
+    os._exit(code)  # Without waiting for threads: of slices that are stuck, or connections.

@@ -101,6 +101,18 @@ class RunDirectory:
         alive = [run for run in found if run is not None and run.is_alive()]
         return sorted(alive, key=lambda run: run.port)
 
+    def last_logs(self, port: int | None) -> list[Path]:
+        """Returns the log files of the run that wrote a log line last, whether or not it has ended.
+
+        Args:
+            port: Only of runs with this port of shard 0.
+        """
+        by_folder = [
+            sorted(folder.glob("*.log"))
+            for folder in self.path.glob("*" if port is None else str(port))
+        ]
+        return max(filter(None, by_folder), key=_newest_s, default=[])
+
     def clear(self) -> None:
         """Removes what ended runs on free ports have left; nothing would write there again."""
         for folder in self.path.glob(f"{FREE}*"):
@@ -147,6 +159,11 @@ def remove(folder: Path) -> None:
     if run is not None and run.pid == os.getpid():
         with contextlib.suppress(OSError):
             (folder / FILE).unlink(missing_ok=True)
+
+
+def _newest_s(files: list[Path]) -> float:
+    """Returns when one of the files was last written to, seconds since the epoch."""
+    return max(file.stat().st_mtime for file in files)
 
 
 def _default() -> Path:

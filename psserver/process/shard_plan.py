@@ -79,6 +79,8 @@ class SchedulePlan:
     token_file: str | None
     log_format: str
     log_level: str
+    log_file: str | None = None  # What standard error is, shared with the supervisor.
+    log_max_mb: int = 0  # MiB after which the log file is rotated; 0: never.
 
     def to_json(self) -> str:
         """Returns the plan as an argument of a command line."""

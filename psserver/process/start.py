@@ -152,6 +152,8 @@ class Launch:
             token_file=server.trust.token_file,
             log_format=self.settings.log.format,
             log_level=self.settings.log.level,
+            log_file=_text(self._log_file("supervisor")),
+            log_max_mb=self.settings.log.max_mb,
         )
 
     def _on_ready(self, posts: Sequence[Post]) -> None:

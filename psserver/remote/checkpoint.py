@@ -26,10 +26,9 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.partition import Layout, make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, SliceSpec
 from psserver.decisions.job import State
-from psserver.decisions.table import TableSpec
-from psserver.durability import records
 from psserver.engine.residuals import is_owed
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
@@ -215,7 +214,7 @@ def _read(
     shards: Shards, name: str, replies: Sequence[pb.CaptureReply], weights_only: bool
 ) -> TableState:
     about = [json.loads(reply.about) for reply in replies]
-    spec = records.spec_of(about[0])
+    spec = TableSpec.from_json(about[0]["spec"])
     layout = make_layout(spec.tensors, spec.num_shards)
     flats: dict[str, FloatArray] = {}
     counts = [0] * len(spec.tensors)
@@ -365,7 +364,7 @@ def _flattened(
 def _about(table: TableState, num_shards: int) -> dict[str, Any]:
     spec = replace(table.spec, num_shards=num_shards)
     return {
-        "spec": records.spec_to_json(spec),
+        "spec": spec.to_json(),
         "version": max(table.updates[1], 0),
         "clock": table.clock,
         "counts": table.counts,

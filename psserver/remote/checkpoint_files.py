@@ -41,8 +41,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pscore.errors import ConfigError
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
-from psserver.decisions.table import TableSpec
 from psserver.durability import records
 from psserver.engine.residuals import is_owed
 from psserver.exits import CommandError, Exit
@@ -278,7 +278,7 @@ def _manifest(checkpoint: Checkpoint, sequence: int, hashes: dict[str, str]) -> 
         "finished": checkpoint.is_finished,
         "tables": [
             {
-                "spec": records.spec_to_json(table.spec),
+                "spec": table.spec.to_json(),
                 "version": table.version,
                 "updates": list(table.updates),
                 "slices": table.slices,
@@ -399,7 +399,7 @@ def verified(found: Found) -> Checkpoint:
         is_finished=bool(manifest["finished"]),
     )
     for number, entry in enumerate(manifest["tables"]):
-        spec = records.spec_of(entry)
+        spec = TableSpec.from_json(entry["spec"])
         files = {array: found.path / _file_name(number, array) for array in entry["arrays"]}
         for array, file in files.items():
             if _hash(file) != manifest["sha256"][file.name]:

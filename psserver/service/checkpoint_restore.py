@@ -17,10 +17,9 @@ from pscore.errors import ConfigError, LimitError, RemoteProtocolError
 from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import checkpoint_pb2 as pb
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, SliceSpec
-from psserver.decisions.table import TableSpec
-from psserver.durability import records
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.engine.residuals import is_owed
 
 DELIVERIES_MAX = 8
@@ -52,12 +51,12 @@ class Declared:
 class Delivery:
     """One job on its way out of a checkpoint."""
 
-    def __init__(self, request: pb.PrepareRequest, driver: Driver, staged_nbytes: int) -> None:
+    def __init__(self, request: pb.PrepareRequest, engine: Engine, staged_nbytes: int) -> None:
         """Takes down what is to come.
 
         Args:
             request: Job and tables.
-            driver: The shard.
+            engine: The shard.
             staged_nbytes: What other checkpoints take on their way here.
 
         Raises:
@@ -66,13 +65,13 @@ class Delivery:
         self.job = request.job
         self.num_workers = request.num_workers
         self.min_workers = request.min_workers
-        self.touched_s = driver.now()
-        self._driver = driver
+        self.touched_s = engine.now()
+        self._engine = engine
         self._require_free()
-        self._tables = [_declared(text, driver) for text in request.tables]
+        self._tables = [_declared(text, engine) for text in request.tables]
         self.nbytes = sum(table.nbytes for table in self._tables)
-        what = f"the checkpoint of job {self.job!r} on shard {driver.shard.index}"
-        driver.shard.require_memory(what, self.nbytes, staged_nbytes)
+        what = f"the checkpoint of job {self.job!r} on shard {engine.shard.index}"
+        engine.shard.require_memory(what, self.nbytes, staged_nbytes)
         available = psutil.virtual_memory().available
         if self.nbytes > available:
             raise LimitError(f"{what} has {self.nbytes} bytes, {available} are left on its host")
@@ -89,7 +88,7 @@ class Delivery:
         Raises:
             RemoteProtocolError: It was not declared, or parts before it are missing.
         """
-        self.touched_s = self._driver.now()
+        self.touched_s = self._engine.now()
         key = (request.table, request.slice, request.array)
         array = self._arrays.get(key[:2], {}).get(request.array)
         if array is None:
@@ -108,7 +107,7 @@ class Delivery:
         self._written[key] = max(written, stop)
 
     def finish(self) -> None:
-        """Makes the job; called under the driver's lock.
+        """Makes the job; called under the engine's lock.
 
         Raises:
             PacelineError: Something is missing, or the job cannot be made.
@@ -120,28 +119,28 @@ class Delivery:
                         f"{name!r} of slice {index} of the checkpoint is not whole"
                     )
         self._require_free()
-        driver = self._driver
-        job = driver.begin_restored(self.job, self.num_workers, self.min_workers)
+        engine = self._engine
+        job = engine.begin_restored(self.job, self.num_workers, self.min_workers)
         for number, declared in enumerate(self._tables):
-            table, _ = driver.define(job, declared.spec)
+            table, _ = engine.define(job, declared.spec)
             version, first = declared.version, declared.clock
             # Who joins goes on where everybody was: drawn numbers are of a step, and so the same.
             clocks = dict.fromkeys(range(self.num_workers), first)
             for index, clock in table.clocks.items():
                 arrays = self._arrays[number, index]
                 for name in [name for name in arrays if is_owed(name)]:
-                    driver.intake.debts.keep(job, table, index, name, arrays.pop(name), first)
+                    engine.requests.debts.keep(job, table, index, name, arrays.pop(name), first)
                 segments = table.specs[index].segments
                 counts = [declared.counts[segment.tensor] for segment in segments]
                 arrays["counts"] = np.array(counts, dtype=np.int64)
-                driver.intake.lanes[id(job), table.index, index].store.restore(
+                engine.requests.queues[id(job), table.index, index].store.restore(
                     arrays, version, clocks
                 )
                 clock.restore(version, clocks)
-        driver.note_owed(job)
+        engine.note_owed(job)
 
     def _require_free(self) -> None:
-        shard = self._driver.shard
+        shard = self._engine.shard
         job = shard.jobs.get(self.job)
         if job is not None and job.membership.live():
             raise ConfigError(
@@ -150,7 +149,7 @@ class Delivery:
             )
 
 
-def _declared(text: str, driver: Driver) -> Declared:
+def _declared(text: str, engine: Engine) -> Declared:
     """Returns one table of a request, checked.
 
     Raises:
@@ -158,7 +157,7 @@ def _declared(text: str, driver: Driver) -> Declared:
     """
     try:
         about = json.loads(text)
-        spec = records.spec_of(about)
+        spec = TableSpec.from_json(about["spec"])
         version = int(about["version"])
         clock = int(about.get("clock", version))
         spec = replace(spec, origin=Origin(clock, spec.origin.step))
@@ -166,7 +165,7 @@ def _declared(text: str, driver: Driver) -> Declared:
         names = frozenset(str(name) for name in about["arrays"])
     except (ValueError, KeyError, TypeError) as problem:
         raise RemoteProtocolError(f"a table of the checkpoint: {problem!r}") from problem
-    shard = driver.shard
+    shard = engine.shard
     if spec.num_shards != shard.num_shards:
         raise ConfigError(f"there are {shard.num_shards} shards here")
     if spec.optimizer not in OPTIMIZERS or len(counts) != len(spec.tensors):

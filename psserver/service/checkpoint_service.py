@@ -1,6 +1,6 @@
 """Numbers of a job for a checkpoint: out of the slices at one version, and back into a new job.
 
-A slice is copied by its own lane, right behind the update that makes the wanted version, so all
+A slice is copied by its own queue, right behind the update that makes the wanted version, so all
 slices of all shards are of one step and training does not wait for more than the copy. What has
 been copied stays until it is released, or nobody has asked for it for a minute; the way back
 (checkpoint_restore.py) likewise.
@@ -25,11 +25,11 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc
 from pscore.types import ANY_STEP, Origin
 from psserver.decisions.shard import Job
 from psserver.decisions.table import Table
-from psserver.durability import records
-from psserver.engine.engine import WAIT_S_MAX, Driver
-from psserver.engine.requests import Armed
+from psserver.engine.engine import Engine
+from psserver.engine.requests import AtVersion
 from psserver.engine.residuals import Ask
-from psserver.engine.slice_queue import Copy
+from psserver.engine.slice_queue import CopyOut
+from psserver.service.barrier_wait import WAIT_S_MAX
 from psserver.service.checkpoint_restore import DELIVERIES_MAX, Delivery
 from psserver.service.control import refuse
 
@@ -59,12 +59,12 @@ class Cut:
     state: pb.CaptureState = pb.CAPTURE_WAITING
     slices: dict[int, Arrays] = field(default_factory=dict)
     about: dict[int, dict[str, Any]] = field(default_factory=dict)  # By slice.
-    armed: dict[int, Armed] = field(default_factory=dict)  # By slice.
+    at_version: dict[int, AtVersion] = field(default_factory=dict)  # By slice.
     ask: Ask | None = None  # For what the workers owe.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, index: int, arrays: Arrays) -> None:
-        """Has the copy of one slice; called by its lane."""
+        """Has the copy of one slice; called by its queue."""
         with self.lock:
             self.slices[index] = arrays
             if len(self.slices) == len(self.table.clocks) and self.state == pb.CAPTURE_WAITING:
@@ -74,9 +74,9 @@ class Cut:
 class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
     """The checkpoint service of one shard."""
 
-    def __init__(self, driver: Driver) -> None:
-        """Serves `driver`."""
-        self._driver = driver
+    def __init__(self, engine: Engine) -> None:
+        """Serves `engine`."""
+        self._engine = engine
         self._captures: dict[str, Cut] = {}
         self._deliveries: dict[str, Delivery] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -90,15 +90,15 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        deadline_s = self._driver.now() + min(request.wait_ms / 1000, WAIT_S_MAX)
+        deadline_s = self._engine.now() + min(request.wait_ms / 1000, WAIT_S_MAX)
         state, owing = self._state(capture)
-        while state in PENDING and self._driver.now() < deadline_s:
+        while state in PENDING and self._engine.now() < deadline_s:
             await asyncio.sleep(POLL_S if state == pb.CAPTURE_WAITING else OWED_POLL_S)
             state, owing = self._state(capture)
-        capture.touched_s = self._driver.now()
-        with self._driver.lock:
+        capture.touched_s = self._engine.now()
+        with self._engine.lock:
             versions = [clock.version for clock in capture.table.clocks.values()] or [-1]
-            waiting_for = self._driver.waits.of_table(capture.job, capture.table)
+            waiting_for = self._engine.waits.of_table(capture.job, capture.table)
             is_done = state == pb.CAPTURE_DONE
             about = json.dumps(self._describe(capture)) if is_done else ""
             by_step = capture.table.spec.rule.by_step
@@ -129,24 +129,24 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         return pb.ReleaseReply()
 
     def _begin(self, request: pb.CaptureRequest) -> Cut:
-        driver = self._driver
-        with driver.lock:
-            job = driver.shard.jobs.get(request.job)
+        engine = self._engine
+        with engine.lock:
+            job = engine.shard.jobs.get(request.job)
             table = None if job is None else job.tables.get(request.table)
             if job is None or table is None:
                 raise ConfigError(
                     f"no table {request.table!r} of a job {request.job!r} on shard "
-                    f"{driver.shard.index}"
+                    f"{engine.shard.index}"
                 )
             if len(self._captures) >= CAPTURES_MAX:
                 raise LimitError(f"{CAPTURES_MAX} checkpoints are being read already")
             self._require_room(job, table, weights_only=request.weights_only)
-            capture = Cut(job=job, table=table, version=request.version, touched_s=driver.now())
+            capture = Cut(job=job, table=table, version=request.version, touched_s=engine.now())
             self._captures[request.id] = capture
             self._arm(capture)
             if not request.weights_only and table.spec.compressor.state_names:
                 step = request.version - 1 if request.version >= 0 else ANY_STEP
-                capture.ask = driver.intake.debts.ask(job, table, step)
+                capture.ask = engine.requests.debts.ask(job, table, step)
         self._watch()
         return capture
 
@@ -162,7 +162,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         if num_arrays * table.nbytes > available:
             raise LimitError(
                 f"a copy of table {table.spec.name!r} of job {job.name!r} on shard "
-                f"{self._driver.shard.index} is of {num_arrays * table.nbytes} bytes, {available} "
+                f"{self._engine.shard.index} is of {num_arrays * table.nbytes} bytes, {available} "
                 "are left on its host"
             )
 
@@ -170,7 +170,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         """Returns how far a copy has come, and the ranks that are waited for."""
         if capture.state != pb.CAPTURE_DONE or capture.ask is None:
             return capture.state, []
-        with self._driver.lock:
+        with self._engine.lock:
             missing = capture.ask.missing()
             if missing:
                 has_passed = capture.ask.has_passed(missing)
@@ -178,12 +178,12 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
                 return state, sorted({rank for _, rank in missing})
             for index, arrays in capture.slices.items():
                 arrays |= capture.ask.named(index)
-            self._driver.intake.debts.drop(capture.ask)
+            self._engine.requests.debts.drop(capture.ask)
             capture.ask = None
         return capture.state, []
 
     def _arm(self, capture: Cut) -> None:
-        """Has each slice copied now, or when it gets there; called under the driver's lock."""
+        """Has each slice copied now, or when it gets there; called under the engine's lock."""
         job, table, wanted = capture.job, capture.table, capture.version
         if any(clock.version > wanted >= 0 for clock in table.clocks.values()):
             capture.state = pb.CAPTURE_PASSED
@@ -194,22 +194,24 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             capture.state = pb.CAPTURE_DONE
         for index, clock in table.clocks.items():
             key = (id(job), table.index, index)
-            copy = Copy(take=partial(capture.take, index))
+            copy = CopyOut(take=partial(capture.take, index))
             capture.about[index] = {"version": wanted, "clocks": {}}
             if wanted == -1:  # Without a step in common: which steps are in tells the numbers.
                 clocks = {str(rank): steps.clock for rank, steps in clock.counted.items()}
                 capture.about[index] = {"version": clock.version, "clocks": clocks}
             if wanted in (-1, clock.version):
-                self._driver.intake.lanes[key].submit([copy])
+                self._engine.requests.queues[key].submit([copy])
             else:
-                capture.armed[index] = Armed(version=wanted, work=copy)
-                self._driver.intake.armed.setdefault(key, []).append(capture.armed[index])
+                capture.at_version[index] = AtVersion(version=wanted, work=copy)
+                self._engine.requests.at_version.setdefault(key, []).append(
+                    capture.at_version[index]
+                )
 
     def _describe(self, capture: Cut) -> dict[str, Any]:
         # The count of pushes is set when it is restored: not all modes have one.
         spec = replace(capture.table.spec, origin=Origin(0, capture.step))
         return {
-            "spec": records.spec_to_json(spec),
+            "spec": spec.to_json(),
             "num_workers": capture.job.membership.num_workers,
             "slices": {
                 str(index): {
@@ -225,7 +227,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         capture = self._captures.get(request.id)
         if capture is None:
             raise RemoteProtocolError(f"no checkpoint {request.id!r} is being read here")
-        capture.touched_s = self._driver.now()
+        capture.touched_s = self._engine.now()
         try:
             return capture.slices[request.slice][request.array]
         except KeyError:
@@ -240,9 +242,9 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         try:
             if len(self._deliveries) >= DELIVERIES_MAX:
                 raise LimitError(f"{DELIVERIES_MAX} checkpoints are being restored already")
-            with self._driver.lock:
+            with self._engine.lock:
                 staged_nbytes = sum(other.nbytes for other in self._deliveries.values())
-                delivery = Delivery(request, self._driver, staged_nbytes)
+                delivery = Delivery(request, self._engine, staged_nbytes)
         except PacelineError as error:
             await refuse(context, error)
             raise
@@ -264,7 +266,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         try:
             delivery = self._delivery(request.id)
             del self._deliveries[request.id]
-            with self._driver.lock:
+            with self._engine.lock:
                 delivery.finish()
         except PacelineError as error:
             await refuse(context, error)
@@ -280,18 +282,18 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
     # ----- time
 
     def _forget(self, name: str) -> None:
-        with self._driver.lock:
+        with self._engine.lock:
             capture = self._captures.pop(name, None)
             if capture is None:
                 return
             if capture.ask is not None:
-                self._driver.intake.debts.drop(capture.ask)
-            for index, armed in capture.armed.items():
+                self._engine.requests.debts.drop(capture.ask)
+            for index, at_version in capture.at_version.items():
                 key = (id(capture.job), capture.table.index, index)
-                others = self._driver.intake.armed[key]
-                others.remove(armed)
+                others = self._engine.requests.at_version[key]
+                others.remove(at_version)
                 if not others:
-                    del self._driver.intake.armed[key]
+                    del self._engine.requests.at_version[key]
 
     def _watch(self) -> None:
         """Has what nobody asks for any more forgotten in time."""
@@ -301,7 +303,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
     def _expire(self) -> None:
         """Forgets what nobody has asked for in a while: whoever asked was killed, perhaps."""
         self._timer = None
-        before_s = self._driver.now() - IDLE_S
+        before_s = self._engine.now() - IDLE_S
         for name in [k for k, v in self._captures.items() if v.touched_s < before_s]:
             log.warning("a checkpoint was not read to its end", job=self._captures[name].job.name)
             self._forget(name)

@@ -7,7 +7,6 @@ methods, Push and Pull, carry frames (pscore/net/wire.py) as raw bytes.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,24 +18,25 @@ import numpy as np
 import psutil
 from google.protobuf.message import DecodeError as ProtobufDecodeError
 
-from pscore.errors import ConfigError, DecodeError, PacelineError, ProtocolVersionError
+from pscore.errors import DecodeError, PacelineError, ProtocolVersionError
 from pscore.net import faults, wire
 from pscore.net.rpc import DATA_SERVICE, ERROR_KEY, code_of
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rules import make_rule
+from pscore.table_spec import TableSpec, plugin_from_proto
 from pscore.text import printable
-from pscore.types import ByteArray, FloatArray, TensorSpec
+from pscore.types import ByteArray, FloatArray
 from psserver.access.gate import Gate
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Job, require_name
-from psserver.decisions.table import TableSpec, make_spec
 from psserver.decisions.uneven import report
-from psserver.engine.engine import WAIT_S_MAX, Driver
-from psserver.engine.views import JobView, Shared, TableView
+from psserver.engine.engine import Engine
+from psserver.engine.views import JobView, TableView
+from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.listener import BulkServer
+from psserver.service.shared_view import SharedView
 
-RAW = pb.Plugin(name="none")
 TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
 HOST_LENGTH_MAX = 256
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
@@ -84,7 +84,7 @@ class GrpcReply:
             self.frame.set_result(frame)
 
 
-def data_handler(driver: Driver, gate: Gate | None = None) -> grpc.GenericRpcHandler[Any, Any]:
+def data_handler(engine: Engine, gate: Gate | None = None) -> grpc.GenericRpcHandler[Any, Any]:
     """Returns the service that carries frames as raw bytes; `gate` says who may touch what."""
 
     def require(header: data_pb2.PushHeader | data_pb2.PullHeader, context: Context) -> None:
@@ -97,9 +97,9 @@ def data_handler(driver: Driver, gate: Gate | None = None) -> grpc.GenericRpcHan
         try:
             header, payload = _parse(frame, data_pb2.PushHeader())
             require(header, context)
-            driver.intake.push(header, np.frombuffer(payload, dtype=np.uint8), reply)
+            engine.requests.on_push(header, np.frombuffer(payload, dtype=np.uint8), reply)
         except PacelineError as error:
-            driver.intake.note_refused()
+            engine.requests.note_refused()
             await refuse(context, error)
             raise
         return await reply.frame
@@ -109,7 +109,7 @@ def data_handler(driver: Driver, gate: Gate | None = None) -> grpc.GenericRpcHan
         try:
             header, _ = _parse(frame, data_pb2.PullHeader())
             require(header, context)
-            driver.intake.pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX))
+            engine.requests.on_pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX))
         except PacelineError as error:
             await refuse(context, error)
             raise
@@ -117,7 +117,7 @@ def data_handler(driver: Driver, gate: Gate | None = None) -> grpc.GenericRpcHan
             return await reply.frame
         finally:
             if not reply.frame.done() or reply.frame.cancelled():
-                driver.intake.forget(lambda other: other is reply)
+                engine.requests.forget(lambda other: other is reply)
 
     wanted = faults.from_environment()
     handlers = {
@@ -157,17 +157,17 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     def __init__(
         self,
-        driver: Driver,
+        engine: Engine,
         cluster: str,
         instance: int,
         drain: Callable[[float], None],
         bulk: BulkServer | None = None,
         set_aside: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """Serves `driver`.
+        """Serves `engine`.
 
         Args:
-            driver: The shard.
+            engine: The shard.
             cluster: Name that all shards of one start share.
             instance: Random number of this start of this shard.
             drain: Called with the seconds of grace when somebody asks the shard to stop.
@@ -176,13 +176,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 aside, and returns where they are, or nothing if there are none.
         """
         self._set_aside = set_aside
-        self._driver = driver
+        self._engine = engine
         self._cluster = cluster
         self._instance = instance
         self._drain = drain
         self._bulk = bulk
         self._process = psutil.Process()
-        self._status = Shared(self._make_status)
+        self._status = SharedView(self._make_status)
         self.closed = ""  # Why workers cannot join yet; empty if they can.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
@@ -192,8 +192,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def _describe(self) -> pb.DescribeReply:
         return pb.DescribeReply(
             cluster=self._cluster,
-            shard=self._driver.shard.index,
-            num_shards=self._driver.shard.num_shards,
+            shard=self._engine.shard.index,
+            num_shards=self._engine.shard.num_shards,
             protocol=wire.PROTOCOL,
             version=metadata.version("paceline"),
             instance=self._instance,
@@ -210,7 +210,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             if request.protocol != wire.PROTOCOL:
                 raise ProtocolVersionError(
                     f"worker speaks protocol {request.protocol}, shard "
-                    f"{self._driver.shard.index} speaks {wire.PROTOCOL}: install one version"
+                    f"{self._engine.shard.index} speaks {wire.PROTOCOL}: install one version"
                 )
             member = Member(
                 rank=request.rank,
@@ -219,16 +219,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 restart=request.restart,
                 host=printable(request.host, HOST_LENGTH_MAX),
                 pid=request.pid,
-                heard_s=self._driver.now(),
+                heard_s=self._engine.now(),
                 returns=request.returns or request.restart > 0,
             )
-            job = self._driver.join(
+            job = self._engine.join(
                 request.job, request.num_workers, member, request.min_workers, request.life
             )
         except PacelineError as error:
             await refuse(context, error)
             raise
-        with self._driver.lock:
+        with self._engine.lock:
             return pb.JoinReply(
                 rank=member.rank,
                 num_workers=job.membership.num_workers,
@@ -244,8 +244,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Declares a table, or checks that this worker's is the job's."""
         try:
             job = self._heard(request)
-            with self._driver.lock:
-                table, created = self._driver.define(job, _spec(request.table))
+            require_name("table", request.table.name)
+            spec = TableSpec.from_proto(request.table)
+            with self._engine.lock:
+                table, created = self._engine.define(job, spec)
                 origin, has_weights = table.spec.origin, table.has_weights
         except PacelineError as error:
             await refuse(context, error)
@@ -263,11 +265,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         try:
             job = self._heard(request)
             if request.HasField("rule"):
-                rule = make_rule(*_plugin(request.rule))
-                self._driver.change(job, request.table, request.worker, rule)
+                rule = make_rule(*plugin_from_proto(request.rule))
+                self._engine.change(job, request.table, request.worker, rule)
             else:
                 change = (request.incarnation, request.number, request.step)
-                self._driver.step_aside(job, request.table, request.worker, change)
+                self._engine.step_aside(job, request.table, request.worker, change)
         except PacelineError as error:
             await refuse(context, error)
             raise
@@ -275,18 +277,18 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
-        driver = self._driver
+        engine = self._engine
         try:
-            with driver.lock:
+            with engine.lock:
                 job = self._heard(request)
                 text = printable(request.waiting_for, TEXT_LENGTH_MAX)
-                driver.waits.note(job, request.worker, text)
+                engine.waits.note(job, request.worker, text)
                 left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
                 text = report(job.membership, request.worker, left_out)
-                asked = driver.intake.debts.asked_of(job, request.worker)
+                asked = engine.requests.debts.asked_of(job, request.worker)
                 return pb.HeartbeatReply(
                     instance=self._instance,
-                    waiting_for=driver.waits.stalled(job),
+                    waiting_for=engine.waits.stalled(job),
                     owing=[
                         pb.Owing(table=number, step=step, slices=slices)
                         for number, step, slices in asked
@@ -301,10 +303,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
         """Takes what a worker's error feedback owes of a slice."""
         try:
-            with self._driver.lock:
+            with self._engine.lock:
                 job = self._heard(request)
                 arrays = {array.name: array.data for array in request.arrays}
-                self._driver.intake.debts.take(
+                self._engine.requests.debts.take(
                     job,
                     job.table(request.table),
                     request.slice,
@@ -320,10 +322,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimReply:
         """Gives a worker back what a checkpoint had of its rank."""
         try:
-            with self._driver.lock:
+            with self._engine.lock:
                 job = self._heard(request)
                 table = job.table(request.table)
-                kept = self._driver.intake.debts.kept(job, table, request.worker)
+                kept = self._engine.requests.debts.kept(job, table, request.worker)
                 arrays = dict(kept.get(request.slice, {})).items()
         except PacelineError as error:
             await refuse(context, error)
@@ -342,14 +344,17 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         except PacelineError as error:
             await refuse(context, error)
             raise
-        done, missing, value = await self._driver.barrier(
-            job, request.name, request.round, request.worker, request.wait_ms / 1000, request.value
+        wait_s, value = request.wait_ms / 1000, request.value
+        arrival = await wait_at_barrier(
+            self._engine, job, request.name, request.round, request.worker, wait_s, value
         )
-        return pb.BarrierReply(done=done, waiting_for=missing, value=value)
+        return pb.BarrierReply(
+            done=arrival.is_open, waiting_for=arrival.waiting_for, value=arrival.largest
+        )
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
         """Lets a worker go."""
-        self._driver.leave(
+        self._engine.leave(
             request.job,
             request.worker,
             request.incarnation,
@@ -364,12 +369,12 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return reply
 
     def _make_status(self) -> pb.StatusReply:
-        with self._driver.lock:
-            lost = list(self._driver.shard.lifetimes.lost.values())
+        with self._engine.lock:
+            lost = list(self._engine.shard.lifetimes.lost.values())
         return pb.StatusReply(
             shard=self._describe(),
-            jobs=[_job_status(job) for job in self._driver.status()],
-            uptime_s=self._driver.now() - self._driver.started_s,
+            jobs=[_job_status(job) for job in self._engine.status()],
+            uptime_s=self._engine.now() - self._engine.started_s,
             memory_nbytes=self._process.memory_info().rss,
             pid=os.getpid(),
             lost=[pb.LostJob(job=name, reason=reason) for name, reason in lost],
@@ -378,7 +383,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetReply:
         """Forgets a job and all that is kept of it."""
         try:
-            found, nbytes = self._driver.forget(request.job, is_forced=request.force)
+            found, nbytes = self._engine.forget(request.job, is_forced=request.force)
             folder = await asyncio.to_thread(self._set_aside, request.job)
         except PacelineError as error:
             await refuse(context, error)
@@ -399,7 +404,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         | pb.OweRequest
         | pb.ClaimRequest,
     ) -> Job:
-        return self._driver.heard(request.job, request.worker, request.incarnation)
+        return self._engine.heard(request.job, request.worker, request.incarnation)
 
 
 def _job_status(job: JobView) -> pb.JobStatus:
@@ -446,42 +451,3 @@ def _table_status(table: TableView) -> pb.TableStatus:
         waiting_for=table.waiting_for,
         fingerprint=table.fingerprint,
     )
-
-
-def _spec(table: pb.Table) -> TableSpec:
-    """Returns the declaration in a message.
-
-    Raises:
-        ConfigError: Its arguments are not JSON objects, or name no plug-in there is.
-    """
-    require_name("table", table.name)
-    has_pulls = table.HasField("pull_compressor")
-    return make_spec(
-        name=table.name,
-        tensors=tuple(
-            TensorSpec(
-                name=t.name,
-                shape=tuple(t.shape),
-                dtype=t.dtype,
-                group=t.group,
-                compress=t.compress,
-            )
-            for t in table.tensors
-        ),
-        num_shards=table.num_shards,
-        rule=_plugin(table.rule),
-        compressor=_plugin(table.compressor),
-        pull_compressor=_plugin(table.pull_compressor if has_pulls else RAW),
-        optimizer=table.optimizer,
-        num_groups=table.num_groups,
-    )
-
-
-def _plugin(plugin: pb.Plugin) -> tuple[str, dict[str, object]]:
-    try:
-        arguments = json.loads(plugin.arguments or "{}")
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"arguments of {plugin.name!r} are not JSON") from problem
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"arguments of {plugin.name!r} are not an object")
-    return plugin.name, arguments

@@ -48,7 +48,7 @@ from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
 from psserver.access.gate import Gate, Pass
 from psserver.decisions.limits import Budget
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.logs import setup
 
 KEPT_BUFFERS = 4  # Receive buffers that a connection keeps for the next payloads.
@@ -82,7 +82,7 @@ class Connection:
 
     def __init__(
         self,
-        driver: Driver,
+        engine: Engine,
         connection: tls.Stream,
         gate: Gate | None = None,
         greeted: Callable[[], None] = lambda: None,
@@ -93,14 +93,14 @@ class Connection:
         """Takes an accepted connection over.
 
         Args:
-            driver: The shard.
+            engine: The shard.
             connection: With TLS, if there is any.
             gate: Who may do what; None: everybody everything.
             greeted: Called when the peer has said who it is.
             peer: The host at the other end, for the log.
             unknown: Bytes of headers that peers may have under way before they are known.
         """
-        self._driver = driver
+        self._engine = engine
         self._socket = connection
         self._reader = sockets.Ahead(connection)
         self._gate = Gate() if gate is None else gate
@@ -148,8 +148,8 @@ class Connection:
             self._give_header_back()
             self.close()
             if self._sender is not None:
-                self._driver.suspect(self._sender)
-            self._driver.intake.forget(lambda reply: getattr(reply, "connection", None) is self)
+                self._engine.suspect(self._sender)
+            self._engine.requests.forget(lambda reply: getattr(reply, "connection", None) is self)
 
     def _first(self, deadline_s: float) -> sockets.Incoming | None:
         """Reads the first frame, which has to be a hello where a token is asked for.
@@ -214,7 +214,7 @@ class Connection:
             elif kind == "pull":
                 self._pass.require(envelope.pull.sender.job)
                 wait_s = min(envelope.pull.wait_ms / 1000, 10.0)
-                self._driver.intake.pull(envelope.pull, reply, wait_s)
+                self._engine.requests.on_pull(envelope.pull, reply, wait_s)
                 self._sender = envelope.pull.sender
             elif kind == "hello":
                 self.send(pb.Envelope(id=envelope.id, hello=pb.Hello()))
@@ -224,14 +224,14 @@ class Connection:
             raise  # Not even whom to answer is sure; the peer sends it again.
         except PacelineError as error:
             if kind == "push":
-                self._driver.intake.note_refused()
+                self._engine.requests.note_refused()
             reply.failed(error)
 
     def _push(self, header: pb.PushHeader, incoming: sockets.Incoming, reply: SocketReply) -> None:
         nbytes = incoming.payload_nbytes
         try:
             self._pass.require(header.sender.job)
-            self._driver.intake.admit(header, nbytes)
+            self._engine.requests.admit(header, nbytes)
             self._sender = header.sender
         except PacelineError:
             incoming.skip()  # So that the next frame can be read.
@@ -243,7 +243,7 @@ class Connection:
             raise
         incoming.read_into(memoryview(data))
         release = (lambda: self._buffers.append(data)) if nbytes else None
-        self._driver.intake.push(header, data, reply, release, here=nbytes > 0)
+        self._engine.requests.on_push(header, data, reply, release, here=nbytes > 0)
 
     def _buffer(self, nbytes: int) -> ByteArray:
         """Returns memory for a payload: one of the last ones, whose pages are there already.
@@ -256,7 +256,7 @@ class Connection:
             if buffer.nbytes == nbytes:
                 return buffer
             self._buffers.append(buffer)
-        budget = self._driver.budget
+        budget = self._engine.budget
         budget.take(nbytes, "a push")
         data = np.empty(nbytes, dtype=np.uint8)
         weakref.finalize(data, budget.give, nbytes)  # Wherever it is let go.
@@ -311,7 +311,7 @@ class Connection:
         Raises:
             LimitError: Too many bytes wait already.
         """
-        budget = self._driver.budget
+        budget = self._engine.budget
         if self._unsent_nbytes + unsent.nbytes > budget.nbytes // 2:
             raise LimitError(
                 f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
@@ -353,7 +353,7 @@ class Connection:
 
     def _give_back(self, unsent: Unsent) -> None:
         self._unsent_nbytes -= unsent.nbytes
-        self._driver.budget.give(unsent.nbytes)
+        self._engine.budget.give(unsent.nbytes)
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
         """Sends what the kernel takes without waiting; returns the rest."""

@@ -28,7 +28,7 @@ from pscore.pb.ps.v1 import data_pb2 as pb
 from pscore.text import printable
 from psserver.access.gate import Gate
 from psserver.decisions.limits import Budget
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.logs import setup
 from psserver.service import data_socket, descriptors
 from psserver.service.data_socket import Connection
@@ -54,7 +54,7 @@ class BulkServer:
 
     def __init__(
         self,
-        driver: Driver,
+        engine: Engine,
         host: str,
         port: int,
         local: str,
@@ -65,7 +65,7 @@ class BulkServer:
         """Binds both; nothing is accepted yet.
 
         Args:
-            driver: The shard.
+            engine: The shard.
             host: Address to listen on.
             port: Port to listen on; 0 for a free one.
             local: Name of the abstract Unix socket.
@@ -75,7 +75,7 @@ class BulkServer:
         Raises:
             OSError: The port cannot be had.
         """
-        self._driver = driver
+        self._engine = engine
         self._gate = Gate() if gate is None else gate
         self._context = context
         self._pending: dict[socket.socket, None] = {}  # In the order of their coming.
@@ -215,7 +215,7 @@ class BulkServer:
                 setup.sparsely("bulk handshake failed", peer, level=logging.INFO, reason=reason)
                 return
             connection = Connection(
-                self._driver,
+                self._engine,
                 stream,
                 self._gate,
                 lambda: self._greeted(accepted),
@@ -259,7 +259,7 @@ class BulkServer:
                     raise DecodeError("an attachment must bring one file descriptor")
                 request = envelope.attach
                 self._gate.admit(request.token).require(request.sender.job)
-                weights = self._driver.attach(request.sender, fds.pop(), request.nbytes)
+                weights = self._engine.attach(request.sender, fds.pop(), request.nbytes)
                 reply.attached.nbytes = weights.nbytes
                 answer = wire.encode(reply.SerializeToString())
                 socket.send_fds(accepted, [answer], [weights.fd])

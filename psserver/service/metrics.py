@@ -1,6 +1,6 @@
 """The metrics page of one shard, for Prometheus: `/metrics`, and `/healthz` beside it.
 
-Nothing is kept here. The page shows a copy of the shard's numbers (`Driver.figures`) that is made
+Nothing is kept here. The page shows a copy of the shard's numbers (`Engine.figures`) that is made
 when it is asked for, so that counting costs the pushes next to nothing.
 """
 
@@ -19,7 +19,7 @@ from pscore.net import wire
 from pscore.types import Verdict
 from psserver.access.gate import Gate
 from psserver.engine.counters import Histogram, Tally
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 
 if TYPE_CHECKING:
     from prometheus_client.core import HistogramMetricFamily, Metric
@@ -33,15 +33,15 @@ TEXT = "text/plain; charset=utf-8"
 class ShardCollector:
     """Reads one shard when Prometheus asks."""
 
-    def __init__(self, driver: Driver) -> None:
-        """Reads `driver`."""
-        self._driver = driver
+    def __init__(self, engine: Engine) -> None:
+        """Reads `engine`."""
+        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         """Yields every metric of the shard."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-        shard, figures = self._driver.shard, self._driver.figures()
+        shard, figures = self._engine.shard, self._engine.figures()
         tally = figures.tally
         yield from _requests(tally)
         wire_bytes = CounterMetricFamily(
@@ -127,20 +127,20 @@ class MetricsPage:
 
     def __init__(
         self,
-        driver: Driver,
+        engine: Engine,
         is_ready: Callable[[], bool],
         gate: Gate | None = None,
         context: ssl.SSLContext | None = None,
     ) -> None:
-        """Shows `driver`.
+        """Shows `engine`.
 
         Args:
-            driver: Whose numbers are shown.
+            engine: Whose numbers are shown.
             is_ready: Unless it is, `/healthz` says 503.
             gate: Whose token for everything `/metrics` asks for, as a bearer; `/healthz` does not.
             context: TLS; None: none.
         """
-        self._driver = driver
+        self._engine = engine
         self._gate = Gate() if gate is None else gate
         self._context = context
         self._is_ready = is_ready
@@ -221,6 +221,6 @@ class MetricsPage:
         # Its import takes longer than a push may wait.
         prometheus = await asyncio.to_thread(importlib.import_module, "prometheus_client")
         registry = prometheus.CollectorRegistry(auto_describe=False)
-        registry.register(ShardCollector(self._driver))
+        registry.register(ShardCollector(self._engine))
         prometheus.ProcessCollector(registry=registry)
         return str(prometheus.CONTENT_TYPE_LATEST), bytes(prometheus.generate_latest(registry))

@@ -24,7 +24,7 @@ import structlog
 from pscore.net import wire
 from pscore.pb.ps.v1 import state_pb2
 from pscore.types import ByteArray, FloatArray, HyperArray, Push
-from psserver.decisions.progress import Counted
+from psserver.decisions.progress import Progress
 from psserver.slices.arena import Arena
 from psserver.slices.pool import NUMBERS, ArenaPool, Cell, Pool
 
@@ -127,7 +127,7 @@ class SliceJournal:
 
     # ----- changes, each to be committed
 
-    def count(self, rank: int, steps: Counted) -> None:
+    def count(self, rank: int, steps: Progress) -> None:
         """Notes which steps of a worker are in."""
         entry = self.record.counted[rank]
         entry.clock = steps.clock
@@ -165,7 +165,7 @@ class SliceJournal:
                 del self.record.bins[index]
                 return
 
-    def begin(self, epoch: int, counted: Mapping[int, Counted]) -> None:
+    def begin(self, epoch: int, counted: Mapping[int, Progress]) -> None:
         """Notes a change of the mode: nothing is open, nothing is remembered."""
         self.record.epoch = epoch
         self.record.memory.clear()

@@ -19,8 +19,6 @@ from pscore.estimate import DELTAS_MAX, fingerprint
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray, FloatArray
 
-ESTIMATE_ARRAYS = 4  # As long as the weights: X, what it owes, and at most two for deltas.
-
 
 class Estimate:
     """The estimate of one slice; only the slice's lane touches it.

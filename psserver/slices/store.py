@@ -23,7 +23,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Memory, Rule
 from pscore.types import ByteArray, FloatArray, IntArray, Push, Role, SegmentTable, SliceSpec
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
-from psserver.decisions.progress import LATE_KEPT, Counted
+from psserver.decisions.progress import LATE_KEPT, Progress
 from psserver.slices.journal import SliceJournal
 from psserver.slices.pool import Buffer, Cell, Pool, Scratch
 from psserver.slices.pull_estimate import Estimate
@@ -80,7 +80,7 @@ class SliceStore:
         self._journal = journal
         self._pool = Pool(spec.numel, 0) if journal is None else journal
         self._bins: dict[int, Cell] = {}
-        self._counted: dict[int, Counted] = {}  # As it is in the journal.
+        self._counted: dict[int, Progress] = {}  # As it is in the journal.
         self._memory: Memory | None = None
         self._estimate: Estimate | None = None
         self._scratch: Cell | None = None
@@ -98,7 +98,7 @@ class SliceStore:
         return self._journal
 
     @property
-    def counted(self) -> dict[int, Counted]:
+    def counted(self) -> dict[int, Progress]:
         """A copy of which steps of each worker are in, by rank, as the journal has it."""
         return deepcopy(self._counted)
 
@@ -223,21 +223,21 @@ class SliceStore:
 
     def add(self, action: Add, payload: Payload) -> None:
         """Adds a gradient to a bin; an empty payload is a gradient of zeros."""
-        bin_ = self._bins.get(action.bin)
+        bin_ = self._bins.get(action.open_step)
         assert (bin_ is None) == action.is_first
         target = self._pool.take() if bin_ is None or self._journal is not None else bin_
         self._sum(bin_, [(action, payload)], target.array)
-        self._bins[action.bin] = target
+        self._bins[action.open_step] = target
         if self._journal is not None:
             self._count_step(action.push)
             self._journal.drop(action.push)
-            self._journal.add(action.bin, action.push, action.weight, target)
+            self._journal.add(action.open_step, action.push, action.weight, target)
             self._journal.commit()
         self._give(bin_ if bin_ is not target else None, payload.cell)
 
     def update(self, action: Update) -> None:
         """Makes one optimizer step with a bin's mean, and frees the bin."""
-        bin_ = self._bins.pop(action.bin)
+        bin_ = self._bins.pop(action.open_step)
         self._step(bin_.array, action)
         self._give(bin_)
 
@@ -250,7 +250,7 @@ class SliceStore:
             for add, _ in terms:
                 self._count_step(add.push)
                 self._journal.drop(add.push)
-        bin_ = self._bins.pop(update.bin, None)
+        bin_ = self._bins.pop(update.open_step, None)
         assert (bin_ is None) == terms[0][0].is_first
         if bin_ is None and len(terms) == 1 and terms[0][0].weight == 1.0 and self._is_raw(terms):
             self._step(terms[0][1].data.view("<f4"), update)
@@ -288,7 +288,7 @@ class SliceStore:
         self._rule, self._memory = rule, None
         if self._journal is None:
             return
-        self._counted = {rank: Counted(clock=clock) for rank, clock in clocks.items()}
+        self._counted = {rank: Progress(clock=clock) for rank, clock in clocks.items()}
         self._journal.begin(epoch, self._counted)
         self._journal.commit()
 
@@ -350,7 +350,7 @@ class SliceStore:
             state_out=None if state is self._state else [cell.array for cell in state],
         )
         if self._journal is not None:
-            self._journal.remove(update.bin)
+            self._journal.remove(update.open_step)
         self._publish(spare, update.version, state)
 
     def _next_state(self) -> list[Cell]:
@@ -400,7 +400,7 @@ class SliceStore:
     def _count_step(self, push: Push) -> None:
         """Notes that a push is in; one that was held is in already."""
         assert self._journal is not None
-        counted = self._counted.setdefault(push.worker, Counted())
+        counted = self._counted.setdefault(push.worker, Progress())
         if push.step not in counted:
             counted.add(push.step)
             self._journal.count(push.worker, counted)
@@ -409,7 +409,7 @@ class SliceStore:
         """Notes that a worker counts on from `clock`."""
         if self._journal is None:
             return
-        counted = self._counted.setdefault(worker, Counted())
+        counted = self._counted.setdefault(worker, Progress())
         if counted.clock < clock:
             counted.clock = clock
             counted.ahead.clear()
@@ -469,7 +469,7 @@ class SliceStore:
         self._state = [journal.pool.at(place) for place in record.state]
         self.counts[:] = list(record.counts)
         for rank, steps in record.counted.items():
-            self._counted[rank] = Counted(steps.clock, set(steps.ahead), set(steps.late))
+            self._counted[rank] = Progress(steps.clock, set(steps.ahead), set(steps.late))
         self._bins = {bin_.bin: journal.pool.at(bin_.place) for bin_ in record.bins}
         if record.memory:
             memory = self._remember()

@@ -41,7 +41,7 @@ from psworker.commands.run import new_job
 from psworker.compression.error_feedback import choose
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
-from psworker.job.context import start_shards
+from psworker.job.context import open_session, start_shards
 from psworker.job.environment import Environment
 from psworker.replica.ports import Landing
 
@@ -202,7 +202,7 @@ def measure_wire_to(servers: Sequence[str]) -> Wire:
             job=new_job(),
             rank=0,
         )
-        session = Session.from_environment(own.addresses if own else servers, environment)
+        session = open_session(own.addresses if own else servers, environment)
         try:
             return measure_wire(session)
         finally:

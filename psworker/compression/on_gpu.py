@@ -27,11 +27,6 @@ from psworker.model.finite import Screen
 log = logging.getLogger("paceline")
 
 
-def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies where the host cannot read it, and is worked on without waiting."""
-    return tensor.device.type != "cpu"
-
-
 class DeviceFeedback(Feedback):
     """Error feedback of one slice on a GPU."""
 

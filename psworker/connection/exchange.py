@@ -29,7 +29,6 @@ from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, Push, Role
-from psworker.compression.on_gpu import is_on_device
 from psworker.compression.pull_estimate import Held
 from psworker.connection.missed import Missed
 from psworker.connection.payloads import Payloads
@@ -37,6 +36,7 @@ from psworker.connection.residuals import Debts
 from psworker.connection.session import Session
 from psworker.connection.trace import note_payload, note_pull, note_push
 from psworker.connection.traffic import Traffic, pulled_nbytes
+from psworker.model.device import is_on_device
 from psworker.replica.ports import Landing
 from psworker.transports import PullCall, PushCall, Transport
 from psworker.transports.socket import SocketTransport

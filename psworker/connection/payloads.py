@@ -18,7 +18,8 @@ from pscore.net import wire
 from pscore.partition import Layout
 from pscore.types import FloatArray, Push
 from psworker.compression.error_feedback import Feedback
-from psworker.compression.on_gpu import DeviceSide, is_on_device
+from psworker.compression.on_gpu import DeviceSide
+from psworker.model.device import is_on_device
 
 
 class Payloads:

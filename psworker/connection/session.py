@@ -27,7 +27,7 @@ from pscore.errors import (
 )
 from pscore.net import wire
 from pscore.net.credentials import ANYONE, Credentials
-from pscore.observe.timeline import Timeline, open_timeline
+from pscore.observe.timeline import Timeline
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
@@ -35,9 +35,7 @@ from pscore.rules.base import Rule
 from pscore.types import Origin
 from psworker.connection.left_out import LeftOut
 from psworker.connection.shard_link import Link
-from psworker.connection.trace import Phases
 from psworker.connection.waits import PlaceWait, refuse_forked
-from psworker.job.environment import Environment
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
@@ -148,7 +146,6 @@ class Session:
         ]
         self.rank = rank
         self.timeline: Timeline | None = None
-        self._phases: Phases | None = None
         self._restart = restart
         self._patience_s = patience_s
         self._data_plane = data_plane
@@ -176,25 +173,6 @@ class Session:
         ]
         for heart in self._hearts:
             heart.start()
-
-    @classmethod
-    def from_environment(cls, servers: Sequence[str], environment: Environment) -> Session:
-        """Joins the job that the environment describes."""
-        session = cls(
-            servers,
-            job=environment.job,
-            rank=environment.rank,
-            num_workers=environment.num_workers,
-            min_workers=environment.min_workers,
-            restart=environment.restart,
-            patience_s=environment.timeout_s,
-            data_plane=environment.data_plane,
-            credentials=environment.credentials(),
-        )
-        session.timeline = open_timeline(environment.timeline, "worker", session.rank)
-        if session.timeline is not None:
-            session._phases = Phases(session.timeline)
-        return session
 
     # ----- what a job needs
 
@@ -365,8 +343,7 @@ class Session:
         for heart in self._hearts:
             if threading.current_thread() is not heart:
                 heart.join(LEAVE_TIMEOUT_S)
-        if self.timeline is not None and self._phases is not None:
-            self._phases.close()
+        if self.timeline is not None:
             self.timeline.write()
 
     # ----- inside

@@ -1,68 +1,16 @@
-"""What a worker records in its timeline, if it has one (pscore/observe/timeline.py)."""
+"""Spans of pushes, pulls and local updates in a worker's timeline (pscore/observe/timeline.py)."""
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
-
-import torch
-from torch.nn.modules import module as modules
 
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Push
 from psworker.transports import PullCall, PushCall
-
-
-class Phases:
-    """Forward and backward, from torch's own hooks: of whatever module is called from outside.
-
-    Forward is the outermost call of a module, of a loss too. Backward begins where it comes to the
-    output of such a call, and ends with autograd's last work.
-    """
-
-    def __init__(self, timeline: Timeline) -> None:
-        """Begins to watch all modules of this process."""
-        self._timeline = timeline
-        self._here = threading.local()
-        self._is_behind = False  # Backward is under way; autograd has threads of its own.
-        self._handles = [
-            modules.register_module_forward_pre_hook(self._enter),
-            modules.register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def close(self) -> None:
-        """Ends it."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        depth = getattr(self._here, "depth", 0)
-        if depth == 0:
-            self._here.begin_ns = self._timeline.now_ns()
-        self._here.depth = depth + 1
-
-    def _leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        self._here.depth -= 1
-        if self._here.depth == 0:
-            self._timeline.span("forward", self._here.begin_ns, module=type(module).__name__)
-            for node in _nodes(outputs):
-                node.register_prehook(self._turn)
-
-    def _turn(self, grads: Any) -> None:
-        """Is called by autograd before it works on an output."""
-        if self._is_behind:
-            return
-        self._is_behind, begin_ns = True, self._timeline.now_ns()
-
-        def end() -> None:
-            self._is_behind = False
-            self._timeline.span("backward", begin_ns)
-
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(end)
 
 
 def note_push(
@@ -96,14 +44,14 @@ def note_push(
 def note_payload(
     timeline: Timeline, begin_ns: int, index: int, push: Push, nbytes: int, compressor: str
 ) -> None:
-    """Records how the payload of a push was made, from `begin_ns` till now."""
+    """Records the compression of a push's payload, from `begin_ns` until now."""
     timeline.span(
         "compress", begin_ns, slice=index, step=push.step, nbytes=nbytes, compressor=compressor
     )
 
 
 def note_pull(timeline: Timeline, call: PullCall) -> None:
-    """Records a pull from now until it has landed."""
+    """Records a pull from now until its answer has arrived."""
     begin_ns, header = timeline.now_ns(), call.header
 
     def end(future: Future[data_pb2.PullReply]) -> None:
@@ -124,19 +72,10 @@ def note_pull(timeline: Timeline, call: PullCall) -> None:
     call.done.add_done_callback(end)
 
 
-def timed_step(optimizer: torch.optim.Optimizer, timeline: Timeline | None, step: int) -> None:
-    """Makes a step of the user's own optimizer."""
+@contextlib.contextmanager
+def local_update(timeline: Timeline | None, step: int, **args: Any) -> Iterator[None]:
+    """Records the body of a `with` block as a local update of a step; None records nothing."""
     begin_ns = 0 if timeline is None else timeline.now_ns()
-    optimizer.step()
+    yield
     if timeline is not None:
-        timeline.span("local update", begin_ns, step=step)
-
-
-def _nodes(outputs: Any) -> Iterator[Any]:
-    """Yields the nodes of the graph that made what a module returned."""
-    if isinstance(outputs, torch.Tensor):
-        if outputs.grad_fn is not None:
-            yield outputs.grad_fn
-    elif isinstance(outputs, dict | list | tuple):
-        for output in outputs.values() if isinstance(outputs, dict) else outputs:
-            yield from _nodes(output)
+        timeline.span("local update", begin_ns, step=step, **args)

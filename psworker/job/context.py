@@ -18,15 +18,17 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
+from pscore.observe.timeline import open_timeline
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.session import Session
 from psworker.connection.shard_link import Link
 from psworker.job.environment import Environment, parse_servers
+from psworker.job.phases import Phases
 
 log = logging.getLogger("paceline")
 
@@ -42,6 +44,7 @@ class Context:
         """Takes over a session and, if there are any, its own shards."""
         self.session = session
         self._shards = shards
+        self._phases = None if session.timeline is None else Phases(session.timeline)
         self._closers: list[Callable[[], None]] = []
         self._tables: dict[str, int] = {}
         self._pid = os.getpid()
@@ -79,6 +82,8 @@ class Context:
 
     def abandon(self, reason: str, *, failed: bool = False) -> None:
         """Leaves at once. Shards of its own stay for the other workers, unless this one failed."""
+        if self._phases is not None:
+            self._phases.close()
         self.session.leave(reason, failed=failed)
         if self._shards is not None:
             if self.session.num_workers > 1 and not failed:
@@ -166,9 +171,34 @@ def join(
         environment = dataclasses.replace(
             environment, tls_ca="", tls_cert="", tls_key="", token_file=token_file
         )
-    _current = Context(Session.from_environment(addresses, environment), shards)
+    _current = Context(open_session(addresses, environment), shards)
     atexit.register(_at_exit)
     return _current
+
+
+def open_session(servers: Sequence[str], environment: Environment) -> Session:
+    """Joins the job that an environment describes.
+
+    Args:
+        servers: Addresses in the order of the shards.
+        environment: The job, this worker's place in it, and its credentials.
+
+    Raises:
+        PacelineError: The shards do not answer, or refuse this worker.
+    """
+    session = Session(
+        servers,
+        job=environment.job,
+        rank=environment.rank,
+        num_workers=environment.num_workers,
+        min_workers=environment.min_workers,
+        restart=environment.restart,
+        patience_s=environment.timeout_s,
+        data_plane=environment.data_plane,
+        credentials=environment.credentials(),
+    )
+    session.timeline = open_timeline(environment.timeline, "worker", session.rank)
+    return session
 
 
 def _check_same(

@@ -18,7 +18,7 @@ from pscore.errors import ConfigError, GradientError
 from pscore.memory import streaming
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
-from psworker.compression.on_gpu import is_on_device
+from psworker.model.device import is_on_device
 from psworker.model.finite import not_finite
 from psworker.model.grad_views import LentGrads, is_plain
 

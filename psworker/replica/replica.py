@@ -9,13 +9,13 @@ shards; the simulator drives many of them in one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
 from pscore.local.base import LocalSlice
-from pscore.observe.timeline import Timeline
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
@@ -40,7 +40,8 @@ class Replica:
             so far, or more where steps have closed without this worker.
         num_inner: Steps of the user's own optimizer since the last pull.
         is_ending: Whether `finish` has begun to end a step, and has not ended it.
-        timeline: Where local updates are recorded; None: nowhere.
+        around_update: Returns a context manager that each local update of a slice runs in; called
+            with the slice's index and the step.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Replica:
         self.clocks = [0] * len(layout.slices)
         self.num_inner = 0
         self.is_ending = False
-        self.timeline: Timeline | None = None
+        self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
         self.local = rule.local_update()
         self.weights = weights
         self.parts = [
@@ -448,14 +449,12 @@ class Replica:
         return bool(has_room) and outbox.maps_weights(index)
 
     def _update(self, index: int, grad: torch.Tensor) -> None:
-        begin_ns = 0 if self.timeline is None else self.timeline.now_ns()
         assert self.local is not None
         part = self.parts[index]
-        self.local.update(part, grad)
+        with self.around_update(index, self.step):
+            self.local.update(part, grad)
         part.past.append(part.hyper)
         part.num_made += 1
-        if self.timeline is not None:
-            self.timeline.span("local update", begin_ns, slice=index, step=self.step)
 
     def _has_landed(self, index: int) -> bool:
         return index not in self._pending or self._landings[index].version >= 0
@@ -492,3 +491,7 @@ class Replica:
         part.version = landing.version
         part.past.clear()
         self._landings.release(index)
+
+
+def _unobserved(index: int, step: int) -> AbstractContextManager[None]:
+    return nullcontext()

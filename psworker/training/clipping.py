@@ -1,86 +1,71 @@
 """Gradient clipping by the norm of the workers' mean gradient, as DDP's scripts clip.
 
 `torch.nn.utils.clip_grad_norm_` sees the gradient of one worker, before the shards take the mean.
-The norm of a mean does not follow from the norms of its parts, so here the workers exchange their
-gradients once more, as a named tensor: 4 bytes per element up and down. Each then scales its own
-gradient by the same factor, and with it the mean.
+The norm of a mean does not follow from the norms of its parts. So the workers exchange their
+gradients once more, as a named tensor: 4 bytes per element up and down. Each worker then scales its
+own gradient by the same factor, which scales the mean.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from pscore.errors import ConfigError, ReplacedError, UnknownJobError
-from psworker.training.setback import Setback
+from psworker.training.gradients import Gradients
+from psworker.training.recovery import Recovery
+from psworker.training.table import TrainingTable
 from psworker.training.verbs import drop_named, named
-
-if TYPE_CHECKING:
-    from psworker.training.optimizer import DistributedOptimizer
 
 EPSILON = 1e-6  # As in torch.
 
 
-def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.Tensor:
-    """Scales this worker's gradients so that the norm of the workers' mean is at most `max_norm`.
-
-    Every worker calls it at every step, between backward and `step` (with a `GradScaler`, after
-    `unscale_`). Where a gradient of some worker is not finite nothing is changed.
+def clip(
+    table: TrainingTable, gradients: Gradients, recovery: Recovery, max_norm: float
+) -> torch.Tensor:
+    """Clips the gradients as `psworker.clip_grad_norm_` describes, and returns the mean's norm.
 
     Args:
-        optimizer: The wrapper.
+        table: The table that is trained.
+        gradients: The gradients of the step under way.
+        recovery: Rejoins after a failed step.
         max_norm: The largest 2-norm of the mean gradient.
-
-    Returns:
-        The norm of the mean gradient before, the same on all workers; Inf if it is not finite.
-
-    Raises:
-        ConfigError: The mode's updates do not take every worker's gradient of one step.
-        GradientError: Gradients have left during backward.
-        PacelineError: This worker is no longer part of the job, or nobody answers.
     """
-    rule, session = optimizer.rule, optimizer.session
-    if not rule.takes_all:
+    if not table.rule.takes_all:
         raise ConfigError(
-            f"in mode {rule} no update is the mean of all workers' gradients of one step; clip "
-            "each worker's own with torch.nn.utils.clip_grad_norm_"
+            f"in mode {table.rule} no update is the mean of all workers' gradients of one step; "
+            "clip each worker's own with torch.nn.utils.clip_grad_norm_"
         )
-    optimizer.gradients.overlap.changed("a gradient")
-    if optimizer.setback is not None:  # Likewise.
-        drop_named(_table(optimizer))
+    gradients.overlap.changed("a gradient")
+    name = f"clip.{table.exchange.table}"
+    if recovery.failure is not None:  # `step` rejoins, and this gradient is lost.
+        drop_named(name)
         return torch.tensor(math.inf)
-    grads = [weight.grad for weight in optimizer.bucket.parameters if weight.grad is not None]
     norm: torch.Tensor
-    if session.num_workers == 1:
-        norm = torch.linalg.vector_norm(_flat(optimizer)[:-1])
+    if table.session.num_workers == 1:
+        norm = torch.linalg.vector_norm(_flat(table)[:-1])
     else:
         try:
-            norm = _norm_of_mean(optimizer)
-        except (ReplacedError, UnknownJobError) as problem:
-            # `step` comes back, and this gradient is lost.
-            optimizer.setback = Setback(problem, optimizer.replica.step)
+            norm = _norm_of_mean(table, name)
+        except (ReplacedError, UnknownJobError) as problem:  # Likewise.
+            recovery.note(problem)
             return torch.tensor(math.inf)
     if bool(norm.isfinite()):
         factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
         with torch.no_grad():
-            for grad in grads:
-                grad.mul_(factor.to(grad.device))
+            for parameter in table.flat.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.device))
     return norm
 
 
-def _table(optimizer: DistributedOptimizer) -> str:
-    return f"clip.{optimizer.exchange.table}"
-
-
-def _norm_of_mean(optimizer: DistributedOptimizer) -> torch.Tensor:
-    """Returns the norm of the workers' mean gradient; Inf where one of them is not finite."""
-    name = _table(optimizer)
-    flat = _flat(optimizer)
+def _norm_of_mean(table: TrainingTable, name: str) -> torch.Tensor:
+    """Returns the norm of the workers' mean gradient; Inf if one of them is not finite."""
+    flat = _flat(table)
     try:
         tensor = named(name, flat)
-        tensor.push(flat, optimizer.samples)
+        tensor.push(flat, table.progress.samples)
         mean = tensor.pull()
     except (ReplacedError, UnknownJobError):
         drop_named(name)
@@ -91,13 +76,13 @@ def _norm_of_mean(optimizer: DistributedOptimizer) -> torch.Tensor:
     return norm
 
 
-def _flat(optimizer: DistributedOptimizer) -> torch.Tensor:
-    """Returns all gradients as one vector, and a 0; if they are not finite, zeros and a 1."""
+def _flat(table: TrainingTable) -> torch.Tensor:
+    """Returns all gradients as one vector, then 0; if they are not finite, zeros, then 1."""
     parts = [
         torch.zeros(weight.numel())
         if weight.grad is None
         else weight.grad.detach().float().reshape(-1).cpu()
-        for weight in optimizer.bucket.parameters
+        for weight in table.flat.parameters
     ]
     flat = torch.cat([*parts, torch.zeros(1)])
     if not bool(torch.isfinite(flat).all()):

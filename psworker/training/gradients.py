@@ -13,11 +13,8 @@ import torch
 
 from pscore.errors import GradientError
 from pscore.types import Role
-from psworker.connection.exchange import Exchange
-from psworker.model.flat import Bucket
-from psworker.replica.replica import Replica
 from psworker.training.overlap import INSTEAD, Overlap
-from psworker.training.progress import Progress
+from psworker.training.table import TrainingTable
 
 
 class Gradients:
@@ -25,36 +22,30 @@ class Gradients:
 
     def __init__(
         self,
-        bucket: Bucket,
-        exchange: Exchange,
-        replica: Replica,
+        table: TrainingTable,
         overlap: Overlap,
-        progress: Progress,
-        begin: Callable[[], None],
+        begin: Callable[[], object],
     ) -> None:
         """Starts before the first step.
 
         Args:
-            bucket: The flat vector.
-            exchange: Sends it.
-            replica: Knows what a step does.
+            table: The table that is trained.
             overlap: Whether gradients leave during backward.
-            progress: Knows the weight of this worker's gradient in the mean.
             begin: Called before the first gradient of a step leaves during backward.
         """
         self.overlap = overlap
-        self._bucket = bucket
-        self._exchange = exchange
-        self._replica = replica
-        self._progress = progress
+        self._table = table
+        self._flat = table.flat
+        self._exchange = table.exchange
+        self._replica = table.replica
         self._begin = begin
         self._gathered: set[int] = set()  # Parameters.
         self._pushed: set[int] = set()  # Slices.
         self._kept: set[int] = set()  # Parameters that had left before an error in the step.
-        slices = bucket.layout.slices
-        self._index = {id(parameter): i for i, parameter in enumerate(bucket.parameters)}
+        slices = table.layout.slices
+        self._index = {id(parameter): i for i, parameter in enumerate(table.flat.parameters)}
         self._missing = [0] * len(slices)  # Gradients of each slice still to come.
-        self._slices_of: list[list[int]] = [[] for _ in bucket.parameters]
+        self._slices_of: list[list[int]] = [[] for _ in table.flat.parameters]
         for spec in slices:
             for segment in spec.segments:
                 self._slices_of[segment.tensor].append(spec.index)
@@ -65,10 +56,6 @@ class Gradients:
     def have_left(self) -> bool:
         """Whether a part of this step has been pushed."""
         return bool(self._pushed)
-
-    def flat(self) -> list[torch.Tensor]:
-        """Returns the gradient of each slice, `(numel,) float32`."""
-        return [self._bucket.grads_of(index) for index in range(len(self._bucket.layout.slices))]
 
     # ----- during backward
 
@@ -81,7 +68,7 @@ class Gradients:
         if self.overlap.is_wanted:
             self._handles = [
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                for parameter in self._bucket.parameters
+                for parameter in self._flat.parameters
             ]
 
     def unwatch(self) -> None:
@@ -102,19 +89,19 @@ class Gradients:
         index = self._index[id(parameter)]
         if not self.overlap.has_begun:
             self._begin()
-        self.overlap.made(index, self._bucket.parameters[index])
+        self.overlap.made(index, self._flat.parameters[index])
         if index not in self._kept:
             self._leave_early(index)
 
     def _leave_early(self, index: int) -> None:
         """Gathers one gradient during backward, and pushes the slices that it completes."""
         self._gather([index])
-        lent = self._bucket.lent
+        lent = self._flat.lent
         if lent.takes(index) and self._lends(index):
             lent.lend(index)
         if lent.has(index):
             lent.stamp(index)
-        self.overlap.moved(index, self._bucket.parameters[index])
+        self.overlap.moved(index, self._flat.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1
             is_ready = self._missing[part] == 0 and part not in self._pushed
@@ -129,9 +116,9 @@ class Gradients:
         Raises:
             GradientError: The script has changed one of them.
         """
-        changed = self._bucket.changed_grad(
+        changed = self._flat.changed_grad(
             index
-            for index in self.overlap.check(self._bucket.parameters)
+            for index in self.overlap.check(self._flat.parameters)
             if index in self._gathered and index not in self._kept
         )
         if changed is not None:
@@ -144,13 +131,13 @@ class Gradients:
         first, so that the step can be left out.
         """
         if not self.overlap.is_wanted:
-            self._gather(range(len(self._bucket.parameters)))
+            self._gather(range(len(self._flat.parameters)))
             plan = self._replica.plan()
             if plan.compress or plan.flush:
-                self._exchange.payloads.require_room(self.flat(), self._bucket.present)
+                self._exchange.payloads.require_room(self._table.grads(), self._flat.present)
         for index in self._replica.front_first():
             if index not in self._pushed:
-                self._gather([part.tensor for part in self._bucket.layout.slices[index].segments])
+                self._gather([part.tensor for part in self._table.layout.slices[index].segments])
                 self._push(index)
 
     def push_none(self) -> None:
@@ -174,19 +161,19 @@ class Gradients:
 
     def begin_again(self) -> None:
         """Takes the step's gradients anew, but for slices that have left: they keep theirs."""
-        self._bucket.lent.part_all()  # Shards may still read what lies there.
+        self._flat.lent.part_all()  # Shards may still read what lies there.
         slices = enumerate(self._slices_of)
         self._take_anew({index for index, parts in slices if self._pushed.issuperset(parts)})
 
     def _take_anew(self, kept: set[int]) -> None:
         self._kept, self._gathered = kept, set(kept)
         self.overlap.forget()
-        for spec in self._bucket.layout.slices:
+        for spec in self._table.layout.slices:
             self._missing[spec.index] = len(spec.segments)
 
     def settle(self) -> None:
         """Waits until the script may write to each `.grad` again."""
-        for index in self._bucket.lent.end_step():
+        for index in self._flat.lent.end_step():
             self._await_room(index)
 
     # ----- inside
@@ -198,17 +185,17 @@ class Gradients:
 
     def _gather(self, indices: Sequence[int]) -> None:
         """Brings gradients into the flat vector, once, after the former ones have left it."""
-        lent, made = self._bucket.lent, []
+        lent, made = self._flat.lent, []
         indices = [index for index in indices if index not in self._gathered]
         for index in indices:
             self._await_room(index)
-            if self._bucket.parameters[index].grad is None:
-                self._bucket.clear_grad(index)
+            if self._flat.parameters[index].grad is None:
+                self._flat.clear_grad(index)
                 continue
             made.append(index)
             if lent.has(index) and not self._lends(index):
                 lent.part(index)
-        self._bucket.gather_grads(made, self._replica.step)
+        self._flat.gather_grads(made, self._replica.step)
         self._gathered.update(indices)
 
     def _lends(self, index: int) -> bool:
@@ -220,9 +207,12 @@ class Gradients:
     def _push(self, index: int, *, in_backward: bool = False, is_empty: bool = False) -> None:
         """Sends one slice, after a pull of it that is still under way."""
         self._exchange.run(self._replica.land(index))
-        present, active = self._bucket.present(index), self._replica.parts[index].active
+        present, active = self._flat.present(index), self._replica.parts[index].active
         present = 0 if is_empty else present
         active[:] = [present >> position & 1 for position in range(len(active))]
-        flat, samples = self._bucket.grads_of(index), 0.0 if is_empty else self._progress.samples
+        flat, samples = (
+            self._flat.grads_of(index),
+            0.0 if is_empty else self._table.progress.samples,
+        )
         self._replica.push(index, flat, present, samples, self._exchange, in_backward=in_backward)
         self._pushed.add(index)

@@ -1,52 +1,38 @@
 """A change of the mode of a running job: every gradient so far counts, and nothing else is lost.
 
-Each worker settles what it has under way and steps aside, so that nobody waits for it any more;
-steps that are still open close with what is in. Behind a barrier nothing moves. The first worker
-has each shard go on under the new rule, with weights, optimizer state and versions as they are;
-then each takes them as it does at the start. What error feedback owes stays with the worker.
+Each worker finishes its pushes and pulls and steps aside, so that the shards do not wait for it;
+steps that are still open close with the gradients they have. Behind a barrier nothing is sent. The
+first worker switches each shard to the new rule; weights, optimizer state and versions stay. Then
+every worker pulls them as at its start. Residuals of error feedback stay with their workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
-
 from pscore.errors import ConfigError
 from pscore.rules.base import Rule, require_sizes
-
-if TYPE_CHECKING:
-    from psworker.training.optimizer import DistributedOptimizer
+from psworker.training.table import TrainingTable
 
 
-def change_mode(wrapper: DistributedOptimizer, rule: Rule, grads: Sequence[torch.Tensor]) -> None:
-    """Has the job of `wrapper` go on under `rule`; every worker calls it, between two steps.
+def change_mode(table: TrainingTable, rule: Rule) -> None:
+    """Switches a table to another mode; every worker calls it, between two steps.
 
     Args:
-        wrapper: Of this worker.
+        table: The table that is trained.
         rule: The new mode.
-        grads: Of each slice, `(numel,) float32`: where the moves of an open round are written.
 
     Raises:
         ConfigError: The shards would have to run another optimizer.
         JobMismatchError: Another worker has named another mode.
     """
-    former, exchange, replica = wrapper.rule, wrapper.exchange, wrapper.replica
+    former = table.rule
     if rule.outer_optimizer != former.outer_optimizer:
         raise ConfigError(
-            f"{former} cannot become {rule} while it runs: the shards run another optimizer then; "
-            "save state_dict() and begin anew"
+            f"{former} cannot become {rule} while it runs: the shards would need another "
+            "optimizer; save state_dict() and start a new job"
         )
-    require_sizes(rule, wrapper.session.num_workers, wrapper.session.min_workers)
+    require_sizes(rule, table.session.num_workers, table.session.min_workers)
     if str(rule) == str(former):
         return
-    exchange.flush()
-    replica.end_round(grads, exchange)
-    exchange.run(replica.settle())
-    exchange.change(rule, replica.step)
-    wrapper.rule = rule
-    replica.change(rule)
-    exchange.run(replica.begin(exchange))
-    wrapper.progress.locate()
-    wrapper.show_weights()
+    table.end_round()
+    table.settle()
+    table.change_rule(rule)

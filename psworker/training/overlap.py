@@ -21,26 +21,26 @@ INSTEAD = "pass overlap=False to DistributedOptimizer"
 class Overlap:
     """The gradients of a step that have left during backward."""
 
-    def __init__(self, overlap: bool, names: Sequence[str], *, lends: bool = False) -> None:
+    def __init__(self, overlap: bool, names: Sequence[str], *, has_views: bool = False) -> None:
         """Starts before the first step.
 
         Args:
             overlap: Whether gradients leave during backward.
             names: Of the parameters.
-            lends: Whether `.grad` may become a part of the flat vector then (grad_views.py).
+            has_views: Whether a large `.grad` becomes a view of the flat vector (grad_views.py).
 
         Raises:
-            ConfigError: `overlap` is something else, or does not go with `lends`.
+            ConfigError: `overlap` is something else, or does not go with `has_views`.
         """
         if overlap not in (True, False):
             raise ConfigError(
                 f"overlap is {overlap!r}, must be True (gradients leave during backward, and the "
                 "script does not change them afterwards) or False"
             )
-        if lends and not overlap:
+        if has_views and not overlap:
             raise ConfigError("gradient_as_bucket_view=True needs overlap=True")
         self.is_wanted = bool(overlap)
-        self.lends = lends
+        self.has_views = has_views
         self._names = names
         self._seen: dict[int, tuple[int, int]] = {}  # Parameter: identity and version of .grad.
 

@@ -34,7 +34,7 @@ GUIDES = (
     sockets.Incoming,
     data_socket.Connection,
     requests,
-    requests.Intake,
+    requests.Requests,
     SliceClock,
 )
 

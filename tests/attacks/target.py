@@ -1,6 +1,6 @@
 """A shard that is sent anything: what a fuzzer calls, and what it begins from.
 
-Everything behind the socket is the daemon's own: the connection, the decoder, the intake, the
+Everything behind the socket is the daemon's own: the connection, the decoder, the requests, the
 clocks and the stores of three tables, two of them compressed.
 """
 
@@ -73,10 +73,10 @@ class Target:
             AssertionError: Something broke in the shard.
         """
         with Stream(data) as stream:
-            Connection(self.front.driver, stream).serve()
+            Connection(self.front.engine, stream).serve()
             answered = stream.answered
         assert not self.front.problems, self.front.problems
-        assert not self.front.driver.intake.waiting
+        assert not self.front.engine.requests.waiting
         return answered
 
     def still_serves(self) -> None:

@@ -51,7 +51,7 @@ def serve(front: Front, sent: bytes) -> list[data_pb2.Envelope]:
             sockets.tune(end)
         ours.sendall(sent)
         ours.shutdown(socket.SHUT_WR)
-        Connection(front.driver, theirs).serve()
+        Connection(front.engine, theirs).serve()
         # A peer that closes before it has read all is reported once; then comes what it said.
         ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         answers = []
@@ -63,9 +63,9 @@ def serve(front: Front, sent: bytes) -> list[data_pb2.Envelope]:
 
 def nothing_has_changed(front: Front) -> None:
     clock = front.job.table(0).clock(0)
-    assert (clock.version, clock.clock(0), clock._bins, clock._parked) == (0, 0, {}, {})
+    assert (clock.version, clock.clock(0), clock.open_steps, list(clock.parking)) == (0, 0, {}, [])
     assert not front.weights().any()
-    assert not front.driver.intake.waiting
+    assert not front.engine.requests.waiting
 
 
 async def still_serves(front: Front) -> None:
@@ -216,7 +216,7 @@ def test_a_foreign_connection_cannot_make_a_worker_suspect() -> None:
         forged = pull_header(0, 0, 0, sender=sender(0, incarnation=3))
         serve(front, framed(data_pb2.Envelope(id=1, pull=forged)))
         front.now_s = 9.0
-        front.driver.tick()
+        front.engine.tick()
         assert front.job.membership.expected() == [0]
         await still_serves(front)
 
@@ -239,7 +239,7 @@ def test_random_envelopes_never_break_the_shard() -> None:
             payload = PAYLOAD[: rng.choice((0, 4, 4 * NUMEL, 4 * NUMEL))]
             serve(front, framed(data_pb2.Envelope(id=rng.randrange(U64), push=header), payload))
         assert np.isfinite(front.weights()).all()
-        assert not front.driver.intake.waiting
+        assert not front.engine.requests.waiting
 
     play(scene)
 
@@ -249,7 +249,7 @@ def silent(
 ) -> None:
     """Has a peer pause between two frames, and stop in the middle of the third."""
     monkeypatch.setattr(data_socket, "SILENCE_S", 0.1)
-    serving = threading.Thread(target=Connection(front.driver, far).serve)
+    serving = threading.Thread(target=Connection(front.engine, far).serve)
     serving.start()
     for number in (9, 10):
         frame = framed(data_pb2.Envelope(id=number, pull=pull_header(0, 0, 0)))

@@ -159,7 +159,7 @@ def test_a_worker_with_tls_is_told_that_the_shard_has_none(tmp_path: Path) -> No
 @contextmanager
 def listening(front: Front, files: Path, tokens: Path | None) -> Iterator[BulkServer]:
     server = BulkServer(
-        front.driver,
+        front.engine,
         "127.0.0.1",
         0,
         f"paceline-test-{files}",

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError, PacelineError
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import NAME_LENGTH_MAX, Shard
-from psserver.decisions.table import TableSpec, make_spec
 from tests.unit.psserver.front import JOB, Context, Front, Refused, play
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
@@ -46,7 +48,7 @@ async def still_serves(front: Front) -> None:
     """The same job can still be declared, and trains."""
     reply = await front.define()
     assert reply.created
-    assert len(front.driver.stores(front.job)) == 1
+    assert len(front.engine.stores(front.job)) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_negative_sizes_are_refused(shape: tuple[int, ...]) -> None:
     """They cannot travel, but a checkpoint may hold them."""
     shard = Shard(0, 1, 10.0)
     member = Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
-    job = shard.join(JOB, 1, member)
+    job, _ = shard.decide_join(JOB, 1, member)
     spec = spec_of(tensors=(TensorSpec(name="w", shape=shape, dtype="float32"),))
     with pytest.raises(ConfigError, match=r"'w' has shape \["):
         shard.define(job, spec)
@@ -115,12 +117,12 @@ def test_negative_sizes_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def spec_of(tensors: tuple[TensorSpec, ...]) -> TableSpec:
-    return make_spec(
+    return TableSpec(
         name="model",
         tensors=tensors,
         num_shards=1,
-        rule=("ssgd", {}),
-        compressor=("none", {}),
+        rule=SSGD(),
+        compressor=NoCompression(),
         optimizer="sgd",
         num_groups=1,
     )
@@ -250,7 +252,7 @@ def test_a_hostile_join_makes_no_job(fields: dict[str, Any]) -> None:
         with pytest.raises(Refused) as caught:
             await front.control.Join(pb.JoinRequest(**values | fields), Context())
         assert caught.value.kind in ("ConfigError", "RankTakenError", "ProtocolVersionError")
-        assert front.driver.shard.jobs == {}
+        assert front.engine.shard.jobs == {}
         assert len(str(caught.value)) < 1 << 12
         await front.join(0)
 

@@ -11,8 +11,8 @@ import pytest
 from pscore.net import wire
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
+from psserver.decisions.parking import PARKED_MAX
 from psserver.decisions.progress import LATE_KEPT
-from psserver.decisions.slice_clock import PARKED_MAX
 from tests.unit.psserver.front import (
     HYPER,
     JOB,
@@ -110,7 +110,7 @@ def test_a_hostile_push_is_refused_and_changes_nothing(
         assert np.array_equal(front.weights(), before)
         assert front.version() == 0
         clock = front.job.table(0).clock(0)
-        assert (clock.clock(0), clock._bins, clock._parked) == (0, {}, {})
+        assert (clock.clock(0), clock.open_steps, list(clock.parking)) == (0, {}, [])
 
     play(scene)
 
@@ -149,7 +149,7 @@ def test_a_hostile_pull_is_refused(fields: dict[str, Any]) -> None:
         named: dict[str, Any] = {"sender": sender(0)} | fields
         with pytest.raises(Refused):
             await front.pull(data_pb2.PullHeader(**named))
-        assert not front.driver.intake.waiting
+        assert not front.engine.requests.waiting
         await still_serves(front)
 
     play(scene)
@@ -163,9 +163,9 @@ def test_a_pull_of_what_never_comes_is_put_off(clock: int, min_version: int) -> 
         pull = asyncio.ensure_future(front.pull(pull_header(0, clock, min_version, wait_ms=U32)))
         await settle()
         front.now_s = LEASE_S
-        front.driver.tick()
+        front.engine.tick()
         assert not (await pull)[0].ready
-        assert not front.driver.intake.waiting
+        assert not front.engine.requests.waiting
         await still_serves(front)
 
     play(scene)
@@ -247,7 +247,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
     async def scene(front: Front) -> None:
         await front.ready(rule=pb.Plugin(name=rule))
         clock = front.job.table(0).clock(0)
-        (store,) = front.driver.stores(front.job)
+        (store,) = front.engine.stores(front.job)
         outcomes = [
             await offer(front, push_header(0, 2 + 3 * number), grad(0.0))
             for number in range(2 * LATE_KEPT if rule == "asgd" else 3 * PARKED_MAX)
@@ -255,8 +255,8 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
         parked = outcomes.count("waits")
         assert parked in (0, PARKED_MAX)
         assert outcomes.count("RemoteProtocolError") == (len(outcomes) - parked if parked else 0)
-        assert len(clock._parked) == parked
-        assert len(clock._bins) <= 1
+        assert len(clock.parking) == parked
+        assert len(clock.open_steps) <= 1
         assert len(clock.counted[0].ahead) <= LATE_KEPT
         assert store._pool.nbytes <= 4 * store.numel * (len(store.state) + 2)
 
@@ -286,7 +286,7 @@ def test_repeating_a_parked_push_keeps_one_payload() -> None:
         await front.ready()
         for _ in range(100):
             assert await offer(front, push_header(0, 1), grad(0.0)) == "waits"
-        assert len(front.job.table(0).clock(0)._parked) == 1
+        assert len(front.job.table(0).clock(0).parking) == 1
 
     play(scene)
 
@@ -301,7 +301,7 @@ def test_joins_for_impossible_ranks_fill_nothing() -> None:
                 )
                 with pytest.raises(Refused):
                     await front.control.Join(request, Context())
-        assert list(front.driver.shard.jobs) == [JOB]
+        assert list(front.engine.shard.jobs) == [JOB]
         await still_serves(front)
 
     play(scene)
@@ -339,11 +339,11 @@ def test_random_messages_never_break_the_shard() -> None:
                 result = await ask(front, random_pull(rng))
             seen[result] = seen.get(result, 0) + 1
         assert {"waits", "ACCEPTED", "DUPLICATE", "DecodeError", "answered"} <= set(seen), seen
-        assert len(front.job.table(0).clock(0)._parked) <= 2 * PARKED_MAX
+        assert len(front.job.table(0).clock(0).parking) <= 2 * PARKED_MAX
         assert np.isfinite(front.weights()).all()
         front.now_s = LEASE_S
-        front.driver.tick()
-        assert not front.driver.intake.waiting
+        front.engine.tick()
+        assert not front.engine.requests.waiting
         await front.control.Status(pb.StatusRequest(), Context())
 
     play(scene)

@@ -61,7 +61,7 @@ class Peer:
 
 @contextmanager
 def listening(front: Front) -> Iterator[BulkServer]:
-    server = BulkServer(front.driver, "127.0.0.1", 0, f"test-{os.getpid()}-{next(NUMBERS)}")
+    server = BulkServer(front.engine, "127.0.0.1", 0, f"test-{os.getpid()}-{next(NUMBERS)}")
     server.start()
     try:
         yield server
@@ -70,7 +70,7 @@ def listening(front: Front) -> Iterator[BulkServer]:
 
 
 async def ready(front: Front, budget_nbytes: int) -> None:
-    front.driver.budget = Budget(budget_nbytes)
+    front.engine.budget = Budget(budget_nbytes)
     await front.join(0, 1)
     await front.define(tensors=[pb.Tensor(name="w", shape=[NUMEL], dtype="float32")])
     header = push_header(0, 0, role=data_pb2.ROLE_WEIGHTS, hyper=[])
@@ -79,8 +79,8 @@ async def ready(front: Front, budget_nbytes: int) -> None:
 
 def eventually(front: Front, nbytes: int) -> None:
     deadline_s = time.monotonic() + WAIT_S
-    while front.driver.budget.left != nbytes:
-        assert time.monotonic() < deadline_s, front.driver.budget.left
+    while front.engine.budget.left != nbytes:
+        assert time.monotonic() < deadline_s, front.engine.budget.left
         time.sleep(0.01)
 
 
@@ -97,7 +97,7 @@ def test_a_slow_reader_stalls_nobody_and_reads_whole_versions() -> None:
                 quick.ask(step + 1)
                 assert quick.answer().pulled.version == step + 1
                 assert (quick.data == step + 1).all()
-            assert front.driver.budget.left < 1 << 30
+            assert front.engine.budget.left < 1 << 30
             for _ in range(24):
                 version = slow.answer().pulled.version
                 assert (slow.data == version).all()
@@ -123,7 +123,7 @@ def test_who_asks_and_does_not_read_is_cut_off() -> None:
             assert greedy.is_cut()
             for peer in (greedy, quick):
                 peer.socket.close()
-            (store,) = front.driver.stores(front.job)
+            (store,) = front.engine.stores(front.job)
             deadline_s = time.monotonic() + WAIT_S
             while any(buffer.leases for buffer in store._weights._buffers):
                 assert time.monotonic() < deadline_s
@@ -140,7 +140,7 @@ def test_a_push_beyond_the_budget_is_refused_with_what_is_left() -> None:
             first, second = Peer(server), Peer(server)
             first.push(5)  # Too far ahead: it waits, and keeps its bytes.
             deadline_s = time.monotonic() + WAIT_S
-            while front.driver.budget.left != NBYTES - 4:
+            while front.engine.budget.left != NBYTES - 4:
                 assert time.monotonic() < deadline_s
             second.push(6)
             failed = second.answer().failed

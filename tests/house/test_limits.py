@@ -14,14 +14,13 @@ CLASS_LINES_MAX = 300
 CLASS_NAMES_MAX = 20
 # Classes that are longer today, and their lines: these numbers may only fall.
 LONG_CLASSES = {
-    "pssim/worker.py:Worker": 450,
     "psserver/service/data_socket.py:Connection": 330,
-    "psserver/decisions/slice_clock.py:SliceClock": 460,
-    "psserver/engine/engine.py:Driver": 360,
+    "psserver/decisions/slice_clock.py:SliceClock": 430,
+    "psserver/engine/engine.py:Engine": 360,
     "psserver/decisions/shard.py:Shard": 350,
     "psserver/slices/store.py:SliceStore": 430,
     "psworker/connection/exchange.py:Exchange": 440,
-    "psworker/training/optimizer.py:DistributedOptimizer": 420,
+    "psworker/training/optimizer.py:DistributedOptimizer": 320,
     "psworker/replica/replica.py:Replica": 470,
     "psworker/connection/session.py:Session": 450,
 }

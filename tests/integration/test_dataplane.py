@@ -26,7 +26,7 @@ LARGE = (1 << 20) + 4321  # Elements: two slices, of more bytes than a connectio
 
 
 def plane_of(optimizer: psworker.DistributedOptimizer) -> set[str]:
-    transports = [link.transport for link in optimizer.session.links]
+    transports = [link.transport for link in optimizer._table.session.links]
     return {"local" if transport.shares_memory else transport.name for transport in transports}
 
 
@@ -98,7 +98,7 @@ def train_in_place(
         torch.autograd.backward(model(torch.randn(8, 400, generator=generator)).square().mean())
         optimizer.step()
     optimizer.close()
-    return optimizer.bucket.lent.has(0), weights_of(model)
+    return optimizer._table.flat.lent.has(0), weights_of(model)
 
 
 DELAYED = ["ssgd", "ssd(steps=3, warmup=3)", "od(warmup=3)"]
@@ -115,7 +115,7 @@ def meet_nan(me: Station, overlap: bool) -> tuple[str, int, int]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     psworker.barrier()
-    pushes, layout = optimizer.exchange.traffic.num_pushes, optimizer.bucket.layout
+    pushes, layout = optimizer.traffic.num_pushes, optimizer._table.flat.layout
     last = layout.slices[0].segments[0].tensor
     num_before = sum(
         all(segment.tensor != last for segment in part.segments) for part in layout.slices
@@ -125,7 +125,7 @@ def meet_nan(me: Station, overlap: bool) -> tuple[str, int, int]:
     grad.fill_(float("nan"))
     with pytest.raises(psworker.GradientError, match=r"holds .* NaN or Inf") as caught:
         optimizer.step()
-    return str(caught.value), optimizer.exchange.traffic.num_pushes - pushes, num_before
+    return str(caught.value), optimizer.traffic.num_pushes - pushes, num_before
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -366,7 +366,7 @@ def train_through_a_cut(me: Station) -> tuple[int, int, np.ndarray]:
         for step in range(4):
             model["large"].grad = torch.full((LARGE,), float(1 << step))
             optimizer.step()
-        pushes = optimizer.exchange.traffic.num_pushes
+        pushes = optimizer.traffic.num_pushes
         psworker.shutdown()
         return made.num_cuts, pushes, model["large"].detach().numpy().copy()
 

@@ -78,7 +78,7 @@ def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
             try:
                 optimizer.step()
             except psworker.GradientError as problem:
-                owed = optimizer.exchange.compressor_state().values()
+                owed = optimizer._table.exchange.compressor_state().values()
                 took_s = time.monotonic() - begin_s
                 me.tell((str(problem), took_s, sum(float(np.abs(array).sum()) for array in owed)))
                 optimizer.state_dict()

@@ -258,9 +258,9 @@ def break_gradient(me: Station, value: float, overlap: bool) -> tuple[tuple[str,
 
     step(0.0)
     psworker.barrier()
-    pushes = optimizer.exchange.traffic.num_pushes
+    pushes = optimizer.traffic.num_pushes
     problem = problem_of(lambda: step(value))
-    return problem, optimizer.exchange.traffic.num_pushes - pushes
+    return problem, optimizer.traffic.num_pushes - pushes
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -49,7 +49,7 @@ def train(me: Station, mode: str, *, holds: bool) -> tuple[list[float], int, int
             weight.grad = torch.full((NUMEL,), 1.0 + psworker.rank())
             optimizer.step()
     optimizer.close()
-    traffic = optimizer.exchange.traffic
+    traffic = optimizer.traffic
     psworker.shutdown()
     return sorted(set(weight.tolist())), traffic.num_too_late, optimizer.missed.num_steps
 

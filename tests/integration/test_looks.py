@@ -72,7 +72,7 @@ def look(model: Any, optimizer: psworker.DistributedOptimizer, captured: Weights
 
 def settle(optimizer: psworker.DistributedOptimizer) -> None:
     """Waits until nothing is on its way: what comes next does not depend on who is faster."""
-    exchange = optimizer.exchange
+    exchange = optimizer._table.exchange
     slices = range(len(exchange.layout.slices))
     wait_until(lambda: not exchange.is_busy() and all(map(exchange.has_landed, slices)))
 
@@ -80,9 +80,9 @@ def settle(optimizer: psworker.DistributedOptimizer) -> None:
 def lose(optimizer: psworker.DistributedOptimizer) -> None:
     """Makes the shards declare this worker lost: it comes back with one of its next steps."""
     settle(optimizer)
-    for link in optimizer.session.links:
+    for link in optimizer._table.session.links:
         patience_s = link.patience.limit_s
-        optimizer.session._take_leave(link, "the test wants it", failed=True)
+        optimizer._table.session._take_leave(link, "the test wants it", failed=True)
         link.patience.limit_s = patience_s
 
 
@@ -239,9 +239,9 @@ def take_turns(me: Station, mode: str, looks: bool, job: str) -> tuple[list[Weig
         path.append(weights_of(model))
         settle(optimizer)
         me.tell()
-    optimizer.exchange.flush()
-    path.append(optimizer.exchange.compressor_state())
-    num_late = optimizer.exchange.traffic.num_too_late
+    optimizer._table.exchange.flush()
+    path.append(optimizer._table.exchange.compressor_state())
+    num_late = optimizer.traffic.num_too_late
     me.hear()
     psworker.shutdown()
     return path, num_late

@@ -235,7 +235,10 @@ def test_shards_end_when_their_supervisor_is_killed(psserver: Command) -> None:
     with psserver.detached("--shards", 2) as run:
         os.kill(run["pid"], signal.SIGKILL)
         eventually(lambda: all(gone(shard["pid"]) for shard in run["shards"]))
-        psserver.run("logs", code=6)  # The run file that is left does not count.
+        psserver.run("status", code=6)  # The run file that is left does not count.
+        last = psserver.run("logs", "--follow")
+        assert "no psserver runs; these are the last logs in" in last.stderr
+        assert "shard ended" in last.stdout
 
 
 def test_what_no_worker_sends_is_refused_and_stops_nothing(psserver: Command) -> None:

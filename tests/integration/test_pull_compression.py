@@ -30,7 +30,7 @@ def step(me: Station, model: Any, optimizer: psworker.DistributedOptimizer, numb
 
 
 def resyncs(optimizer: psworker.DistributedOptimizer) -> int:
-    return sum(held.num_resyncs for held in optimizer.exchange._held if held is not None)
+    return sum(held.num_resyncs for held in optimizer._table.exchange._held if held is not None)
 
 
 def train(me: Station, mode: str, options: dict[str, Any], spoil: int = -1) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def train(me: Station, mode: str, options: dict[str, Any], spoil: int = -1) -> d
     during, shown = [], []
     for number in range(STEPS):
         if number == spoil and me.rank == 1:
-            held = next(held for held in optimizer.exchange._held if held is not None)
+            held = next(held for held in optimizer._table.exchange._held if held is not None)
             assert held.values is not None
             held.values.view(np.uint32)[0] ^= 1
         step(me, model, optimizer, number)
@@ -48,8 +48,8 @@ def train(me: Station, mode: str, options: dict[str, Any], spoil: int = -1) -> d
         with optimizer.global_weights():
             shown.append(weights_of(model))
         assert same(weights_of(model), during[-1])
-    traffic = optimizer.exchange.traffic
-    layout = optimizer.bucket.layout
+    traffic = optimizer.traffic
+    layout = optimizer._table.flat.layout
     found = {
         "during": during,
         "shown": shown,
@@ -145,10 +145,10 @@ def train_on_signal(me: Station) -> dict[str, Any]:
     optimizer = wrap(model, **TWO_BIT)
     number = 0
     while me.hear():
-        before = optimizer.exchange.traffic.pulled_nbytes
+        before = optimizer.traffic.pulled_nbytes
         step(me, model, optimizer, number)
         number += 1
-        me.tell(optimizer.exchange.traffic.pulled_nbytes - before)
+        me.tell(optimizer.traffic.pulled_nbytes - before)
     found = {"during": weights_of(model), "resyncs": resyncs(optimizer)}
     psworker.shutdown()
     return found

@@ -107,7 +107,7 @@ def hold_still(me: Station) -> float:
             model.bias.grad.fill_(2.0**-8)
         optimizer.step()
     with optimizer.global_weights():
-        bias = optimizer.bucket.weight(1).clone()
+        bias = optimizer._table.flat.weight(1).clone()
     assert len(set(bias.tolist())) == 1
     return 1.0 - float(bias[0])
 

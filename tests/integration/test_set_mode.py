@@ -53,7 +53,7 @@ def work_along(me: Station, way: Sequence[tuple[int, str]]) -> tuple[list[Array]
         torch.autograd.backward((weight * slope).sum())
         optimizer.step()
     optimizer.close()
-    versions = [part.version for part in optimizer.replica.parts]
+    versions = [part.version for part in optimizer._table.replica.parts]
     psworker.shutdown()
     return path, weight.detach().numpy().copy(), versions
 
@@ -122,9 +122,11 @@ def work_units(
             torch.autograd.backward((weight * grad).sum())
             optimizer.step()
             number += 1
-    optimizer.session.barrier("end")  # In an asynchronous mode nobody waits for the last of others.
+    optimizer._table.session.barrier(
+        "end"
+    )  # In an asynchronous mode nobody waits for the last of others.
     psworker.shutdown()
-    return weight.detach().numpy().copy(), optimizer.exchange.traffic.num_too_late
+    return weight.detach().numpy().copy(), optimizer.traffic.num_too_late
 
 
 SINGLE, MEAN = 2.0, 1.0  # What a gradient of 2 moves: alone, and in a mean of two.

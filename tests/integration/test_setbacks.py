@@ -1,4 +1,4 @@
-"""After an error that a script catches, all of the wrapper can be used, at once (setback.py)."""
+"""After an error that a script catches, all of the wrapper can be used, at once (recovery.py)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ def wrap(model: torch.nn.Module, **options: Any) -> psworker.DistributedOptimize
 
 
 def owed(optimizer: psworker.DistributedOptimizer) -> dict[str, np.ndarray]:
-    optimizer.exchange.flush()
-    return optimizer.exchange.compressor_state()
+    optimizer._table.exchange.flush()
+    return optimizer._table.exchange.compressor_state()
 
 
 def spoil_gradient(model: torch.nn.Module, optimizer: psworker.DistributedOptimizer) -> None:
@@ -37,10 +37,10 @@ def spoil_gradient(model: torch.nn.Module, optimizer: psworker.DistributedOptimi
 
 def overflow(model: torch.nn.Module, optimizer: psworker.DistributedOptimizer) -> None:
     """One number of the last slice cannot be added to what is owed."""
-    spec = optimizer.exchange.layout.slices[0]
+    spec = optimizer._table.exchange.layout.slices[0]
     state = owed(optimizer)
     state["residual"][spec.start] = HUGE
-    optimizer.exchange.load_compressor_state(state)
+    optimizer._table.exchange.load_compressor_state(state)
     grad = list(model.parameters())[spec.segments[0].tensor].grad
     assert grad is not None
     grad.view(-1)[spec.segments[0].tensor_start] = HUGE
@@ -98,7 +98,7 @@ def train(me: Station, fault: Fault | None, options: dict[str, Any], ends: bool)
                 assert all((owed(optimizer)[name] == spoilt[name]).all() for name in spoilt)
             optimizer.param_groups[0]["lr"] = lr
             if fault is overflow:  # What was put there for this test.
-                optimizer.exchange.load_compressor_state(kept)
+                optimizer._table.exchange.load_compressor_state(kept)
             look(model, optimizer)
             if ends:
                 break

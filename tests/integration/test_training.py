@@ -169,7 +169,7 @@ def train_large(me: Station) -> tuple[int, dict[str, np.ndarray]]:
         loss = (model["large"] * large).sum() + model["small"].sum() * me.rank
         torch.autograd.backward(loss)
         optimizer.step()
-    return len(optimizer.bucket.layout.slices), weights_of(model)
+    return len(optimizer._table.flat.layout.slices), weights_of(model)
 
 
 def test_a_tensor_that_spans_slices_on_both_shards_is_put_together(shards: Shards) -> None:

@@ -9,13 +9,14 @@ from psserver.decisions.orders import Answer, Update
 from psserver.decisions.slice_clock import SliceClock
 from tests.harness import Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
+from tests.participants import Listed
 
 GROUP = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 HYPER = np.zeros((1, 6))
 
 
 def test_every_gradient_is_an_update_and_a_worker_waits_for_its_own_only() -> None:
-    clock = SliceClock(ASGD(), lambda: [0, 1, 2], 3)
+    clock = SliceClock(ASGD(), Listed(lambda: [0, 1, 2], 3))
     clock.version = 0
     pull = Pull(worker=0, clock=1, min_version=0)
     assert clock.pull(pull, "pull") == []

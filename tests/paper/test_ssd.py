@@ -12,6 +12,7 @@ from pscore.types import Push, Verdict
 from psserver.decisions.orders import Acknowledge
 from psserver.decisions.slice_clock import SliceClock
 from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
+from tests.participants import Listed
 
 LR, MOMENTUM, DECAY, WORKERS = 0.04, 0.8, 0.01, 4
 GROUP = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
@@ -196,7 +197,7 @@ def test_spread_over_all_steps_nobody_finishes_more_than_one_step_before_the_slo
 
 def test_beyond_that_a_push_is_parked_without_acknowledgement() -> None:
     """Back-pressure, not memory: it is let in when the slow worker's gradient has come."""
-    clock = SliceClock(SSD(steps=2, warmup=0), lambda: [0, 1], 2)
+    clock = SliceClock(SSD(steps=2, warmup=0), Listed(lambda: [0, 1], 2))
     clock.version = 0
     hyper = np.zeros((1, 6))
 
@@ -219,8 +220,8 @@ def test_the_bound_is_what_a_worker_reaches_and_never_more(steps: int) -> None:
     most = 0
     for _ in range(400):
         cluster.run(events=10)
-        most = max(most, *(len(clock._bins) for clock in cluster.shard.clocks))
-        parked = [push for clock in cluster.shard.clocks for push, _ in clock._parked.values()]
+        most = max(most, *(len(clock.open_steps) for clock in cluster.shard.clocks))
+        parked = [push for clock in cluster.shard.clocks for push in clock.parking]
         assert all(push.may_wait for push in parked)  # For each other, in the warm-up.
     assert most == steps
 

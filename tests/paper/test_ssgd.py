@@ -10,6 +10,7 @@ from psserver.decisions.orders import Acknowledge, Action, Add, Update
 from psserver.decisions.progress import LATE_KEPT
 from psserver.decisions.slice_clock import SliceClock
 from tests.harness import NUMEL, SLICES, Cluster, Vector, assert_follows, quadratic
+from tests.participants import Listed
 
 LR, MOMENTUM, DECAY = 0.05, 0.9, 0.01
 GROUP = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
@@ -23,7 +24,7 @@ def push(clock: SliceClock, worker: int, step: int, base: int = 0) -> list[Actio
 
 def make_clock(rule: SSGD, num_workers: int) -> tuple[SliceClock, list[int]]:
     live = list(range(num_workers))
-    clock = SliceClock(rule, lambda: live, num_workers)
+    clock = SliceClock(rule, Listed(lambda: live, num_workers))
     clock.version = 0
     return clock, live
 

@@ -10,6 +10,7 @@ from psserver.decisions.orders import Answer, Update
 from psserver.decisions.slice_clock import SliceClock
 from tests.harness import Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
+from tests.participants import Listed
 
 GROUP = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 HYPER = np.zeros((1, 6))
@@ -18,7 +19,7 @@ HYPER = np.zeros((1, 6))
 class Bench:
     def __init__(self, bound: int) -> None:
         self.live = [0, 1]
-        self.clock = SliceClock(SSP(bound=bound), lambda: self.live, 2)
+        self.clock = SliceClock(SSP(bound=bound), Listed(lambda: self.live, 2))
         self.clock.version = 0
 
     def push(self, worker: int, step: int) -> list[str]:

@@ -10,6 +10,7 @@ from psserver.decisions.orders import Action, Add, Update
 from psserver.decisions.slice_clock import SliceClock
 from tests.harness import SLICES, Cluster, Vector, assert_follows, quadratic
 from tests.paper.history import History
+from tests.participants import Listed
 
 GROUP = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01}
 HYPER = np.zeros((1, 6))
@@ -17,7 +18,7 @@ HYPER = np.zeros((1, 6))
 
 def make_clock(rule: Staleness, num_workers: int) -> tuple[SliceClock, list[int]]:
     live = list(range(num_workers))
-    clock = SliceClock(rule, lambda: live, num_workers)
+    clock = SliceClock(rule, Listed(lambda: live, num_workers))
     clock.version = 0
     return clock, live
 

@@ -1,10 +1,10 @@
-"""A few short scenes whose every message is worth reading; recorded under transcripts/."""
+"""Short scenarios with all their messages; the transcripts are recorded under transcripts/."""
 
 from pathlib import Path
 
 from pscore.rules import SSD, SSGD, SSP
 from pssim.case import ONE_SLICE, Case
-from pssim.cluster import simulate
+from pssim.faulty import simulate
 from pssim.network import Cut, Faults
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -33,8 +33,8 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
     ),
     "ssd_slow_worker": (
         "ssd with k=2 after one step of warm-up; worker 1 is ten times slower. Worker 0 is up to\n"
-        "two steps ahead: its pushes are acknowledged, and kept apart by step. Then the pull that\n"
-        "it issued has to land before it pushes again.",
+        "two steps ahead: its pushes are acknowledged and collected by step. Then the pull that\n"
+        "it sent has to land before it pushes again.",
         Case(
             seed=2,
             rule=SSD(steps=2, warmup=1, local="sgd"),
@@ -49,7 +49,7 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
         ),
     ),
     "ssgd_worker_leaves": (
-        "Worker 1 has less data and leaves after one step; worker 0 goes on alone.",
+        "Worker 1 has less data and leaves after one step; worker 0 continues alone.",
         Case(
             seed=3,
             rule=SSGD(),
@@ -64,8 +64,8 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
         ),
     ),
     "ssgd_worker_dies": (
-        "Worker 1 is killed in its second step. Worker 0 waits for it until its lease is over;\n"
-        "then the step closes with the gradient that is in.",
+        "Worker 1 is killed in its second step. Worker 0 waits until worker 1's lease is over;\n"
+        "then the step closes with worker 0's gradient alone.",
         Case(
             seed=4,
             rule=SSGD(),
@@ -80,8 +80,8 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
         ),
     ),
     "ssp_worker_is_cut_off": (
-        "ssp with bound 1. Worker 1 is cut off for longer than its lease: worker 0 waits, then\n"
-        "goes on without it. When worker 1 is heard again it is told so, and comes back.",
+        "ssp with bound 1. Worker 1 is cut off for longer than its lease. Worker 0 waits, then\n"
+        "continues alone. When worker 1 is heard again it learns that it was lost, and returns.",
         Case(
             seed=5,
             rule=SSP(bound=1),
@@ -100,7 +100,7 @@ SCENARIOS: dict[str, tuple[str, Case]] = {
 
 
 def transcript(name: str) -> str:
-    """Returns the messages of a scenario, with what it shows on top."""
+    """Returns the messages of a scenario, below a description of it."""
     about, case = SCENARIOS[name]
     lines = [line for line in simulate(case, trace=True).trace if "heartbeat" not in line]
     return f"{about}\n\n{case}\n\n" + "\n".join(lines) + "\n"

@@ -4,7 +4,7 @@ import pytest
 
 from pscore.rules import SSGD
 from pssim.case import ONE_SLICE, SHAPES, Case
-from pssim.cluster import simulate
+from pssim.faulty import simulate
 from pssim.network import Faults
 
 SEEDS = 25

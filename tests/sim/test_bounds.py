@@ -5,7 +5,7 @@ import pytest
 from pscore.rules import CD, OD, SSD, SSGD, SSP
 from pscore.rules.base import Rule
 from pssim.case import Case
-from pssim.cluster import Outcome, simulate
+from pssim.faulty import Outcome, simulate
 from pssim.network import Faults
 
 

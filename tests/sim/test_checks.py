@@ -12,12 +12,12 @@ import pytest
 from pscore.rules.base import Rule
 from psserver.decisions.membership import Membership
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer
-from psserver.decisions.progress import Counted
+from psserver.decisions.progress import Progress
 from psserver.decisions.slice_clock import SliceClock
 from psserver.slices.store import SliceStore
 from psserver.slices.weights import Weights
 from pssim.case import Case, draw, draw_elastic
-from pssim.cluster import simulate
+from pssim.faulty import simulate
 from psworker.connection.missed import Missed
 from psworker.replica.replica import Replica
 
@@ -92,7 +92,7 @@ def test_more_open_steps_than_the_rule_allows_are_caught(
 
 
 def test_counting_a_duplicate_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counted, "__contains__", lambda self, step: False)
+    monkeypatch.setattr(Progress, "__contains__", lambda self, step: False)
     assert "counted twice" in first_failure("asgd")
 
 
@@ -136,7 +136,7 @@ def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
         return [
             Add(
                 token=action.token,
-                bin=action.bin,
+                open_step=action.open_step,
                 push=action.push,
                 weight=action.weight * 2,
                 is_first=action.is_first,
@@ -152,7 +152,7 @@ def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
 
 def test_never_closing_a_step_of_a_dead_worker_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SliceClock, "recheck", lambda self: [])
-    assert "simulated seconds" in first_failure("ssgd")
+    assert "virtual seconds" in first_failure("ssgd")
 
 
 def test_steps_that_close_with_too_few_workers_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from pscore.rules import ASGD, RULES, SSGD
 from pscore.rules.base import Rule
 from pssim.case import Case, draw_rule
-from pssim.cluster import Outcome, simulate
+from pssim.faulty import Outcome, simulate
 from pssim.network import Faults
 
 WORKERS = 3

@@ -7,7 +7,7 @@ import pytest
 
 from pscore.rules import RULES
 from pssim.case import draw_elastic
-from pssim.cluster import simulate
+from pssim.faulty import simulate
 
 NUM_SEEDS = 24
 

@@ -11,7 +11,7 @@ import pytest
 from pscore.compressors import parse_compressor
 from pscore.rules import RULES
 from pssim.case import draw
-from pssim.cluster import simulate
+from pssim.faulty import simulate
 
 NUM_SEEDS = 8
 

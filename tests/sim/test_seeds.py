@@ -7,7 +7,7 @@ import pytest
 
 from pscore.rules import RULES
 from pssim.case import CHOICES, draw
-from pssim.cluster import simulate
+from pssim.faulty import simulate
 
 SEEDS_PER_TEST = 32
 TESTS_PER_RULE = 2  # With eleven rules, 704 seeds; `make simulate` runs 10,000 and more.

@@ -76,7 +76,7 @@ def main() -> None:
             seconds += time.monotonic() - started_s
             say(step=step, loss=loss.item(), seconds=seconds)
 
-    traffic = optimizer.exchange.traffic
+    traffic = optimizer.traffic
     sent = {"pushed_nbytes": traffic.pushed_nbytes, "pulled_nbytes": traffic.pulled_nbytes}
     psworker.barrier()
     with optimizer.global_weights():

@@ -10,6 +10,7 @@ from pscore.rules.base import Rule
 from pscore.types import Pull, Push, Role
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
 from psserver.decisions.slice_clock import SliceClock
+from tests.participants import Listed
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Bench:
         self.expected = list(range(num_workers))
         self.wanted = wanted  # By an elastic job, of which one more worker may be than there are.
         self.clock = (
-            SliceClock(rule, lambda: self.expected, num_workers + 1, lambda: self.wanted)
+            SliceClock(rule, Listed(lambda: self.expected, num_workers + 1, lambda: self.wanted))
             if wanted
-            else SliceClock(rule, lambda: self.expected, num_workers)
+            else SliceClock(rule, Listed(lambda: self.expected, num_workers))
         )
         if loaded:
             assert self.load() == ["load WEIGHTS v0", "ack init ACCEPTED v0"]
@@ -119,9 +120,9 @@ def word(action: Action) -> str:
             return f"hold {action.token}"
         case Add():
             how = "set" if action.is_first else "add"
-            return f"{how} {action.token} x{action.weight:g} in {action.bin}"
+            return f"{how} {action.token} x{action.weight:g} in {action.open_step}"
         case Update():
-            return f"update {action.bin} x{action.scale:g} -> v{action.version}"
+            return f"update {action.open_step} x{action.scale:g} -> v{action.version}"
         case Skip():
             return f"skip v{action.former} -> v{action.version}"
         case Acknowledge():

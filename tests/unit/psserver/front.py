@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Verdict
 from psserver.decisions.shard import Job, Shard
 from psserver.durability.journal_dir import Vault
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.service.control import ControlServicer, data_handler
 from tests.unit.psserver.owned import owned
 
@@ -30,7 +31,7 @@ NUMEL = 32  # Of the model below: one slice of two segments.
 HYPER = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # Plain SGD with learning rate 1.
 
 
-drivers: list[Driver] = []  # Of the scene that is being played.
+engines: list[Engine] = []  # Of the scene that is being played.
 
 
 class Refused(Exception):  # noqa: N818 - it is what the peer is told, not an error of ours
@@ -56,22 +57,27 @@ class Front:
         self.now_s = 0.0
         self.problems: list[BaseException] = []
         shard = Shard(0, 1, LEASE_S)
-        self.driver = Driver(
-            shard, num_threads=1, vault=vault, now=lambda: self.now_s, broke=self.problems.append
+        self.executor = ThreadPoolExecutor(1)
+        self.engine = Engine(
+            shard,
+            now=lambda: self.now_s,
+            executor=self.executor,
+            vault=vault,
+            broke=self.problems.append,
         )
-        drivers.append(self.driver)
-        self.control: Any = ControlServicer(self.driver, "cluster", 7, lambda grace_s: None)
-        handler: Any = data_handler(self.driver)
+        engines.append(self.engine)
+        self.control: Any = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
+        handler: Any = data_handler(self.engine)
         self._push = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Push")).unary_unary
         self._pull = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Pull")).unary_unary
 
     @property
     def job(self) -> Job:
-        return self.driver.shard.jobs[JOB]
+        return self.engine.shard.jobs[JOB]
 
     def weights(self) -> FloatArray:
         """Returns the weights of the model's only slice."""
-        (store,) = self.driver.stores(self.job)
+        (store,) = self.engine.stores(self.job)
         return store.weights
 
     def version(self) -> int:
@@ -167,12 +173,12 @@ def play(scene: Callable[[Front], Awaitable[T]]) -> T:
 
     async def run() -> T:
         front = Front()
-        with owned(drivers) as unguarded:
+        with owned(engines) as unguarded:
             result = await scene(front)
-        drivers.clear()
+        engines.clear()
         assert not front.problems, front.problems
         assert not unguarded, "\n".join(sorted(set(unguarded)))
-        front.driver._pool.shutdown()
+        front.executor.shutdown()
         return result
 
     return asyncio.run(run())

@@ -18,15 +18,19 @@ from psserver.decisions.barriers import Barriers
 from psserver.decisions.job import Counters, Job, Life
 from psserver.decisions.lifetime import Lifetimes
 from psserver.decisions.membership import Member, Membership
-from psserver.decisions.progress import Bin, Counted
+from psserver.decisions.newcomers import Newcomers
+from psserver.decisions.open_step import OpenStep
+from psserver.decisions.parking import Parking
+from psserver.decisions.participants import TableParticipants
+from psserver.decisions.progress import Progress
 from psserver.decisions.shard import Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.stalls import Stalls
 from psserver.decisions.table import Table
 from psserver.durability.recovery import Recovery
 from psserver.engine.counters import Histogram, Tally
-from psserver.engine.engine import Driver
-from psserver.engine.requests import Intake
+from psserver.engine.engine import Engine
+from psserver.engine.requests import Requests
 from psserver.engine.residuals import Ask, Debts
 from psserver.engine.waits import Waits
 
@@ -40,8 +44,11 @@ FIXED: dict[type, set[str]] = {
     Member: {"rank", "incarnation", "restart", "host", "pid", "returns"},
     Table: {"index", "layout", "optimizer", "specs", "is_kept", "nbytes"},
     SliceClock: set(),
-    Counted: set(),
-    Bin: set(),
+    Progress: set(),
+    OpenStep: {"key"},
+    Parking: set(),
+    Newcomers: set(),
+    TableParticipants: set(),
     Barriers: set(),
     Stalls: set(),
     Counters: set(),
@@ -52,29 +59,29 @@ FIXED: dict[type, set[str]] = {
     Waits: set(),
     Recovery: set(),
 }
-SHARED = {"lanes", "shared", "armed", "waiting"}  # Of an intake: the rest guards itself.
+SHARED = {"queues", "shared", "at_version", "waiting"}  # Of a `Requests`: the rest guards itself.
 PACKAGE = Path(sys.modules["psserver"].__file__ or "").parent
 MACHINES = {
     *(str(path) for path in (PACKAGE / "decisions").glob("*.py")),
     *(
         str(PACKAGE / "engine" / f"{name}.py")
-        for name in ("counters", "residuals", "views", "waits")
+        for name in ("barrier_waits", "counters", "residuals", "views", "waits")
     ),
     str(PACKAGE / "durability" / "recovery.py"),
 }
 
 
 @contextmanager
-def owned(drivers: Sequence[Driver]) -> Iterator[list[str]]:
-    """Yields what was read without the lock of a driver so far: which attribute, and where.
+def owned(engines: Sequence[Engine]) -> Iterator[list[str]]:
+    """Yields what was read without the lock of a engine so far: which attribute, and where.
 
     Args:
-        drivers: Those there are; more may be added meanwhile.
+        engines: Those there are; more may be added meanwhile.
     """
     found: list[str] = []
-    classes = [*FIXED, Intake]
+    classes = [*FIXED, Requests]
     for cls in classes:
-        _watch(cls, drivers, found)
+        _watch(cls, engines, found)
     try:
         yield found
     finally:
@@ -82,12 +89,12 @@ def owned(drivers: Sequence[Driver]) -> Iterator[list[str]]:
             del cls.__getattribute__
 
 
-def _watch(cls: Any, drivers: Sequence[Driver], found: list[str]) -> None:
+def _watch(cls: Any, engines: Sequence[Engine], found: list[str]) -> None:
     plain = object.__getattribute__
 
     def checked(self: object, name: str) -> Any:
-        is_held = any(driver.lock._is_owned() for driver in drivers)  # type: ignore[attr-defined]
-        if not is_held and _is_guarded(cls, name) and not _is_copy(self, drivers):
+        is_held = any(engine.lock._is_owned() for engine in engines)  # type: ignore[attr-defined]
+        if not is_held and _is_guarded(cls, name) and not _is_copy(self, engines):
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename in MACHINES:
                 frame = frame.f_back  # A test may play with a machine of its own.
@@ -100,11 +107,11 @@ def _watch(cls: Any, drivers: Sequence[Driver], found: list[str]) -> None:
     cls.__getattribute__ = checked
 
 
-def _is_copy(value: object, drivers: Sequence[Driver]) -> bool:
-    """Whether it is a tally, or part of one, that no driver counts in: anybody may read it."""
+def _is_copy(value: object, engines: Sequence[Engine]) -> bool:
+    """Whether it is a tally, or part of one, that no engine counts in: anybody may read it."""
     if not isinstance(value, Tally | Histogram):
         return False
-    tallies = [driver.tally for driver in drivers]
+    tallies = [engine.tally for engine in engines]
     kept = {id(part) for one in tallies for part in (one, *_parts(one))}
     return id(value) not in kept
 
@@ -115,6 +122,6 @@ def _parts(tally: Tally) -> tuple[Histogram, ...]:
 
 
 def _is_guarded(cls: type, name: str) -> bool:
-    if cls is Intake:
+    if cls is Requests:
         return name in SHARED
     return not name.startswith("__") and name not in FIXED[cls]

@@ -31,7 +31,7 @@ class Desk:
     """The checkpoint service of a shard, called without a network."""
 
     def __init__(self, front: Front) -> None:
-        self.service: Any = Checkpointer(front.driver)
+        self.service: Any = Checkpointer(front.engine)
 
     async def capture(self, name: str, version: int, wait_ms: int = 0) -> pb.CaptureReply:
         request = pb.CaptureRequest(
@@ -82,7 +82,7 @@ def test_two_checkpoints_at_once_both_succeed() -> None:
             assert json.loads(reply.about)["slices"]["0"]["version"] == version
             assert (await desk.weights(name))[0] == -version
             await desk.release(name)
-        assert not front.driver.intake.armed
+        assert not front.engine.requests.at_version
 
     play(scene)
 
@@ -139,9 +139,9 @@ def test_what_was_written_is_a_job_once_it_is_whole() -> None:
         await desk.write("weights", 0, half)  # Sent twice.
         await desk.write("weights", len(half), half)
         await desk.service.Finish(pb.FinishRequest(id="r"), Context())
-        (store,) = front.driver.stores(front.driver.shard.jobs["again"])
+        (store,) = front.engine.stores(front.engine.shard.jobs["again"])
         assert store.weights.tolist() == grad(7.0).tolist()
-        clock = front.driver.shard.jobs["again"].table(0).clock(0)
+        clock = front.engine.shard.jobs["again"].table(0).clock(0)
         assert (clock.version, clock.clock(0), clock.clock(1)) == (3, 3, 3)
         await desk.prepare({**json.loads((await desk.capture("b", 1)).about)})
         with pytest.raises(Refused, match="of slice 0 of the checkpoint is not whole"):
@@ -168,7 +168,7 @@ def test_only_what_was_declared_is_taken() -> None:
 
 def test_room_is_asked_for_before_anything_is_written() -> None:
     async def scene(front: Front) -> None:
-        desk, shard = Desk(front), front.driver.shard
+        desk, shard = Desk(front), front.engine.shard
         about = await taken(front, desk)
         held = front.job.table(0).nbytes * 4  # Weights twice, momentum and a sum.
         shard.limits = replace(shard.limits, memory_nbytes=held + 3 * 4 * NUMEL)
@@ -199,7 +199,7 @@ def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0.01)
         gc.collect()
         assert [ref() for ref in left] == [None, None]
-        assert not front.driver.intake.armed
+        assert not front.engine.requests.at_version
         assert service._timer is None
 
     play(scene)

@@ -71,9 +71,9 @@ def test_a_message_of_a_change_that_is_over_is_not_heard() -> None:
         aside(shard, job, rank)
     shard.change(job, 0, 0, NEW)
     aside(shard, job, 1)
-    assert not job.table(0).aside
+    assert not job.table(0).participants.aside
     aside(shard, job, 1, number=2)
-    assert set(job.table(0).aside) == {1}
+    assert set(job.table(0).participants.aside) == {1}
 
 
 def test_a_worker_that_has_come_back_begins_its_changes_anew() -> None:
@@ -82,9 +82,9 @@ def test_a_worker_that_has_come_back_begins_its_changes_anew() -> None:
     shard.step_aside(job, 0, 0, (9, 2))
     shard.change(job, 0, 0, NEW)
     shard.step_aside(job, 0, 0, (9, 1))
-    assert not job.table(0).aside
+    assert not job.table(0).participants.aside
     shard.step_aside(job, 0, 0, (5, 1))
-    assert job.table(0).aside == {0: (5, 1)}
+    assert job.table(0).participants.aside == {0: (5, 1)}
 
 
 def test_another_mode_is_refused() -> None:
@@ -101,7 +101,7 @@ def test_a_mode_that_needs_another_optimizer_is_refused() -> None:
     aside(shard, job, 0)
     with pytest.raises(ConfigError, match="the shards run another optimizer"):
         shard.change(job, 0, 0, LocalSGD())
-    assert not job.table(0).aside, "all go on as they were"
+    assert not job.table(0).participants.aside, "all go on as they were"
     aside(shard, job, 0, number=2)
     with pytest.raises(ConfigError, match="must be less than the 1 workers"):
         shard.change(job, 0, 0, SSGD(backup=1))

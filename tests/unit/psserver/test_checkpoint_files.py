@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from pscore.compressors.none import NoCompression
 from pscore.rules import ASGD, SSGD
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
-from psserver.decisions.table import TableSpec
 from psserver.durability import records
 from psserver.exits import CommandError, Exit
 from psserver.remote import checkpoint_files as files

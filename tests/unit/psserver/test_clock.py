@@ -7,8 +7,8 @@ from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.rules import ASGD, SSD, SSGD
 from pscore.types import Push, Role
 from psserver.decisions.orders import Update
+from psserver.decisions.parking import PARKED_MAX
 from psserver.decisions.progress import LATE_KEPT
-from psserver.decisions.slice_clock import PARKED_MAX
 from tests.unit.psserver.bench import Bench, Bounded, FirstOfOpen, Pairs, words
 
 SYNC = SSGD()

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.process.daemon import NAMES, STATUS, Daemon, bind_error, probe, serve
 from psserver.process.shard_plan import ShardPlan, report_from_json, report_to_json
@@ -53,7 +53,7 @@ def test_a_request_under_way_is_answered_while_the_shard_ends(
         return pb.HeartbeatReply(waiting_for="nothing")
 
     monkeypatch.setattr(ControlServicer, "Heartbeat", slow)
-    monkeypatch.setattr(Driver, "is_busy", property(lambda self: not may_go.is_set()))
+    monkeypatch.setattr(Engine, "is_busy", property(lambda self: not may_go.is_set()))
 
     async def use(daemon: Daemon, stub: Stub) -> None:
         daemon._grace_s = 30.0

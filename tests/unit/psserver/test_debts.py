@@ -115,7 +115,7 @@ def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> N
         assert (reply.state, list(reply.owing)) == (cp.CAPTURE_OWED, [1])
         await owe(front, 1, 1, 0.25)
         assert await residuals(desk, "a") == {"owed.0.residual": 0.5, "owed.1.residual": 0.25}
-        assert not front.driver.intake.debts._asks
+        assert not front.engine.requests.debts._asks
 
     play(scene)
 
@@ -168,7 +168,7 @@ def test_nobody_waits_for_who_is_lost_or_has_pushed_nothing() -> None:
         assert (await desk.capture("a", -1)).owing == [0]
         assert await asked(front, 0) == [(-2, [0])]
         front.now_s = LEASE_S + 1.0
-        front.driver.tick()
+        front.engine.tick()
         assert await residuals(desk, "a") == {}
 
     play(scene)
@@ -201,8 +201,8 @@ def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
         found = await desk.service.Capture(at_first, Context())
         arrays = json.loads(found.about)["slices"]["0"]["arrays"]
         assert {"owed.0.residual", "owed.1.residual"} < set(arrays)
-        with front.driver.lock:
-            front.driver.intake.forget_job(id(front.driver.shard.jobs["again"]))
+        with front.engine.lock:
+            front.engine.requests.forget_job(id(front.engine.shard.jobs["again"]))
         assert await claim(front, "again", 0) == {}
 
     play(scene)
@@ -230,16 +230,16 @@ def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
         for rank in (0, 1):
             await front.join(rank, job="again")
         await push_again(front, 1)
-        front.driver.tick()
+        front.engine.tick()
         vault.close()
         after = Front(Vault(tmp_path))
-        assert sorted(after.driver.take_up()) == ["again", JOB]
+        assert sorted(after.engine.recover()) == ["again", JOB]
         assert await claim(after, "again", 0) == {0: 1.0}
         assert await claim(after, "again", 1) == {}  # It has pushed, so it has had its own.
-        after.driver.tick()
+        after.engine.tick()
         assert len(list(tmp_path.glob("*/owed"))) == 1
         await push_again(after, 0)
-        after.driver.tick()
+        after.engine.tick()
         assert not list(tmp_path.glob("*/owed"))
 
     play(scene)

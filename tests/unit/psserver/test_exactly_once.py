@@ -25,12 +25,13 @@ from hypothesis.stateful import (
 from pscore.compressors.none import NoCompression
 from pscore.errors import ReplacedError
 from pscore.rules import parse_mode
+from pscore.table_spec import TableSpec
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver.decisions.membership import Member, Presence
+from psserver.decisions.open_step import OpenStep
 from psserver.decisions.orders import Acknowledge, Add, Answer, Update
-from psserver.decisions.progress import Bin, Counted
+from psserver.decisions.progress import Progress
 from psserver.decisions.shard import Actions, Address, Job, Shard
-from psserver.decisions.table import TableSpec
 from psserver.durability.records import members_of, members_to_json
 
 LEASE_S = 10.0
@@ -79,7 +80,7 @@ class Story(RuleBasedStateMachine):
         self.workers = [Worker(rank) for rank in range(WORKERS)]
         self.sent: list[Message] = []
         self.weights: Counter[Message] = Counter()
-        self.bins: dict[int, Counter[Message]] = {}
+        self.sums: dict[int, Counter[Message]] = {}
         self.versions = [0]
         self.first_job: Job | None = None  # Nobody's coming back may begin another.
         for worker in self.workers[: self.least or WORKERS]:
@@ -96,7 +97,7 @@ class Story(RuleBasedStateMachine):
         self.shard.define(self.job, self.spec)
         self.first_job = self.job
         load = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
-        self.shard.push(self.job, AT, load, "weights")
+        self.shard.decide_push(self.job, AT, load, "weights")
 
     @property
     def job(self) -> Job:
@@ -134,7 +135,7 @@ class Story(RuleBasedStateMachine):
             clock = worker.step if worker.has_pulled else 0
             oldest = self.rule.min_version(clock - 1) if clock else 0
             worker.pull = Pull(worker=rank, clock=clock, min_version=oldest)
-            self._do(self.shard.pull(self.job, AT, worker.pull, worker.pull))
+            self._do(self.shard.decide_pull(self.job, AT, worker.pull, worker.pull))
 
     @rule(rank=st.integers(0, WORKERS - 1))
     def crashes(self, rank: int) -> None:
@@ -159,7 +160,7 @@ class Story(RuleBasedStateMachine):
         others = set(self.job.membership.expected()) - {rank}
         if worker.is_live and worker.waits is None and others:
             worker.is_live = False
-            self._do(self.shard.leave("job", rank, worker.incarnation, "done"))
+            self._do(self.shard.decide_leave("job", rank, worker.incarnation, "done"))
 
     @rule()
     def the_shard_is_killed(self) -> None:
@@ -171,14 +172,14 @@ class Story(RuleBasedStateMachine):
         self.first_job = self.shard.restore("job", WORKERS, members, self.least)
         table, _ = self.shard.define(self.job, self.spec)
         counted = {
-            rank: Counted(steps.clock, set(steps.ahead), set(steps.late))
+            rank: Progress(steps.clock, set(steps.ahead), set(steps.late))
             for rank, steps in clock.counted.items()
         }
-        bins = {
-            key: Bin(held=dict(bin_.held), added=list(bin_.added))
-            for key, bin_ in clock._bins.items()
+        open_steps = {
+            key: OpenStep(key, held=dict(open_step.held), added=list(open_step.added))
+            for key, open_step in clock.open_steps.items()
         }
-        actions = table.clock(0).resume(clock.version, counted, bins)
+        actions = table.clock(0).resume(clock.version, counted, open_steps)
         self._do([(AT, action) for action in actions])
 
     @rule(seconds=st.sampled_from((1.0, 4.0, LEASE_S + 1.0)))
@@ -234,7 +235,7 @@ class Story(RuleBasedStateMachine):
             heard_s=self.now_s,
             returns=worker.restart > 0,
         )
-        job = self.shard.join("job", WORKERS, member, self.least)
+        job, _ = self.shard.decide_join("job", WORKERS, member, self.least)
         worker.rank = member.rank
         self.workers[worker.rank] = worker
         assert self.first_job in (None, job)
@@ -249,29 +250,29 @@ class Story(RuleBasedStateMachine):
 
     def _deliver(self, message: Message) -> None:
         if self._heard(message.worker, message.incarnation):
-            self._do(self.shard.push(self.job, AT, message.push, message))
+            self._do(self.shard.decide_push(self.job, AT, message.push, message))
         elif self.workers[message.worker].waits is message:
             self.workers[message.worker].is_live = False  # It is told so, and comes back.
 
     def _held(self) -> Counter[Message]:
         """Returns what is counted and waits for its update: in sums, and for lower ranks."""
         held: Counter[Message] = Counter()
-        for one in self.bins.values():
+        for one in self.sums.values():
             held += one
-        for bin_ in self.job.table(0).clock(0)._bins.values():
-            held.update(token for _, token in bin_.held.values() if isinstance(token, Message))
+        for open_step in self.job.table(0).clock(0).open_steps.values():
+            held.update(token for _, token in open_step.held.values() if isinstance(token, Message))
         return held
 
     def _do(self, actions: Actions) -> None:
         for _, action in actions:
             if isinstance(action, Add):
                 assert isinstance(action.token, Message)
-                into = self.bins.setdefault(action.bin, Counter())
+                into = self.sums.setdefault(action.open_step, Counter())
                 assert action.is_first == (not into)
                 into[action.token] += 1
             elif isinstance(action, Update):
                 self._require_enough()
-                self.weights += self.bins.pop(action.bin, Counter())
+                self.weights += self.sums.pop(action.open_step, Counter())
                 self.versions.append(action.version)
             elif isinstance(action, Acknowledge) and isinstance(action.token, Message):
                 self._acknowledged(action.token, action.verdict)

@@ -14,12 +14,13 @@ from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.durability.recovery import bins_of
-from psserver.engine.slice_queue import carry_out
+from psserver.durability.recovery import open_steps_of
+from psserver.engine.slice_queue import execute
 from psserver.slices.arena import Arena
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
 from psserver.slices.store import Payload, SliceStore
-from pssim.shard import spoil
+from pssim.faulty import poison
+from tests.participants import Listed
 
 RAW = NoCompression()
 NUMEL = 32
@@ -43,7 +44,7 @@ class Process:
     def __init__(self, arena: Arena | None, rule: Rule, optimizer: str, root: int) -> None:
         self.payloads: dict[Token, Payload] = {}
         self.answered: dict[Token, Verdict] = {}
-        self.clock = SliceClock(rule, lambda: EXPECTED, WORKERS)
+        self.clock = SliceClock(rule, Listed(lambda: EXPECTED, WORKERS))
         self.commits_left: int | None = None
         self.dies_before = False
         plugin = SGD() if optimizer == "sgd" else Adam()
@@ -69,7 +70,7 @@ class Process:
 
         journal.commit = dying  # type: ignore[method-assign]
         if was_there:
-            spoil(self.store)
+            poison(self.store)
             self._resume(journal)
 
     def _resume(self, journal: SliceJournal) -> None:
@@ -78,8 +79,8 @@ class Process:
             self.payloads[token] = payload
             return token
 
-        bins = bins_of(journal, RAW, token_of)
-        self.carry_out(self.clock.resume(journal.record.version, self.store.counted, bins))
+        open_steps = open_steps_of(journal, RAW, token_of)
+        self.carry_out(self.clock.resume(journal.record.version, self.store.counted, open_steps))
 
     def send(self, token: Token, push: Push, values: FloatArray) -> None:
         data = values.copy().view(np.uint8)
@@ -87,7 +88,7 @@ class Process:
         self.carry_out(self.clock.push(push, token))
 
     def carry_out(self, actions: list[Action]) -> None:
-        carry_out(actions, self.store, self)
+        execute(actions, self.store, self)
 
     def payload(self, token: Token) -> Payload:
         return self.payloads[token]

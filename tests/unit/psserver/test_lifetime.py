@@ -31,7 +31,7 @@ def test_a_job_whose_workers_were_all_lost_goes_on_with_new_ones() -> None:
     shard, job, _ = interrupted(2)
     assert job.state is State.INTERRUPTED
     first = member(0, 2)
-    assert shard.join("run", 2, first) is job
+    assert shard.decide_join("run", 2, first)[0] is job
     assert "job 'run' goes on at step 3" in first.news
     assert "psserver forget run" in first.news
     assert shard.jobs["run"].state is State.LIVE
@@ -42,36 +42,38 @@ def test_each_new_worker_is_told_once_that_the_job_goes_on() -> None:
     shard, _, _ = interrupted(2)
     for incarnation in (2, 2, 2):  # Sent three times.
         again = member(0, incarnation)
-        shard.join("run", 2, again)
+        shard.decide_join("run", 2, again)
         assert "goes on" in again.news
     other, back = member(1, 2), dataclasses.replace(member(0, 3), returns=True, former=(2,))
-    shard.join("run", 2, other)
-    shard.join("run", 2, back)
+    shard.decide_join("run", 2, other)
+    shard.decide_join("run", 2, back)
     assert "goes on" in other.news
     assert not back.news
 
 
 def test_who_joins_an_elastic_job_later_is_not_told_that_it_went_on_once() -> None:
     shard = Shard(0, 1, LEASE_S)
-    job = shard.join("run", 3, member(0), 1)
+    job, _ = shard.decide_join("run", 3, member(0), 1)
     shard.define(job, SPEC)
     address = Address("run", 0, 0)
-    shard.push(job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init")
+    shard.decide_push(
+        job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init"
+    )
     push(shard, job, address, 0, 0)
     shard.tick(LEASE_S + 1.0)
     first, second = member(-1, 2), member(-1, 3)
-    shard.join("run", 3, first, 1)
+    shard.decide_join("run", 3, first, 1)
     assert "goes on at step 1" in first.news
     push(shard, job, address, 0, 1)
-    shard.join("run", 3, second, 1)
+    shard.decide_join("run", 3, second, 1)
     assert not second.news
 
 
 def test_steps_of_a_job_that_goes_on_wait_for_all_its_workers() -> None:
     shard, job, address = interrupted(2)
-    shard.join("run", 2, member(0, 2))
+    shard.decide_join("run", 2, member(0, 2))
     assert updates(push(shard, job, address, 0, 3)) == 0
-    shard.join("run", 2, member(1, 2))
+    shard.decide_join("run", 2, member(1, 2))
     assert updates(push(shard, job, address, 1, 3)) == 1
 
 
@@ -80,12 +82,12 @@ def test_a_worker_that_ended_before_the_others_were_lost_is_not_waited_for() -> 
     address = Address("run", 0, 0)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
-    shard.leave("run", 0, 1, "finished")
+    shard.decide_leave("run", 0, 1, "finished")
     shard.tick(LEASE_S + 1.0)
     assert job.state is State.INTERRUPTED
-    shard.join("run", 2, member(1, 2))
+    shard.decide_join("run", 2, member(1, 2))
     assert job.membership.expected() == [1]
-    shard.join("run", 2, member(0, 2))  # Its command may be given again too.
+    shard.decide_join("run", 2, member(0, 2))  # Its command may be given again too.
     assert job.membership.expected() == [0, 1]
 
 
@@ -94,8 +96,8 @@ def test_a_job_has_ended_when_the_last_one_there_says_so() -> None:
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
-    shard.leave("run", 1, 1, "its process failed", failed=True)
-    shard.leave("run", 0, 1, "finished")
+    shard.decide_leave("run", 1, 1, "its process failed", failed=True)
+    shard.decide_leave("run", 0, 1, "finished")
     assert job.state is State.ENDED
 
 
@@ -103,7 +105,7 @@ def test_a_job_without_an_update_is_no_loss() -> None:
     shard, job, _ = ready(1)
     shard.tick(LEASE_S + 1.0)
     assert job.state is State.ENDED
-    assert shard.join("run", 1, member(0, 2)) is not job
+    assert shard.decide_join("run", 1, member(0, 2))[0] is not job
 
 
 def test_a_new_process_takes_the_rank_of_one_whose_connection_broke() -> None:
@@ -113,7 +115,7 @@ def test_a_new_process_takes_the_rank_of_one_whose_connection_broke() -> None:
         push(shard, job, address, rank, 0)
         job.membership.suspect(rank, 1, 1.0)
     again = member(1, 2)
-    assert shard.join("run", 2, again) is job
+    assert shard.decide_join("run", 2, again)[0] is job
     assert "goes on at step 1" in again.news
     assert job.membership.expected() == [0, 1]
 
@@ -125,25 +127,25 @@ def test_another_process_does_not_take_the_rank_of_one_that_is_heard() -> None:
     job.membership.suspect(0, 1, 1.0)
     shard.heard("run", 0, 1, 1.1)
     with pytest.raises(RankTakenError, match="held by process"):
-        shard.join("run", 2, member(0, 2))
+        shard.decide_join("run", 2, member(0, 2))
 
 
 def test_another_model_under_the_name_of_an_interrupted_job_is_refused_by_name() -> None:
     shard, _, _ = interrupted(1)
-    job = shard.join("run", 1, member(0, 2))
+    job, _ = shard.decide_join("run", 1, member(0, 2))
     other = dataclasses.replace(SPEC, tensors=(tensor("v", 2),))
     with pytest.raises(JobMismatchError, match=r"interrupted at step 3: .*psserver forget run"):
         shard.define(job, other)
     with pytest.raises(JobMismatchError, match=r"1 workers, .* 2; .*psserver forget run"):
-        shard.join("run", 2, member(0, 3))
+        shard.decide_join("run", 2, member(0, 3))
 
 
 def test_a_job_that_begins_anew_under_a_name_says_how_the_former_one_ended() -> None:
     shard, job, address = ready(1)
     push(shard, job, address, 0, 0)
-    shard.leave("run", 0, 1, "finished")
+    shard.decide_leave("run", 0, 1, "finished")
     first = member(0, 2)
-    assert shard.join("run", 1, first) is not job
+    assert shard.decide_join("run", 1, first)[0] is not job
     assert first.news == (
         "job 'run' begins anew at step 0: the former one ended at step 1 (table 'model' of "
         f"{len(SPEC.tensors)} tensors in {SPEC.rule})"
@@ -153,14 +155,14 @@ def test_a_job_that_begins_anew_under_a_name_says_how_the_former_one_ended() -> 
 def test_an_ended_job_is_forgotten_after_a_while_but_not_how_it_ended() -> None:
     shard, job, address = ready(1)
     push(shard, job, address, 0, 0)
-    shard.leave("run", 0, 1, "finished")
+    shard.decide_leave("run", 0, 1, "finished")
     shard.tick(5.0)
     shard.tick(5.0 + KEEP_ENDED_S - 1.0)
     assert shard.jobs == {"run": job}
     shard.tick(5.0 + KEEP_ENDED_S)
     assert not shard.jobs
     first = member(0, 2)
-    shard.join("run", 1, first)
+    shard.decide_join("run", 1, first)
     assert "begins anew at step 0: the former one ended at step 1" in first.news
 
 
@@ -182,10 +184,10 @@ def test_ended_jobs_make_room_for_others_the_first_to_end_first() -> None:
     one = ready(1)[1].memory_nbytes
     shard = Shard(0, 1, LEASE_S, Limits(memory_nbytes=2 * one))
     for number, name in enumerate(("a", "b")):
-        shard.define(shard.join(name, 1, member(0)), SPEC)
-        shard.leave(name, 0, 1, "finished")
+        shard.define(shard.decide_join(name, 1, member(0))[0], SPEC)
+        shard.decide_leave(name, 0, 1, "finished")
         shard.tick(float(number))
-    third = shard.join("c", 1, member(0))
+    third, _ = shard.decide_join("c", 1, member(0))
     shard.define(third, SPEC)
     assert list(shard.jobs) == ["b", "c"]
     shard.define(third, dataclasses.replace(SPEC, name="more"))
@@ -200,11 +202,11 @@ def test_the_other_shards_follow_the_first_into_another_life_of_a_job() -> None:
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
     first = member(0, 2)
-    assert shard.join("run", 2, first, life=2) is job
+    assert shard.decide_join("run", 2, first, life=2)[0] is job
     assert "goes on at step 1" in first.news
     assert job.membership.expected() == [0, 1]
     assert job.life.number == 2
-    shard.join("run", 2, member(1, 2), life=2)
+    shard.decide_join("run", 2, member(1, 2), life=2)
     assert job.membership.live() == [0, 1]
 
 
@@ -212,6 +214,8 @@ def test_who_comes_back_begins_no_other_life() -> None:
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
-    shard.join("run", 2, dataclasses.replace(member(0, 2), returns=True, former=(1,)), life=3)
+    shard.decide_join(
+        "run", 2, dataclasses.replace(member(0, 2), returns=True, former=(1,)), life=3
+    )
     assert job.membership.live() == [0, 1]
     assert job.life.number == 3

@@ -2,23 +2,25 @@
 
 import pytest
 
+from pscore.compressors.none import NoCompression
 from pscore.errors import LimitError
+from pscore.rules import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psserver.decisions.limits import Budget, Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
-from psserver.decisions.table import TableSpec, make_spec
 
 MB = 1 << 20
 
 
 def spec(name: str, numel: int, optimizer: str = "sgd") -> TableSpec:
-    return make_spec(
+    return TableSpec(
         name=name,
         tensors=(TensorSpec(name="w", shape=(numel,), dtype="float32"),),
         num_shards=1,
-        rule=("ssgd", {}),
-        compressor=("none", {}),
+        rule=SSGD(),
+        compressor=NoCompression(),
         optimizer=optimizer,
         num_groups=1,
     )
@@ -28,7 +30,9 @@ def test_tables_of_all_jobs_share_the_memory_of_a_shard() -> None:
     """SGD with momentum has four arrays: weights twice, momentum, a sum."""
     shard = Shard(0, 1, 10.0, Limits(memory_nbytes=40 * MB))
     jobs = [
-        shard.join(name, 1, Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0))
+        shard.decide_join(
+            name, 1, Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
+        )[0]
         for name in ("one", "other")
     ]
     table, _ = shard.define(jobs[0], spec("model", 2 * MB))
@@ -49,7 +53,7 @@ def test_what_outlives_the_process_takes_more() -> None:
     limits = Limits(memory_nbytes=48 * MB - 1, is_kept=True)
     shard = Shard(0, 1, 10.0, limits)
     member = Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
-    job = shard.join("one", 1, member)
+    job, _ = shard.decide_join("one", 1, member)
     with pytest.raises(LimitError, match=f"wants {48 * MB} bytes"):
         shard.define(job, spec("model", 2 * MB))
 

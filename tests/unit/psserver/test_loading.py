@@ -15,7 +15,7 @@ from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import Vault
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.exits import CommandError
 from psserver.process.checkpoint_loading import MARKER, load
 from psserver.remote import checkpoint_files as files
@@ -26,17 +26,17 @@ JOB = "run/1"
 FORK = multiprocessing.get_context("fork")
 
 
-def begin(vault: Path | None = None, limits: Limits | None = None) -> Driver:
+def begin(vault: Path | None = None, limits: Limits | None = None) -> Engine:
     """Returns a shard that has taken up what its vault has."""
     kept = None if vault is None else Vault(vault)
-    driver = Driver(Shard(0, 1, 10.0, limits), num_threads=1, vault=kept, now=lambda: 5.0)
-    driver.take_up()
-    return driver
+    engine = Engine(Shard(0, 1, 10.0, limits), vault=kept, now=lambda: 5.0)
+    engine.recover()
+    return engine
 
 
-def weight_of(driver: Driver) -> float:
-    (lane,) = driver.intake.lanes.values()
-    arrays = lane.store.export()
+def weight_of(engine: Engine) -> float:
+    (queue,) = engine.requests.queues.values()
+    arrays = queue.store.export()
     assert np.array_equal(arrays["weights"][:6], -arrays["state.0"][:6])
     return float(arrays["weights"][0])
 
@@ -45,11 +45,11 @@ def test_the_newest_good_one_of_each_job_is_loaded(tmp_path: Path) -> None:
     files.write(tmp_path, make(1.0), keep=3)
     flip(files.write(tmp_path, make(2.0), keep=3) / "model.safetensors")
     files.write(tmp_path, make(3.0, "done", is_finished=True), keep=3)
-    driver = begin()
+    engine = begin()
     with capture_logs() as lines:
-        assert list(load(driver, tmp_path, None)) == [JOB]
-    assert weight_of(driver) == 1.0
-    job = driver.shard.jobs[JOB]
+        assert list(load(engine, tmp_path, None)) == [JOB]
+    assert weight_of(engine) == 1.0
+    job = engine.shard.jobs[JOB]
     assert (job.membership.num_workers, job.membership.members) == (2, {})
     events = [line["event"] for line in lines]
     assert "checkpoint cannot be used" in events
@@ -63,9 +63,9 @@ def test_an_asynchronous_job_goes_on_beyond_all_that_was_counted(tmp_path: Path)
     apart = make(1.0)
     apart.tables[0].slices = {"0": {"version": 7, "clocks": {"0": 4, "1": 3}}}
     files.write(tmp_path, apart, keep=1)
-    driver = begin()
-    load(driver, tmp_path, None)
-    clock = driver.shard.jobs[JOB].tables["model"].clocks[0]
+    engine = begin()
+    load(engine, tmp_path, None)
+    clock = engine.shard.jobs[JOB].tables["model"].clocks[0]
     assert (clock.version, clock.clock(0), clock.clock(1)) == (7, 4, 4)
 
 
@@ -100,26 +100,26 @@ def test_a_shard_that_is_killed_while_it_loads_loads_again(tmp_path: Path) -> No
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert (tmp_path / "v" / MARKER).exists()
-    driver = begin(tmp_path / "v")
-    lost = driver.shard.lifetimes.lost
-    assert (list(driver.shard.jobs), [name for name, _ in lost.values()]) == ([], [JOB])
-    assert list(load(driver, tmp_path / "c", tmp_path / "v")) == [JOB]
-    assert (weight_of(driver), lost) == (1.0, {})
+    engine = begin(tmp_path / "v")
+    lost = engine.shard.lifetimes.lost
+    assert (list(engine.shard.jobs), [name for name, _ in lost.values()]) == ([], [JOB])
+    assert list(load(engine, tmp_path / "c", tmp_path / "v")) == [JOB]
+    assert (weight_of(engine), lost) == (1.0, {})
     assert not (tmp_path / "v" / MARKER).exists()
 
 
 def test_a_good_one_that_has_no_room_is_refused_and_not_begun_anew(tmp_path: Path) -> None:
     path = files.write(tmp_path, make(1.0), keep=1)
-    driver = begin(limits=replace(Limits(), memory_nbytes=8))
+    engine = begin(limits=replace(Limits(), memory_nbytes=8))
     with pytest.raises(CommandError, match=f"cannot load {path}: .* move its checkpoints away"):
-        load(driver, tmp_path, None)
+        load(engine, tmp_path, None)
 
 
 def test_workers_of_a_loaded_job_begin_where_it_was(tmp_path: Path) -> None:
     files.write(tmp_path, make(1.0, rule=SSGD()), keep=1)
-    driver = begin()
-    load(driver, tmp_path, None)
+    engine = begin()
+    load(engine, tmp_path, None)
     member = Member(rank=1, incarnation=9, restart=0, host="a", pid=1, heard_s=5.0)
-    job = driver.join(JOB, 2, member)
-    assert job is driver.shard.jobs[JOB]
+    job = engine.join(JOB, 2, member)
+    assert job is engine.shard.jobs[JOB]
     assert job.tables["model"].clocks[0].version == 7

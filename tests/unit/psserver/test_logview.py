@@ -1,13 +1,14 @@
 """Logs of several files in one order, and what comes after."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from psserver.commands.logview import LogView, files
-from psserver.exits import CommandError
-from psserver.process.run_dir import ShardRun
+from psserver.commands.logview import LogView, files, last_files
+from psserver.exits import CommandError, Exit
+from psserver.process.run_dir import RunDirectory, ShardRun
 from tests.unit.psserver.test_runfile import make_run
 
 
@@ -50,3 +51,25 @@ def test_only_a_detached_run_has_files() -> None:
         files(run, 1)
     with pytest.raises(CommandError, match="without --detach"):
         files(replace(run, detached=False), None)
+
+
+def test_the_logs_of_the_last_run_are_found_after_it_has_ended(tmp_path: Path) -> None:
+    for age, port in enumerate((7070, 7080)):
+        folder = tmp_path / str(port)
+        folder.mkdir()
+        for name in ("shard-0.log", "shard-1.log", "supervisor.log"):
+            (folder / name).write_text("a line\n")
+            os.utime(folder / name, (1000 - age, 1000 - age))
+    (tmp_path / "empty").mkdir()
+    directory = RunDirectory(tmp_path)
+    found = last_files(directory, None, None)
+    assert [path.relative_to(tmp_path).as_posix() for path in found] == [
+        *("7070/shard-0.log", "7070/shard-1.log", "7070/supervisor.log")
+    ]
+    assert last_files(directory, 7080, 1) == [tmp_path / "7080" / "shard-1.log"]
+    with pytest.raises(CommandError, match="no log of shard 2") as caught:
+        last_files(directory, None, 2)
+    assert caught.value.code is Exit.USAGE
+    with pytest.raises(CommandError, match="on port 7090") as caught:
+        last_files(directory, 7090, None)
+    assert caught.value.code is Exit.NO_ANSWER

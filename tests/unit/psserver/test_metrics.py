@@ -9,17 +9,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from pscore.types import Verdict
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.service.metrics import CONNECTIONS_MAX, REQUEST_NBYTES_MAX, MetricsPage
 
 
-def make_driver() -> Driver:
-    driver = Driver(Shard(1, 3, lease_s=10.0), num_threads=1, now=lambda: 0.0)
+def make_engine() -> Engine:
+    engine = Engine(Shard(1, 3, lease_s=10.0), now=lambda: 0.0)
     for rank in range(2):
         member = Member(rank=rank, incarnation=1, restart=0, host="h", pid=1, heard_s=0.0)
-        driver.join("train", 2, member)
-    driver.leave("train", 1, 1, "done")
-    return driver
+        engine.join("train", 2, member)
+    engine.leave("train", 1, 1, "done")
+    return engine
 
 
 async def ask(page: MetricsPage, *requests: bytes) -> list[bytes]:
@@ -49,8 +49,8 @@ def samples(body: str) -> dict[str, float]:
 
 
 def test_the_page_shows_the_tally_and_the_shard() -> None:
-    driver = make_driver()
-    tally = driver.tally
+    engine = make_engine()
+    tally = engine.tally
     for verdict, count in ((Verdict.ACCEPTED, 5), (Verdict.TOO_LATE, 1)):
         for _ in range(count):
             tally.pushed("train", verdict)
@@ -62,7 +62,7 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
     tally.received_nbytes, tally.sent_nbytes, tally.num_updates = 100, 200, 4
     tally.staleness.observe(3)
     tally.times_s.append(2e-3)
-    (answer,) = asyncio.run(ask(MetricsPage(driver, lambda: True), get("/metrics")))
+    (answer,) = asyncio.run(ask(MetricsPage(engine, lambda: True), get("/metrics")))
     head, _, body = answer.decode().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200 OK\r\n")
     shown = samples(body)
@@ -96,7 +96,7 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
 
 def test_healthz_tells_ready_from_draining() -> None:
     states: Iterator[bool] = iter([True, False])
-    page = MetricsPage(make_driver(), lambda: next(states))
+    page = MetricsPage(make_engine(), lambda: next(states))
     ready, draining = asyncio.run(ask(page, get("/healthz"), get("/healthz?x=1")))
     assert ready.startswith(b"HTTP/1.1 200")
     assert draining.startswith(b"HTTP/1.1 503")
@@ -113,7 +113,7 @@ def test_healthz_tells_ready_from_draining() -> None:
 )
 def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
     try:
-        (answer,) = asyncio.run(ask(MetricsPage(make_driver(), lambda: True), request_))
+        (answer,) = asyncio.run(ask(MetricsPage(make_engine(), lambda: True), request_))
     except ConnectionResetError:
         answer = b""
     assert answer[: len(begins) or None] == begins
@@ -121,7 +121,7 @@ def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
 
 def test_one_connection_too_many_is_closed_and_the_page_goes_on() -> None:
     async def scene() -> None:
-        page = MetricsPage(make_driver(), lambda: True)
+        page = MetricsPage(make_engine(), lambda: True)
         port = await page.start("127.0.0.1", 0)
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]
         while page._num_open < CONNECTIONS_MAX:
@@ -143,6 +143,6 @@ def test_one_connection_too_many_is_closed_and_the_page_goes_on() -> None:
 
 
 def test_head_has_no_body() -> None:
-    page = MetricsPage(make_driver(), lambda: True)
+    page = MetricsPage(make_engine(), lambda: True)
     (answer,) = asyncio.run(ask(page, b"HEAD /healthz HTTP/1.1\r\n\r\n"))
     assert answer.endswith(b"\r\n\r\n")

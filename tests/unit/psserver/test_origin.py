@@ -8,9 +8,8 @@ import pytest
 from pscore.errors import ConfigError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
+from pscore.table_spec import COUNT_MAX, TableSpec
 from pscore.types import Origin
-from psserver.decisions.table import COUNT_MAX
-from psserver.durability import records
 from psserver.durability.journal_dir import Vault
 from tests.unit.psserver.front import (
     JOB,
@@ -91,7 +90,7 @@ def test_it_outlives_a_killed_shard(tmp_path: Path, mode: str) -> None:
         await load(front, 40)
         vault.close()
         after = Front(Vault(tmp_path / "vault"))
-        after.driver.take_up()
+        after.engine.recover()
         assert await origin(after, rule=rule) == (0, 40)
 
     play(scene)
@@ -114,13 +113,13 @@ def test_a_step_that_nobody_comes_to_is_refused() -> None:
 def test_what_a_file_says_of_it_is_checked() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        entry = {"spec": records.spec_to_json(front.job.table(0).spec)}
-        assert records.spec_of(entry).origin == Origin()
-        entry["spec"]["origin"] = [0, -1]
+        entry = front.job.table(0).spec.to_json()
+        assert TableSpec.from_json(entry).origin == Origin()
+        entry["origin"] = [0, -1]
         with pytest.raises(ConfigError, match=r"steps are counted from \[?\(?0, -1"):
-            records.spec_of(entry)
-        del entry["spec"]["origin"]  # Of a former version.
-        assert records.spec_of(entry).origin == Origin()
+            TableSpec.from_json(entry)
+        del entry["origin"]  # Of a former version.
+        assert TableSpec.from_json(entry).origin == Origin()
 
     play(scene)
 

@@ -11,9 +11,9 @@ import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.engine.views import Shared
 from psserver.service.control import ControlServicer
 from psserver.service.metrics import MetricsPage
+from psserver.service.shared_view import SharedView
 from tests.unit.psserver.front import (
     JOB,
     NUMEL,
@@ -70,10 +70,10 @@ def train(front: Front, rank: int) -> None:
     for step in range(NUM_STEPS):
         for index in range(NUM_SLICES):
             owner = sender(rank, table=index)
-            front.driver.intake.push(push_header(rank, step, sender=owner), data, Silent())
+            front.engine.requests.on_push(push_header(rank, step, sender=owner), data, Silent())
             header = pull_header(rank, step + 1, step, sender=owner)
-            front.driver.intake.pull(header, Silent(), 9.0)
-        front.driver.intake.note_refused()
+            front.engine.requests.on_pull(header, Silent(), 9.0)
+        front.engine.requests.note_refused()
 
 
 def test_status_is_read_while_threads_push() -> None:
@@ -90,15 +90,15 @@ def test_status_is_read_while_threads_push() -> None:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
                 await front.control.Status(pb.StatusRequest(), Context())
-                front.driver.figures()
-                front.driver.tick()
+                front.engine.figures()
+                front.engine.tick()
                 num_looks += 1
             for thread in threads:
                 thread.join()
         threading.excepthook = before
         assert not failed
         assert num_looks > 1
-        assert front.driver.figures().tally.num_pushes_refused == NUM_THREADS * NUM_STEPS
+        assert front.engine.figures().tally.num_pushes_refused == NUM_THREADS * NUM_STEPS
 
     play(scene)
 
@@ -113,19 +113,19 @@ def test_every_page_and_service_reads_under_the_lock() -> None:
         await front.control.Heartbeat(request, Context())
         (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
         assert list(job.waiting_for) == ["worker 0, for shard 1"]
-        kind, _ = await MetricsPage(front.driver, lambda: True)._metrics()
+        kind, _ = await MetricsPage(front.engine, lambda: True)._metrics()
         assert kind
-        front.driver.suspect(sender(0))
-        front.driver.intake.put_off()
-        assert not front.driver.is_busy
-        front.driver.leave(JOB, 1, 101, "done")
+        front.engine.suspect(sender(0))
+        front.engine.requests.put_off()
+        assert not front.engine.is_busy
+        front.engine.leave(JOB, 1, 101, "done")
 
     play(scene)
 
 
 def test_a_reader_without_the_lock_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def careless(self: ControlServicer, request: object, context: object) -> pb.StatusReply:
-        return pb.StatusReply(jobs=[pb.JobStatus(job=name) for name in self._driver.shard.jobs])
+        return pb.StatusReply(jobs=[pb.JobStatus(job=name) for name in self._engine.shard.jobs])
 
     file = sys.modules[ControlServicer.__module__].__file__ or ""
     careless.__code__ = careless.__code__.replace(co_filename=file)
@@ -141,9 +141,9 @@ def test_a_reader_without_the_lock_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_view_does_not_change_with_its_job() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
-        (before,) = front.driver.status()
+        (before,) = front.engine.status()
         await front.push(push_header(0, 0), grad(1.0))
-        (after,) = front.driver.status()
+        (after,) = front.engine.status()
         assert (before.num_pushes, after.num_pushes) == (1, 2)
         assert (before.tables[0].version_max, after.tables[0].version_max) == (0, 1)
 
@@ -158,7 +158,7 @@ def test_many_readers_share_one_view_made_after_they_asked() -> None:
             made.append(len(made))
             return len(made)
 
-        shared = Shared(make)
+        shared = SharedView(make)
         assert await asyncio.gather(*(shared.get() for _ in range(50))) == [1] * 50
         assert await shared.get() == 2
         assert len(made) == 2
@@ -175,7 +175,7 @@ def test_a_view_that_fails_fails_who_asked_for_it_and_nobody_later() -> None:
                 raise problem
             return "well"
 
-        shared = Shared(make)
+        shared = SharedView(make)
         with pytest.raises(ZeroDivisionError):
             await shared.get()
         assert await shared.get() == "well"

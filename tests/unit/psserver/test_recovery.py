@@ -13,16 +13,16 @@ from pscore.compressors.none import NoCompression
 from pscore.errors import ReplacedError, StateLostError
 from pscore.memory.segment import PAGE
 from pscore.rules import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Skip
 from psserver.decisions.shard import Job, Shard
-from psserver.decisions.table import TableSpec
 from psserver.durability.journal_dir import JobVault, Vault
 from psserver.durability.recovery import Recovery
 from psserver.durability.sealed import read_json, write_json
-from psserver.engine.engine import Driver
+from psserver.engine.engine import Engine
 from psserver.slices.journal import SliceJournal
 from psserver.slices.store import SliceStore
 
@@ -43,7 +43,7 @@ def worker(incarnation: int = 7) -> Member:
 
 
 def begin(shard: Shard) -> Job:
-    return shard.join("run", 3, worker(), 1)
+    return shard.decide_join("run", 3, worker(), 1)[0]
 
 
 class Process:
@@ -52,22 +52,22 @@ class Process:
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
         self.vault = Vault(folder)
         shard = Shard(0, 1, 10.0, limits)
-        self.driver = Driver(shard, num_threads=1, vault=self.vault, now=lambda: 0.0)
-        self.names = self.driver.take_up()
+        self.engine = Engine(shard, vault=self.vault, now=lambda: 0.0)
+        self.names = self.engine.recover()
 
     def train(self, name: str) -> None:
         """Makes a job with weights of version `STEPS`."""
-        job = self.driver.join(name, 1, worker())
-        self.driver.define(job, SPEC)
+        job = self.engine.join(name, 1, worker())
+        self.engine.define(job, SPEC)
         store, weights = self.store(), np.arange(4096, dtype=np.float32)
         for version in range(STEPS - 3, STEPS + 1):  # So that both buffers have been used.
             arrays = {"weights": weights + version, "counts": np.array([version])}
             store.restore({**arrays, "state.0": weights}, version)
         job.tables["model"].clocks[0].restore(STEPS, {0: STEPS})
-        self.driver.recovery.note(job)
+        self.engine.recovery.note(job)
 
     def store(self) -> SliceStore:
-        return next(iter(self.driver.intake.lanes.values())).store
+        return next(iter(self.engine.requests.queues.values())).store
 
     def kill(self) -> None:
         self.vault.close()
@@ -108,7 +108,7 @@ def test_steps_that_are_left_out_leave_a_journal_that_is_believed(
     process.kill()
     again = Process(folder)
     assert again.names == ["a"]
-    clock = again.driver.shard.jobs["a"].tables["model"].clocks[0]
+    clock = again.engine.shard.jobs["a"].tables["model"].clocks[0]
     assert clock.version == STEPS + (0 if is_killed else 9)
     np.testing.assert_array_equal(again.store().weights, np.arange(4096) + STEPS)
 
@@ -117,12 +117,12 @@ def test_a_late_request_of_a_former_life_is_refused_after_a_kill_too(tmp_path: P
     """It makes no life of its own either: what is refused changes nothing."""
     process = Process(tmp_path / "v")
     process.train("a")
-    job = process.driver.shard.jobs["a"]
-    process.driver.leave("a", 0, 7, "killed", failed=True)
+    job = process.engine.shard.jobs["a"]
+    process.engine.leave("a", 0, 7, "killed", failed=True)
     job.membership.begin_again()
-    process.driver.recovery.note(job)
+    process.engine.recovery.note(job)
     process.kill()
-    again = Process(tmp_path / "v").driver
+    again = Process(tmp_path / "v").engine
     with pytest.raises(ReplacedError, match="came late"):
         again.join("a", 1, worker(7))
     assert again.shard.jobs["a"].life.number == 1
@@ -206,16 +206,16 @@ def test_what_is_damaged_is_refused_by_name_and_nobody_begins_it_anew(
     assert process.vault.instance != before.instance  # So that its workers know.
     text = r"shard 0 had job 'a' and cannot go on with it: .*psserver restore DIR --job a.* forget"
     with pytest.raises(StateLostError, match=text):
-        process.driver.join("a", 1, worker(8))
-    process.driver.join("b", 1, worker(8))  # Others are free to begin.
+        process.engine.join("a", 1, worker(8))
+    process.engine.join("b", 1, worker(8))  # Others are free to begin.
     process.kill()
     again = Process(folder)  # Not forgotten with the process either.
     with pytest.raises(StateLostError, match=text):
-        again.driver.join("a", 1, worker(9))
-    assert again.driver.forget("a", is_forced=False) == (True, 0)
-    again.driver.join("a", 1, worker(9))
+        again.engine.join("a", 1, worker(9))
+    assert again.engine.forget("a", is_forced=False) == (True, 0)
+    again.engine.join("a", 1, worker(9))
     again.kill()
-    assert Process(folder).driver.shard.lifetimes.lost == {}
+    assert Process(folder).engine.shard.lifetimes.lost == {}
 
 
 def test_a_job_with_a_checkpoint_is_restored_in_the_place_of_its_damaged_journal(
@@ -223,8 +223,8 @@ def test_a_job_with_a_checkpoint_is_restored_in_the_place_of_its_damaged_journal
 ) -> None:
     DAMAGES["weights missing"](job_folder(folder))
     process = Process(folder)
-    process.driver.begin_restored("a", 1, 0)
-    process.driver.join("a", 1, worker(8))
+    process.engine.begin_restored("a", 1, 0)
+    process.engine.join("a", 1, worker(8))
     process.kill()
     assert Process(folder).names == ["a"]
     assert len(list(folder.glob("*/"))) == 1
@@ -233,7 +233,7 @@ def test_a_job_with_a_checkpoint_is_restored_in_the_place_of_its_damaged_journal
 def test_a_job_that_wants_more_memory_than_there_is_waits_for_more(folder: Path) -> None:
     process = Process(folder, Limits(memory_nbytes=1 << 10))
     with pytest.raises(StateLostError, match="memory_mb"):
-        process.driver.join("a", 1, worker(8))
+        process.engine.join("a", 1, worker(8))
     process.kill()
     assert Process(folder).names == ["a"]
 
@@ -241,10 +241,10 @@ def test_a_job_that_wants_more_memory_than_there_is_waits_for_more(folder: Path)
 def test_a_job_that_was_killed_while_it_was_restored_is_refused(tmp_path: Path) -> None:
     """Else the first worker's weights would take the places that are still empty."""
     process = Process(tmp_path / "v")
-    process.driver.define(process.driver.begin_restored("a", 1, 0), SPEC)
+    process.engine.define(process.engine.begin_restored("a", 1, 0), SPEC)
     process.kill()
     with pytest.raises(StateLostError, match="killed while the job was restored"):
-        Process(tmp_path / "v").driver.join("a", 1, worker())
+        Process(tmp_path / "v").engine.join("a", 1, worker())
 
 
 def test_a_copy_of_the_weights_of_another_time_is_refused(tmp_path: Path) -> None:
@@ -258,33 +258,33 @@ def test_a_copy_of_the_weights_of_another_time_is_refused(tmp_path: Path) -> Non
     process.kill()
     (job / "0.weights").write_bytes(early)
     again = Process(tmp_path / "v")
-    ((_, reason),) = again.driver.shard.lifetimes.lost.values()
+    ((_, reason),) = again.engine.shard.lifetimes.lost.values()
     assert f"are of version {STEPS}, its journal is of version {STEPS + 2}" in reason
 
 
 def test_an_ended_job_that_is_damaged_is_no_loss(folder: Path) -> None:
     process = Process(folder)
-    process.driver.leave("a", 0, 7, "finished")
+    process.engine.leave("a", 0, 7, "finished")
     process.kill()
     DAMAGES["weights missing"](job_folder(folder))
-    assert Process(folder).driver.shard.lifetimes.lost == {}
+    assert Process(folder).engine.shard.lifetimes.lost == {}
     assert not list(folder.glob("*/"))
 
 
 def test_the_same_command_goes_on_at_once_where_all_processes_were_killed(folder: Path) -> None:
     """Its former worker has a lease there, but has not been heard since."""
     process, again = Process(folder), worker(8)
-    process.driver.join("a", 1, again)
+    process.engine.join("a", 1, again)
     assert f"job 'a' goes on at step {STEPS}" in again.news
     process.kill()
-    assert Process(folder).driver.shard.jobs["a"].life.number == 2
+    assert Process(folder).engine.shard.jobs["a"].life.number == 2
 
 
 def test_the_end_of_a_job_is_known_after_a_kill(folder: Path) -> None:
     process = Process(folder)
-    process.driver.leave("a", 0, 7, "finished")
+    process.engine.leave("a", 0, 7, "finished")
     process.kill()
-    assert Process(folder).driver.shard.jobs["a"].is_over
+    assert Process(folder).engine.shard.jobs["a"].is_over
 
 
 def test_an_older_folder_of_the_same_name_takes_nothing_from_the_newer(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import itertools
 import signal
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from structlog.testing import capture_logs
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.durability import records
 from psserver.exits import CommandError, Exit
+from psserver.logs.rotation import former
 from psserver.process import checkpoint_keeper as keepers
 from psserver.process import checkpoint_schedule
 from psserver.process.checkpoint_keeper import Keeper
@@ -186,3 +189,21 @@ def test_without_a_start_there_is_nothing_to_end() -> None:
     keeper = Keeper(last_s=60.0)
     keeper.last()
     keeper.close()
+
+
+def test_its_lines_rotate_the_log_of_the_supervisor(tmp_path: Path) -> None:
+    """It may outlast every line of the supervisor's, so it rotates the file that both write."""
+    log = tmp_path / "supervisor.log"
+    log.write_text("a line of before\n" * (1 << 16))
+    plan = replace(plan_of(tmp_path / "checkpoints"), log_file=str(log), log_max_mb=1)
+    command = [sys.executable, "-m", "psserver", "schedule", plan.to_json()]
+    with (
+        log.open("ab") as file,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stderr=file, text=True) as process,
+    ):
+        assert process.stdin is not None
+        process.stdin.write("last\n")
+        process.stdin.flush()
+        assert process.wait(100) == 0
+    assert former(log).stat().st_size > 1 << 20
+    assert log.stat().st_size < 1 << 20

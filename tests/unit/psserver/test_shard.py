@@ -17,6 +17,7 @@ from pscore.errors import (
     UnknownJobError,
 )
 from pscore.rules import ASGD, SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import Pull, Push, Role, TensorSpec, Verdict
 from psserver.decisions import shard as shard_module
 from psserver.decisions.membership import Member, Presence
@@ -30,7 +31,6 @@ from psserver.decisions.shard import (
     Job,
     Shard,
 )
-from psserver.decisions.table import TableSpec, make_spec
 
 LEASE_S = 10.0
 HYPER = np.zeros((1, 6))
@@ -59,7 +59,7 @@ SPEC = TableSpec(
 
 def job_of(shard: Shard, num_workers: int, name: str = "run") -> Job:
     for rank in range(num_workers):
-        shard.join(name, num_workers, member(rank))
+        shard.decide_join(name, num_workers, member(rank))
     return shard.jobs[name]
 
 
@@ -70,13 +70,15 @@ def ready(num_workers: int, spec: TableSpec = SPEC) -> tuple[Shard, Job, Address
     table, created = shard.define(job, spec)
     assert created
     address = Address(job.name, table.index, 0)
-    shard.push(job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init")
+    shard.decide_push(
+        job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init"
+    )
     return shard, job, address
 
 
 def push(shard: Shard, job: Job, address: Address, worker: int, step: int) -> Actions:
     message = Push(worker=worker, step=step, base_version=0, hyper=HYPER)
-    return shard.push(job, address, message, f"{worker}@{step}")
+    return shard.decide_push(job, address, message, f"{worker}@{step}")
 
 
 # ----- joining
@@ -84,25 +86,25 @@ def push(shard: Shard, job: Job, address: Address, worker: int, step: int) -> Ac
 
 def test_the_first_worker_makes_the_job_and_others_join_it() -> None:
     shard = Shard(0, 1, LEASE_S)
-    first = shard.join("run", 2, member(0))
-    assert shard.join("run", 2, member(1)) is first
-    assert shard.join("other", 2, member(0)) is not first
+    first, _ = shard.decide_join("run", 2, member(0))
+    assert shard.decide_join("run", 2, member(1))[0] is first
+    assert shard.decide_join("other", 2, member(0))[0] is not first
 
 
 @pytest.mark.parametrize("name", ["", "x" * (NAME_LENGTH_MAX + 1)])
 def test_a_job_has_a_name_of_limited_length(name: str) -> None:
     shard = Shard(0, 1, LEASE_S)
     with pytest.raises(ConfigError, match=rf"must have 1\.\.{NAME_LENGTH_MAX} characters"):
-        shard.join(name, 1, member(0))
+        shard.decide_join(name, 1, member(0))
     assert not shard.jobs
-    shard.join("x" * NAME_LENGTH_MAX, 1, member(0))
+    shard.decide_join("x" * NAME_LENGTH_MAX, 1, member(0))
 
 
 def test_another_number_of_workers_is_refused() -> None:
     shard = Shard(0, 1, LEASE_S)
-    shard.join("run", 2, member(0))
+    shard.decide_join("run", 2, member(0))
     with pytest.raises(JobMismatchError, match=r"'run' has 2 workers, this one was started for 3"):
-        shard.join("run", 3, member(1))
+        shard.decide_join("run", 3, member(1))
 
 
 def test_a_join_that_is_refused_leaves_no_job_behind() -> None:
@@ -110,55 +112,55 @@ def test_a_join_that_is_refused_leaves_no_job_behind() -> None:
     shard = Shard(0, 1, LEASE_S)
     for index in range(JOBS_MAX + 1):
         with pytest.raises(RankTakenError, match="rank 7 wanted in a job of 2 workers"):
-            shard.join(f"run{index}", 2, member(7))
+            shard.decide_join(f"run{index}", 2, member(7))
     assert not shard.jobs
-    shard.join("run", 2, member(0))
+    shard.decide_join("run", 2, member(0))
 
 
 def test_a_refused_join_does_not_end_the_job_that_is_over() -> None:
     shard, job, _ = ready(1)
-    shard.leave("run", 0, 1, "finished")
+    shard.decide_leave("run", 0, 1, "finished")
     with pytest.raises(RankTakenError):
-        shard.join("run", 1, member(5, 2))
+        shard.decide_join("run", 1, member(5, 2))
     assert shard.jobs["run"] is job
 
 
 def test_a_job_that_is_over_begins_anew() -> None:
     shard, job, _ = ready(2)
-    shard.leave("run", 0, 1, "finished")
-    shard.leave("run", 1, 1, "finished")
-    again = shard.join("run", 3, member(0, 2))
+    shard.decide_leave("run", 0, 1, "finished")
+    shard.decide_leave("run", 1, 1, "finished")
+    again, _ = shard.decide_join("run", 3, member(0, 2))
     assert again is not job
     assert again.tables == {}
 
 
 def test_a_repeated_join_after_the_job_is_over_does_not_begin_it_anew() -> None:
     shard, job, _ = ready(1)
-    shard.leave("run", 0, 1, "finished")
-    assert shard.join("run", 1, member(0)) is job
-    assert shard.join("run", 1, member(-1)) is job
+    shard.decide_leave("run", 0, 1, "finished")
+    assert shard.decide_join("run", 1, member(0))[0] is job
+    assert shard.decide_join("run", 1, member(-1))[0] is job
     assert job.membership.members[0].presence is Presence.LEFT
 
 
 def test_a_worker_comes_back_as_another_process_while_others_go_on() -> None:
     shard, job, _ = ready(2)
-    shard.leave("run", 0, 1, "finished")
-    assert shard.join("run", 2, member(0, 2)) is job
+    shard.decide_leave("run", 0, 1, "finished")
+    assert shard.decide_join("run", 2, member(0, 2))[0] is job
     assert job.membership.members[0].presence is Presence.LIVE
 
 
 def test_a_worker_that_begins_when_others_have_ended_belongs_to_their_job() -> None:
     shard = Shard(0, 1, LEASE_S)
-    job = shard.join("run", 2, member(0))
-    shard.leave("run", 0, 1, "finished")
-    assert shard.join("run", 2, member(1)) is job
+    job, _ = shard.decide_join("run", 2, member(0))
+    shard.decide_leave("run", 0, 1, "finished")
+    assert shard.decide_join("run", 2, member(1))[0] is job
 
 
 def test_a_job_without_live_workers_goes_on_with_one_that_returns() -> None:
     shard, job, _ = ready(1)
     shard.tick(LEASE_S + 1.0)
     back = dataclasses.replace(member(0, 2), returns=True)
-    assert shard.join("run", 1, back) is job
+    assert shard.decide_join("run", 1, back)[0] is job
 
 
 def test_a_connection_that_breaks_shortens_a_lease_that_a_heartbeat_restores() -> None:
@@ -173,7 +175,7 @@ def test_a_connection_that_breaks_shortens_a_lease_that_a_heartbeat_restores() -
 
 def test_a_restarted_worker_replaces_the_live_one() -> None:
     shard, job, _ = ready(2)
-    assert shard.join("run", 2, member(0, 2, restart=1)) is job
+    assert shard.decide_join("run", 2, member(0, 2, restart=1))[0] is job
     with pytest.raises(ReplacedError):
         shard.heard("run", 0, 1, 1.0)
     assert shard.heard("run", 0, 2, 1.0) is job
@@ -182,12 +184,12 @@ def test_a_restarted_worker_replaces_the_live_one() -> None:
 def test_jobs_have_a_limit_that_is_reached_and_not_passed() -> None:
     shard = Shard(0, 1, LEASE_S)
     for index in range(JOBS_MAX):
-        shard.join(f"run{index}", 1, member(0))
+        shard.decide_join(f"run{index}", 1, member(0))
     with pytest.raises(LimitError, match=f"{JOBS_MAX} jobs have not ended on shard 0"):
-        shard.join("more", 1, member(0))
-    shard.join("run3", 1, member(0))  # A repeated join needs no room.
-    shard.leave("run5", 0, 1, "finished")
-    shard.join("more", 1, member(0))
+        shard.decide_join("more", 1, member(0))
+    shard.decide_join("run3", 1, member(0))  # A repeated join needs no room.
+    shard.decide_leave("run5", 0, 1, "finished")
+    shard.decide_join("more", 1, member(0))
     assert "run5" not in shard.jobs
     assert len(shard.jobs) == JOBS_MAX
 
@@ -302,19 +304,6 @@ def test_each_shard_has_its_own_slices() -> None:
     assert owned == [{0}, {1}]
 
 
-def test_a_declaration_is_made_of_names_and_arguments() -> None:
-    spec = make_spec(
-        name="model",
-        tensors=SPEC.tensors,
-        num_shards=1,
-        rule=("ssgd", {}),
-        compressor=("none", {}),
-        optimizer="sgd",
-        num_groups=1,
-    )
-    assert spec == SPEC
-
-
 # ----- pushes, pulls and departures
 
 
@@ -338,7 +327,7 @@ def test_a_push_is_counted_for_status() -> None:
 def test_a_push_that_waited_for_its_turn_is_a_step_when_it_is_added() -> None:
     shard, job, address = ready(2)
     waits = Push(worker=1, step=0, base_version=0, hyper=HYPER, may_wait=True)
-    assert shard.push(job, address, waits, "1@0") == []
+    assert shard.decide_push(job, address, waits, "1@0") == []
     assert job.steps == {}
     push(shard, job, address, 0, 0)
     assert (job.steps, job.counters.num_updates) == ({0: 1, 1: 1}, 1)
@@ -354,7 +343,7 @@ def test_a_push_that_waits_for_room_is_not_a_step_that_was_made() -> None:
 def test_updates_that_follow_a_departure_are_counted_as_well() -> None:
     shard, job, address = ready(3)
     push(shard, job, address, 0, 0)
-    shard.leave("run", 1, 1, "finished")
+    shard.decide_leave("run", 1, 1, "finished")
     assert job.counters.num_updates == 0
     shard.tick(LEASE_S + 1)
     assert job.table(0).clock(0).version == 1
@@ -365,12 +354,12 @@ def test_leaving_releases_those_who_wait() -> None:
     shard, job, address = ready(2)
     push(shard, job, address, 0, 0)
     pull = Pull(worker=0, clock=1, min_version=1)
-    assert shard.pull(job, address, pull, "pull") == []
-    actions = shard.leave("run", 1, 1, "finished")
+    assert shard.decide_pull(job, address, pull, "pull") == []
+    actions = shard.decide_leave("run", 1, 1, "finished")
     assert [type(action) for _, action in actions] == [Update, Answer]
     assert {at for at, _ in actions} == {address}
-    assert shard.leave("run", 1, 1, "finished") == []
-    assert shard.leave("nothing", 0, 1, "finished") == []
+    assert shard.decide_leave("run", 1, 1, "finished") == []
+    assert shard.decide_leave("nothing", 0, 1, "finished") == []
 
 
 def test_a_lease_that_is_over_releases_those_who_wait() -> None:
@@ -389,10 +378,10 @@ def test_a_departure_reaches_every_table() -> None:
     shard, job, address = ready(2)
     second, _ = shard.define(job, dataclasses.replace(SPEC, name="other"))
     other = address._replace(table=second.index)
-    shard.push(job, other, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init")
+    shard.decide_push(job, other, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init")
     push(shard, job, address, 0, 0)
     push(shard, job, other, 0, 0)
-    assert [at for at, _ in shard.leave("run", 1, 1, "finished")] == [address, other]
+    assert [at for at, _ in shard.decide_leave("run", 1, 1, "finished")] == [address, other]
 
 
 def test_a_duplicate_is_answered_with_what_became_of_the_first() -> None:
@@ -407,14 +396,16 @@ def test_a_duplicate_is_answered_with_what_became_of_the_first() -> None:
 
 def test_what_a_pull_waits_for_is_said_in_words() -> None:
     shard = Shard(0, 1, LEASE_S)
-    shard.join("run", 7, member(0))
+    shard.decide_join("run", 7, member(0))
     job = shard.jobs["run"]
     table, _ = shard.define(job, SPEC)
     address = Address("run", table.index, 0)
     assert shard.waiting_for(job, address) == (
         "the initial weights of slice 0 of 'model' on shard 0, from worker 0 (process 0 on a)"
     )
-    shard.push(job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init")
+    shard.decide_push(
+        job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init"
+    )
     push(shard, job, address, 0, 0)
     assert shard.waiting_for(job, address) == (
         "step 0 of worker 1 (has not joined yet), worker 2 (has not joined yet), "
@@ -430,6 +421,6 @@ def test_nobody_is_waited_for_at_a_barrier_who_has_left() -> None:
     shard, job, _ = ready(3)
     both = "worker 1 (process 1 on a), worker 2 (process 2 on a) at barrier 'epoch'"
     assert shard.barrier(job, "epoch", 0, 0) == both
-    shard.leave("run", 1, 1, "finished")
+    shard.decide_leave("run", 1, 1, "finished")
     assert shard.barrier(job, "epoch", 0, 2) == ""
     assert shard.barrier(job, "epoch", 0, 0) == ""

@@ -16,11 +16,13 @@ def elastic(least: int, most: int, *ranks: int) -> tuple[Shard, Job, Address]:
     """A shard with one elastic job whose weights are there."""
     shard = Shard(0, 1, LEASE_S)
     for rank in ranks:
-        shard.join("run", most, member(rank), least)
+        shard.decide_join("run", most, member(rank), least)
     job = shard.jobs["run"]
     shard.define(job, SPEC)
     address = Address("run", 0, 0)
-    shard.push(job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init")
+    shard.decide_push(
+        job, address, Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS), "init"
+    )
     return shard, job, address
 
 
@@ -32,7 +34,7 @@ def test_another_least_number_of_workers_is_refused() -> None:
     shard, _, _ = elastic(2, 3, 0)
     for least, what in ((1, "1 to 3"), (0, "3")):
         with pytest.raises(JobMismatchError, match=f"has 2 to 3 workers, .* started for {what}$"):
-            shard.join("run", 3, member(1), least)
+            shard.decide_join("run", 3, member(1), least)
 
 
 def test_nobody_is_waited_for_who_has_not_come_to_an_elastic_job() -> None:
@@ -43,7 +45,7 @@ def test_nobody_is_waited_for_who_has_not_come_to_an_elastic_job() -> None:
 def test_before_the_first_update_whoever_joins_is_waited_for() -> None:
     shard, job, address = elastic(2, 3, 0)
     push(shard, job, address, 0, 0)
-    shard.join("run", 3, member(1), 2)
+    shard.decide_join("run", 3, member(1), 2)
     assert updates(shard.recheck(job)) == 0
     assert updates(push(shard, job, address, 1, 0)) == 1
 
@@ -51,9 +53,9 @@ def test_before_the_first_update_whoever_joins_is_waited_for() -> None:
 def test_one_who_joins_later_is_waited_for_from_its_first_pull_on() -> None:
     shard, job, address = elastic(1, 3, 0)
     push(shard, job, address, 0, 0)
-    shard.join("run", 3, member(1), 1)
+    shard.decide_join("run", 3, member(1), 1)
     assert updates(push(shard, job, address, 0, 1)) == 1
-    shard.pull(job, address, Pull(worker=1, clock=0, min_version=0), "first")
+    shard.decide_pull(job, address, Pull(worker=1, clock=0, min_version=0), "first")
     assert updates(push(shard, job, address, 0, 2)) == 0
     assert updates(push(shard, job, address, 1, 2)) == 1
 
@@ -69,7 +71,7 @@ def test_a_barrier_waits_for_as_many_as_a_job_needs() -> None:
     shard, job, _ = elastic(2, 3, 0)
     text = "1 more worker (1 of at least 2) at barrier 'begin'"
     assert shard.barrier(job, "begin", 0, 0) == text
-    shard.join("run", 3, member(1), 2)
+    shard.decide_join("run", 3, member(1), 2)
     missing = "worker 1 (process 1 on a) at barrier 'begin'"
     assert shard.barrier(job, "begin", 0, 0) == missing
     assert shard.barrier(job, "begin", 0, 1) == ""
@@ -93,11 +95,11 @@ def test_a_mode_that_does_not_fit_the_least_number_of_workers_is_refused() -> No
 
 def test_an_elastic_job_that_is_over_begins_anew_with_whoever_comes() -> None:
     shard, job, _ = elastic(1, 3, 0)
-    shard.leave("run", 0, 1, "finished")
-    assert shard.join("run", 3, member(1), 1) is not job
+    shard.decide_leave("run", 0, 1, "finished")
+    assert shard.decide_join("run", 3, member(1), 1)[0] is not job
 
 
 def test_a_worker_belongs_to_an_elastic_job_that_has_not_begun() -> None:
     shard, job, _ = elastic(2, 3, 0)
-    shard.leave("run", 0, 1, "finished")
-    assert shard.join("run", 3, member(1), 2) is job
+    shard.decide_leave("run", 0, 1, "finished")
+    assert shard.decide_join("run", 3, member(1), 2)[0] is job

@@ -69,7 +69,7 @@ def load(target: SliceStore, weights: FloatArray, version: int = 0) -> None:
 
 def add(weight: float = 1.0, *, first: bool = False, worker: int = 0, step: int = 0) -> Add:
     push = Push(worker=worker, step=step, base_version=0)
-    return Add(token="t", bin=step, push=push, weight=weight, is_first=first)
+    return Add(token="t", open_step=step, push=push, weight=weight, is_first=first)
 
 
 def update(
@@ -80,7 +80,7 @@ def update(
     step: int = 0,
     hyper: HyperArray = PLAIN,
 ) -> Update:
-    return Update(bin=step, scale=scale, present=present, hyper=hyper, version=version)
+    return Update(open_step=step, scale=scale, present=present, hyper=hyper, version=version)
 
 
 # ----- loading

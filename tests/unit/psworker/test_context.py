@@ -27,6 +27,7 @@ class FakeSession:
         self.links = [SimpleNamespace(address=address) for address in servers]
         self.left: list[str] = []
         self.has_failed = False
+        self.timeline = None
 
     def require_own(self) -> None: ...
 
@@ -46,7 +47,7 @@ def fake_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "MASTER_PORT",
         ):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(module, "Session", SimpleNamespace(from_environment=FakeSession))
+    monkeypatch.setattr(module, "open_session", FakeSession)
     yield
     shutdown()
 

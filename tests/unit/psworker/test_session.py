@@ -30,6 +30,7 @@ from pscore.types import Origin, TensorSpec
 from psworker.connection import session as module
 from psworker.connection import waits
 from psworker.connection.session import Session
+from psworker.job.context import open_session
 from psworker.job.environment import Environment
 
 LEASE_S = 1000.0  # The first heartbeat would be after 200 s.
@@ -140,7 +141,7 @@ def test_the_environment_says_which_job_and_how_patient(links: list[FakeLink]) -
         {"RANK": "1", "WORLD_SIZE": "4", "PACELINE_JOB": "night", "PACELINE_TIMEOUT_S": "2.5"}
     )
     assert environment.credentials() == ANYONE
-    session = Session.from_environment(["a:1", "b:2"], environment)
+    session = open_session(["a:1", "b:2"], environment)
     assert links[0].sent("Join")[0].job == "night"
     assert links[1].patience.limit_s == 2.5
     session.leave()

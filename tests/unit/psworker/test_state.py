@@ -1,7 +1,8 @@
-"""The wrapper's state in torch's format, from shards whose arrays the test makes up."""
+"""The table's state in torch's format, from shards whose arrays the test makes up."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from pscore.rules.ssgd import SSGD
 from pscore.types import Role
 from psworker.model.flat import Bucket, describe
 from psworker.replica.ports import Landing
-from psworker.training.state_dict import load_torch_state, torch_state
+from psworker.training.state_dict import read_state, restore, torch_state
+from psworker.training.table import TrainingTable
 
 
 class FakeShards:
@@ -24,6 +26,8 @@ class FakeShards:
         self.layout, self.num_state, self.counts = layout, num_state, counts
         self.step = 4
         self.rank = 0
+        self.rule, self.compressor = SSGD(), "none"
+        self.session = self
         self.log: list[str] = []
         self.loads: list[tuple[Role, list[np.ndarray], list[int], int]] = []
 
@@ -71,8 +75,8 @@ class FakeShards:
         self.log += [f"{name} {flat[0]}" for name, flat in state.items()]
 
 
-class FakeWrapper:
-    """As much of `DistributedOptimizer` as its state needs; groups are not in the model's order."""
+class FakeTable(TrainingTable):
+    """A table without shards; the parameter groups are not in the model's order."""
 
     def __init__(self, make: Any, counts: Sequence[int]) -> None:
         self.model = torch.nn.ParameterDict(
@@ -84,43 +88,27 @@ class FakeWrapper:
             {"params": [self.model["a"]]},
         ]
         self.inner = make(groups)
-        self.param_groups = self.inner.param_groups
-        self.plugin = from_torch(self.inner)[0]
+        self.optimizer = from_torch(self.inner)[0]
         trained = [self.model["a"], self.model["b"]]
-        layout = make_layout(describe(list(zip("ab", trained, strict=True)), [1, 0]), 2)
-        self.bucket = Bucket(trained, layout)
-        self.rule, self.compressor = SSGD(), "none"
-        fakes = FakeShards(layout, len(self.plugin.state_names), counts)
-        self.exchange = self.replica = self.session = self.shards = fakes
-        self.samples, self.samples_seen = 2.0, 8.0
-        self.progress = self
-        self.setback = None
-
-    def plain_state_dict(self) -> dict[str, Any]:
-        return dict(self.inner.state_dict())
-
-    def plain_load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = {"state": {}, "param_groups": state_dict["param_groups"]}
-        self.inner.load_state_dict(groups)
-
-    def inner_state(self) -> None:
-        return None
-
-    @property
-    def steps(self) -> int:
-        return self.shards.step
+        specs = describe(list(zip("ab", trained, strict=True)), [1, 0])
+        self.layout = layout = make_layout(specs, 2)
+        self.flat = Bucket(trained, layout)
+        self.shards = FakeShards(layout, len(self.optimizer.state_names), counts)
+        self.exchange = self.replica = cast(Any, self.shards)
+        self.progress = cast(Any, self)
+        self.samples, self.seen = 2.0, 8.0
 
     def locate(self, former: int, seen: float) -> None:
         assert self.shards.log[-2:] == ["origin", "fetch"]
-        self.shards.step, self.samples_seen = former, seen
+        self.shards.step, self.seen = former, seen
 
     @property
     def loaded(self) -> list[tuple[Role, list[np.ndarray], list[int]]]:
         """Returns what was uploaded, its slices put together again."""
         if not self.shards.loads:
             return []
-        layout = self.bucket.layout
-        arrays = [np.zeros(layout.numel, np.float32) for _ in self.plugin.state_names]
+        layout = self.flat.layout
+        arrays = [np.zeros(layout.numel, np.float32) for _ in self.optimizer.state_names]
         counts = [0] * len(layout.tensors)
         for index, (_, (_, *state), steps, step) in enumerate(self.shards.loads):
             assert step == 4
@@ -147,117 +135,119 @@ def adam(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=0.1)
 
 
-def state_of(wrapper: FakeWrapper) -> dict[str, Any]:
-    return torch_state(wrapper)  # type: ignore[arg-type]
+def state_of(table: FakeTable) -> dict[str, Any]:
+    plain = dict(table.inner.state_dict())
+    recovery = cast(Any, SimpleNamespace(peek=table.peek))
+    return torch_state(table, recovery, table.inner.param_groups, plain, None)
 
 
 def test_state_stands_under_torchs_numbers_and_names() -> None:
     """torch counts through the groups: frozen is 0, b is 1, a is 2."""
-    wrapper = FakeWrapper(adam, counts=[7, 3])
-    state = state_of(wrapper)["state"]
+    table = FakeTable(adam, counts=[7, 3])
+    state = state_of(table)["state"]
     assert sorted(state) == [1, 2]
     assert sorted(state[2]) == ["exp_avg", "exp_avg_sq", "step"]
     assert (state[2]["step"].item(), state[1]["step"].item()) == (7.0, 3.0)
-    start = wrapper.bucket.layout.offsets[0]
+    start = table.flat.layout.offsets[0]
     expected = (torch.arange(6.0) + start).view(2, 3) / 1000
     torch.testing.assert_close(state[2]["exp_avg"], expected)
     torch.testing.assert_close(state[2]["exp_avg_sq"], expected + 10)
     assert state[1]["exp_avg"].shape == ()
-    wrapper.inner.load_state_dict(
-        {key: state_of(wrapper)[key] for key in ("state", "param_groups")}
-    )
+    table.inner.load_state_dict({key: state_of(table)[key] for key in ("state", "param_groups")})
 
 
 def test_a_parameter_without_a_step_has_no_state() -> None:
-    assert sorted(state_of(FakeWrapper(sgd, counts=[5, 0]))["state"]) == [2]
+    assert sorted(state_of(FakeTable(sgd, counts=[5, 0]))["state"]) == [2]
 
 
 def test_what_is_our_own_stands_apart() -> None:
-    own = state_of(FakeWrapper(sgd, counts=[5, 0]))["paceline"]
+    own = state_of(FakeTable(sgd, counts=[5, 0]))["paceline"]
     assert (own["step"], own["samples_seen"], own["compression"]) == (4, 8.0, "none")
     assert own["mode"].startswith("ssgd")
     assert own["counts"].tolist() == [5, 0]
     assert own["compressor_state"]["residual"].unique().tolist() == [0.25]
 
 
-def load(wrapper: FakeWrapper, state: dict[str, Any]) -> None:
-    load_torch_state(wrapper, state)  # type: ignore[arg-type]
+def load(table: FakeTable, state: dict[str, Any]) -> None:
+    loaded = read_state(table, table.inner.param_groups, state)
+    table.inner.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+    restore(table, loaded)
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_what_was_saved_is_loaded_by_rank_0_between_barriers(make: Any) -> None:
-    saved = state_of(FakeWrapper(make, counts=[7, 3]))
-    wrapper = FakeWrapper(make, counts=[0, 0])
-    wrapper.shards.step = 0
-    load(wrapper, saved)
-    ((role, arrays, counts),) = wrapper.loaded
+    saved = state_of(FakeTable(make, counts=[7, 3]))
+    table = FakeTable(make, counts=[0, 0])
+    table.shards.step = 0
+    load(table, saved)
+    ((role, arrays, counts),) = table.loaded
     assert role is Role.STATE
     assert counts == [7, 3]
     for number, array in enumerate(arrays):
         for index in range(2):
-            values = wrapper.bucket.state_view(array, index).flatten()
-            start = wrapper.bucket.layout.offsets[index]
+            values = table.flat.state_view(array, index).flatten()
+            start = table.flat.layout.offsets[index]
             torch.testing.assert_close(
                 values, 10.0 * number + (torch.arange(float(len(values))) + start) / 1000
             )
-    assert wrapper.replica.step == 4
-    log = [entry for entry in wrapper.shards.log if not entry.startswith("flush")]
+    assert table.replica.step == 4
+    log = [entry for entry in table.shards.log if not entry.startswith("flush")]
     assert log[:4] == ["settle", "barrier", "load", "barrier"]
     assert log[4:] == ["origin", "fetch", "show", "residual 0.25"]
 
 
 def test_other_workers_only_wait_and_fetch() -> None:
-    saved = state_of(FakeWrapper(sgd, counts=[7, 3]))
-    wrapper = FakeWrapper(sgd, counts=[0, 0])
-    wrapper.shards.rank = 1
-    load(wrapper, saved)
-    assert wrapper.loaded == []
-    assert wrapper.shards.log.count("barrier") == 2
+    saved = state_of(FakeTable(sgd, counts=[7, 3]))
+    table = FakeTable(sgd, counts=[0, 0])
+    table.shards.rank = 1
+    load(table, saved)
+    assert table.loaded == []
+    assert table.shards.log.count("barrier") == 2
 
 
 def test_a_plain_optimizers_state_counts_its_own_steps() -> None:
-    wrapper = FakeWrapper(adam, counts=[0, 0])
-    other = FakeWrapper(adam, counts=[0, 0])
+    table = FakeTable(adam, counts=[0, 0])
+    other = FakeTable(adam, counts=[0, 0])
     for name in "ab":
         other.model[name].grad = torch.ones_like(other.model[name])
     other.inner.step()
     other.model["a"].grad = None
     other.inner.step()
-    load(wrapper, other.inner.state_dict())
-    ((_, arrays, counts),) = wrapper.loaded
+    load(table, other.inner.state_dict())
+    ((_, arrays, counts),) = table.loaded
     assert counts == [1, 2]
     torch.testing.assert_close(
-        wrapper.bucket.state_view(arrays[0], 0), torch.full((2, 3), 0.1), rtol=1e-6, atol=0.0
+        table.flat.state_view(arrays[0], 0), torch.full((2, 3), 0.1), rtol=1e-6, atol=0.0
     )
 
 
 def test_a_momentum_that_is_absent_is_zero() -> None:
-    wrapper = FakeWrapper(sgd, counts=[0, 0])
-    state = state_of(FakeWrapper(sgd, counts=[7, 3]))
+    table = FakeTable(sgd, counts=[0, 0])
+    state = state_of(FakeTable(sgd, counts=[7, 3]))
     state["state"][2]["momentum_buffer"] = None
-    load(wrapper, state)
-    assert not wrapper.bucket.state_view(wrapper.loaded[0][1][0], 0).any()
+    load(table, state)
+    assert not table.flat.state_view(table.loaded[0][1][0], 0).any()
 
 
 def test_the_hyper_parameters_are_restored() -> None:
-    saved = state_of(FakeWrapper(sgd, counts=[7, 3]))
+    saved = state_of(FakeTable(sgd, counts=[7, 3]))
     saved["param_groups"][1]["lr"] = 0.025
-    wrapper = FakeWrapper(sgd, counts=[0, 0])
-    load(wrapper, saved)
-    assert [group["lr"] for group in wrapper.inner.param_groups] == [0.1, 0.025]
+    table = FakeTable(sgd, counts=[0, 0])
+    load(table, saved)
+    assert [group["lr"] for group in table.inner.param_groups] == [0.1, 0.025]
 
 
 def test_the_state_of_another_model_is_refused_by_tensor() -> None:
-    state = state_of(FakeWrapper(sgd, counts=[7, 3]))
+    state = state_of(FakeTable(sgd, counts=[7, 3]))
     state["state"][2]["momentum_buffer"] = torch.zeros(3, 2)
     message = r"momentum_buffer of 'a' has shape \[3, 2\] in the state, \[2, 3\] in the model"
     with pytest.raises(ConfigError, match=message):
-        load(FakeWrapper(sgd, counts=[0, 0]), state)
-    state = state_of(FakeWrapper(sgd, counts=[7, 3]))
+        load(FakeTable(sgd, counts=[0, 0]), state)
+    state = state_of(FakeTable(sgd, counts=[7, 3]))
     state["paceline"]["compressor_state"]["residual"] = torch.zeros(5)
     with pytest.raises(ConfigError, match=r"residual of the compressor has shape \[5\] in the"):
-        load(FakeWrapper(sgd, counts=[0, 0]), state)
+        load(FakeTable(sgd, counts=[0, 0]), state)
 
 
 def test_an_optimizer_without_state_has_none() -> None:
-    assert set(state_of(FakeWrapper(plain, counts=[7, 3]))) == {"state", "param_groups", "paceline"}
+    assert set(state_of(FakeTable(plain, counts=[7, 3]))) == {"state", "param_groups", "paceline"}

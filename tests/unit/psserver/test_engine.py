@@ -8,6 +8,8 @@ from structlog.testing import capture_logs
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
+from psserver.engine.barrier_waits import Arrival
+from psserver.service.barrier_wait import wait_at_barrier
 from tests.unit.psserver.front import (
     JOB,
     LEASE_S,
@@ -23,6 +25,8 @@ from tests.unit.psserver.front import (
     settle,
     told,
 )
+
+OPEN = Arrival(waiting_for="", largest=0.0)
 
 # ----- a gradient's way
 
@@ -121,7 +125,7 @@ def test_a_pull_waits_for_the_others() -> None:
         await front.push(push_header(1, 0), grad(1.0))
         reply, _ = await pull
         assert (reply.ready, reply.version) == (True, 1)
-        assert not front.driver.intake.waiting
+        assert not front.engine.requests.waiting
 
     play(scene)
 
@@ -133,11 +137,11 @@ def test_a_pull_that_waits_too_long_is_told_what_is_missing() -> None:
         pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=2_000)))
         await settle()
         front.now_s = 1.9
-        front.driver.tick()
+        front.engine.tick()
         await settle()
         assert not pull.done()
         front.now_s = 2.0
-        front.driver.tick()
+        front.engine.tick()
         reply, weights = await pull
         assert not reply.ready
         assert len(weights) == 0
@@ -145,7 +149,7 @@ def test_a_pull_that_waits_too_long_is_told_what_is_missing() -> None:
             "step 0 of worker 1 (process 0 on a), at slice 0 of 'model' on shard 0"
         )
         assert front.job.table(0).clock(0).num_waiting == 0
-        assert front.driver.tally.num_pulls_put_off == 1
+        assert front.engine.tally.num_pulls_put_off == 1
 
     play(scene)
 
@@ -157,7 +161,7 @@ def test_a_pull_waits_at_most_ten_seconds_whatever_it_asks_for() -> None:
         pull = asyncio.ensure_future(front.pull(header))
         await settle()
         front.now_s = 10.0
-        front.driver.tick()
+        front.engine.tick()
         assert not (await pull)[0].ready
 
     play(scene)
@@ -172,7 +176,7 @@ def test_a_pull_whose_caller_has_gone_is_forgotten() -> None:
         pull.cancel()
         await settle()
         assert front.job.table(0).clock(0).num_waiting == 0
-        assert not front.driver.intake.waiting
+        assert not front.engine.requests.waiting
 
     play(scene)
 
@@ -199,7 +203,7 @@ def test_a_departure_wakes_those_who_wait() -> None:
         await front.push(push_header(0, 0), grad(1.0))
         pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=10_000)))
         await settle()
-        front.driver.leave(JOB, 1, 101, "finished")
+        front.engine.leave(JOB, 1, 101, "finished")
         reply, weights = await pull
         assert (reply.version, weights[0]) == (1, -1.0)
 
@@ -214,7 +218,7 @@ def test_a_lease_that_is_over_wakes_those_who_wait() -> None:
         pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=10_000)))
         await settle()
         front.now_s = LEASE_S + 0.1
-        front.driver.tick()
+        front.engine.tick()
         assert (await pull)[0].version == 1
         with pytest.raises(Refused, match="ReplacedError: rank 1 was silent for more than"):
             await front.push(push_header(1, 0), grad(1.0))
@@ -229,7 +233,7 @@ def test_a_heartbeat_keeps_a_lease() -> None:
             front.now_s += LEASE_S
             request = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100)
             assert (await front.control.Heartbeat(request, Context())).instance == 7
-            front.driver.tick()
+            front.engine.tick()
         await front.push(push_header(0, 0), grad(1.0))
 
     play(scene)
@@ -238,7 +242,7 @@ def test_a_heartbeat_keeps_a_lease() -> None:
 def test_a_worker_is_told_who_is_live_if_it_asks() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=3)
-        front.driver.leave(JOB, 1, 101, "done")
+        front.engine.leave(JOB, 1, 101, "done")
         for wants, live in ((True, [0, 2]), (False, [])):
             request = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100, wants_live=wants)
             assert (await front.control.Heartbeat(request, Context())).live == live
@@ -249,12 +253,12 @@ def test_a_worker_is_told_who_is_live_if_it_asks() -> None:
 def test_a_barrier_opens_for_all_at_once() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=3)
-        first = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 0, 10.0))
-        second = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 1, 10.0))
+        first = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
+        second = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 1, 10.0))
         await settle()
         assert not first.done()
-        assert await front.driver.barrier(front.job, "b", 0, 2, 10.0) == (True, "", 0.0)
-        assert await first == await second == (True, "", 0.0)
+        assert await wait_at_barrier(front.engine, front.job, "b", 0, 2, 10.0) == OPEN
+        assert await first == await second == OPEN
 
     play(scene)
 
@@ -262,11 +266,11 @@ def test_a_barrier_opens_for_all_at_once() -> None:
 def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        gone = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 0, 10.0))
+        gone = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
         await settle()
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        assert not front.driver._barriers
+        assert not front.engine.barriers.names(front.job)
 
     play(scene)
 
@@ -274,10 +278,10 @@ def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
 def test_a_departure_opens_a_barrier() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        wait = asyncio.ensure_future(front.driver.barrier(front.job, "b", 0, 0, 10.0))
+        wait = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
         await settle()
-        front.driver.leave(JOB, 1, 101, "finished")
-        assert await wait == (True, "", 0.0)
+        front.engine.leave(JOB, 1, 101, "finished")
+        assert await wait == OPEN
 
     play(scene)
 
@@ -285,10 +289,8 @@ def test_a_departure_opens_a_barrier() -> None:
 def test_a_barrier_says_who_is_missing() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        assert await front.driver.barrier(front.job, "b", 0, 0, 0.0) == (
-            False,
-            "worker 1 (process 0 on a) at barrier 'b'",
-            0.0,
+        assert await wait_at_barrier(front.engine, front.job, "b", 0, 0, 0.0) == Arrival(
+            waiting_for="worker 1 (process 0 on a) at barrier 'b'", largest=0.0
         )
 
     play(scene)
@@ -301,11 +303,11 @@ def test_a_job_that_begins_anew_frees_the_former_ones_numbers() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
         former = front.job
-        front.driver.leave(JOB, 0, 100, "finished")
+        front.engine.leave(JOB, 0, 100, "finished")
         await front.join(0, 1, incarnation=200)
         assert front.job is not former
-        front.driver.forget_ended()
-        assert front.driver.stores(former) == []
+        front.engine.forget_ended()
+        assert front.engine.stores(former) == []
 
     play(scene)
 
@@ -313,7 +315,7 @@ def test_a_job_that_begins_anew_frees_the_former_ones_numbers() -> None:
 def test_a_worker_of_the_former_job_cannot_push_into_the_new_one() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
-        front.driver.leave(JOB, 0, 100, "finished")
+        front.engine.leave(JOB, 0, 100, "finished")
         await front.join(0, 1, incarnation=200)
         with pytest.raises(Refused, match="ReplacedError: rank 0 is now process"):
             await front.push(push_header(0, 0), grad(1.0))
@@ -366,7 +368,7 @@ def test_a_push_that_is_refused_is_told_why(fields: dict[str, object], message: 
         with pytest.raises(Refused, match=message):
             await front.push(push_header(0, 0, **fields), grad(1.0))
         assert front.job.table(0).clock(0).clock(0) == 0
-        assert front.driver.tally.num_pushes_refused == 1
+        assert front.engine.tally.num_pushes_refused == 1
         assert told(await front.push(push_header(0, 0), grad(1.0))) == ("ACCEPTED", 0)
 
     play(scene)
@@ -391,7 +393,7 @@ def test_a_worker_of_another_protocol_is_refused() -> None:
     async def scene(front: Front) -> None:
         with pytest.raises(Refused, match="ProtocolVersionError: worker speaks protocol 99, shard"):
             await front.join(0, protocol=99)
-        assert not front.driver.shard.jobs
+        assert not front.engine.shard.jobs
 
     play(scene)
 

@@ -1,4 +1,4 @@
-"""Lanes: actions in order, additions and updates in one, and what becomes of one that fails."""
+"""Slice queues: order, additions and updates in one, and the report of a failed action."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ import pytest
 
 from pscore.types import Push, Role, Verdict
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Update
-from psserver.engine.slice_queue import INLINE_NUMEL_MAX, Copy, Lane, Work, carry_out
+from psserver.engine.slice_queue import INLINE_NUMEL_MAX, CopyOut, SliceQueue, Work, execute
 
 PUSH = Push(worker=0, step=0, base_version=0)
 LOAD = Load(token=1, role=Role.WEIGHTS, version=0)
@@ -25,7 +25,7 @@ class BrokenStore:
         raise AssertionError("an invariant")
 
 
-class Desk:
+class Completion:
     """Hears of failures."""
 
     def __init__(self) -> None:
@@ -38,33 +38,33 @@ class Desk:
         self.problems.append(problem)
 
 
-def make_lane(numel: int, desk: Desk, pool: ThreadPoolExecutor) -> Lane:
+def make_queue(numel: int, completion: Completion, pool: ThreadPoolExecutor) -> SliceQueue:
     store: Any = BrokenStore(numel)
-    anybody: Any = desk
-    return Lane(store, anybody, pool)
+    anybody: Any = completion
+    return SliceQueue(store, anybody, pool)
 
 
 def test_a_failure_on_the_callers_thread_is_told_and_raised() -> None:
-    desk = Desk()
+    completion = Completion()
     with ThreadPoolExecutor(1) as pool, pytest.raises(AssertionError, match="an invariant"):
-        make_lane(INLINE_NUMEL_MAX, desk, pool).submit([LOAD])
-    assert [str(problem) for problem in desk.problems] == ["an invariant"]
+        make_queue(INLINE_NUMEL_MAX, completion, pool).submit([LOAD])
+    assert [str(problem) for problem in completion.problems] == ["an invariant"]
 
 
 def test_a_failure_on_the_pool_is_told() -> None:
-    desk = Desk()
+    completion = Completion()
     with ThreadPoolExecutor(1) as pool:
-        lane = make_lane(INLINE_NUMEL_MAX + 1, desk, pool)
-        lane.submit([LOAD])
-    assert [str(problem) for problem in desk.problems] == ["an invariant"]
-    assert lane.is_busy  # It is stuck for good: what waits for it must not be told otherwise.
+        queue = make_queue(INLINE_NUMEL_MAX + 1, completion, pool)
+        queue.submit([LOAD])
+    assert [str(problem) for problem in completion.problems] == ["an invariant"]
+    assert queue.is_busy  # It is stuck for good: what waits for it must not be told otherwise.
 
 
 # ----- order
 
 
 class Words:
-    """A store and a desk that write down what is asked of them."""
+    """A store and a completion that write down what is asked of them."""
 
     def __init__(self, numel: int = 16) -> None:
         self.numel = numel
@@ -99,24 +99,24 @@ class Words:
         self.said.append(f"load {payload}")
 
     def add(self, action: Add, payload: object) -> None:
-        self.said.append(f"add {payload} to {action.bin}")
+        self.said.append(f"add {payload} to {action.open_step}")
         if self.meanwhile is not None:
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
 
     def update(self, action: Update) -> None:
-        self.said.append(f"update {action.bin}")
+        self.said.append(f"update {action.open_step}")
 
     def add_and_update(self, terms: list[tuple[Add, object]], update: Update) -> None:
-        self.said.append(f"add {[payload for _, payload in terms]} and update {update.bin}")
+        self.said.append(f"add {[payload for _, payload in terms]} and update {update.open_step}")
 
 
-def add(token: str, bin_: int = 0) -> Add:
-    return Add(token=token, bin=bin_, push=PUSH, weight=1.0, is_first=True)
+def add(token: str, open_step: int = 0) -> Add:
+    return Add(token=token, open_step=open_step, push=PUSH, weight=1.0, is_first=True)
 
 
-def update(bin_: int = 0) -> Update:
-    return Update(bin=bin_, scale=1.0, present=-1, hyper=np.zeros((1, 1)), version=1)
+def update(open_step: int = 0) -> Update:
+    return Update(open_step=open_step, scale=1.0, present=-1, hyper=np.zeros((1, 1)), version=1)
 
 
 def ack(token: str) -> Acknowledge:
@@ -129,7 +129,7 @@ def answer(token: str) -> Answer:
 
 def words_of(actions: list[Work]) -> list[str]:
     words: Any = Words()
-    carry_out(actions, words, words)
+    execute(actions, words, words)
     said: list[str] = words.said
     return said
 
@@ -223,45 +223,45 @@ def test_several_updates_follow_each_other() -> None:
 def test_what_is_submitted_meanwhile_comes_behind() -> None:
     words: Any = Words()
     with ThreadPoolExecutor(1) as pool:
-        lane = Lane(words, words, pool)
-        words.meanwhile = lambda: lane.submit([answer("later")])
-        lane.submit([add("a"), answer("now")])
+        queue = SliceQueue(words, words, pool)
+        words.meanwhile = lambda: queue.submit([answer("later")])
+        queue.submit([add("a"), answer("now")])
     assert words.said == ["add a to 0", "done a", "answer now", "answer later"]
-    assert not lane.is_busy
+    assert not queue.is_busy
 
 
 def test_who_queues_on_an_idle_lane_runs_it_and_nobody_else() -> None:
     words: Any = Words(INLINE_NUMEL_MAX + 1)
     with ThreadPoolExecutor(1) as pool:
-        lane = Lane(words, words, pool)
-        assert lane.queue([ack("first")])
-        assert not lane.queue([ack("second")])
-        lane.submit([ack("third")])
+        queue = SliceQueue(words, words, pool)
+        assert queue.append([ack("first")])
+        assert not queue.append([ack("second")])
+        queue.submit([ack("third")])
         assert words.said == []
-        lane.run()
+        queue.run()
     assert words.said == ["ack first", "ack second", "ack third"]
-    assert not lane.is_busy
+    assert not queue.is_busy
 
 
 def test_nothing_submitted_is_nothing_done() -> None:
     words: Any = Words()
     with ThreadPoolExecutor(1) as pool:
-        lane = Lane(words, words, pool)
-        lane.submit([])
+        queue = SliceQueue(words, words, pool)
+        queue.submit([])
     assert words.said == []
-    assert not lane.is_busy
+    assert not queue.is_busy
 
 
 def test_many_threads_submit_to_one_lane_and_each_finds_its_order() -> None:
     """Large slices run on the pool: no two actions of a slice at once, no action lost."""
     words: Any = Words(INLINE_NUMEL_MAX + 1)
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as callers:
-        lane = Lane(words, words, pool)
+        queue = SliceQueue(words, words, pool)
         tokens = [[f"{caller}.{number}" for number in range(100)] for caller in range(4)]
 
         def submit_all(own: list[str]) -> None:
             for token in own:
-                lane.submit([ack(token)])
+                queue.submit([ack(token)])
 
         list(callers.map(submit_all, tokens))
     for caller, own in enumerate(tokens):
@@ -273,6 +273,6 @@ def test_a_copy_is_of_what_is_there_between_two_actions() -> None:
     words: Any = Words()
     words.export = lambda: {"said": np.array(len(words.said))}
     taken: list[int] = []
-    copy = Copy(take=lambda arrays: taken.append(int(arrays["said"])))
-    carry_out([ack("a"), copy, ack("b")], words, words)
+    copy = CopyOut(take=lambda arrays: taken.append(int(arrays["said"])))
+    execute([ack("a"), copy, ack("b")], words, words)
     assert taken == [1]

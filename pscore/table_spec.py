@@ -1,0 +1,185 @@
+"""The declaration of a table: what a worker sends, a shard compares, and a record keeps.
+
+Both sides use the one class. It travels as `pb.Table` when a worker declares its table, and as JSON
+in checkpoints and journals.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pscore.compressors import make_compressor
+from pscore.compressors.base import Compressor
+from pscore.compressors.none import NoCompression
+from pscore.errors import ConfigError
+from pscore.estimate import require_for_pulls
+from pscore.partition import Layout, fingerprint, first_difference, make_layout
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules import make_rule
+from pscore.rules.base import Rule
+from pscore.types import Origin, TensorSpec
+
+RAW = NoCompression()
+START = Origin()
+COUNT_MAX = 1 << 48  # Largest number of steps or pushes that a record may name.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSpec:
+    """The declaration of a table; all workers of a job must declare the same."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    num_shards: int
+    rule: Rule
+    compressor: Compressor  # Of pushes.
+    optimizer: str  # Name of the shards' optimizer.
+    num_groups: int  # Parameter groups.
+    pull_compressor: Compressor = RAW
+    origin: Origin = START  # Not declared: it changes with the mode.
+
+    def layout(self) -> Layout:
+        """Returns the slices of the table on each shard.
+
+        Raises:
+            ConfigError: There are no tensors, two of one name, or one that no shard accepts.
+        """
+        return make_layout(self.tensors, self.num_shards)
+
+    def step_at(self, clock: int) -> int:
+        """Returns the training step of a worker that has pushed `clock` times."""
+        return self.rule.step_after(self.origin.step, max(0, clock - self.origin.clock))
+
+    def difference(self, theirs: TableSpec) -> str | None:
+        """Returns a sentence about the first difference from the job's declaration, or None."""
+        for what, mine, yours in (
+            ("mode", str(self.rule), str(theirs.rule)),
+            ("compression", str(self.compressor), str(theirs.compressor)),
+            ("pull compression", str(self.pull_compressor), str(theirs.pull_compressor)),
+            ("optimizer", self.optimizer, theirs.optimizer),
+            ("number of parameter groups", str(self.num_groups), str(theirs.num_groups)),
+        ):
+            if mine != yours:
+                return f"{what} is {mine} here and {yours} in the job"
+        return first_difference(self.tensors, theirs.tensors)
+
+    # ----- as a message
+
+    def to_proto(self) -> pb.Table:
+        """Returns the message that declares this table; the origin is not part of it."""
+        return pb.Table(
+            name=self.name,
+            tensors=[
+                pb.Tensor(
+                    name=t.name, shape=t.shape, dtype=t.dtype, group=t.group, compress=t.compress
+                )
+                for t in self.tensors
+            ],
+            num_shards=self.num_shards,
+            rule=plugin_to_proto(self.rule),
+            compressor=plugin_to_proto(self.compressor),
+            pull_compressor=plugin_to_proto(self.pull_compressor),
+            optimizer=self.optimizer,
+            num_groups=self.num_groups,
+            fingerprint=fingerprint(self.tensors, self.num_shards),
+        )
+
+    @classmethod
+    def from_proto(cls, table: pb.Table) -> TableSpec:
+        """Returns the declaration in a message.
+
+        Raises:
+            ConfigError: A rule, compressor or argument does not exist, is not JSON, or the
+                compressor is not one for pulls.
+        """
+        pulls: Compressor = RAW
+        if table.HasField("pull_compressor"):
+            pulls = make_compressor(*plugin_from_proto(table.pull_compressor))
+            require_for_pulls(pulls)
+        return cls(
+            name=table.name,
+            tensors=tuple(
+                TensorSpec(
+                    name=t.name,
+                    shape=tuple(t.shape),
+                    dtype=t.dtype,
+                    group=t.group,
+                    compress=t.compress,
+                )
+                for t in table.tensors
+            ),
+            num_shards=table.num_shards,
+            rule=make_rule(*plugin_from_proto(table.rule)),
+            compressor=make_compressor(*plugin_from_proto(table.compressor)),
+            optimizer=table.optimizer,
+            num_groups=table.num_groups,
+            pull_compressor=pulls,
+        )
+
+    # ----- as a record
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns this declaration, origin included, as JSON can hold it."""
+        return {
+            "name": self.name,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "num_shards": self.num_shards,
+            "rule": [self.rule.name, self.rule.arguments()],
+            "compressor": [self.compressor.name, self.compressor.arguments()],
+            "optimizer": self.optimizer,
+            "num_groups": self.num_groups,
+            "pull_compressor": [self.pull_compressor.name, self.pull_compressor.arguments()],
+            "origin": [self.origin.clock, self.origin.step],
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> TableSpec:
+        """Returns the declaration that `to_json` returned; older records lack the last two fields.
+
+        Raises:
+            ConfigError: A rule, compressor or argument does not exist, the compressor is not one
+                for pulls, or the origin is not two counts.
+            LookupError, TypeError, ValueError: The record has another form.
+        """
+        tensors = [TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in record["tensors"]]
+        pulls = make_compressor(*record.get("pull_compressor", (RAW.name, {})))
+        require_for_pulls(pulls)
+        clock, step = origin = record.get("origin", (0, 0))
+        if not all(0 <= int(count) <= COUNT_MAX for count in origin):
+            raise ConfigError(
+                f"table {record['name']!r}: steps are counted from {origin!r}, two counts wanted"
+            )
+        return cls(
+            name=record["name"],
+            tensors=tuple(tensors),
+            num_shards=record["num_shards"],
+            rule=make_rule(*record["rule"]),
+            compressor=make_compressor(*record["compressor"]),
+            optimizer=record["optimizer"],
+            num_groups=record["num_groups"],
+            pull_compressor=pulls,
+            origin=Origin(int(clock), int(step)),
+        )
+
+
+def plugin_to_proto(plugin: Rule | Compressor) -> pb.Plugin:
+    """Returns the name and arguments of a rule or compressor as a message."""
+    return pb.Plugin(name=plugin.name, arguments=json.dumps(plugin.arguments()))
+
+
+def plugin_from_proto(plugin: pb.Plugin) -> tuple[str, dict[str, Any]]:
+    """Returns the name and arguments in a message.
+
+    Raises:
+        ConfigError: The arguments are not a JSON object.
+    """
+    try:
+        arguments = json.loads(plugin.arguments or "{}")
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"arguments of {plugin.name!r} are not JSON") from problem
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"arguments of {plugin.name!r} are not an object")
+    return plugin.name, arguments

@@ -1,0 +1,85 @@
+"""The contents of one open step, and the update that closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pscore.types import Push
+from psserver.decisions.orders import Action, Add, Update
+from psserver.decisions.progress import Token
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """Pushes of one step, or those since the last update of an asynchronous mode."""
+
+    key: int  # The step, or 0 in an asynchronous mode. Invariant: its key in `open_steps`.
+    # By rank: counted, not yet added. Invariant: no rank of `added`, each under its own rank.
+    held: dict[int, tuple[Push, Token]] = field(default_factory=dict)
+    # Added, each with its weight in the mean. Invariant: one push a worker, but if asynchronous.
+    added: list[tuple[Push, float]] = field(default_factory=list)
+
+    def ranks(self) -> set[int]:
+        """Returns the workers whose push is in."""
+        return set(self.held) | {push.worker for push, _ in self.added}
+
+    def add(self, push: Push, token: Token, weight: float, factor: float = 1.0) -> Add:
+        """Adds a push and returns the order to do so.
+
+        Args:
+            push: The push.
+            token: Its token.
+            weight: Its weight in the mean.
+            factor: Applied to its gradient besides.
+        """
+        self.added.append((push, weight))
+        is_first = len(self.added) == 1
+        return Add(
+            token=token, open_step=self.key, push=push, weight=weight * factor, is_first=is_first
+        )
+
+    def fill(self, ranks: Sequence[int], fan_in: int, *, is_weighted: bool) -> list[Action]:
+        """Adds held pushes: in the order of the ranks if the step waits for all of them.
+
+        Args:
+            ranks: All workers whose push is in or expected, in order.
+            fan_in: Pushes that the step takes.
+            is_weighted: Whether each gradient has its number of samples as weight.
+        """
+        in_order = fan_in >= len(ranks)
+        added = {push.worker for push, _ in self.added}
+        actions: list[Action] = []
+        for rank in ranks if in_order else list(self.held):
+            if rank in self.held and len(self.added) < fan_in:
+                push, token = self.held.pop(rank)
+                actions.append(self.add(push, token, push.samples if is_weighted else 1.0))
+            elif in_order and rank not in added:
+                break
+        return actions
+
+    def update(self, version: int) -> Update:
+        """Returns the order to make `version` by the weighted mean of all that was added."""
+        assert not self.held, f"step {self.key} closed without {sorted(self.held)}"
+        first = min((push for push, _ in self.added), key=lambda push: push.worker)
+        assert first.hyper is not None
+        total = sum(weight for _, weight in self.added)
+        present = 0
+        for push, weight in self.added:
+            present |= push.present if weight > 0 else 0
+        return Update(
+            open_step=self.key,
+            scale=1.0 / total if total > 0 else 0.0,
+            present=present,
+            hyper=first.hyper,
+            version=version,
+        )
+
+    def check_invariants(self, *, by_step: bool) -> None:
+        """Asserts what the comments at the fields say."""
+        assert self.held or self.added, f"step {self.key} is open and empty"
+        assert all(push.worker == rank for rank, (push, _) in self.held.items())
+        if by_step:
+            pushes = [push for push, _ in (*self.held.values(), *self.added)]
+            assert len(self.ranks()) == len(pushes), f"two pushes of a worker in step {self.key}"
+            assert all(push.step == self.key for push in pushes)

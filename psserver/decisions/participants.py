@@ -1,0 +1,61 @@
+"""The workers that take part in a table: whose pushes its steps wait for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from psserver.decisions.membership import Membership
+
+# Incarnation of a worker, its own number of a change of the mode, and its training step then.
+ChangeId = tuple[int, ...]
+
+
+class Participants(Protocol):
+    """The workers that take part in a table; answers follow the membership as it changes."""
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that the job was made for; the largest number of an elastic job."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers may join and leave while others train."""
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks that a step waits for, in order."""
+
+    def least(self) -> int:
+        """Returns how many of them it takes to count anything; 0: any number."""
+
+
+class TableParticipants:
+    """The workers of a job that take part in one of its tables.
+
+    Attributes:
+        aside: Workers that wait for a change of the table's mode, by rank: no step waits for them.
+            Invariant: none of them pushes to the table before the mode has changed.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        """Starts with all workers of the job, those that are yet to come included."""
+        self.aside: dict[int, ChangeId] = {}
+        self._membership = membership
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that the job was made for; the largest number of an elastic job."""
+        return self._membership.num_workers
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers may join and leave while others train."""
+        return self._membership.is_elastic
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks that a step waits for, in order."""
+        ranks = self._membership.expected()
+        return [rank for rank in ranks if rank not in self.aside] if self.aside else ranks
+
+    def least(self) -> int:
+        """Returns how many of them it takes to count anything; 0: any number."""
+        return 0 if self.aside else self._membership.wanted()

@@ -1,0 +1,651 @@
+"""A job on a faulty network, whose workers die and return and whose shards crash.
+
+The workers' gradients are made so that the ledger can tell them apart, and each decision of a shard
+is checked when it is made.
+"""
+
+import os
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pscore.errors import PacelineError, ReplacedError
+from pscore.optimizers.base import Optimizer
+from pscore.partition import Layout
+from pscore.table_spec import TableSpec
+from pscore.types import FloatArray, Role, TensorSpec
+from psserver.decisions.membership import Member
+from psserver.decisions.orders import Update
+from psserver.slices.store import SliceStore
+from pssim.booked import BookedWorker, start_weights
+from pssim.case import NUMEL, Case
+from pssim.cluster import Cluster, quiet, small_slices
+from pssim.events import Event, Recorder, What
+from pssim.ledger import Ledger, SliceBook
+from pssim.network import FaultyNetwork, Loop, Message, Network, StuckError
+from pssim.shard import Decision, Respond, Result, SimulatedShard
+from pssim.worker import Program
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+LIMIT_S = 600.0  # Of virtual time; a job takes a few seconds, and a dead worker a lease.
+LEASE_S = 3.0
+TICK_S = 0.5
+PULL_WAIT_S = 1.0
+RETRY_S = 0.7
+
+
+def poison(store: SliceStore) -> None:
+    """Fills memory that the journal does not name with NaN, as if it had been half written."""
+    assert store.journal is not None
+    for cell in store.journal.pool._free:
+        cell.array.fill(np.nan)
+    for buffer in store._weights._buffers:
+        if buffer is not store._weights._newest:
+            buffer.array.fill(np.nan)
+
+
+class RepeatedRequest:
+    """One request of a worker, sent until it is answered.
+
+    Those of a worker's start are lost once at most: a worker that hears nothing for a lease before
+    it has begun is not part of the job.
+    """
+
+    def __init__(
+        self,
+        worker: "FaultyWorker",
+        shard: SimulatedShard,
+        what: str,
+        ask: Callable[[Respond], None],
+        land: Callable[[bytes], None],
+    ) -> None:
+        """Sends nothing yet; the arguments are those of `Worker.request`."""
+        self._worker = worker
+        self._shard = shard
+        self._name = f"{worker.name}: {what}, {shard.name}"
+        self._ask = ask
+        self._land = land
+        self._incarnation = worker.incarnation
+        self._is_first = not worker.has_begun
+        self._is_answered = False
+        self._num_sent = 0
+
+    def send(self) -> None:
+        """Sends the request, and again after a while."""
+        if self._is_wanted:
+            self._num_sent += 1
+            self._worker.network.send(self._message(self._name), self._arrive)
+            self._worker.loop.after(RETRY_S + PULL_WAIT_S, self.send)
+
+    @property
+    def _is_wanted(self) -> bool:
+        is_same = self._incarnation == self._worker.incarnation
+        return is_same and not (self._is_answered or self._worker.is_over)
+
+    def _message(self, what: str, *, is_answer: bool = False) -> Message:
+        return Message(
+            worker=self._worker.rank,
+            shard=self._shard.index,
+            is_answer=is_answer,
+            what=what,
+            is_first=self._is_first,
+            surely=self._is_first and self._num_sent > 1,
+        )
+
+    def _arrive(self) -> None:
+        self._worker.network.note(f"{self._name} arrives")
+        try:
+            self._ask(self._respond)
+        except PacelineError as problem:
+            self._respond(problem)
+        self._worker.check(self._shard)
+
+    def _respond(self, result: Result) -> None:
+        answer = self._message(f"answer to {self._name}", is_answer=True)
+        self._worker.network.send(answer, partial(self._receive, result))
+
+    def _receive(self, result: Result) -> None:
+        if self._is_wanted:
+            self._is_answered = True
+            self._worker.receive(self._name, result, self._land)
+
+
+class FaultyWorker(BookedWorker):
+    """A worker that may die, return, and be cut off; it repeats each request until the answer.
+
+    Attributes:
+        is_dead: Whether its process has been killed.
+        num_returns: How often it has returned after the shards had declared it lost.
+        has_begun: Whether this incarnation has had its first weights.
+        has_come: Whether any incarnation has.
+        check: Called with a shard after each request that has arrived there.
+        others: The other workers of the job.
+    """
+
+    pull_wait_s = PULL_WAIT_S
+
+    def __init__(
+        self,
+        rank: int,
+        case: Case,
+        spec: TableSpec,
+        layout: Layout,
+        optimizer: Optimizer,
+        shards: Sequence[SimulatedShard],
+        ledger: Ledger,
+        loop: Loop,
+        network: Network,
+        recorder: Recorder,
+    ) -> None:
+        """Makes the worker and its first process; `start` starts it."""
+        super().__init__(rank, case, layout, optimizer, shards, ledger, loop, network, recorder)
+        self.is_dead = False
+        self.num_returns = 0
+        self.has_begun = False
+        self.has_come = False
+        self.others: Sequence[FaultyWorker] = ()
+        self.check: Callable[[SimulatedShard], None] = lambda shard: None
+        self._spec = spec
+        self._former: list[int] = []  # Incarnations of the same process.
+        self._restart = 0
+        self._start_process()
+
+    def _start_process(self) -> None:
+        self.segment = np.zeros(self.layout.numel, np.float32)
+        self.start_process(
+            self._train(),
+            self.layout,
+            self.case.rule,
+            self.optimizer,
+            torch.zeros(self.layout.numel),
+            self.case.compressor,
+            self.case.pull_compressor,
+        )
+
+    # ----- life and death
+
+    def start(self) -> None:
+        """Schedules the begin of the program."""
+        comes_s = self.case.comes_s[self.rank] if self.case.comes_s else 0.0
+        if comes_s:  # Its clocks begin where the others are.
+            self.ledger.came_back.add(self.rank)
+        self.loop.after(comes_s, self.advance)
+
+    def die(self) -> None:
+        """Kills the process; it may be started again later."""
+        if self.is_over:
+            return
+        self.network.note(f"{self.name} is killed")
+        self.is_dead = True
+        self._begin_incarnation()
+        back_s = self.case.back_s[self.rank]
+        if back_s is None:
+            self.is_over = True
+        else:
+            self.loop.after(back_s, self._revive)
+
+    def advance(self) -> None:
+        """Runs the program until it has to wait, while its process lives."""
+        if not self.is_dead:
+            super().advance()
+
+    def _revive(self) -> None:
+        self.network.note(f"{self.name} is started again")
+        self.is_dead = False
+        self._restart += 1
+        self._former.clear()
+        self.step_now += 1
+        self._start_process()
+        self.replica.step = self.step_now
+        self._resume()
+
+    def _begin_incarnation(self) -> None:
+        """Leaves all requests under way to the incarnation that ends."""
+        self._former.append(self.incarnation)
+        self.incarnation += 1000
+        self.ledger.came_back.add(self.rank)
+        self._problem = None
+        self.has_begun = False
+        self.elements.clear()
+        self.pushes.clear()
+
+    # ----- the program
+
+    def _train(self) -> Program:
+        yield from self._join(returns=self._restart > 0)
+        yield from self._define()
+        if self.rank == 0 and not self._restart:
+            yield from self._upload()
+        self.set_hyper()
+        yield from self.wait_for_pulls(self.replica.begin(self.exchange))
+        self.has_begun = self.has_come = True
+        if self.loop.now_s < self.case.begins_s:
+            yield self.case.begins_s - self.loop.now_s
+        dies_s = self.case.dies_s[self.rank]
+        if dies_s is not None and not self._restart:
+            self.loop.after(dies_s, self.die)
+        while self.step_now < self.case.steps[self.rank]:
+            try:
+                yield from self._compute()
+                yield from self._step()
+            except ReplacedError as problem:
+                yield from self._come_back(problem)
+            self.step_now += 1
+        stays = self.case.min_workers and self.rank == 0
+        while stays and not all(other.has_come for other in self.others):
+            self.waits_for = "all to join"
+            yield 0.1
+        try:
+            yield from self._finish()
+        except ReplacedError as problem:
+            if self.case.min_workers:  # The others may wait for it.
+                yield from self._come_back(problem)
+                yield from self._finish()
+            else:
+                self.network.note(f"{self.name} was lost at its end: {problem}")
+                self.is_dead = True
+                self._begin_incarnation()
+
+    def _compute(self) -> Program:
+        note, step = self.recorder.note, self.step_now
+        note(self.name, What.COMPUTE_STARTED, worker=self.rank, step=step)
+        pace = 1.0 if self.case.is_steady else self.rng.uniform(0.5, 1.5)
+        yield self.case.compute_s[self.rank] * pace
+        note(self.name, What.COMPUTE_ENDED, worker=self.rank, step=step)
+
+    def _finish(self) -> Program:
+        yield from self.wait_for_pushes()
+        has_round = self.replica.num_inner > 0
+        self.replica.end_round(self.grads, self.exchange)
+        yield from self.wait_for_pushes()
+        if has_round:
+            self._ended_step()
+        yield from self.wait_for_pulls(self.replica.settle())
+        self.recorder.leave_out(self.rank)
+        yield from self.wait_for_pulls(self.replica.fetch(None, self.exchange))
+        self.network.note(f"{self.name} leaves")
+        for shard in self.shards:
+            yield from self._call(
+                "leave", shard, lambda shard: shard.leave(self.rank, self.incarnation)
+            )
+
+    def _join(self, *, returns: bool) -> Program:
+        self.session.incarnation = self.incarnation
+        for shard in self.shards:
+            yield from self._call("join", shard, partial(self._join_one, returns=returns))
+            self._beat(shard, self.incarnation)
+
+    def _join_one(self, shard: SimulatedShard, *, returns: bool) -> None:
+        member = Member(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            former=tuple(self._former),
+            restart=self._restart,
+            host="host",
+            pid=self.rank,
+            heard_s=self.loop.now_s,
+            returns=returns,
+        )
+        shard.join(member, self.case.num_workers, self.case.min_workers)
+
+    def _define(self) -> Program:
+        for shard in self.shards:
+            yield from self._call(
+                "define",
+                shard,
+                lambda shard: shard.define(self.rank, self.incarnation, self._spec),
+            )
+
+    def _come_back(self, problem: ReplacedError) -> Program:
+        """Joins again after having been declared lost, as `DistributedOptimizer` does."""
+        self.network.note(f"{self.name} returns: {problem}")
+        self.num_returns += 1
+        self._begin_incarnation()
+        yield from self._join(returns=True)
+        yield from self._define()
+        self.exchange.restart()
+        self.replica.restart()
+        yield from self.wait_for_pulls(self.replica.begin(self.exchange))
+        self.has_begun = True
+        self.replica.step += 1
+
+    def _step(self) -> Program:
+        """Makes one step, as `DistributedOptimizer.step` does."""
+        self.set_hyper()
+        plan = self.replica.plan()
+        self.make_grads(self.step_now)
+        weights = self.replica.weights[self.layout.slices[0].stop :].clone()
+        samples = self.case.samples[self.rank]
+        if plan.push is Role.GRADIENT:
+            for index in self.replica.front_first():
+                yield from self.wait_for_pulls(self.replica.land(index))
+                yield from self.wait_for_push(index)
+                present, grad, early = self.present(index), self.grads[index], index > 0
+                self.replica.push(index, grad, present, samples, self.exchange, in_backward=early)
+                yield 0.0
+        # The first slice leaves when backward is over; until then it reads those of the others.
+        assert torch.equal(self.replica.weights[self.layout.slices[0].stop :], weights)
+        if plan.inner:
+            for spec in self.layout.slices:
+                self.replica.weights[spec.start : spec.stop] -= self.grads[spec.index]
+        if plan.push is Role.DELTA:
+            yield from self.wait_for_pushes()
+        yield from self.wait_for_pulls(self.replica.finish(self.grads, self.exchange, samples))
+        self.replica.take_reference()
+        if plan.push is not None:
+            self.elements.clear()
+            self._ended_step()
+
+    def _ended_step(self) -> None:
+        self.ledger.stepped.add((self.rank, self.incarnation, self.step_now))
+
+    def _upload(self) -> Program:
+        start = start_weights(self.layout)
+        for spec in self.layout.slices:
+            self.exchange.load(spec.index, Role.WEIGHTS, [start[spec.start : spec.stop]], [])
+        yield from self.wait_for_pushes()
+
+    # ----- requests
+
+    def request(
+        self,
+        shard: SimulatedShard,
+        what: str,
+        ask: Callable[[Respond], None],
+        land: Callable[[bytes], None],
+        *,
+        index: int = -1,
+        nbytes: int = 0,
+        is_pull: bool = False,
+    ) -> None:
+        """Sends a request again and again until it is answered; only the first answer counts."""
+        RepeatedRequest(self, shard, what, ask, land).send()
+
+    def receive(self, name: str, result: Result, land: Callable[[bytes], None]) -> None:
+        """Handles the first answer to a request."""
+        if isinstance(result, PacelineError):
+            assert isinstance(result, ReplacedError), f"{name}: {result!r}"
+            self._resume(result)
+            return
+        land(result)
+        self.advance()
+
+    def _call(
+        self, what: str, shard: SimulatedShard, request: Callable[[SimulatedShard], object]
+    ) -> Program:
+        """Makes a control call."""
+        answers: list[bytes] = []
+
+        def ask(respond: Respond) -> None:
+            request(shard)
+            respond(b"")
+
+        self.request(shard, what, ask, answers.append)
+        self.waits_for = f"{what} at {shard.name}"
+        yield partial(bool, answers)
+
+    def _beat(self, shard: SimulatedShard, incarnation: int) -> None:
+        """Renews a lease until the program is over."""
+        if not self.is_over and incarnation == self.incarnation:
+            beat = Message(
+                worker=self.rank,
+                shard=shard.index,
+                is_answer=False,
+                what="heartbeat",
+                surely=not self.has_begun,
+            )
+            self.network.send(beat, partial(self._heartbeat, shard, incarnation))
+            self.loop.after(LEASE_S / 5, partial(self._beat, shard, incarnation))
+
+    def _heartbeat(self, shard: SimulatedShard, incarnation: int) -> None:
+        try:
+            shard.heartbeat(self.rank, incarnation)
+        except ReplacedError as problem:
+            if incarnation == self.incarnation and not self.is_over:
+                self._resume(problem)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """The end of a simulation.
+
+    Attributes:
+        weights: `(numel,) float32`: on the shards, at the end.
+        ledger: The books.
+        workers: The workers.
+        num_events: Events of the loop.
+        seconds: Virtual seconds.
+        trace: Lines of the transcript.
+        events: Events of steps, pushes, updates and pulls.
+    """
+
+    weights: FloatArray
+    ledger: Ledger
+    workers: list[FaultyWorker]
+    num_events: int
+    seconds: float
+    trace: list[str]
+    events: list[Event]
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of all slices."""
+        return sum(book.version for book in self.ledger.books.values())
+
+    @property
+    def lead_max(self) -> int:
+        """Steps that an accepted push was beyond the newest update."""
+        return max(book.lead_max for book in self.ledger.books.values())
+
+    @property
+    def ahead_max(self) -> int:
+        """Steps that a worker was ahead of the slowest."""
+        return max(book.ahead_max for book in self.ledger.books.values())
+
+
+def simulate(case: Case, *, trace: bool = False) -> Outcome:
+    """Runs a case to its end.
+
+    Raises:
+        AssertionError: An invariant is broken.
+    """
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        return FaultyCluster(case, Path(folder), trace=trace).run()
+
+
+class FaultyCluster(Cluster):
+    """Shards, workers, faults, and the ledger."""
+
+    def __init__(self, case: Case, folder: Path, *, trace: bool) -> None:
+        """Makes them.
+
+        Args:
+            case: The simulated job.
+            folder: Empty; the journals lie in it.
+            trace: Whether a transcript is written.
+        """
+        self.case = case
+        self.rng = random.Random(case.seed)
+        loop = Loop()
+        network = FaultyNetwork(loop, case.faults, case.cuts, self.rng)
+        network.trace = [] if trace else None
+        self.recorder = Recorder(self.now)
+        self.ledger = Ledger(min_workers=case.min_workers)
+        self._num_leased = self._num_leased_max = 0
+        self._lost: list[set[int]] = [set() for _ in range(case.num_shards)]
+        with small_slices(NUMEL):
+            super().__init__(
+                _spec_of(case),
+                loop,
+                network,
+                lease_s=LEASE_S,
+                observers=(self.ledger, self.recorder, self),
+                send_later=self._send_later,
+                folder=folder if case.crashes else None,
+            )
+        start = start_weights(self.layout)
+        for spec in self.layout.slices:
+            self.ledger.books[spec.index] = SliceBook(
+                case, spec, self.optimizer, start[spec.start : spec.stop].copy()
+            )
+        self.workers = [
+            FaultyWorker(
+                rank,
+                case,
+                self.spec,
+                self.layout,
+                self.optimizer,
+                self.shards,
+                self.ledger,
+                loop,
+                network,
+                self.recorder,
+            )
+            for rank in range(case.num_workers)
+        ]
+        for worker in self.workers:
+            worker.others = [other for other in self.workers if other is not worker]
+            worker.check = self.check
+
+    def run(self) -> Outcome:
+        """Runs until nothing is left to happen, and checks the end."""
+        for worker in self.workers:
+            worker.start()
+        for shard in self.shards:
+            self.loop.after(TICK_S, partial(self._tick, shard))
+        for index, at_s in self.case.crashes:
+            self.loop.after(at_s, partial(self._crash, self.shards[index]))
+        try:
+            with quiet(), small_slices(NUMEL):
+                if not self.loop.run(LIMIT_S):
+                    raise StuckError(f"not over after {LIMIT_S:g} virtual seconds: {self._waits()}")
+            self._check_the_end()
+        finally:
+            self.close()
+        return Outcome(
+            weights=self.flat_weights(),
+            ledger=self.ledger,
+            workers=self.workers,
+            num_events=self.loop.num_events,
+            seconds=self.loop.now_s,
+            trace=self.network.trace or [],
+            events=self.recorder.events,
+        )
+
+    def decided(self, decision: Decision) -> None:
+        """Writes updates into the transcript."""
+        if isinstance(decision.action, Update):
+            version = decision.action.version
+            self.network.note(f"    {decision.shard}: slice {decision.slice} has version {version}")
+
+    # ----- time
+
+    def _tick(self, shard: SimulatedShard) -> None:
+        shard.tick()
+        for rank in shard.lost() - self._lost[shard.index]:
+            self.network.note(f"    {shard.name}: worker {rank} is lost")
+        self._lost[shard.index] = shard.lost()
+        self.check(shard)
+        if not shard.is_over or shard.engine.requests.waiting:
+            self.loop.after(TICK_S, partial(self._tick, shard))
+
+    def _crash(self, shard: SimulatedShard) -> None:
+        self.network.note(f"    {shard.name}: is killed, and starts again")
+        shard.crash(poison)
+        self.check(shard)
+
+    def _send_later(self, send: Callable[[], None], release: Callable[[], None]) -> None:
+        """Keeps an answer's weights on lease for a while, then sends and releases them."""
+
+        def leave() -> None:
+            send()
+            release()
+            self._num_leased -= 1
+
+        self._num_leased += 1
+        self._num_leased_max = max(self._num_leased_max, self._num_leased)
+        self.loop.after(self.rng.random() * self.case.faults.delay_s_max, leave)
+
+    # ----- invariants
+
+    def check(self, shard: SimulatedShard) -> None:
+        """Checks that a shard keeps no more than the rule's open steps need."""
+        if shard.problem is not None:
+            raise shard.problem
+        rule, workers = self.case.rule, self.case.num_workers
+        open_max = rule.steps_open() if rule.by_step else 1
+        for index, _, clock, store in shard.slices():
+            assert clock.version in (self.ledger.books[index].version, -1)
+            assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
+            sums = open_max * (1 + workers) + 1  # With those that are held.
+            arrays = 2 + self._num_leased_max + len(store.state) + 1
+            assert store._pool.nbytes <= 4 * store.numel * (sums + arrays)
+            assert len(clock.parking) <= workers, f"{len(clock.parking)} pushes parked"
+            assert len(store._weights._buffers) <= 2 + self._num_leased_max
+            clock.check_invariants()
+
+    def _check_the_end(self) -> None:
+        for shard in self.shards:
+            assert shard.is_over
+            self.check(shard)
+            assert not shard.engine.requests.waiting
+            for index, _, clock, store in shard.slices():
+                assert not store._bins, f"sums {list(store._bins)} never became an update"
+                assert clock.num_waiting == 0
+                assert all(buffer.leases == 0 for buffer in store._weights._buffers)
+                self.ledger.books[index].settled(store.weights)
+        self.ledger.whole(may_be_late=getattr(self.case.rule, "backup", 0) > 0)
+        for worker in self.workers:
+            assert worker.is_over, f"{worker.name} still waits for {worker.waits_for}"
+            if not worker.is_dead:
+                self._check_final(worker)
+                if not worker.num_returns:
+                    late = self.ledger.late(worker.rank, worker.incarnation)
+                    known = worker.exchange.missed.num_steps
+                    assert known == late, f"{late} steps were late, {worker.name} knows of {known}"
+
+    def _check_final(self, worker: FaultyWorker) -> None:
+        """Checks that a worker that has finished has the shards' weights."""
+        for spec in self.layout.slices:
+            book = self.ledger.books[spec.index]
+            version = worker.replica.parts[spec.index].version
+            assert torch.equal(
+                worker.replica.weights[spec.start : spec.stop],
+                torch.from_numpy(book.weights[version]),
+            )
+
+    def _waits(self) -> str:
+        waiting = [
+            f"{worker.name} waits for {worker.waits_for}"
+            for worker in self.workers
+            if not worker.is_over
+        ]
+        for shard in self.shards:
+            waiting += [
+                f"{shard.name}: slice {index} at version {clock.version} misses {clock.missing()}"
+                for index, _, clock, _ in shard.slices()
+            ]
+        return "; ".join(waiting)
+
+
+def _spec_of(case: Case) -> TableSpec:
+    is_compressed = (case.compressor.name, case.pull_compressor.name) != ("none", "none")
+    return TableSpec(
+        name="model",
+        tensors=tuple(
+            TensorSpec(name=f"w{index}", shape=shape, dtype="float32", compress=is_compressed)
+            for index, shape in enumerate(case.shapes)
+        ),
+        num_shards=case.num_shards,
+        rule=case.rule,
+        compressor=case.compressor,
+        pull_compressor=case.pull_compressor,
+        optimizer=case.rule.outer_optimizer or "sgd",
+        num_groups=1,
+    )

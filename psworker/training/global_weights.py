@@ -1,0 +1,40 @@
+"""The shards' own weights in the model, for evaluation: training is not changed by it.
+
+The weights are pulled exactly, also where training uses a compressed estimate of them, into memory
+of their own. If that fails, the weights that training uses are as they were. The shards know that
+such a pull is only a look, and keep no state for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from psworker.training.buffers import Buffers
+from psworker.training.recovery import Recovery
+from psworker.training.table import TrainingTable
+
+
+@contextlib.contextmanager
+def global_weights(table: TrainingTable, recovery: Recovery, buffers: Buffers) -> Iterator[None]:
+    """Context manager: loads the global weights and buffers, and restores the former ones on exit.
+
+    Args:
+        table: The table that is trained.
+        recovery: Rejoins after a failed step.
+        buffers: The model's shared buffers.
+    """
+    flat, replica = table.flat, table.replica
+    flat.warn_of_changes()
+    with recovery.guard():
+        drifts = replica.drifts or table.exchange.compresses_pulls
+        is_there = table.rule.by_step and not drifts
+        other = None if is_there else recovery.peek().weights.to(flat.device)
+    with contextlib.ExitStack() as undo:
+        if other is not None:
+            flat.swap_weights(other)
+            undo.callback(flat.note_weights)
+            undo.callback(flat.swap_weights, other)
+        with recovery.guard():
+            undo.enter_context(buffers.shared())
+        yield

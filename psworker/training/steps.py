@@ -1,0 +1,118 @@
+"""One step of training: what `optimizer.step()` and `optimizer.skip_step()` do, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from pscore.errors import ReplacedError, UnknownJobError
+from pscore.types import Role
+from psworker.connection.left_out import LeftOut
+from psworker.connection.trace import local_update
+from psworker.model.flat import refuse_thawed
+from psworker.training import scaling
+from psworker.training.buffers import Buffers
+from psworker.training.gradients import Gradients
+from psworker.training.recovery import Recovery
+from psworker.training.table import TrainingTable
+
+
+class Steps:
+    """Makes the steps of one worker."""
+
+    def __init__(
+        self,
+        wrapper: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer,
+        frozen: Sequence[torch.nn.Parameter],
+        table: TrainingTable,
+        gradients: Gradients,
+        buffers: Buffers,
+        recovery: Recovery,
+        left_out: LeftOut,
+    ) -> None:
+        """Starts before the first step.
+
+        Args:
+            wrapper: The optimizer that the script holds; its groups have the hyper-parameters.
+            inner: The user's own optimizer, which some modes run on the worker.
+            frozen: Parameters of the groups that are not trained.
+            table: The table that is trained.
+            gradients: The gradients of the step under way.
+            buffers: The model's shared buffers.
+            recovery: Rejoins after a failed step.
+            left_out: The count of steps that the script left out.
+        """
+        self._wrapper = wrapper
+        self._inner = inner
+        self._frozen = frozen
+        self._table = table
+        self._gradients = gradients
+        self._buffers = buffers
+        self._recovery = recovery
+        self._left_out = left_out
+
+    def run(self, grad_scaler: GradScaler | None, *, skips: bool = False) -> None:
+        """Makes one step, or leaves it out; after an error that shards may know of, rejoins."""
+        table, recovery = self._table, self._recovery
+        timeline, number = table.session.timeline, table.replica.step
+        begin_ns = 0 if timeline is None else timeline.now_ns()
+        with recovery.recovers():
+            if recovery.failure is None:
+                try:
+                    self._make_step(grad_scaler, skips=skips)
+                except (ReplacedError, UnknownJobError) as problem:
+                    recovery.note(problem, number)
+            elif grad_scaler is not None:
+                scaling.unscale(self._wrapper, grad_scaler)
+            if recovery.failure is None:
+                table.exchange.missed.end_step()
+                table.progress.locate(number)
+                self._gradients.end()
+                self._left_out.ended()
+            else:
+                recovery.come_back()
+                self._left_out.given_up()
+            table.exchange.payloads.raise_refused()
+        if timeline is not None:
+            timeline.span("optimizer.step", begin_ns, step=number)
+
+    def _make_step(self, grad_scaler: GradScaler | None, *, skips: bool) -> None:
+        """Checks gradients and weights, and makes a step, unless all workers leave it out."""
+        if self._table.set_hyper(self._wrapper.param_groups):
+            self._gradients.overlap.changed("a learning rate or other hyper-parameter")
+        self._gradients.check()
+        self._table.flat.check_weights()
+        self._table.flat.warn_of_changes()
+        refuse_thawed(self._frozen)
+        has_overflow = grad_scaler is not None and self._overflows(grad_scaler)
+        if not (has_overflow and self._table.rule.takes_all):  # Then all leave it out.
+            self._finish_step(skips=skips or has_overflow)
+
+    def _overflows(self, scaler: GradScaler) -> bool:
+        """Unscales the gradients, and returns whether the step is to be left out."""
+        if self._gradients.overlap.has_begun:
+            scaling.refuse_early()
+        table = self._table
+        return scaling.overflows(self._wrapper, scaler, self._table.rule, table.session, table.name)
+
+    def _finish_step(self, *, skips: bool) -> None:
+        """Sends the remaining gradients, and brings in the weights for the next step."""
+        table = self._table
+        plan = table.replica.plan()
+        if skips and not self._table.rule.by_step:
+            return  # No worker waits for this worker's gradient.
+        if plan.push is Role.GRADIENT:
+            if skips:
+                self._gradients.push_none()
+            else:
+                self._gradients.push_rest()
+        if plan.inner and not skips:
+            with local_update(table.session.timeline, table.replica.step):
+                self._inner.step()
+            table.flat.gather_weights()
+        table.finish_step()
+        self._buffers.post(0.0 if skips else table.progress.samples)
+        self._gradients.settle()  # From here on the script may write to `.grad`.

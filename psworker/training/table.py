@@ -1,0 +1,231 @@
+"""The table that a training script trains: its model on the shards, and this worker's copy.
+
+`DistributedOptimizer`, changes of the mode, `state_dict` and recovery are all made of the moves of
+this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pscore.compressors.base import Compressor
+from pscore.optimizers import hyper_rows
+from pscore.optimizers.base import Optimizer
+from pscore.partition import make_layout
+from pscore.rules.base import Rule
+from pscore.types import FloatArray, IntArray, Role, TensorSpec
+from psworker.connection.exchange import Exchange
+from psworker.connection.session import Session
+from psworker.connection.trace import local_update
+from psworker.model.flat import Bucket
+from psworker.replica.ports import Landing
+from psworker.replica.replica import Replica
+from psworker.training.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalState:
+    """A copy of the shards' weights and of their optimizer's state."""
+
+    weights: torch.Tensor  # (layout.numel,) float32, on the host.
+    state: list[torch.Tensor]  # State arrays of the optimizer, likewise; empty unless asked for.
+    counts: list[IntArray]  # With state: optimizer steps of each segment, by slice.
+
+
+class TrainingTable:
+    """The parameters of a model as a table on the shards, with this worker's replica of it.
+
+    Attributes:
+        name: The table's name at the shards.
+        layout: Where each parameter lies, and which shard has which slice.
+        optimizer: The optimizer that the shards run.
+        exchange: Pushes and pulls of the table.
+        flat: The model as flat memory.
+        replica: The state machine that decides what is sent at each step.
+        progress: Samples and steps behind this worker.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        parameters: Sequence[torch.nn.Parameter],
+        tensors: Sequence[TensorSpec],
+        rule: Rule,
+        optimizer: Optimizer,
+        compressors: tuple[Compressor, Compressor],
+        *,
+        num_groups: int,
+        samples: float = 1.0,
+        has_grad_views: bool = False,
+    ) -> None:
+        """Declares the parameters at the shards, and moves them into flat memory.
+
+        Args:
+            session: This worker's part in the job.
+            name: Name of the table.
+            parameters: The parameters that are trained.
+            tensors: Their declarations, in the same order.
+            rule: The mode.
+            optimizer: The optimizer that the shards run.
+            compressors: The compressor of pushes and that of pulls.
+            num_groups: Number of parameter groups.
+            samples: Weight of this worker's gradient in the mean.
+            has_grad_views: Whether large `.grad`s may become views of the flat gradients.
+
+        Raises:
+            JobMismatchError: The job's table of this name is a different one.
+            PacelineError: A shard refused something, or does not answer.
+        """
+        self.name = name
+        self.optimizer = optimizer
+        self.layout = layout = make_layout(tensors, len(session.links))
+        push_compressor, pull_compressor = compressors
+        self.exchange = Exchange(
+            session,
+            name,
+            layout,
+            rule,
+            push_compressor,
+            optimizer,
+            num_groups,
+            pull_compressor=pull_compressor,
+            share=True,
+        )
+        self.flat = Bucket(parameters, layout, self.exchange.grads, lends=has_grad_views)
+        self.replica = Replica(layout, rule, optimizer, num_groups, self.flat.weights, session.rank)
+        timeline = session.timeline
+        if timeline is not None:
+            self.replica.around_update = lambda index, step: local_update(
+                timeline, step, slice=index
+            )
+        self.progress = Progress(samples, self.replica, self.exchange)
+
+    @property
+    def session(self) -> Session:
+        """This worker's part in the job."""
+        return self.exchange.session
+
+    @property
+    def rule(self) -> Rule:
+        """The mode."""
+        return self.replica.rule
+
+    def grads(self) -> list[torch.Tensor]:
+        """Returns the flat gradient of each slice, `(numel,) float32`."""
+        return [self.flat.grads_of(spec.index) for spec in self.layout.slices]
+
+    def set_hyper(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        """Sets the hyper-parameters of the next push; returns whether they have changed."""
+        before = self.replica.parts[0].hyper
+        groups = [self.rule.outer_group(self.replica.step, group) for group in param_groups]
+        rows = hyper_rows(self.optimizer, groups)
+        for part in self.replica.parts:
+            part.hyper = rows
+        return not np.array_equal(before, rows)
+
+    # ----- moves
+
+    def upload(
+        self,
+        role: Role,
+        state: Sequence[FloatArray] = (),
+        counts: Sequence[int] = (),
+        step: int = 0,
+    ) -> None:
+        """Uploads the weights of the model; with `Role.STATE` the optimizer's state too.
+
+        Args:
+            role: `WEIGHTS` or `STATE`.
+            state: State arrays of the optimizer, flat, `(layout.numel,)` each.
+            counts: Optimizer steps of each parameter.
+            step: Steps of training behind these weights.
+        """
+        self.flat.gather_weights()
+        weights = self.flat.weights.cpu().numpy()
+        for spec in self.layout.slices:
+            arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
+            steps = [counts[segment.tensor] for segment in spec.segments] if counts else []
+            self.exchange.load(spec.index, role, arrays, steps, step)
+        self.exchange.flush()
+
+    def begin(self, step: int | None = None) -> None:
+        """Pulls the global weights and the step to begin with, and shows the weights.
+
+        Args:
+            step: The step at which this worker was; None: the replica's.
+        """
+        self.exchange.run(self.replica.begin(self.exchange))
+        self.progress.locate(step)
+        self.show_weights()
+
+    def finish_step(self) -> None:
+        """Ends a step: local updates and pulls, and the waits that the mode asks for."""
+        if self.replica.plan().push is Role.DELTA:
+            self.exchange.flush()  # The moves overwrite those of the last round.
+        samples = self.progress.samples
+        self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
+        self.show_weights()
+
+    def end_round(self) -> None:
+        """Pushes the moves of a round that is still open; the gradient memory must be free."""
+        self.exchange.flush()
+        self.replica.end_round(self.grads(), self.exchange)
+
+    def settle(self) -> None:
+        """Waits until every push is acknowledged and every pull has been applied."""
+        self.exchange.flush()
+        self.exchange.run(self.replica.settle())
+
+    def fetch(self, min_version: int | None) -> None:
+        """Replaces the flat weights by the shards' own, also where pulls are compressed.
+
+        Args:
+            min_version: The oldest version that will do; None: one with this worker's last push.
+        """
+        self.exchange.run(self.replica.fetch(min_version, self.exchange))
+
+    def peek(self, num_state: int | None = None) -> GlobalState:
+        """Copies the shards' weights, with this worker's last push in them; changes no training.
+
+        Args:
+            num_state: Number of the optimizer's state arrays, copied too; None: weights only.
+        """
+        flats = [torch.zeros(self.layout.numel) for _ in range(1 + (num_state or 0))]
+        landings = [
+            Landing(weights=weights, state=state, is_look=True)
+            for weights, *state in (
+                [flat[spec.start : spec.stop] for flat in flats] for spec in self.layout.slices
+            )
+        ]
+        self.exchange.flush()
+        with_state = num_state is not None
+        self.exchange.run(self.replica.peek(landings, self.exchange, with_state=with_state))
+        counts = [landing.counts for landing in landings if landing.counts is not None]
+        return GlobalState(weights=flats[0], state=flats[1:], counts=counts)
+
+    def change_rule(self, rule: Rule) -> None:
+        """Continues under another mode, with the global weights, at the same step."""
+        self.exchange.change(rule, self.replica.step)
+        self.replica.change(rule)
+        self.begin()
+
+    def rejoin(self) -> None:
+        """Joins the job again as a new incarnation, perhaps at another rank; forgets all pushes."""
+        self.session.rejoin()
+        self.exchange.restart()
+        self.replica.restart()
+        self.replica.rank = self.session.rank
+
+    def show_weights(self) -> None:
+        """Writes the flat weights into the model; a round begins from the model's own values."""
+        self.flat.scatter_weights()
+        if self.rule.outer_optimizer and self.flat.has_casts and self.replica.num_inner == 0:
+            self.flat.gather_weights()
+            self.replica.take_reference()
+        self.flat.note_weights()
