@@ -4,9 +4,9 @@
     python -m benchmarks.convergence --sweep k --data ../shared/data/fashion-mnist --seeds 1 2 3
     python -m benchmarks.convergence --sweep resnet --data ../shared/data/cifar-10/cifar10_jpeg.npz
 
-Four workers on the real replicas, clocks and stores; computing and network are simulated
-(`inprocess.py`), gradients are real. `--results FILE` keeps every run as a line of JSON and skips
-those that are there already, so that long sweeps can be ended and taken up again.
+Four workers on the real replicas, clocks and stores; gradients are real, computing and network are
+simulated (`pssim/training.py`). `--results FILE` keeps every run as a line of JSON and skips those
+that are there already, so that a long sweep can be interrupted and continued.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pathlib import Path
 import torch
 
 from benchmarks import convergence_plots, tasks
-from benchmarks.inprocess import Cluster, Compute, Job, Network
 from benchmarks.runs import Run, as_json, collect, keep, load, show
 from benchmarks.sweeps import NUM_WORKERS, SWEEPS, Setting
 from pscore import partition
 from pscore.compressors import parse_compressor
 from pscore.estimate import parse_pull_compressor
 from pscore.rules import parse_mode
+from pssim.network import Link
+from pssim.training import Compute, TrainingCluster, TrainingJob
 
 NUM_TEST_ON_THE_WAY = 1000  # Test images of the points of a curve; the last point takes all.
 POINTS = (0.2, 0.4, 0.6, 0.8)
@@ -50,7 +51,7 @@ class Watch:
         self._recent: list[float] = []
         self._at = {int(share * steps) for share in POINTS}
 
-    def __call__(self, cluster: Cluster, rank: int, step: int, loss: float) -> None:
+    def __call__(self, cluster: TrainingCluster, rank: int, step: int, loss: float) -> None:
         """Is told of each step of each worker."""
         self._recent.append(loss)
         if not math.isfinite(loss):
@@ -80,7 +81,7 @@ def run_one(setting: Setting, task: tasks.Task, steps: int, args: argparse.Names
 
     make = _optimizer(setting)
     started_s = time.process_time()
-    job = Job(
+    job = TrainingJob(
         rule=rule,
         make_model=task.make_model,
         gradient=task.gradient,
@@ -93,12 +94,12 @@ def run_one(setting: Setting, task: tasks.Task, steps: int, args: argparse.Names
         compressor=parse_compressor(setting.compression),
         pull_compressor=parse_pull_compressor(setting.pull_compression),
         compress_min_nbytes=setting.min_nbytes,
-        network=Network(bandwidth=args.gbit * 125e6),
+        link=Link(bandwidth=args.gbit * 125e6),
         compute=Compute(mean_s=args.compute_ms / 1e3),
         seed=task.seed,
         on_step=watch,
     )
-    cluster = Cluster(job).run()
+    cluster = TrainingCluster(job).run()
     accuracy, loss = math.nan, math.nan
     if not watch.failure:
         accuracy, loss = task.evaluate(cluster.show(watch.model))

@@ -3,10 +3,10 @@
     python -m benchmarks.feedback --data ../shared/data/fashion-mnist --results lenet.jsonl --json
     python -m benchmarks.feedback --data ../shared/data/fashion-mnist --modes cd --only none 2bit
 
-Two workers and two shards in one process (`inprocess.py`), the learning rate falls as a cosine to
-0. Tensors below 64 KiB, and those of one dimension, stay as they are, as by default; `--min-nbytes`
-changes that. `--results FILE` keeps every run and skips those that are there, so that a long series
-can be ended and taken up again.
+Two workers and two shards in one process (`pssim/training.py`); the learning rate falls as a cosine
+to 0. Tensors below 64 KiB, and those of one dimension, stay as they are, as by default;
+`--min-nbytes` changes that. `--results FILE` keeps every run and skips those that are there, so
+that a long series can be interrupted and continued.
 """
 
 from __future__ import annotations

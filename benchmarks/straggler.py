@@ -2,8 +2,8 @@
 
     python -m benchmarks.straggler --json
 
-The real replicas, clocks and stores (`inprocess.py`); computing is simulated, and the network is
-fast, so that nothing but waiting for others takes time. Two cases: one worker is always slowed by a
+The real replicas, clocks and stores (`pssim/training.py`); computing is simulated and the network
+is fast, so that only waiting for others takes time. Two cases: one worker is always slowed by a
 factor, as in the straggler table of AD-PSGD (Lian et al., arXiv:1710.06952); and every worker has a
 slow step now and then. Pace is steps per second of the seven other workers (in the second case: of
 all eight) over the same without a slow one. An allowance of k or s steps hides a slow step, but not
@@ -23,8 +23,9 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks import curves
-from benchmarks.inprocess import Cluster, Compute, Job, Network
 from pscore.rules import parse_mode
+from pssim.network import Link
+from pssim.training import Compute, TrainingCluster, TrainingJob
 
 NUM_WORKERS, SLOW = 8, 7  # SLOW is the rank of the slow one.
 FACTORS = (2, 10, 100)
@@ -66,13 +67,13 @@ def rates(mode: str, compute: Compute, seconds: float) -> tuple[float, float]:
     rule = parse_mode(mode)
     counts = [0] * NUM_WORKERS
 
-    def count(cluster: Cluster, rank: int, step: int, loss: float) -> None:
+    def count(cluster: TrainingCluster, rank: int, step: int, loss: float) -> None:
         counts[rank] += 1
 
     def make_sgd(parameters: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
-    job = Job(
+    job = TrainingJob(
         rule=rule,
         make_model=make_model,
         gradient=lambda model, rank, step: 0.0,
@@ -81,11 +82,11 @@ def rates(mode: str, compute: Compute, seconds: float) -> tuple[float, float]:
         num_workers=NUM_WORKERS,
         num_shards=1,
         steps=1 << 30,
-        network=Network(latency_s=50e-6, bandwidth=1.25e9),
+        link=Link(latency_s=50e-6, bandwidth=1.25e9),
         compute=compute,
         on_step=count,
     )
-    Cluster(job).run(until_s=seconds)
+    TrainingCluster(job).run(until_s=seconds)
     return sum(counts[:SLOW]) / SLOW / seconds, sum(counts) / seconds
 
 

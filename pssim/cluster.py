@@ -30,12 +30,16 @@ def small_slices(numel: int) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drops the engines' log lines below errors: each would be one of a real shard."""
+    """Drops log lines of shards and workers below errors: a simulation would print thousands."""
+    worker_log = logging.getLogger("paceline")
+    level = worker_log.level
+    worker_log.setLevel(logging.ERROR)
     was_configured, kept = structlog.is_configured(), structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     try:
         yield
     finally:
+        worker_log.setLevel(level)
         if was_configured:
             structlog.configure(**kept)
         else:

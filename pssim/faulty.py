@@ -175,7 +175,7 @@ class FaultyWorker(BookedWorker):
         comes_s = self.case.comes_s[self.rank] if self.case.comes_s else 0.0
         if comes_s:  # Its clocks begin where the others are.
             self.ledger.came_back.add(self.rank)
-        self.loop.after(comes_s, self.advance)
+        self.loop.after(comes_s, self.resume)
 
     def die(self) -> None:
         """Kills the process; it may be started again later."""
@@ -203,7 +203,7 @@ class FaultyWorker(BookedWorker):
         self.step_now += 1
         self._start_process()
         self.replica.step = self.step_now
-        self._resume()
+        self.resume()
 
     def _begin_incarnation(self) -> None:
         """Leaves all requests under way to the incarnation that ends."""
@@ -371,7 +371,7 @@ class FaultyWorker(BookedWorker):
         """Handles the first answer to a request."""
         if isinstance(result, PacelineError):
             assert isinstance(result, ReplacedError), f"{name}: {result!r}"
-            self._resume(result)
+            self.resume(result)
             return
         land(result)
         self.advance()
@@ -408,7 +408,7 @@ class FaultyWorker(BookedWorker):
             shard.heartbeat(self.rank, incarnation)
         except ReplacedError as problem:
             if incarnation == self.incarnation and not self.is_over:
-                self._resume(problem)
+                self.resume(problem)
 
 
 @dataclass(slots=True, kw_only=True)

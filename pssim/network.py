@@ -24,13 +24,14 @@ class Loop:
     Attributes:
         now_s: Virtual time in seconds.
         num_events: Events so far.
+        is_stopped: Whether `stop` was called.
     """
 
     def __init__(self) -> None:
         """Starts at time 0 without events."""
         self.now_s = 0.0
         self.num_events = 0
-        self._is_stopped = False
+        self.is_stopped = False
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
 
@@ -45,7 +46,7 @@ class Loop:
 
     def run(self, until_s: float = math.inf) -> bool:
         """Runs until nothing is left to happen; returns False if that is not before `until_s`."""
-        while self._events and not self._is_stopped:
+        while self._events and not self.is_stopped:
             if self._events[0][0] > until_s:
                 return False
             self.now_s, _, call = heapq.heappop(self._events)
@@ -55,7 +56,7 @@ class Loop:
 
     def stop(self) -> None:
         """Ends `run` after the current event."""
-        self._is_stopped = True
+        self.is_stopped = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

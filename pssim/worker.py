@@ -66,7 +66,7 @@ class Worker:
         self.loop = loop
         self.network = network
         self.pushes: dict[int, Future[data_pb2.PushReply]] = {}
-        self._ready: Condition = lambda: True
+        self._ready: Condition = lambda: False  # Until `resume` starts the program.
         self._problem: PacelineError | None = None  # To be raised in the program.
 
     def start_process(
@@ -109,6 +109,10 @@ class Worker:
         self.pushes.clear()
         self._program = program
 
+    def connect(self, network: Network) -> None:
+        """Sends through another network from now on."""
+        self.network = network
+
     # ----- the program
 
     def advance(self) -> None:
@@ -134,10 +138,10 @@ class Worker:
     def _wake(self, incarnation: int) -> None:
         """Ends a wait for time, unless the process that waited is gone."""
         if incarnation == self.incarnation:
-            self._resume()
+            self.resume()
 
-    def _resume(self, problem: PacelineError | None = None) -> None:
-        """Ends any wait, if need be with an error."""
+    def resume(self, problem: PacelineError | None = None) -> None:
+        """Starts the program, or ends its wait, with an error if there is one."""
         self._problem = problem
         self._ready = lambda: True
         self.advance()

@@ -9,16 +9,16 @@ import pytest
 
 from benchmarks import recovery, runs, soak, straggler, strikes, sweeps
 from benchmarks.__main__ import find
-from benchmarks.inprocess import Compute
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
+from pssim.training import Compute
 
 
 def test_the_list_of_benchmarks_says_how_each_is_run() -> None:
     found = {item.name: item for item in find()}
     for name in ("accuracy", "convergence", "recovery", "scaling", "soak", "straggler"):
         assert any(name in command for command in found[name].commands)
-    assert "inprocess" not in found
+    assert "runs" not in found
 
 
 @pytest.mark.parametrize("sweep", sorted(sweeps.SWEEPS))

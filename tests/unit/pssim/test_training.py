@@ -1,4 +1,4 @@
-"""The in-process cluster of the benchmarks: real parts, simulated time."""
+"""Training in virtual time, as the benchmarks of convergence and stragglers use it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.inprocess import Cluster, Compute, Job, Network
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
+from pssim.network import Link
+from pssim.training import Compute, TrainingCluster, TrainingJob
 
 LR, MOMENTUM, NUM_WORKERS, STEPS = 0.1, 0.9, 4, 30
 
@@ -37,9 +38,9 @@ def make_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
 
 
-def make_job(mode: str, **changes: Any) -> Job:
+def make_job(mode: str, **changes: Any) -> TrainingJob:
     rule = parse_mode(mode)
-    return Job(
+    return TrainingJob(
         **{
             "rule": rule,
             "make_model": make_model,
@@ -72,7 +73,7 @@ def trained_plainly(lr: Any = None) -> nn.Module:
 @pytest.mark.parametrize("lr", [None, lambda step: LR / (1 + step)])
 @pytest.mark.parametrize("mode", ["ssgd", "local(steps=1)"])
 def test_the_synchronous_modes_are_a_plain_loop_on_the_joint_batch(mode: str, lr: Any) -> None:
-    cluster = Cluster(make_job(mode, lr=lr)).run()
+    cluster = TrainingCluster(make_job(mode, lr=lr)).run()
     shown = cluster.show(make_model())
     for ours, plain in zip(shown.parameters(), trained_plainly(lr).parameters(), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
@@ -82,7 +83,7 @@ def test_the_synchronous_modes_are_a_plain_loop_on_the_joint_batch(mode: str, lr
     "mode", ["asgd", "ssd(steps=4, warmup=3)", "ssgd(backup=1)", "diloco(steps=5)"]
 )
 def test_a_seed_gives_the_same_bits_and_another_seed_others(mode: str) -> None:
-    runs = [Cluster(make_job(mode, seed=seed)).run() for seed in (1, 1, 2)]
+    runs = [TrainingCluster(make_job(mode, seed=seed)).run() for seed in (1, 1, 2)]
     weights = [run.weights() for run in runs]
     assert torch.equal(weights[0], weights[1])
     assert runs[0].now_s == runs[1].now_s
@@ -90,9 +91,9 @@ def test_a_seed_gives_the_same_bits_and_another_seed_others(mode: str) -> None:
 
 
 def test_a_slow_network_is_hidden_by_the_delay_modes_only() -> None:
-    network = Network(bandwidth=2e6)
+    link = Link(bandwidth=2e6)
     seconds = {
-        mode: Cluster(make_job(mode, network=network, num_shards=1)).run().now_s
+        mode: TrainingCluster(make_job(mode, link=link, num_shards=1)).run().now_s
         for mode in ("ssgd", "od(warmup=0)", "ssd(steps=5, warmup=0)")
     }
     assert seconds["od(warmup=0)"] < 0.75 * seconds["ssgd"]
@@ -101,9 +102,9 @@ def test_a_slow_network_is_hidden_by_the_delay_modes_only() -> None:
 
 def test_simulated_time_is_computing_and_bytes_and_latency() -> None:
     compute = Compute(mean_s=1.0, deviation=0.0)
-    network = Network(latency_s=0.25, bandwidth=1e3)
-    cluster = Cluster(
-        make_job("ssgd", num_workers=1, num_shards=1, steps=10, compute=compute, network=network)
+    link = Link(latency_s=0.25, bandwidth=1e3)
+    cluster = TrainingCluster(
+        make_job("ssgd", num_workers=1, num_shards=1, steps=10, compute=compute, link=link)
     ).run()
     nbytes = cluster.workers[0].pushed_nbytes + cluster.workers[0].pulled_nbytes
     # Requests for weights travel behind the gradients, an acknowledgement beside the answer.
@@ -117,7 +118,7 @@ def test_a_fast_worker_is_ahead_by_the_bound_and_no_further() -> None:
         ahead = [0]
 
         def count(
-            cluster: Cluster,
+            cluster: TrainingCluster,
             rank: int,
             step: int,
             loss: float,
@@ -127,7 +128,7 @@ def test_a_fast_worker_is_ahead_by_the_bound_and_no_further() -> None:
             done[rank] = step + 1
             ahead[0] = max(ahead[0], max(done) - min(done))
 
-        Cluster(make_job(mode, compute=Compute(slow={1: 60.0}), on_step=count)).run()
+        TrainingCluster(make_job(mode, compute=Compute(slow={1: 60.0}), on_step=count)).run()
         most[mode] = ahead[0]
     assert most["ssp(bound=2)"] <= 3
     assert most["asgd"] == STEPS
@@ -144,11 +145,11 @@ def test_compressed_pushes_are_smaller_and_still_train() -> None:
             compress_min_nbytes=0,
             on_step=lambda cluster, rank, step, loss, seen=seen: seen.append(loss),
         )
-        pushed[name] = Cluster(job).run().workers[0].pushed_nbytes
+        pushed[name] = TrainingCluster(job).run().workers[0].pushed_nbytes
     assert pushed["2bit"] < 0.6 * pushed["none"]
     assert sum(losses["2bit"][-20:]) < 0.8 * sum(losses["2bit"][:20])
 
 
 def test_time_that_has_come_ends_a_run() -> None:
-    cluster = Cluster(make_job("asgd", steps=1 << 30)).run(until_s=0.1)
+    cluster = TrainingCluster(make_job("asgd", steps=1 << 30)).run(until_s=0.1)
     assert 0.08 < cluster.now_s <= 0.1
