@@ -1,4 +1,4 @@
-"""Draws the README's picture: shards, workers, and what travels between them."""
+"""Draws the README's picture: shards, workers, and the messages between them."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def _range(shares: list[float]) -> str:
 
 
 def targets() -> str:
-    """Returns what was aimed at, each beside what the run gives."""
+    """Returns the targets, each beside the figure of the run."""
     run = TransportRun()
     lines = []
     for case in ("flat", "keys"):

@@ -329,7 +329,7 @@ class Case:
 
 
 def cases_of(planes: list[str], kinds: list[str], compare: bool) -> dict[str, Case]:
-    """Returns what is measured, by name."""
+    """Returns the cases, by name."""
     cases: dict[str, Case] = {}
     for kind in kinds:
         for plane in planes:
