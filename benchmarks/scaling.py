@@ -2,8 +2,8 @@
 
 Two measurements. The cost of a step of a small model with 1 to 16 workers over 1 to 4 shards, in
 time and in CPU: on few cores the workers' own work adds up, so the figure is CPU per worker and
-step, which must not grow with the number of workers. And the memory of each process: a shard's in ssgd
-must not grow with the number of workers, and a worker's in ssd may be at most 3 copies of the
+step, which must not grow with the number of workers. And the memory of each process: a shard's in
+ssgd must not grow with the number of workers, and a worker's in ssd may be at most 3 copies of the
 gradient above the same script in plain torch; the model is as large as ResNet-50, so that some
 50 MiB of libraries are not taken for a copy. Memory is the resident set without what others have
 made and this process only maps: workers map a shard's weights, shards map workers' gradients.
