@@ -1,7 +1,7 @@
 """The faults of the kill loop: each breaks a stage (`stage.py`) and returns its consequences.
 
 A strike names the processes that it ended and the pushes that must be acknowledged afterwards. Any
-other process that ends while a strike lasts has died of a fault that was not its own, and is reported.
+other process that ends during a strike has died of a fault that was not its own: it is reported.
 """
 
 from __future__ import annotations
