@@ -99,6 +99,8 @@ def _shard(events: Sequence[Event]) -> Iterator[str]:
 def _arrows(mode: str, events: Sequence[Event]) -> Iterator[str]:
     """Yields pushes and the weights that are pulled."""
     rule = parse_mode(mode)
+    steps = {event.step or 0 for event in events}
+    mixes = len({rule.plan(step).compress for step in steps}) > 1  # Thin are the compressed ones.
     sent = {(e.worker, e.step): e for e in events if e.what is What.PUSH_SENT}
     answered: dict[int, list[Event]] = {0: [], 1: []}
     for event in events:
@@ -109,7 +111,7 @@ def _arrows(mode: str, events: Sequence[Event]) -> Iterator[str]:
         if event.what in (What.PUSH_COUNTED, What.PUSH_TOO_LATE):
             push = sent[rank, event.step]
             color = COLORS[_last_step(events, push) % len(COLORS)]
-            is_thin = rule.name == "cd" and rule.plan(event.step or 0).compress
+            is_thin = mixes and rule.plan(event.step or 0).compress
             yield _arrow(push.time_s, edge, event.time_s, shard, color, 1.2 if is_thin else 2.2)
         elif event.what is What.PULL_ANSWERED:
             answered[rank].append(event)

@@ -27,8 +27,8 @@ def draw() -> str:
         words(WIDTH - 12, 162, "pull: weights", WEIGHTS, anchor="end", weight="bold"),
         words(12, 52, "psserver start", INK, anchor="start", size=12, weight="bold"),
         words(12, 68, "--shards 2", INK, anchor="start", size=12),
-        words(12, 146, "mode= chooses", INK, anchor="start", size=12, weight="bold"),
-        words(12, 162, "what a step waits for", INK, anchor="start", size=12),
+        words(12, 146, "mode= sets", INK, anchor="start", size=12, weight="bold"),
+        words(12, 162, "the pace", INK, anchor="start", size=12),
         words(WIDTH / 2, 288, "psworker run --workers 3 -- train.py", INK, size=12, weight="bold"),
     ]
     title = "Shards hold the weights; workers push gradients and pull weights"
