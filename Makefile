@@ -37,7 +37,7 @@ run: $(STAMP) ## train a small model on two shards and two workers
 	$(BIN)/psworker demo --json
 
 test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-lowest: $(STAMP) ## the quick tests on the lowest version of everything (LOWEST_PYTHON=, TORCH=)
 	rm -rf .venv-lowest && $(LOWEST_PYTHON) -m venv .venv-lowest

@@ -38,6 +38,7 @@ import torch
 from benchmarks import kit
 from pscore.compressors import Compressor, parse_compressor
 from pscore.cuda.choice import make_encoder
+from pscore.cuda.local import kernels_for
 from pscore.cuda.runtime import advice, launcher
 from pscore.local import LocalSlice, LocalUpdate
 from pscore.local.dc import DC
@@ -259,6 +260,7 @@ def one_slice(grad: torch.Tensor) -> LocalSlice:
         hyper=hyper,
         active=np.ones(1, np.int64),
         counts=np.ones(1, np.int64),
+        kernels=kernels_for(grad),
     )
 
 

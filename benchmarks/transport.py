@@ -54,8 +54,8 @@ def _flat_rounds(shape: tuple[int, ...], rounds: int) -> None:
 
     from pscore.compressors.none import NoCompression
     from pscore.optimizers.sgd import SGD
-    from pscore.partition import make_layout
     from pscore.rules import SSGD
+    from pscore.table_spec import TableSpec
     from pscore.types import Role, TensorSpec
     from psworker.connection.exchange import Exchange
     from psworker.job import context
@@ -63,8 +63,17 @@ def _flat_rounds(shape: tuple[int, ...], rounds: int) -> None:
 
     session = context.join().session
     spec = TensorSpec(name="flat", shape=shape, dtype="float32")
-    layout = make_layout([spec], len(session.links))
-    exchange = Exchange(session, "model", layout, SSGD(), NoCompression(), SGD(), 1, share=True)
+    table = TableSpec(
+        name="model",
+        tensors=(spec,),
+        num_shards=len(session.links),
+        rule=SSGD(),
+        compressor=NoCompression(),
+        optimizer=SGD.name,
+        num_groups=1,
+    )
+    exchange = Exchange(session, table, share=True)
+    layout = exchange.layout
     replica = Replica(layout, SSGD(), SGD(), 1, torch.zeros(layout.numel), session.rank)
     row = [HYPER.get(name, 0.0) for name in SGD.hyper_names]
     for part in replica.parts:

@@ -1,11 +1,11 @@
-"""The MNIST loop for workers that come and go, and for a job that is taken up again.
+"""The MNIST loop for a job whose workers join and leave, and which can be resumed from a file.
 
-    psserver start --shards 2 --detach      # says what to set PACELINE_SERVERS to
+    psserver start --shards 2 --detach      # prints the value for PACELINE_SERVERS
     psworker run --elastic 1:8 --workers 2 --job night -- examples/elastic.py --mode local
     psworker run --elastic 1:8 --workers 1 --job night -- examples/elastic.py --mode local
 
-The last command may be given at any time, and on any machine. Loop, learning rate and data go by
-`optimizer.steps`, which a worker that joins, or that goes on from the file, has from the others.
+The last command may be given at any time, and on any machine. Loop, learning rate and data depend
+on `optimizer.steps`, which a worker gets from the others when it joins, or from the file.
 """
 
 import argparse
@@ -19,12 +19,12 @@ import psworker
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Fashion-MNIST with workers that come and go")
+    parser = argparse.ArgumentParser(description="Fashion-MNIST with workers that join and leave")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--mode", default="ssgd", help="psworker modes lists them")
-    parser.add_argument("--file", type=Path, help="where training goes on, and is saved at its end")
+    parser.add_argument("--mode", default="ssgd", help="one of `psworker modes`")
+    parser.add_argument("--file", type=Path, help="state to resume from; saved at the end")
     args = parser.parse_args()
 
     torch.manual_seed(1)

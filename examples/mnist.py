@@ -4,8 +4,8 @@
     psworker run --workers 2 -- examples/mnist.py     two workers on this machine
     torchrun --nproc-per-node 2 examples/mnist.py     the same, by torchrun
 
-The loop is that of PyTorch's basic MNIST example (github.com/pytorch/examples), with SGD for
-Adadelta and a reader for the images beside this file in the place of torchvision. In a mode with
+The loop is that of PyTorch's basic MNIST example (github.com/pytorch/examples), with SGD instead of
+Adadelta, and a reader of the images beside this file instead of torchvision. In a mode with
 local steps (`--mode ssd`), evaluate inside `with optimizer.global_weights():`.
 """
 
@@ -84,7 +84,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--gamma", type=float, default=0.7, help="factor on lr after each epoch")
-    parser.add_argument("--mode", default="ssgd", help="psworker modes lists them")
+    parser.add_argument("--mode", default="ssgd", help="one of `psworker modes`")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log-interval", type=int, default=25)
     parser.add_argument("--max-steps", type=int, help="end an epoch after so many batches")

@@ -18,10 +18,9 @@ CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_w
 
 
 def open_standard_streams() -> None:
-    """Opens /dev/null in the place of a standard stream that is closed.
+    """Opens /dev/null instead of a standard stream that is closed; call this first.
 
-    Else the next file or socket would get its number, and what is written for a person would go
-    there. Call this first.
+    Otherwise the next file or socket would get its number, and would receive text for people.
     """
     for number in (0, 1, 2):
         try:
@@ -34,7 +33,7 @@ def open_standard_streams() -> None:
 
 
 def run(app: Any, name: str) -> None:
-    """Runs one command of a `typer.Typer`; a process that Ctrl-C ends says so.
+    """Runs one command of a `typer.Typer`; reports if Ctrl-C ends it.
 
     Args:
         app: With all of its commands.
@@ -71,7 +70,7 @@ def is_debugging() -> bool:
 
 
 def tell_interrupted(name: str) -> None:
-    """Writes that Ctrl-C has ended this process."""
+    """Reports that Ctrl-C has ended this process."""
     sys.stderr.write(f"{name}: ended by Ctrl-C\n")
 
 

@@ -65,11 +65,11 @@ class JobMismatchError(RemoteProtocolError):
 
 
 class AccessError(RemoteProtocolError):
-    """The peer was not let in: it has no token, a wrong one, or one of another job."""
+    """The peer was refused: it has no token, a wrong one, or one of another job."""
 
 
 class TLSError(RemoteProtocolError):
-    """No TLS comes about: a certificate is not good, or only one side speaks TLS."""
+    """TLS fails: a certificate is not valid, or only one side speaks TLS."""
 
 
 class RankTakenError(RemoteProtocolError):

@@ -1,4 +1,4 @@
-"""Compressed pulls: an estimate of the weights that all workers hold. What both sides agree on.
+"""Compressed pulls: an estimate of the weights that all workers hold, for both sides.
 
 EF21-P of Kaja Gruntkowska, Alexander Tyurin and Peter Richtarik, "EF21-P and Friends: Improved
 Theoretical Communication Complexity for Distributed Optimization with Bidirectional Compression",
@@ -6,10 +6,10 @@ ICML 2023, arXiv:2209.15218. W are the weights on the shard, X the estimate, C c
 
     shard    u = W - X;  send C(u);  X <- X + D(C(u))        worker    X <- X + D(C(u))
 
-What is owed is W - X, whatever was sent before: error feedback by construction, without a residual.
-X is the same bits on the shard and on every worker, because all of them add the same payloads in
-the same order. Its fingerprint names it: a worker says which X it holds, the shard sends the deltas
-from there on, and both compare the fingerprint of what comes out.
+The difference W - X takes the place of a residual: this is error feedback by construction. X has
+the same bits on the shard and on every worker, because all of them add the same payloads in the
+same order. Its fingerprint names it: a worker states the X that it holds, the shard sends the
+deltas from there on, and both compare the fingerprints of the result.
 
 Differs from the paper: X moves when a worker asks, not with each update; a worker that lacks too
 many deltas, or whose fingerprint differs, gets X whole; optimizers other than plain SGD run on W.
@@ -31,7 +31,7 @@ ESTIMATE_ARRAYS = 4  # On the shard, as long as the weights: X, W - X, and at mo
 
 
 def fingerprint(values: FloatArray) -> int:
-    """Returns XXH3-64 of `(numel,) float32`; never 0, which stands for none."""
+    """Returns XXH3-64 of `(numel,) float32`; never 0, which means none."""
     return xxhash.xxh3_64_intdigest(as_bytes(values)) or 1
 
 
@@ -39,7 +39,7 @@ def parse_pull_compressor(text: str | Compressor) -> Compressor:
     """Returns the compressor of pulls that `text` describes.
 
     Raises:
-        ConfigError: There is no such compressor, or it is not one for pulls.
+        ConfigError: There is no such compressor, or it cannot compress pulls.
     """
     compressor = parse_compressor(text)
     require_for_pulls(compressor)
@@ -47,13 +47,13 @@ def parse_pull_compressor(text: str | Compressor) -> Compressor:
 
 
 def require_for_pulls(compressor: Compressor) -> None:
-    """Refuses what cannot compress pulls.
+    """Refuses a compressor that cannot compress pulls.
 
     Raises:
-        ConfigError: Nothing bounds what is owed: it keeps more than a residual, or none, or sends
-            more noise than it makes up for.
+        ConfigError: The difference W - X is unbounded: the compressor keeps more than a residual,
+            or none, or adds more noise than it removes.
     """
-    if compressor.is_raw or compressor.bounds_debt:
+    if compressor.is_raw or compressor.bounds_residual:
         return
     raise ConfigError(
         f"pull_compression is {str(compressor)!r}, must be a compressor that bounds what is owed: "

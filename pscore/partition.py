@@ -1,12 +1,12 @@
-"""Which part of which parameter lives on which shard: a pure function of the model's declaration.
+"""The assignment of parameters to slices and shards: a pure function of the model's declaration.
 
 The parameters are laid out once in a flat vector, last parameter first, because backward finishes
 the last ones first: a slice is complete, and leaves, as early as it can. Each tensor starts at a
 multiple of 16 elements (64 bytes), so that a view on it is aligned; the gaps are zeros. The vector
-is cut into slices of at most 4 MiB and the slices go to the shards by bytes. Tensors that may be
-compressed lie before those that are not, with a cut between them, so that no slice has both. Every
-worker and every shard computes the same plan from (names, shapes, dtypes, groups, what may be
-compressed, number of shards), and they compare its fingerprint.
+is cut into slices of at most 4 MiB, which are distributed over the shards by bytes. Tensors that
+may be compressed lie before the others, with a cut between them, so that no slice has both. Every
+worker and every shard computes the same plan from names, shapes, dtypes, groups, compressibility
+and the number of shards, and they compare its fingerprint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where every parameter lies in the flat vector, and which shard owns which part of it."""
+    """The place of every parameter in the flat vector, and the owner of every slice."""
 
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]  # Start of each tensor in the flat vector, in elements.
@@ -130,7 +130,7 @@ def _check(tensors: Sequence[TensorSpec], num_shards: int) -> None:
 
 
 def _cuts(numel: int, num_shards: int) -> list[int]:
-    """Returns the slices' boundaries: equal lengths, at least one slice a shard if that is sane."""
+    """Returns the slices' boundaries: equal lengths, one slice a shard or more."""
     per_shard = -(-numel // num_shards)
     per_slice = max(SLICE_NUMEL_MIN, -(-per_shard // -(-per_shard // SLICE_NUMEL_MAX)))
     per_slice = -(-per_slice // ALIGNMENT) * ALIGNMENT

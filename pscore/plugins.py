@@ -1,4 +1,4 @@
-"""Plug-ins as text and as names with arguments: how `mode=` and `compression=` are read.
+"""Plug-ins as text and as names with arguments: parses `mode=` and `compression=`.
 
 A plug-in is a frozen dataclass with a default for each field. It travels as its name and its
 fields, never as code; a wrong name or argument is refused with a list of the right ones.
@@ -26,7 +26,7 @@ def make_plugin(
     """Returns plug-in `name` of `registry` with `arguments`; those left out have their defaults.
 
     Args:
-        kind: What it is called in messages: "mode", "compression".
+        kind: Its name in messages: "mode", "compression".
         registry: The plug-ins there are, by name.
         name: Which one.
         arguments: Values for its fields.
@@ -47,7 +47,7 @@ def make_plugin(
 
 
 def _checked(what: str, value: Any, wanted: type) -> Any:
-    """Returns a value as one of type `wanted`; a whole number will do for a float.
+    """Returns a value as one of type `wanted`; a whole number is accepted for a float.
 
     Raises:
         ConfigError: It is of another type, or no number that a float can hold.
@@ -62,7 +62,7 @@ def _checked(what: str, value: Any, wanted: type) -> Any:
 
 
 def _brief(value: Any) -> str:
-    """Returns a value for a message: it may come from anybody."""
+    """Returns a value for a message, in bounded length: it may come from a peer."""
     if isinstance(value, int) and value.bit_length() > BRIEF_BITS_MAX:
         return f"a whole number of {value.bit_length()} bits"
     text = repr(value)

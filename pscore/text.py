@@ -1,4 +1,4 @@
-"""Text of others on its way to people: whole characters only, and not too many.
+"""Text from peers and files, made safe for people: printable characters, of bounded number.
 
 Names and reasons come from peers and from files. On a terminal an escape sequence in one of them
 would move the cursor, colour lines or hide them; in a log a line end would begin a line of its own.

@@ -1,4 +1,4 @@
-"""The nouns that both sides share, as frozen dataclasses. Imports neither side and no network."""
+"""Nouns of both sides, as frozen dataclasses; without network."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ IntArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 SAMPLES_MAX = 1e12  # Largest weight of a push in the mean of its step.
-ANY_STEP = -2  # A checkpoint wants what is owed after whichever push.
+ANY_STEP = -2  # For a checkpoint: the residual after any push.
 
 
 class Role(enum.IntEnum):
-    """What a payload is. It travels with every message; nothing in it says who sent it."""
+    """The kind of a payload; part of every message."""
 
     GRADIENT = 0
     WEIGHTS = 1  # Initial weights, uploaded by one worker.
@@ -101,7 +101,7 @@ class SegmentTable:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the steps of a job's training are counted from: its mode was changed or it was loaded.
+    """The start of the count of training steps, set by a change of mode or by loading a state.
 
     A worker that has pushed n times since is at step `rule.step_after(step, n)`.
     """
@@ -112,7 +112,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """What a shard decides about one push; the payload stays with whoever received it."""
+    """One push without its payload, as a shard decides about it."""
 
     worker: int  # Rank.
     step: int  # 0-based minibatch counter of that worker.
@@ -121,16 +121,16 @@ class Push:
     samples: float = 1.0  # Weight of this gradient in the mean of its step.
     present: int = -1  # Bit i: segment i has a gradient; -1 is all of them.
     hyper: HyperArray | None = None  # (num_groups, num_hyper) float64: lr and the rest.
-    may_wait: bool = False  # Its memory is not needed again before the step's weights are here.
+    may_wait: bool = False  # The worker needs its memory only after the step's weights arrive.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """What a shard decides about one pull."""
+    """One pull, as a shard decides about it."""
 
     worker: int
     clock: int  # Steps this worker has pushed before it asked.
     min_version: int  # Never answered with an older version.
     with_state: bool = False  # The optimizer's state travels with the weights.
-    begins: bool = False  # It has come anew, and pushes no step before `clock`.
-    is_look: bool = False  # Only to be seen: it changes nothing, and nobody trains on the answer.
+    begins: bool = False  # The worker has just (re)joined, and pushes no step before `clock`.
+    is_look: bool = False  # Read-only: it changes nothing, and no worker trains on the answer.

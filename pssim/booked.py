@@ -11,7 +11,7 @@ from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Role, Verdict
-from psserver.slices.store import Payload
+from psserver.slices.base import Payload
 from pssim.case import GRADIENT, HALF, RAW, STEPS_MAX, Case
 from pssim.events import Recorder, What
 from pssim.ledger import Ledger, Sent

@@ -22,6 +22,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Role, TensorSpec
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Update
+from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 from pssim.booked import BookedWorker, start_weights
 from pssim.case import NUMEL, Case
@@ -40,13 +41,14 @@ PULL_WAIT_S = 1.0
 RETRY_S = 0.7
 
 
-def poison(store: SliceStore) -> None:
+def poison(store: Store) -> None:
     """Fills memory that the journal does not name with NaN, as if it had been half written."""
+    assert isinstance(store, SliceStore)
     assert store.journal is not None
     for cell in store.journal.pool._free:
         cell.array.fill(np.nan)
-    for buffer in store._weights._buffers:
-        if buffer is not store._weights._newest:
+    for buffer in store.copies._buffers:
+        if buffer is not store.copies._newest:
             buffer.array.fill(np.nan)
 
 
@@ -160,12 +162,9 @@ class FaultyWorker(BookedWorker):
         self.segment = np.zeros(self.layout.numel, np.float32)
         self.start_process(
             self._train(),
-            self.layout,
-            self.case.rule,
+            self._spec,
             self.optimizer,
             torch.zeros(self.layout.numel),
-            self.case.compressor,
-            self.case.pull_compressor,
         )
 
     # ----- life and death
@@ -582,12 +581,14 @@ class FaultyCluster(Cluster):
         open_max = rule.steps_open() if rule.by_step else 1
         for index, _, clock, store in shard.slices():
             assert clock.version in (self.ledger.books[index].version, -1)
-            assert len(store._bins) <= open_max, f"{len(store._bins)} sums are open"
             sums = open_max * (1 + workers) + 1  # With those that are held.
-            arrays = 2 + self._num_leased_max + len(store.state) + 1
-            assert store._pool.nbytes <= 4 * store.numel * (sums + arrays)
+            buffers = 2 + self._num_leased_max
+            store.check_invariants(
+                sums_max=open_max,
+                cells_max=sums + buffers + len(store.state) + 1,
+                buffers_max=buffers,
+            )
             assert len(clock.parking) <= workers, f"{len(clock.parking)} pushes parked"
-            assert len(store._weights._buffers) <= 2 + self._num_leased_max
             clock.check_invariants()
 
     def _check_the_end(self) -> None:
@@ -596,9 +597,9 @@ class FaultyCluster(Cluster):
             self.check(shard)
             assert not shard.engine.requests.waiting
             for index, _, clock, store in shard.slices():
-                assert not store._bins, f"sums {list(store._bins)} never became an update"
                 assert clock.num_waiting == 0
-                assert all(buffer.leases == 0 for buffer in store._weights._buffers)
+                cells = store.nbytes // (4 * store.numel)
+                store.check_invariants(sums_max=0, cells_max=cells, buffers_max=cells, is_idle=True)
                 self.ledger.books[index].settled(store.weights)
         self.ledger.whole(may_be_late=getattr(self.case.rule, "backup", 0) > 0)
         for worker in self.workers:

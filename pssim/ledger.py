@@ -15,7 +15,7 @@ from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Acknowledge, Add, Answer, Skip, Update
 from psserver.decisions.slice_clock import SliceClock
-from psserver.slices.store import Payload
+from psserver.slices.base import Payload
 from pssim.case import Case
 from pssim.shard import Decision, Sender
 

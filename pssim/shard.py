@@ -22,9 +22,10 @@ from psserver.decisions.orders import Action, Add
 from psserver.decisions.shard import Actions, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.table import Table
-from psserver.durability.journal_dir import Vault
+from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
-from psserver.engine.requests import Request
+from psserver.engine.job import Request
+from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 
 JOB = "job"
@@ -163,25 +164,25 @@ class SimulatedShard:
         self._observers = observers
         self._send_later = send_later
         self._folder = folder
-        self._vault: Vault | None = None
+        self._journals: JournalDir | None = None
         self._process = 0  # Number of processes that have crashed.
         self.engine = self._start()
 
     def _start(self) -> Engine:
         if self._folder is not None:
-            self._vault = Vault(self._folder)
+            self._journals = JournalDir(self._folder)
         return Engine(
             Shard(self.index, self._num_shards, self._lease_s),
             now=self._now,
-            vault=self._vault,
+            journals=self._journals,
             broke=self._broke,
             on_decided=self._decided,
         )
 
     def close(self) -> None:
         """Closes the journals."""
-        if self._vault is not None:
-            self._vault.close()
+        if self._journals is not None:
+            self._journals.close()
 
     # ----- requests
 
@@ -201,8 +202,8 @@ class SimulatedShard:
             PacelineError: The worker is not part of the job, or the table differs.
         """
         job = self.engine.heard(JOB, rank, incarnation)
-        table, _ = self.engine.define(job, spec)
-        return table.index, table.spec.origin
+        table = self.engine.define(job, spec)
+        return table.index, table.origin
 
     def heartbeat(self, rank: int, incarnation: int) -> None:
         """Renews a lease.
@@ -228,9 +229,9 @@ class SimulatedShard:
         self.engine.requests.admit(header, data.nbytes)
         if header.shared:  # A transport attaches the memory when it connects.
             rank = header.sender.worker
-            job = self.engine.shard.jobs[JOB]
+            job = self.engine.jobs[JOB]
             segment = self.segments[rank, header.sender.incarnation]
-            self.engine.share(job, job.table(header.sender.table), rank, segment)
+            self.engine.share(job, header.sender.table, rank, segment)
         reply = self._reply(respond, header.sender, header.step, Role(header.role))
         self.engine.requests.on_push(header, data, reply)
 
@@ -256,7 +257,7 @@ class SimulatedShard:
 
     # ----- a crash
 
-    def crash(self, poison: Callable[[SliceStore], None]) -> None:
+    def crash(self, poison: Callable[[Store], None]) -> None:
         """Kills the process and starts another one at once; only its journals are left.
 
         Answers of the killed process that are not on the network yet are never sent.
@@ -264,13 +265,13 @@ class SimulatedShard:
         Args:
             poison: Called with each slice before it resumes, to overwrite what no journal names.
         """
-        assert self._vault is not None
-        instance = self._vault.instance
-        self._vault.close()
+        assert self._journals is not None
+        instance = self._journals.instance
+        self._journals.close()
         self._process += 1
         self.engine = self._start()
         self.engine.recover(poison)
-        assert self._vault.instance == instance
+        assert self._journals.instance == instance
 
     def _reply(
         self, respond: Respond, sender: data_pb2.Sender, step: int, role: Role
@@ -300,11 +301,11 @@ class SimulatedShard:
 
     def slices(self) -> Iterator[tuple[int, Table, SliceClock, SliceStore]]:
         """Yields index, table, clock and store of each slice."""
-        for job in self.engine.shard.jobs.values():
-            for table in job.tables.values():
-                for index, clock in table.clocks.items():
-                    queue = self.engine.requests.queues[id(job), table.index, index]
-                    yield index, table, clock, queue.store
+        for job in self.engine.jobs.values():
+            for running in job.tables.values():
+                for index, queue in running.queues.items():
+                    assert isinstance(queue.store, SliceStore)
+                    yield index, running.table, running.table.clocks[index], queue.store
 
     # ----- inside
 

@@ -30,7 +30,7 @@ from pssim.network import Link, LinkNetwork, Loop, Network
 from pssim.shard import Observer
 from pssim.worker import Program, Worker
 from psworker.compression.error_feedback import choose
-from psworker.model.flat import Bucket, describe
+from psworker.model.flat import FlatModel, describe
 
 RAW = NoCompression()
 Gradient = Callable[[nn.Module, int, int], float]  # Model, rank, step: backward; returns the loss.
@@ -117,7 +117,7 @@ class TrainingWorker(Worker):
 
     Attributes:
         model: The model, a view on the replica's weights.
-        bucket: Flat weights and gradients.
+        flat_model: Flat weights and gradients.
         waited_s: Virtual seconds between the end of computing and the end of a step.
     """
 
@@ -128,22 +128,19 @@ class TrainingWorker(Worker):
         self.model = model
         self.waited_s = 0.0
         parameters = list(model.parameters())
-        self.bucket = Bucket(parameters, cluster.layout)
+        self.flat_model = FlatModel(parameters, cluster.layout)
         for index, parameter in enumerate(parameters):
-            flat = self.bucket.grads[cluster.layout.offsets[index] :][: parameter.numel()]
+            flat = self.flat_model.grads[cluster.layout.offsets[index] :][: parameter.numel()]
             parameter.grad = flat.view(parameter.shape)
-        self.grads = [self.bucket.grads_of(spec.index) for spec in cluster.layout.slices]
+        self.grads = [self.flat_model.grads_of(spec.index) for spec in cluster.layout.slices]
         job = cluster.job
         self.inner = job.make_inner(parameters) if job.make_inner else None
         self._rng = np.random.default_rng([job.seed, rank])
         self.start_process(
             self.train(),
-            cluster.layout,
-            job.rule,
+            cluster.spec,
             cluster.optimizer,
-            self.bucket.weights,
-            job.compressor,
-            job.pull_compressor,
+            self.flat_model.weights,
         )
 
     @property
@@ -168,7 +165,7 @@ class TrainingWorker(Worker):
 
     def upload(self) -> None:
         """Sends its weights to the shards; they are not counted in `pushed_nbytes`."""
-        weights = self.bucket.weights.numpy()
+        weights = self.flat_model.weights.numpy()
         for spec in self.layout.slices:
             part = weights[spec.start : spec.stop].copy()
             self.exchange.load(spec.index, Role.WEIGHTS, [part], [])
@@ -188,7 +185,7 @@ class TrainingWorker(Worker):
         yield from self.wait_for_pushes()
         yield from self.wait_for_pulls(replica.begin(self.exchange))
         for step in range(job.steps):
-            self.bucket.grads.zero_()
+            self.flat_model.grads.zero_()
             loss = job.gradient(self.model, self.rank, step)
             yield job.compute.draw(self.rank, self._rng)
             ended_s = self.loop.now_s

@@ -93,12 +93,12 @@ class SimulatedLink:
         """Links to the shard at `address`."""
         self.transport = transport
         self.address = address
-        self.control = SimpleNamespace(Claim="Claim")
+        self.control = SimpleNamespace(FetchResidual="FetchResidual")
 
-    def call(self, method: str, request: pb.ClaimRequest) -> pb.ClaimReply:
+    def call(self, method: str, request: pb.FetchResidualRequest) -> pb.FetchResidualReply:
         """Returns no residuals: no checkpoint is restored in a simulation."""
-        assert method == "Claim"
-        return pb.ClaimReply()
+        assert method == "FetchResidual"
+        return pb.FetchResidualReply()
 
 
 class SimulatedSession:
@@ -112,7 +112,7 @@ class SimulatedSession:
         self.rank = rank
         self.incarnation = incarnation
         self.links = links
-        self.debtors: dict[int, object] = {}
+        self.residual_senders: dict[int, object] = {}
 
     def define(self, *table: object, **options: object) -> tuple[int, Origin]:
         """Returns the table's number, and the origin of its steps."""

@@ -12,13 +12,11 @@ from typing import TypeAlias, cast
 
 import torch
 
-from pscore.compressors.base import Compressor
 from pscore.errors import PacelineError
 from pscore.net import wire
 from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
-from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
 from pscore.types import Verdict
 from pssim.network import Loop, Message, Network
 from pssim.shard import Respond, Result, SimulatedShard
@@ -72,40 +70,25 @@ class Worker:
     def start_process(
         self,
         program: Program,
-        layout: Layout,
-        rule: Rule,
+        spec: TableSpec,
         optimizer: Optimizer,
         weights: torch.Tensor,
-        compressor: Compressor,
-        pull_compressor: Compressor,
     ) -> None:
         """Makes what a process has when it starts.
 
         Args:
             program: Its program.
-            layout: The slices.
-            rule: The mode.
+            spec: The declaration of the table.
             optimizer: The shards' optimizer.
             weights: `(layout.numel,) float32`, for the replica; changed in place.
-            compressor: Of its pushes.
-            pull_compressor: Of its pulls.
         """
-        self.layout = layout
-        self.replica = Replica(layout, rule, optimizer, 1, weights, self.rank)
+        self.layout = spec.layout()
+        self.replica = Replica(self.layout, spec.rule, optimizer, 1, weights, self.rank)
         links = [
             SimulatedLink(SimulatedTransport(self, shard), shard.name) for shard in self.shards
         ]
         self.session = SimulatedSession(self.rank, self.incarnation, links)
-        self.exchange = Exchange(
-            cast(Session, self.session),
-            "model",
-            layout,
-            rule,
-            compressor,
-            optimizer,
-            1,
-            pull_compressor=pull_compressor,
-        )
+        self.exchange = Exchange(cast(Session, self.session), spec)
         self.pushes.clear()
         self._program = program
 

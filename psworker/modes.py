@@ -1,4 +1,4 @@
-"""What modes there are, for a person at a prompt."""
+"""A list of the modes, for a person at a prompt."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ from psserver.decisions.orders import Acknowledge, Action, Answer
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
 from psserver.engine.slice_queue import execute
-from psserver.slices.store import Payload, SliceStore
-from psworker.replica.ports import Landing
+from psserver.slices.base import Payload, Store
+from psserver.slices.store import SliceStore
+from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 from tests.participants import Listed
 
@@ -93,7 +94,7 @@ class Message:
     push: Push | None = None
     payload: Payload | None = None
     pull: Pull | None = None
-    landing: Landing | None = None
+    pull_buffer: PullBuffer | None = None
     reply: list[npt.NDArray[np.float32]] = field(default_factory=list)
     version: int = -1
     counts: npt.NDArray[np.int64] | None = None
@@ -120,7 +121,7 @@ class Shard:
             elif isinstance(action, Answer) and not action.is_look:
                 self.cluster.note("answer", action.worker, index, action.version)
         execute(actions, self.stores[index], self)
-        self.most_open = max(self.most_open, len(self.stores[index]._bins))
+        self.most_open = max(self.most_open, len(self.stores[index]._sums))
 
     def message(self, token: Token) -> Message:
         assert isinstance(token, Message)
@@ -144,7 +145,7 @@ class Shard:
         if action.verdict is Verdict.TOO_LATE:
             worker.num_late += 1
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         message = self.message(action.token)
         arrays = store.read(action)
         message.reply = [array.copy() for array in arrays]
@@ -186,7 +187,7 @@ class Worker:
         self.is_done = False
         self.life = self._live()
 
-    # ----- Outbox
+    # ----- PushPull
 
     def push(
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
@@ -206,17 +207,17 @@ class Worker:
         self.channels[index].append(Message(self.rank, index, push=push, payload=payload))
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         pull = Pull(
             worker=self.rank,
             clock=clock,
             min_version=min_version,
             with_state=with_state,
-            is_look=landing.is_look,
+            is_look=pull_buffer.is_look,
         )
         self.landed[index] = False
-        self.channels[index].append(Message(self.rank, index, pull=pull, landing=landing))
+        self.channels[index].append(Message(self.rank, index, pull=pull, pull_buffer=pull_buffer))
 
     def maps_weights(self, index: int) -> bool:
         """Nothing is shared."""
@@ -236,12 +237,12 @@ class Worker:
 
     def land(self, index: int) -> None:
         message = self.replies[index].popleft()
-        assert message.landing is not None
+        assert message.pull_buffer is not None
         weights, *state = message.reply
-        message.landing.weights.copy_(torch.from_numpy(weights))
-        for target, array in zip(message.landing.state, state, strict=False):
+        message.pull_buffer.weights.copy_(torch.from_numpy(weights))
+        for target, array in zip(message.pull_buffer.state, state, strict=False):
             target.copy_(torch.from_numpy(array))
-        message.landing.version, message.landing.counts = message.version, message.counts
+        message.pull_buffer.version, message.pull_buffer.counts = message.version, message.counts
         self.landed[index] = True
 
     def resume(self) -> None:
@@ -286,16 +287,16 @@ class Worker:
         """Looks at the weights, and at each second time at the optimizer's state too."""
         yield lambda: not any(self.unacknowledged)
         num_state = len(self.cluster.shard.stores[0].state) if with_state else 0
-        landings = [
-            Landing(
+        pull_buffers = [
+            PullBuffer(
                 weights=torch.zeros(part.stop - part.start),
                 state=[torch.zeros(part.stop - part.start) for _ in range(num_state)],
                 is_look=True,
             )
             for part in SLICES
         ]
-        yield from self._wait(self.replica.peek(landings, self, with_state=with_state))
-        self.looked = torch.cat([landing.weights for landing in landings]).numpy()
+        yield from self._wait(self.replica.peek(pull_buffers, self, with_state=with_state))
+        self.looked = torch.cat([pull_buffer.weights for pull_buffer in pull_buffers]).numpy()
 
     def _wait(self, waits: Any) -> Generator[Callable[[], bool], None, None]:
         for index in waits:

@@ -1,16 +1,16 @@
 """The protocol of a compressor: one file each; bytes out, and back into an accumulator.
 
-A compressor is an immutable value that never talks to the network. What it remembers of a slice is
-in arrays by name that its caller keeps (and saves); what it draws depends on the seed it is given.
+A compressor is an immutable value without network. Its memory of a slice is in named arrays that
+the caller keeps (and saves); its random numbers depend on the seed that the caller gives.
 Error feedback is part of `encode`, because on the hot path gradient and residual are read once and
 the residual is written once (Karimireddy et al., arXiv:1901.09847):
 
     u = grad + residual;  send C(u);  residual = u - D(C(u))
 
-What is finite stays finite: a payload of finite numbers decodes to finite numbers, and a gradient
-that cannot be added to what is owed is refused before anything is changed.
+Finite numbers stay finite: a payload of finite numbers decodes to finite numbers, and a gradient
+whose sum with the residual is too large is refused before anything is changed.
 
-Decoding adds straight into the shard's accumulator, in one pass.
+Decoding adds directly to the shard's accumulator, in one pass.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pscore.memory.kernels import read_only, sum_is_finite
 from pscore.types import ByteArray, FloatArray
 
 RESIDUAL = "residual"
-LARGEST = "largest"  # An optional entry of a state, `(1,) float32`: no number in it is larger.
-CALM = np.float32(2.0**102)  # Added to any number of float32, what is smaller gives a number.
+LARGEST = "largest"  # Optional entry of a state, `(1,) float32`: a bound of its magnitudes.
+CALM = np.float32(2.0**102)  # A smaller number plus any float32 is finite in float32.
 INF_BITS = np.int32(0x7F800000)
 EMPTY: FloatArray = np.empty(0, dtype=np.float32)
 
@@ -57,12 +57,12 @@ class Compressor(ABC):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Arrays that the worker keeps of each slice; `residual` is what is still owed."""
+        """Names of the arrays that the worker keeps of each slice, such as `residual`."""
         return (RESIDUAL,)
 
     @property
-    def bounds_debt(self) -> bool:
-        """Whether sending reduces what is owed, whatever that is: then it cannot pile up."""
+    def bounds_residual(self) -> bool:
+        """Whether each payload reduces the residual, so that it stays bounded."""
         return self.state_names == (RESIDUAL,)
 
     @abstractmethod
@@ -75,28 +75,28 @@ class Compressor(ABC):
 
     @abstractmethod
     def check(self, payload: ByteArray, numel: int) -> None:
-        """Refuses a payload that is not one of `numel` elements, before it is counted.
+        """Raises an error unless a payload is one of `numel` elements; called before it is counted.
 
         Raises:
             DecodeError: Its size, a size in it, an index or a scale is wrong.
         """
 
     def require_room(self, grad: FloatArray, state: State) -> None:
-        """Refuses a gradient that cannot be added to what is owed; changes nothing.
+        """Refuses a gradient whose sum with the residual is too large; changes nothing.
 
-        Looks at the numbers only where `LARGEST` does not rule it out.
+        Reads the numbers only if `LARGEST` does not exclude it.
 
         Raises:
-            GradientError: The gradient and what is owed are too large for float32 together.
+            GradientError: Gradient plus residual is too large for float32.
         """
         known = state.get(LARGEST)
         if known is None or not known[0] < CALM:
             require_finite(self._has_room(grad, state), self.name)
 
     def _has_room(self, grad: FloatArray, state: State) -> bool:
-        """Whether float32 holds the sum of the gradient and what is owed."""
-        owed = state.get(RESIDUAL)
-        return owed is None or sum_is_finite(grad, owed)
+        """Returns whether gradient plus residual is finite in float32."""
+        residual = state.get(RESIDUAL)
+        return residual is None or sum_is_finite(grad, residual)
 
     @abstractmethod
     def encode(
@@ -112,7 +112,7 @@ class Compressor(ABC):
             step: Of the worker, for compressors whose ratio is warmed up.
 
         Raises:
-            GradientError: The gradient and what is owed are too large for float32 together.
+            GradientError: Gradient plus residual is too large for float32.
         """
 
     @abstractmethod
@@ -145,10 +145,10 @@ def aligned(payload: ByteArray, dtype: str) -> Any:
 
 
 def note_largest(state: State, bits: int | np.integer[Any], name: str) -> None:
-    """Notes the largest magnitude that an encoder has met, by its bits: no more is owed now.
+    """Records the bits of the largest magnitude that an encoder has met, as the residual's bound.
 
     Raises:
-        GradientError: It is no number: the gradient was none.
+        GradientError: It is NaN or Inf.
     """
     require_finite(bits < INF_BITS, name)
     if LARGEST in state:
@@ -156,7 +156,7 @@ def note_largest(state: State, bits: int | np.integer[Any], name: str) -> None:
 
 
 def require_finite(ok: bool | np.bool, name: str) -> None:
-    """Raises a `GradientError` if an encoder has met what float32 cannot hold."""
+    """Raises a `GradientError` if an encoder has met a number beyond float32."""
     if not ok:
         raise GradientError(
             f"{name}: gradient + residual is beyond float32; the gradient diverges, or the "

@@ -80,7 +80,7 @@ class DGC(Compressor):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The velocity, which is what is owed, and the momentum."""
+        """The velocity, which is the residual, and the momentum."""
         return (RESIDUAL, MOMENTUM)
 
     @property
@@ -93,7 +93,7 @@ class DGC(Compressor):
         return sparse.payload_nbytes(self._limit(numel))
 
     def payload_nbytes(self, buffer: ByteArray, numel: int) -> int:
-        """What the count at its begin says."""
+        """Returns the length that follows from the count at the start."""
         return sparse.payload_nbytes(sparse.count_in(buffer))
 
     def check(self, payload: ByteArray, numel: int) -> None:

@@ -56,7 +56,7 @@ class OneBit(Compressor):
     def encode(
         self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
     ) -> int:
-        """Takes the signs of each block while it is in the cache."""
+        """Encodes block by block, while each block is in the cache."""
         nbytes, head = self.payload_nbytes_max(len(grad)), 4 * blocks.num_blocks(len(grad))
         data = out[head:nbytes]
         data[-4:] = 0

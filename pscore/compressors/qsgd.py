@@ -68,8 +68,8 @@ class QSGD(Compressor):
         return (RESIDUAL,) if self.feedback else ()
 
     @property
-    def bounds_debt(self) -> bool:
-        """With enough levels: fewer turn what is small into noise that is larger."""
+    def bounds_residual(self) -> bool:
+        """True with enough levels; with fewer, small elements become larger noise."""
         return self.feedback and self.levels >= CONTRACTING_MIN
 
     def payload_nbytes_max(self, numel: int) -> int:

@@ -56,7 +56,7 @@ class TernGrad(Compressor):
         return (RESIDUAL,) if self.feedback else ()
 
     @property
-    def bounds_debt(self) -> bool:
+    def bounds_residual(self) -> bool:
         """Not even with a residual: rounding to 0 or s adds more error than it removes."""
         return False
 

@@ -49,7 +49,7 @@ class TopK(Compressor):
         return sparse.payload_nbytes(sparse.limit(self.ratio, numel, self.select))
 
     def payload_nbytes(self, buffer: ByteArray, numel: int) -> int:
-        """What the count at its begin says."""
+        """Returns the length that follows from the count at the start."""
         return sparse.payload_nbytes(sparse.count_in(buffer))
 
     def check(self, payload: ByteArray, numel: int) -> None:

@@ -1,7 +1,7 @@
-"""What encodes a slice where it is: on a device, without anyone waiting for it.
+"""The protocol of an encoder on a device: it encodes a slice in place, and no thread waits for it.
 
-The payload is the CPU's, bit for bit. What is not known before the end (how many elements are sent,
-whether a number was beyond float32) is behind the payload and travels with it.
+The payload is the CPU's, bit for bit. Results that are only known at the end (the number of
+elements, whether a number was beyond float32) follow the payload in memory and are copied with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Encoder(ABC):
     def encode(
         self, grad: torch.Tensor, *, seed: int, step: int, refused: torch.Tensor | None = None
     ) -> None:
-        """Starts what turns gradient and state into the payload; waits for nothing.
+        """Starts the encoding of gradient and state into the payload, without waiting.
 
         Args:
             grad: `(numel,) float32` on the device; not changed.

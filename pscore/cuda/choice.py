@@ -1,4 +1,4 @@
-"""What encodes on a device: kernels if CuPy is there, else torch; None where the host has to."""
+"""The choice of an encoder on a device: kernels with CuPy, else torch, else the host encodes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ log = logging.getLogger("paceline")
 
 
 def make_encoder(compressor: Compressor, numel: int, device: torch.device) -> Encoder | None:
-    """Returns what encodes a slice of `numel` elements where it is; says once which way.
+    """Returns an encoder for slices of `numel` elements on a device; logs the choice once.
 
     Returns:
-        None where the gradient has to be copied to the host as it is.
+        None if the host has to encode a copy of the gradient.
     """
     if not can_encode(compressor):
         _tell(str(compressor), device, "on the host: it needs a sum over all of a slice")
         return None
     launch = launcher(device)
     if launch is None:
-        if device.type != "cuda":  # Else it has been told, with what to install.
+        if device.type != "cuda":  # On CUDA `launcher` has logged it, with advice.
             _tell(str(compressor), device, "by torch on the device")
         return TorchEncoder(compressor, numel, device)
     _tell(str(compressor), device, "by kernels on the device")

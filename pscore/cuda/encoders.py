@@ -1,4 +1,4 @@
-"""Which kernels make the payload of which compressor, on memory of a device.
+"""The kernels that make each compressor's payload, on memory of a device.
 
 An encoder only starts kernels, in order, through a `Launch`; it neither waits nor reads anything
 back.
@@ -67,12 +67,12 @@ class KernelEncoder(Encoder):
 
     @property
     def verdict(self) -> np.uint64:
-        """Where kernels say that a number was beyond float32, and read that all is refused."""
+        """The flags of a number beyond float32 (written), and of a refusal (read)."""
         return pointer(self.bad)
 
     @property
     def residual(self) -> np.uint64:
-        """What is owed; 0 where nothing is kept."""
+        """The residual; 0 if none is kept."""
         return pointer(self.state[RESIDUAL]) if RESIDUAL in self.state else np.uint64(0)
 
     def at(self, offset: int) -> np.uint64:

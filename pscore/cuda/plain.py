@@ -70,7 +70,7 @@ class TorchEncoder(Encoder):
         return u
 
     def require_finite(self, values: Tensor) -> None:
-        """Has `finish` report numbers that are not finite."""
+        """Sets the flag by which `finish` reports numbers that are not finite."""
         self.bad.copy_(torch.isfinite(values).all().logical_not().view(1))
 
     def keep(self, name: str, values: Tensor) -> None:

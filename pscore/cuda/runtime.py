@@ -1,7 +1,7 @@
 """Compiles the kernels with CuPy, and starts them on torch's memory and torch's current stream.
 
-CuPy compiles with NVRTC at the first use and keeps the result on disk. Nothing here waits for the
-device. Without CuPy `launcher` says once what to install, and torch does the work.
+CuPy compiles with NVRTC at the first use and caches the result on disk. Nothing here waits for the
+device. Without CuPy `launcher` logs once what to install, and torch does the work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_CUDA = 12
 
 
 def advice(cuda_version: str | None) -> str:
-    """Returns what to install for the CUDA that torch was built for, as "12.8"."""
+    """Returns advice on the package for torch's version of CUDA, such as "12.8"."""
     major = int(cuda_version.split(".")[0]) if cuda_version else DEFAULT_CUDA
     return (
         "CuPy is not installed: torch compresses gradients and makes local updates on the device, "
@@ -32,7 +32,7 @@ def advice(cuda_version: str | None) -> str:
 
 
 def launcher(device: torch.device) -> Launch | None:
-    """Returns what starts kernels on a device; None, after a warning, where CuPy is missing."""
+    """Returns a function that starts kernels on a device; None, after a warning, without CuPy."""
     if device.type != "cuda":
         return None
     return _launcher(torch.empty(0, device=device).device.index)

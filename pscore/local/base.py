@@ -1,8 +1,8 @@
-"""The protocol of a local update: how a worker goes on between two pulls. One file each.
+"""The protocol of a local update: a worker's own steps between two pulls. One file each.
 
-A worker keeps one `LocalSlice` per slice. When a pull has landed, `rebase` puts the global weights
-in; at each later step `update` moves them by the worker's own gradient until the next pull.
-Tensors are on the model's device: Numba kernels on the CPU, torch (or CuPy) on a GPU.
+A worker keeps one `LocalSlice` per slice. When a pull has arrived, `rebase` stores the global
+weights; at each later step `update` moves them by the worker's own gradient until the next pull.
+Tensors are on the model's device: Numba on the CPU, kernels or torch on a GPU.
 """
 
 from __future__ import annotations
@@ -11,19 +11,76 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from pscore.optimizers.base import Optimizer
-from pscore.types import HyperArray, IntArray, SegmentTable
+from pscore.optimizers.base import Optimizer, StepKernels
+from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 MAPPED_NBYTES_MIN = 1 << 20
 
 
+class LocalKernels(StepKernels, Protocol):
+    """The local updates of this folder as kernels of one device, started without waiting.
+
+    Every method makes the step of the file of its name, in place and with the same bits as the CPU.
+    `columns` are those of weight decay and of maximize in the hyper-parameters; -1 for none.
+    """
+
+    def sgd(
+        self, part: LocalSlice, grad: Any, lr_scale: float, decay_column: int, sign_column: int
+    ) -> None:
+        """Makes the plain local step."""
+
+    def glu(
+        self,
+        part: LocalSlice,
+        grad: Any,
+        before: Any,
+        factors: tuple[float, float, float],
+        inverse: FloatArray,
+        columns: tuple[int, int],
+    ) -> None:
+        """Makes the local step of GLU."""
+
+    def secant(
+        self,
+        part: LocalSlice,
+        grad: Any,
+        sync: Any,
+        factors: tuple[float, float, float],
+        columns: tuple[int, int],
+    ) -> None:
+        """Makes the local step of secant."""
+
+    def secant_rebase(
+        self,
+        part: LocalSlice,
+        pulled: Any,
+        old: Any,
+        sync: Any,
+        shrinks: FloatArray,
+        rates: FloatArray,
+    ) -> None:
+        """Computes the global update from two pulls, for secant."""
+
+    def dc(
+        self,
+        part: LocalSlice,
+        grad: Any,
+        arrays: tuple[Any, Any],
+        factors: tuple[float, float, float],
+        columns: tuple[int, int],
+        *,
+        is_adaptive: bool,
+    ) -> None:
+        """Makes the delay-compensated local step."""
+
+
 @dataclass(slots=True, kw_only=True)
 class LocalSlice:
-    """What a worker holds of one slice."""
+    """The part of a worker's model that is one slice."""
 
     weights: Any  # (numel,) float32 tensor: the weights of the next forward pass.
     segments: SegmentTable
@@ -35,6 +92,7 @@ class LocalSlice:
     past: list[HyperArray] = field(default_factory=list)  # Of the local updates since that pull.
     num_made: int = 0  # Local updates since the worker began, or came back.
     state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.
+    kernels: LocalKernels | None = None  # Of the weights' device; None: torch, or Numba on a CPU.
     largest_rates: np.ndarray = field(init=False)  # (num_groups,) float64: of local updates so far.
 
     def __post_init__(self) -> None:
@@ -47,7 +105,7 @@ class LocalSlice:
         return len(self.past)
 
     def restart(self) -> None:
-        """Forgets everything but the weights: the next pull is as the first one."""
+        """Forgets everything but the weights: the next pull counts as the first one."""
         self.version, self.num_made = -1, 0
         self.counts[:], self.largest_rates[:] = 0, 0.0
         self.past.clear()
@@ -55,25 +113,25 @@ class LocalSlice:
 
 
 def zeros_like(weights: Any) -> Any:
-    """Returns zeros of the shape, type and device of a `(numel,) float32` tensor, to be kept.
+    """Returns zeros of the shape, dtype and device of a `(numel,) float32` tensor.
 
-    On the CPU large ones are mapped: in the heap they would lie between gradients, whose memory
-    the allocator could then neither join nor give back.
+    On the CPU large ones are mapped: in the heap they would lie between gradients, and the
+    allocator could neither join nor return the memory of those.
     """
     if weights.device.type != "cpu" or weights.nbytes < MAPPED_NBYTES_MIN:
         return weights.new_zeros(weights.shape)
-    import torch  # Shards do without.
+    import torch  # Shards have none.
 
     mapped = mmap.mmap(-1, weights.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.float32))
 
 
 class LocalUpdate(ABC):
-    """One way of going on between two pulls.
+    """One kind of step between two pulls.
 
     Attributes:
         name: Its name in `LOCAL_UPDATES`.
-        pulls_state: Whether the server optimizer's state travels with every pull.
+        pulls_state: Whether the server optimizer's state comes with every pull.
     """
 
     name: ClassVar[str]
@@ -89,37 +147,37 @@ class LocalUpdate(ABC):
         """
 
     def wants_state(self, *, last_of_warmup: bool) -> bool:
-        """Returns whether a pull that is used one step late, or ends the warm-up, brings state.
+        """Returns whether a pull that is used one step late, or ends the warm-up, needs the state.
 
         Args:
-            last_of_warmup: It is the last blocking pull before the delay starts.
+            last_of_warmup: Whether it is the last blocking pull before the delay starts.
         """
         return self.pulls_state
 
     def room(self, part: LocalSlice) -> Any:
-        """Returns an array of its state on which a newer pull may land, or None.
+        """Returns an array of the state as the buffer of the next pull, or None.
 
-        Nothing may read it from the step's `update` to the `rebase` to that pull, which is then
-        given it as `weights`: a landing of its own would be one more copy of the model.
+        Nothing may read it between the step's `update` and the `rebase` to that pull, whose
+        `weights` it is. A separate buffer would be one more copy of the model.
         """
         return None
 
     def state_room(self, part: LocalSlice) -> Sequence[Any]:
-        """Returns what `rebase` copies pulled state to, in its order: it may land there as well.
+        """Returns the arrays of the optimizer's state as buffers of the next pull, in its order.
 
-        Empty: there is no such thing. Nothing may read it from `update` to `rebase`.
+        Empty: there are none. Nothing may read them between `update` and `rebase`.
         """
         return ()
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
-        """Takes a pull that has landed; `part.version` is still the previous pull's.
+        """Stores a pull that has arrived; `part.version` is still the previous pull's.
 
         Args:
             part: The slice.
             weights: `(numel,) float32` tensor, the global weights; only valid during the call. It
-                may be what `room` has returned.
+                may be the array that `room` has returned.
             state: The optimizer's state arrays in the order of `state_names`, or empty. They may be
-                what `state_room` has returned.
+                the arrays that `state_room` has returned.
             version: Their version, in updates.
         """
         part.weights.copy_(weights)

@@ -76,16 +76,13 @@ class DC(LocalUpdate):
                 sign_column,
             )
             return
-        from pscore.cuda import local as device  # Imports torch, which shards do without.
-
-        launch = device.kernels(part.weights)
-        if launch is not None:
+        if part.kernels is not None:
             factors, columns = (
                 (self.control, self.decay, self.lr_scale),
                 (decay_column, sign_column),
             )
             arrays, adapts = (old, square), self.is_adaptive
-            device.dc(launch, part, grad, arrays, factors, columns, is_adaptive=adapts)
+            part.kernels.dc(part, grad, arrays, factors, columns, is_adaptive=adapts)
             return
         for index, (start, stop) in enumerate(part.segments.bounds.tolist()):
             row = part.hyper[part.segments.groups[index]].tolist()
@@ -106,7 +103,7 @@ class DC(LocalUpdate):
             weights.add_(term, alpha=-self.lr_scale * row[0])
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
-        """Takes the pull; in a warm-up, where no local step keeps `w_old`, keeps it here."""
+        """Stores the pull; without a local step before it, as in a warm-up, sets `w_old` too."""
         if part.version < 0:
             _array(part, "weights_before").copy_(weights)
         elif part.num_local == 0:

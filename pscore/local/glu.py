@@ -101,12 +101,9 @@ class GLU(LocalUpdate):
                 sign_column,
             )
             return
-        from pscore.cuda import local as device  # Imports torch, which shards do without.
-
-        launch = device.kernels(part.weights)
-        if launch is not None:
+        if part.kernels is not None:
             factors = (self.alpha, self.beta, scale)
-            device.glu(launch, part, grad, before, factors, inverse, (decay_column, sign_column))
+            part.kernels.glu(part, grad, before, factors, inverse, (decay_column, sign_column))
             return
         for index in np.flatnonzero(part.active):
             group = part.segments.groups[index]

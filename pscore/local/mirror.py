@@ -56,7 +56,14 @@ class Mirror(LocalUpdate):
         state = self._state(part)
         if part.weights.device.type != "cpu":
             part.optimizer.step_device(
-                part.weights, grad, state, part.segments, part.counts, part.active, part.hyper
+                part.weights,
+                grad,
+                state,
+                part.segments,
+                part.counts,
+                part.active,
+                part.hyper,
+                part.kernels,
             )
             return
         weights = part.weights.numpy()
@@ -77,7 +84,7 @@ class Mirror(LocalUpdate):
         return self._state(part)
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
-        """Takes the pull, and the state where it came along."""
+        """Stores the pull, and the state if it came along."""
         part.weights.copy_(weights)
         if state:
             for kept, pulled in zip(self._state(part), state, strict=True):

@@ -19,4 +19,4 @@ class NoLocalUpdate(LocalUpdate):
     name: ClassVar[str] = "none"
 
     def update(self, part: LocalSlice, grad: Any) -> None:
-        """Does nothing."""
+        """Leaves the weights unchanged."""

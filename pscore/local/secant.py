@@ -84,12 +84,9 @@ class Secant(LocalUpdate):
                 sign_column,
             )
             return
-        from pscore.cuda import local as device  # Imports torch, which shards do without.
-
-        launch = device.kernels(part.weights)
-        if launch is not None:
+        if part.kernels is not None:
             factors = (self.alpha, self.beta, scale)
-            device.secant(launch, part, grad, sync, factors, (decay_column, sign_column))
+            part.kernels.secant(part, grad, sync, factors, (decay_column, sign_column))
             return
         for index in np.flatnonzero(part.active):
             row = part.hyper[part.segments.groups[index]].tolist()
@@ -107,7 +104,7 @@ class Secant(LocalUpdate):
         return _array(part, "grad_sync")
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
-        """Takes the pull and reads the global update off it and the pull before."""
+        """Stores the pull and computes the global update from it and the pull before."""
         old, sync = _array(part, "weights_old"), _array(part, "grad_sync")
         num_updates = version - part.version
         if part.version < 0 or num_updates <= 0:
@@ -132,12 +129,9 @@ class Secant(LocalUpdate):
             )
             return
         part.weights.copy_(weights)
-        from pscore.cuda import local as device
-
-        launch = device.kernels(part.weights)
-        if launch is not None:
+        if part.kernels is not None:
             pulled = part.weights  # On the device; `weights` may be on the host.
-            device.secant_rebase(launch, part, pulled, old, sync, shrinks, rates)
+            part.kernels.secant_rebase(part, pulled, old, sync, shrinks, rates)
             return
         for (start, stop), group in zip(
             part.segments.bounds.tolist(), part.segments.groups.tolist(), strict=True
@@ -152,7 +146,7 @@ class Secant(LocalUpdate):
 
 
 def passed(part: LocalSlice, num_updates: int) -> tuple[FloatArray, FloatArray]:
-    """Returns what the updates since the last pull have made of a weight, and 1 / their rates.
+    """Returns the factor on a weight of the updates since the last pull, and 1 / their rates.
 
     Args:
         part: The slice, with the hyper-parameters of its local steps since then in `past`.
@@ -266,7 +260,7 @@ def _read_off(
 def _read_off_landed(
     w: FloatArray, old: FloatArray, sync: FloatArray, shrink: np.float32, rate: np.float32
 ) -> None:
-    """Does the same where the pull lies in `sync`: of two names for it no vector code is made."""
+    """Computes the same for a pull in `sync`: with two names for it there is no vector code."""
     for i in range(w.size):
         new = sync[i]
         sync[i] = (shrink * old[i] - new) * rate

@@ -54,11 +54,8 @@ class PlainSGD(LocalUpdate):
                 sign_column,
             )
             return
-        from pscore.cuda import local as device  # Imports torch, which shards do without.
-
-        launch = device.kernels(part.weights)
-        if launch is not None:
-            device.sgd(launch, part, grad, self.lr_scale, decay_column, sign_column)
+        if part.kernels is not None:
+            part.kernels.sgd(part, grad, self.lr_scale, decay_column, sign_column)
             return
         for index in np.flatnonzero(part.active):
             row = part.hyper[part.segments.groups[index]].tolist()

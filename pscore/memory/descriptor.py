@@ -1,4 +1,4 @@
-"""The file descriptor of an object: closed by hand, or with its owner."""
+"""Owners of a file descriptor: `close` closes it, else the end of its owner does."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 
 
 class Descriptor:
-    """What owns one file descriptor."""
+    """The owner of one file descriptor."""
 
-    fd: int = -1  # Of the class: what has no descriptor has nothing to close.
+    fd: int = -1  # Of an object whose `__init__` failed: nothing to close.
 
     def __init__(self, fd: int) -> None:
-        """Takes an open descriptor over."""
+        """Owns an open descriptor from now on."""
         self.fd = fd
 
     def close(self) -> None:
-        """Closes it; what is mapped stays until its last view is gone."""
+        """Closes it; mapped memory stays until its last view is gone."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def __del__(self) -> None:
-        """Closes one that nobody has closed."""
+        """Closes it if that was not done."""
         self.close()

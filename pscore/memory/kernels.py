@@ -1,4 +1,4 @@
-"""Loops over memory that both sides need, in Numba: one pass, without the GIL, compiled once."""
+"""Numba loops over memory for both sides: one pass each, without the GIL, compiled once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ floats_at = cast(Callable[[int], Any], intrinsic(_make_floats_at))
 
 
 def kernel(function: F) -> F:
-    """Compiles a loop at its first call; keeps the machine code on disk; lets the GIL go."""
+    """Compiles a loop at its first call and caches the code on disk; it runs without the GIL."""
     return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
 
 
@@ -85,7 +85,7 @@ def _add_two(
 
 @kernel
 def _sum_all(addresses: IntArray, scales: FloatArray, out: FloatArray) -> None:
-    # Two at a time: memory gives more to several streams that are read side by side.
+    # Two at a time: several streams read side by side get more of the memory bandwidth.
     is_begun = addresses[0] == out.ctypes.data
     k = 1 if is_begun else 0
     while k < len(addresses):
@@ -114,7 +114,7 @@ def _sum_is_finite(one: FloatArray, other: FloatArray) -> bool:
 
 
 def read_only(array: FloatArray) -> FloatArray:
-    """Returns a view that cannot be written, so that a kernel is compiled for one kind only."""
+    """Returns a read-only view, so that a kernel is compiled for one kind of array only."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -146,11 +146,11 @@ def add_scaled(source: FloatArray, out: FloatArray, scale: float) -> None:
 
 
 def sum_all(sources: Sequence[FloatArray], scales: Sequence[float], out: FloatArray) -> None:
-    """Sets `out` to the sum of `scale * source`, with the bits of one after the other.
+    """Sets `out` to the sum of `scale * source`; the bits are those of adding one by one.
 
     Args:
         sources: One or more `(numel,) float32`, contiguous; the first may be `out`, at scale 1.
-        scales: Of each.
+        scales: One for each source.
         out: `(numel,) float32`, contiguous.
     """
     addresses = np.array([source.ctypes.data for source in sources], np.int64)

@@ -1,9 +1,9 @@
-"""Shared memory between processes of one host: anonymous, and gone with its last user.
+"""Shared memory between processes of one host: anonymous, and freed with its last user.
 
-A segment is a memfd: it has no name, so nobody else can open it and nothing is left behind after
-any kind of death; its file descriptor travels over a Unix socket. Its memory is reserved when it is
-made, so that a machine without room says so at once and not by a signal later. The weights of a
-shard that keeps a journal lie in a file of its user's instead, and are there when it comes back.
+A segment is a memfd. It has no name: no other process can open it, and nothing is left behind when
+a process dies. Its file descriptor travels over a Unix socket. Its memory is reserved when it is
+made, so a machine without room reports that at once and not by a signal later. The weights of a
+shard with a journal lie in a file of its user's instead, and survive the process.
 
 The weights of a table on one shard lie in one segment:
 
@@ -12,12 +12,16 @@ The weights of a table on one shard lie in one segment:
 
 each buffer starting at a multiple of 64 bytes, slices in the order of their index. A reader copies
 a buffer and then looks at its version again: if it has changed, the copy is torn and is dropped.
+
+That look has no memory barrier. It relies on a processor that keeps stores in order among stores
+and loads in order among loads: x86-64. On other hosts workers use sockets (`keeps_order`).
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import platform
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,25 +34,30 @@ LINE = 64
 BUFFERS = 2  # Copies of the weights: one is read while the other is written.
 
 
+def keeps_order() -> bool:
+    """Returns whether this processor orders the copy of a buffer and the look at its version."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 class Segment(Descriptor):
     """Memory that other processes can map.
 
     Attributes:
-        nbytes: Its length.
+        nbytes: Its length in bytes.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Maps an open segment and owns its descriptor."""
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes)
-        super().__init__(fd)  # Once it is mapped: else whoever has opened it closes it.
+        super().__init__(fd)  # After the map: if that fails, the caller closes the descriptor.
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
         """Makes a zeroed segment.
 
         Raises:
-            OSError: There is no memory for it.
+            OSError: The machine has too little memory.
         """
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
         try:
@@ -60,10 +69,10 @@ class Segment(Descriptor):
 
     @classmethod
     def attach(cls, fd: int, nbytes: int) -> Segment:
-        """Maps a segment that somebody else made; takes the descriptor over.
+        """Maps a segment of another process; owns the descriptor from now on.
 
         Raises:
-            OSError: It is shorter than declared, or cannot be mapped.
+            OSError: The segment is shorter than declared, or cannot be mapped.
         """
         try:
             if os.fstat(fd).st_size < nbytes:
@@ -83,7 +92,7 @@ class Segment(Descriptor):
 
 
 class WeightsMap:
-    """Where the buffers of a table's weights lie in the segment of one shard."""
+    """Offsets of the buffers of a table's weights in the segment of one shard."""
 
     def __init__(self, specs: Sequence[SliceSpec]) -> None:
         """Lays out the slices of one shard, in the order of their index."""
@@ -106,7 +115,7 @@ class WeightsMap:
         return segment.integers(8 * BUFFERS * self._positions[index], BUFFERS)
 
     def position(self, index: int) -> int:
-        """Returns which of the shard's slices one is, from 0."""
+        """Returns a slice's position among the shard's slices, from 0."""
         return self._positions[index]
 
 

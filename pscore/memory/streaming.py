@@ -1,9 +1,9 @@
-"""Copies that go past the caches: for much more memory than a cache holds.
+"""Copies that bypass the caches, for much more memory than a cache holds.
 
-An ordinary store first reads the line that it is about to overwrite, and puts out of the cache what
-will be read sooner. A non-temporal one does neither: a third less traffic of memory. What is
-copied is then not in the cache, which is right for a large model's gradients and weights, and wrong
-for a small one's.
+An ordinary store first reads the line that it is about to overwrite, and evicts lines that will be
+read sooner. A non-temporal store does neither, which saves a third of the memory traffic. The copy
+is then not in the cache: right for the gradients and weights of a large model, wrong for a small
+one's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pscore.memory import kernels
 from pscore.memory.kernels import floats_at, kernel, read_only
 from pscore.types import FloatArray, IntArray
 
-NBYTES_MIN = 32 << 20  # As a large cache of the third level.
+NBYTES_MIN = 32 << 20  # The size of a large third-level cache.
 LINE_NBYTES = 64
-LANES = LINE_NBYTES // 4  # Elements in one line.
+LANES = LINE_NBYTES // 4  # Elements of a line.
 
 
 def _make_copy_line(typing_context: Any, source: Any, out: Any) -> Any:
-    """Copies 16 floats between two addresses, the second of a line; returns 0 if all are finite."""
+    """Copies 16 floats to the address of a cache line; returns 0 if all of them are finite."""
 
     def generate(context: BaseContext, builder: Any, signature: Any, args: Any) -> Any:
         vector = ir.VectorType(ir.FloatType(), LANES)
@@ -47,7 +47,7 @@ def _make_copy_line(typing_context: Any, source: Any, out: Any) -> Any:
 
 
 def _make_fence(typing_context: Any) -> Any:
-    """Makes all that was stored past the caches visible before what is stored next."""
+    """Makes all non-temporal stores visible before any later store."""
 
     def generate(context: BaseContext, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -98,16 +98,16 @@ def _gather(addresses: IntArray, spans: IntArray, flat: FloatArray, streams: boo
 
 
 def gather(addresses: IntArray, spans: IntArray, flat: FloatArray) -> int:
-    """Copies several arrays into one, each that does not lie there already.
+    """Copies several arrays into one; skips those that are views of their place in it.
 
     Args:
-        addresses: `(num,) int64`, of contiguous float32 that stays where it is meanwhile.
-        spans: `(num, 2) int64`, from where to where each of them lies in `flat`.
+        addresses: `(num,) int64`, of contiguous float32 that stays in place during the call.
+        spans: `(num, 2) int64`, start and stop of each array in `flat`, in elements.
         flat: `(numel,) float32`, contiguous.
 
     Returns:
-        The first of them in which an element is not finite, else -1. What stands behind it has
-        not been copied.
+        The index of the first array with an element that is not finite, else -1. The arrays behind
+        it are not copied.
     """
     return int(_gather(addresses, spans, flat, flat.nbytes >= NBYTES_MIN))
 
@@ -118,5 +118,5 @@ def copy_checked(source: FloatArray, out: FloatArray) -> bool:
 
 
 def copier(nbytes: int) -> Callable[[FloatArray, FloatArray], bool]:
-    """Returns how to copy arrays that are `nbytes` in all, as `copy_checked`."""
+    """Returns the faster form of `copy_checked` for arrays of `nbytes` together."""
     return copy_checked if nbytes >= NBYTES_MIN else kernels.copy_checked

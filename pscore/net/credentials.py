@@ -1,14 +1,14 @@
-r"""Tokens and certificates: what a process shows to a shard, and what it believes of one.
+r"""Tokens and certificates: how a process and a shard prove who they are to each other.
 
 A token file holds one token for everything, or a token for each job:
 
-    9fd1...e2                a lone token: every job, and control (status, stop)
+    9fd1...e2                a single token: every job, and control (status, stop)
     mnist 77ab...10          the token of job "mnist": its weights, nothing else
-    * 9fd1...e2              the same as a lone token, where there are others beside it
+    * 9fd1...e2              the same as a single token, in a file with others
 
-Empty lines and lines that begin with # do not count. A job may have two tokens, so that one can be
-replaced while workers run. Shards and workers read the same format; a worker takes the line of its
-job, else the one for everything. The file, like a private key, must not be open to others.
+Empty lines and lines that begin with # are ignored. A job may have two tokens, so that one can be
+replaced while workers run. Shards and workers read the same format; a worker uses the line of its
+job, else the one for everything. The file, like a private key, must not be readable by others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pscore.errors import ConfigError
 from pscore.net.rpc import CHANNEL_OPTIONS
 
 TOKEN_KEY = "paceline-token"  # Of the metadata of a gRPC call.
-EVERY = "*"  # In the place of a job: all of them, and control.
+EVERY = "*"  # Stands for all jobs, and control.
 TOKENS_MAX = 1024
 FILE_NBYTES_MAX = 1 << 19
 TOKEN = re.compile(r"[!-~]{16,256}")
@@ -43,15 +43,15 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What a worker, or a command of `psserver`, connects to shards with."""
+    """The certificates and the token with which a process connects to shards."""
 
-    ca: Path | None = None  # Who signed the shards' certificates; None: no TLS.
-    cert: Path | None = None  # Our own certificate, for shards that ask for one.
+    ca: Path | None = None  # The CA of the shards' certificates; None: no TLS.
+    cert: Path | None = None  # This side's certificate, for shards that require one.
     key: Path | None = None
     token: str = field(default="", repr=False)
 
     def channel(self, address: str) -> grpc.Channel:
-        """Returns a gRPC channel to a shard that shows the token with each call."""
+        """Returns a gRPC channel to a shard; each call carries the token."""
         if self.ca is None:
             channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -71,15 +71,15 @@ ANYONE = Credentials()
 def read_credentials(
     variables: Mapping[str, str] = os.environ, *, job: str = EVERY, token_file: str | None = None
 ) -> Credentials:
-    """Returns what the variables PACELINE_TLS_CA, _CERT, _KEY and PACELINE_TOKEN_FILE name.
+    """Returns the credentials named by PACELINE_TLS_CA, _CERT, _KEY and PACELINE_TOKEN_FILE.
 
     Args:
         variables: The environment.
-        job: Whose token is wanted; `EVERY` for control.
-        token_file: In the place of the variable where that is not set.
+        job: The job whose token is wanted; `EVERY` for control.
+        token_file: Used if the variable is not set.
 
     Raises:
-        ConfigError: A file cannot be used; says why and what to do.
+        ConfigError: A file cannot be used; the message says why and what to do.
     """
     ca, cert, key = (
         readable(Path(path), name) if (path := variables.get(name)) else None
@@ -100,7 +100,7 @@ def read_tokens(path: Path) -> list[Token]:
     """Returns the tokens in a file.
 
     Raises:
-        ConfigError: It cannot be read, is open to others, or has a line that is none. The message
+        ConfigError: It cannot be read, is open to others, or has a malformed line. The message
             never holds a token.
     """
     require_private(readable(path, "the token file"), "the token file")
@@ -134,7 +134,7 @@ def pick(tokens: Sequence[Token], job: str, path: Path) -> str:
             if token.job == wanted:
                 return token.secret
     if job == EVERY:
-        return ""  # Health needs none; the shard says of the rest what it needs.
+        return ""  # Health needs none; for the rest the shard reports what is missing.
     listed = ", ".join(sorted({repr(token.job) for token in tokens}))
     raise ConfigError(f"{path} has no token for job {job!r}, only for {listed}")
 
@@ -143,7 +143,7 @@ def readable(path: Path, what: str) -> Path:
     """Returns `path` if it is a file that this process can read.
 
     Raises:
-        ConfigError: It is not; says why.
+        ConfigError: It cannot be read; the message says why.
     """
     try:
         with path.open("rb"):
@@ -153,10 +153,10 @@ def readable(path: Path, what: str) -> Path:
 
 
 def require_private(path: Path, what: str) -> None:
-    """Refuses a file of secrets that others can read or change.
+    """Raises an error if others can read or change a file of secrets.
 
     Raises:
-        ConfigError: It can be; says how to close it.
+        ConfigError: Others can; the message says how to change that.
     """
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o027:
@@ -177,7 +177,7 @@ def _token(path: Path, number: int, words: Sequence[str]) -> Token:
 
 
 class _Details(grpc.ClientCallDetails):
-    """A call's details with the token among its metadata."""
+    """The details of a call, with the token in its metadata."""
 
     def __init__(self, former: Any, token: str) -> None:
         self.method, self.timeout = former.method, former.timeout
@@ -193,5 +193,5 @@ class _Shows(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
         self._token = token
 
     def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        """Goes on with the token."""
+        """Makes the call with the token."""
         return continuation(_Details(details, self._token), request)

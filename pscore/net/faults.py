@@ -1,10 +1,10 @@
-"""The fault switch: frames that are lost, late, doubled, out of order or damaged on purpose.
+"""Faults on purpose: frames that are lost, late, doubled, out of order or damaged.
 
     PACELINE_FAULTS="drop=0.01,delay=5ms@push,corrupt=0.001@pulled,seed=3"
 
 Off unless that variable is set, and for tests only. Faults are chosen when a connection is made;
-without them what sends is the plain function, so that being able to fail costs nothing. A fault
-strikes at one of four points, or at all of them where none is named:
+without faults the plain function sends, so the switch costs nothing. A fault strikes at one of four
+points, or at all of them if none is named:
 
     push, pull       a worker sends a push, or asks for weights
     pushed, pulled   a shard answers one
@@ -14,12 +14,12 @@ strikes at one of four points, or at all of them where none is named:
 | `drop=P` | it is lost, and with it the connection: a stream loses nothing by itself |
 | `disconnect=P` | it arrives, then the connection is cut, so that its answer is lost |
 | `duplicate=P` | it arrives twice |
-| `corrupt=P` | one of its bits is flipped; not of its lengths, which decide when its end is seen |
+| `corrupt=P` | one of its bits is flipped, but none of its lengths, which mark its end |
 | `reorder=P` | it waits a moment in which others pass it |
-| `delay=5ms`, `delay=5ms:P` | it waits that long (s or ms), with a probability of P, else always |
+| `delay=5ms`, `delay=5ms:P` | it waits that long (s or ms), with probability P or always |
 
-P is a probability, 0 to 1. Each connection draws from a generator of its own, of `seed`, its point
-and its number in this process.
+P is a probability, 0 to 1. Each connection draws from a generator of its own, seeded by `seed`, its
+point and its number in this process.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ import random
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pscore.errors import ConfigError, TransportError
 from pscore.net.tls import Stream
 
 VARIABLE = "PACELINE_FAULTS"
-POINTS = ("push", "pull", "pushed", "pulled")
+REPLY_POINTS = ("pushed", "pulled")
+POINTS = ("push", "pull", *REPLY_POINTS)
 KINDS = ("drop", "disconnect", "duplicate", "corrupt", "reorder", "delay")
 REORDER_S = 0.01
 DELAY_S_MAX = 60.0
-LENGTHS_NBYTES = 16  # Magic and lengths, at the begin of a frame.
+LENGTHS_NBYTES = 16  # Magic and lengths, at the start of a frame.
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
 
 Send = Callable[[bytes], None]
@@ -61,7 +62,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What PACELINE_FAULTS asks for."""
+    """The parsed value of PACELINE_FAULTS."""
 
     faults: tuple[Fault, ...]
     seed: int = 0
@@ -71,6 +72,11 @@ class Faults:
         found = tuple(fault for fault in self.faults if fault.point in ("", point))
         name = f"{self.seed}/{point}/{next(_numbers)}"
         return Line(found, random.Random(name)) if found else None
+
+    def at_each(self, points: Iterable[str]) -> dict[str, Line]:
+        """Returns the faults of a new connection at several points, where it has some."""
+        lines = {point: self.at(point) for point in points}
+        return {point: line for point, line in lines.items() if line is not None}
 
 
 _numbers = itertools.count()
@@ -92,11 +98,11 @@ class Line:
             return {f.kind: f for f in self._faults if self._rng.random() < f.chance}
 
     def send(self, frame: bytes, send: Send, cut: Cut) -> None:
-        """Sends a frame on a stream, or does to it what was asked for.
+        """Sends a frame on a stream, with the faults that are drawn for it.
 
         Args:
-            frame: All of it.
-            send: Sends now; may be called later, from another thread, and more than once.
+            frame: The whole frame.
+            send: Sends bytes; may be called later, from another thread, and more than once.
             cut: Breaks the connection.
         """
         drawn = self.draw()
@@ -120,7 +126,7 @@ class Line:
             deliver()
 
     def call(self, make: Callable[[bytes], bytes], frame: bytes) -> bytes:
-        """Makes a call that answers a frame with a frame, or fails as was asked for.
+        """Makes a call that answers a frame with a frame, with the faults that are drawn for it.
 
         Raises:
             TransportError: The frame, or its answer, was lost on purpose.
@@ -138,7 +144,7 @@ class Line:
         return answer
 
     def wait_s(self, drawn: Mapping[str, Fault]) -> float:
-        """Returns how long a frame waits, in seconds."""
+        """Returns the delay of a frame, in seconds."""
         wait_s = drawn["delay"].delay_s if "delay" in drawn else 0.0
         return wait_s + (REORDER_S if "reorder" in drawn else 0.0)
 
@@ -158,7 +164,7 @@ Call = Callable[..., bytes]
 
 
 def sender(line: Line | None, send_all: SendAll) -> SendAll:
-    """Returns what sends frames on a stream: `send_all`, or the same with a line's faults."""
+    """Returns a function that sends frames on a stream: `send_all`, with the faults of `line`."""
     if line is None:
         return send_all
     one_by_one = threading.Lock()
@@ -172,7 +178,7 @@ def sender(line: Line | None, send_all: SendAll) -> SendAll:
                     send_all(connection, [memoryview(frame)])
             except TransportError:
                 if threading.get_ident() == here:
-                    raise  # Later nobody waits for it: it is sent again on the next connection.
+                    raise  # Else no caller waits: it is sent again on the next connection.
 
         def cut() -> None:
             with contextlib.suppress(OSError):
@@ -184,7 +190,7 @@ def sender(line: Line | None, send_all: SendAll) -> SendAll:
 
 
 def caller(line: Line | None, call: Call) -> Call:
-    """Returns what makes calls of frames: `call`, or the same with a line's faults."""
+    """Returns a function that makes calls of frames: `call`, with the faults of `line`."""
     if line is None:
         return call
 
@@ -195,10 +201,10 @@ def caller(line: Line | None, call: Call) -> Call:
 
 
 def from_environment(variables: Mapping[str, str] = os.environ) -> Faults:
-    """Returns what PACELINE_FAULTS asks for; nothing where it is not set.
+    """Returns the faults of PACELINE_FAULTS; none if it is not set.
 
     Raises:
-        ConfigError: It is not what it must be; says what.
+        ConfigError: The value is malformed; the message says what is wrong.
     """
     text = variables.get(VARIABLE, "")
     return parse(text) if text else NONE
@@ -208,7 +214,7 @@ def parse(text: str) -> Faults:
     """Returns the faults that `text` describes.
 
     Raises:
-        ConfigError: A part of it is none.
+        ConfigError: A part of it is malformed.
     """
     faults: list[Fault] = []
     seed = 0
@@ -232,7 +238,7 @@ def _fault(part: str, kind: str, value: str, at: str, point: str) -> Fault:
     """Returns one fault.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is malformed.
     """
     if kind not in KINDS:
         raise _refusal(part, f"must be one of {', '.join(KINDS)}, or seed")

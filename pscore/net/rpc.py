@@ -1,7 +1,7 @@
-"""What both sides share of gRPC: channel options, deadlines, and errors as status codes.
+"""gRPC for both sides: channel options, and errors as status codes.
 
-Codes that our code chooses are those that the gRPC library never makes by itself, so that a client
-can tell a refusal from a failing network; the error's class name travels beside the code:
+Our code uses only status codes that the gRPC library never generates, so that a client can tell a
+refusal from a failing network. The name of the error's class travels beside the code:
 
     INVALID_ARGUMENT     DecodeError, ConfigError
     NOT_FOUND            UnknownJobError
@@ -11,8 +11,8 @@ can tell a refusal from a failing network; the error's class name travels beside
     OUT_OF_RANGE         LimitError
     PERMISSION_DENIED    AccessError
 
-UNAVAILABLE and DEADLINE_EXCEEDED come from gRPC and mean: try again; so does CANCELLED, which a
-call gets that arrives in the moment in which a shard stops.
+UNAVAILABLE and DEADLINE_EXCEEDED come from gRPC and mean: try again. So does CANCELLED, the status
+of a call that arrives while a shard stops.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import grpc
 from pscore import errors
 from pscore.text import printable
 
-MESSAGE_NBYTES_MAX = 80 << 20  # A frame's largest header and payload (wire.py) and then some.
-# What a shard takes: a slice of 4 MiB with four arrays of state, and the longest header.
+MESSAGE_NBYTES_MAX = 80 << 20  # More than the largest frame (wire.py).
+# The largest request to a shard: a slice of 4 MiB with four arrays of state, and a long header.
 REQUEST_NBYTES_MAX = 24 << 20
 CONNECTIONS_MAX = 4096  # Of gRPC on one shard; fewer where there are few file descriptors.
 DATA_SERVICE = "ps.v1.Data"
@@ -37,7 +37,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),  # Each channel has a connection of its own.
-    ("grpc.enable_http_proxy", 0),  # Shards are near; http_proxy is meant for what is far.
+    ("grpc.enable_http_proxy", 0),  # Shards are in the same network; http_proxy is for others.
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
@@ -45,7 +45,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_concurrent_streams", 256),  # On one connection.
     ("grpc.max_connection_idle_ms", 300_000),  # Workers send heartbeats; the next call connects.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # Whoever only connects is not kept.
+    ("grpc.server_handshake_timeout_ms", 10_000),  # A peer that only connects is dropped.
     ("grpc.so_reuseport", 0),  # A port that is taken is an error, not a second listener.
 )
 

@@ -27,21 +27,21 @@ from pscore.net.wire import (
 
 SCRATCH_NBYTES = 1 << 16
 AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
-CLOSED_S = 5.0  # Until one who polls looks whether the connection has been closed.
-SOCKET_NBYTES = 4 << 20  # Kernel buffers of a local bulk connection, as far as granted.
-SAME_HOST_NBYTES = 512 << 10  # Of TCP within one host: what is under way stays in the cache.
-UNPACED = b"reno"  # Every Linux has it and, as it comes, lets everybody choose it.
+CLOSED_S = 5.0  # Interval at which a waiting reader checks that its connection is still open.
+SOCKET_NBYTES = 4 << 20  # Kernel buffers of a Unix socket, as far as granted.
+SAME_HOST_NBYTES = 512 << 10  # Kernel buffers of TCP within one host: they fit into the cache.
+UNPACED = b"reno"  # Part of every Linux, and by default open to every user.
 CONGESTION_NBYTES = 16
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
-    """Listens on TCP; what is accepted has to be `tune`d.
+    """Listens on TCP; accepted connections must be passed to `tune`.
 
     Returns:
-        The listener, and what `tune` needs.
+        The listener, and the congestion control for `tune`.
 
     Raises:
-        OSError: The port cannot be had.
+        OSError: The address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=256)
@@ -49,10 +49,10 @@ def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
-    """Returns a TCP connection that is ready for bulk; it waits for ever, as sockets do at first.
+    """Returns a tuned TCP connection without a time limit.
 
     Raises:
-        OSError: There is no such host, or nobody listens there.
+        OSError: There is no such host, or nothing listens there.
     """
     problem = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -73,14 +73,14 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def tune(connection: socket.socket, congestion: bytes = b"") -> None:
-    """Sets what a bulk connection needs: no delay for small frames, and large buffers.
+    """Sets the options of a bulk connection: no delay for small frames, and the sizes of buffers.
 
-    TCP sizes its buffers itself, by what is under way; a size set here is an upper limit. Between
-    two processes of one host there is no distance to fill, and small ones are faster.
+    TCP adapts its buffers to the bytes under way; a size set here is an upper limit. Between two
+    processes of one host there is no latency to hide, and small buffers are faster.
 
     Args:
         connection: TCP, or a Unix socket.
-        congestion: The system's congestion control, which a connection to another host gets.
+        congestion: The system's congestion control, for a connection to another host.
     """
     nbytes = SOCKET_NBYTES
     if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -97,14 +97,14 @@ def tune(connection: socket.socket, congestion: bytes = b"") -> None:
 
 
 def _defer_pacing(endpoint: socket.socket) -> bytes:
-    """Chooses a congestion control that does not pace, until `tune` knows where the peer is.
+    """Selects a congestion control without pacing, until `tune` knows the host of the peer.
 
-    One that does (BBR) has the kernel set a timer for each packet, which between two processes of
-    one host is work for nothing. It cannot be undone: a connection that was made with it is paced
-    to its end.
+    With pacing (BBR) the kernel sets a timer for each packet, which is useless work between two
+    processes of one host. It cannot be undone: a connection that was made with it is paced to its
+    end.
 
     Returns:
-        What the system would have used; nothing if it lets us choose no other.
+        The system's own choice; empty if the system allows no other.
     """
     try:
         usual = _congestion(endpoint)
@@ -120,53 +120,53 @@ def _congestion(endpoint: socket.socket) -> bytes:
 
 
 def is_within_host(connection: Stream) -> bool:
-    """Whether a TCP connection's two ends have the same address."""
+    """Returns whether the two ends of a TCP connection have the same address."""
     try:
         return bool(connection.getsockname()[0] == connection.getpeername()[0])
     except OSError:
-        return False  # It is gone; whoever reads it will see that.
+        return False  # It has ended; the reading thread notices that.
 
 
 def limit_silence(connection: Stream, limit_s: float) -> None:
-    """Has one read wait for at most `limit_s` seconds, however long a write may wait.
+    """Limits the wait of each read to `limit_s` seconds; writes may wait longer.
 
-    Between two frames `read_header` goes on waiting; in the middle of one it is an error.
+    Between two frames `read_header` continues to wait; in the middle of a frame it is an error.
     """
     if isinstance(connection, TLSSocket):
         connection.limit_silence(limit_s)
         return
-    # Of the kernel: with Python's own a read would return what there is, again and again.
+    # The kernel's limit: with Python's own, reads would return early with parts, again and again.
     seconds, rest = divmod(limit_s, 1.0)
     timeval = struct.pack("@ll", int(seconds), int(1e6 * rest))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
 
 
-class Ahead:
-    """Reads a connection; of frames without a payload, all that have come at once.
+class ReadAhead:
+    """Reads a connection; takes several frames without a payload in one call.
 
-    Behind such a frame comes such a frame: requests to pull, answers to pushes. So one of them
-    takes two calls of the kernel, `wait` and one read, as many as to read its two parts.
+    Behind a frame without a payload there is often another one: requests to pull, answers to
+    pushes. So such a frame takes two system calls, `wait` and one read, and often fewer.
     """
 
     def __init__(self, connection: Stream) -> None:
-        """Reads `connection`, which nobody else may."""
+        """Reads `connection` from now on, alone."""
         self._connection = connection
         self._buffer = memoryview(bytearray(AHEAD_NBYTES))
         self._left = self._buffer[:0]
-        self.is_short = False  # The last frame had no payload.
+        self.is_short = False  # Whether the last frame had no payload.
         self._poll = select.poll()
         if not isinstance(connection, TLSSocket):  # That one polls by itself.
             self._poll.register(connection, select.POLLIN)
 
     def wait(self) -> None:
-        """Waits for a frame behind a short one, or for the end.
+        """Waits for a frame behind a short one, or for the end of the connection.
 
-        The kernel wakes who waits in `recv` at each part that a send on the same connection gets
-        rid of, as long as another thread sends gradients or weights; a poll it does not.
+        While another thread sends on the same connection, the kernel wakes a thread in `recv` at
+        each part that has been sent; it does not wake one in `poll`.
         """
         if not self.is_short or self._left or isinstance(self._connection, TLSSocket):
             return
-        # Closed by another thread, its number may be another connection's by now.
+        # Once another thread has closed it, its number may belong to another connection.
         while self._connection.fileno() >= 0 and not self._poll.poll(1e3 * CLOSED_S):
             pass
 
@@ -199,7 +199,7 @@ def frame_parts(header: bytes, payload: Sequence[memoryview]) -> list[memoryview
 
 
 def send_all(connection: Stream, parts: Sequence[memoryview]) -> None:
-    """Sends parts one behind the other; waits while the peer does not read.
+    """Sends all parts in order; waits while the peer does not read.
 
     Raises:
         TransportError: The connection broke.
@@ -213,7 +213,7 @@ def send_all(connection: Stream, parts: Sequence[memoryview]) -> None:
 
 
 def advance(parts: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Returns what is left of `parts` after their first `nbytes` have gone."""
+    """Returns the rest of `parts` behind their first `nbytes`."""
     position = 0
     while position < len(parts) and nbytes >= parts[position].nbytes:
         nbytes -= parts[position].nbytes
@@ -225,30 +225,31 @@ def advance(parts: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 class Incoming:
-    """One frame that is being read: the header is here, the payload still on its way."""
+    """One frame whose header has been read, and whose payload has not."""
 
     def __init__(
-        self, connection: Stream | Ahead, header: bytes, nbytes: int, start: bytes
+        self, connection: Stream | ReadAhead, header: bytes, nbytes: int, start: bytes
     ) -> None:
-        """Is made by `read_header`."""
+        """Continues the frame's checksum; `read_header` makes these objects."""
         self.header = header
         self.payload_nbytes = nbytes
         self._connection = connection
         self._declared = int.from_bytes(start[CHECKED.size :], "little")
         self._digest = xxhash.xxh3_64(start[: CHECKED.size])
         self._digest.update(header)
+        self.is_read = False  # Whether all of the payload has been read.
 
     def read_into(self, *targets: memoryview) -> None:
-        """Reads the payload into `targets`, which are as long as it, and checks the frame.
+        """Reads the payload into `targets` and verifies the checksum.
 
         Raises:
-            DecodeError: The targets have another length.
+            DecodeError: The targets have another length than the payload, which is skipped.
             DamagedError: The checksum differs.
             TransportError: The connection broke.
         """
         if sum(target.nbytes for target in targets) != self.payload_nbytes:
             wanted = sum(target.nbytes for target in targets)
-            self.skip()  # If it was damaged, that is what is wrong with it.
+            self.skip()  # Raises if the frame is damaged, which then is the cause.
             raise DecodeError(f"payload of {self.payload_nbytes} bytes, {wanted} wanted")
         for target in targets:
             receive_into(self._connection, target)
@@ -256,7 +257,7 @@ class Incoming:
         self._check()
 
     def skip(self) -> None:
-        """Reads the payload and drops it; a frame is believed only once all of it is checked.
+        """Reads the payload, drops it, and verifies the checksum of the frame.
 
         Raises:
             DamagedError: The checksum differs.
@@ -272,6 +273,7 @@ class Incoming:
         self._check()
 
     def _check(self) -> None:
+        self.is_read = True
         if self._digest.intdigest() != self._declared:
             raise DamagedError(
                 f"checksum of a frame of {self.payload_nbytes} bytes of payload differs from its "
@@ -280,7 +282,7 @@ class Incoming:
 
 
 def read_header(
-    connection: Stream | Ahead,
+    connection: Stream | ReadAhead,
     *,
     header_nbytes_max: int = HEADER_NBYTES_MAX,
     payload_nbytes_max: int = PAYLOAD_NBYTES_MAX,
@@ -290,17 +292,17 @@ def read_header(
     """Reads up to a frame's header; returns None if the peer has closed between two frames.
 
     Args:
-        connection: Where it comes from.
+        connection: The stream, or its reader.
         header_nbytes_max: A longer header is refused.
         payload_nbytes_max: A longer payload is refused.
-        deadline_s: Of the monotonic clock, for all of it, however slowly it trickles in.
+        deadline_s: Of the monotonic clock, for the whole header, even if it comes byte by byte.
         reserve: Called with the header's length before memory is taken for it; may raise.
 
     Raises:
-        DecodeError: What comes is not a frame; nothing has been allocated for it.
+        DecodeError: The bytes are no frame; nothing has been allocated for them.
         TransportError: The connection broke.
     """
-    if isinstance(connection, Ahead) and deadline_s is None:
+    if isinstance(connection, ReadAhead) and deadline_s is None:
         connection.wait()
     start = bytearray(PREFIX.size)
     if not receive_into(connection, memoryview(start), may_end=True, deadline_s=deadline_s):
@@ -317,13 +319,13 @@ def read_header(
         reserve(header_nbytes)
     header = bytearray(header_nbytes)
     receive_into(connection, memoryview(header), deadline_s=deadline_s)
-    if isinstance(connection, Ahead):
+    if isinstance(connection, ReadAhead):
         connection.is_short = payload_nbytes == 0
     return Incoming(connection, bytes(header), payload_nbytes, bytes(start))
 
 
 def receive_into(
-    connection: Stream | Ahead,
+    connection: Stream | ReadAhead,
     target: memoryview,
     *,
     may_end: bool = False,

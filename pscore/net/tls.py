@@ -1,8 +1,8 @@
-"""TLS on stream sockets, and why it did not come about, in words.
+"""TLS for stream sockets, with readable reasons when a handshake fails.
 
-Python's SSLSocket may not be read by one thread while another writes, which is what a bulk
-connection does all the time. `TLSSocket` keeps OpenSSL's state under a lock for one record at most
-(16 KiB), and waits for the network outside of it.
+Python's SSLSocket must not be read by one thread while another writes, which bulk connections do
+all the time. `TLSSocket` holds a lock on OpenSSL's state for at most one record (16 KiB), and waits
+for the network without it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TLSSocket:
     """A TLS connection that one thread may read while another writes."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
-        """Takes over a connection whose handshake is done; it must not block."""
+        """Owns a non-blocking connection whose handshake is done."""
         self._tls = connection
         self._lock = threading.Lock()
         self._timeout_s: float | None = None
@@ -47,15 +47,15 @@ class TLSSocket:
 
     @property
     def family(self) -> socket.AddressFamily:
-        """As of the socket beneath."""
+        """Returns that of the socket beneath."""
         return socket.AddressFamily(self._tls.family)
 
     def getsockname(self) -> Any:
-        """As of the socket beneath."""
+        """Returns that of the socket beneath."""
         return self._tls.getsockname()
 
     def getpeername(self) -> Any:
-        """As of the socket beneath."""
+        """Returns that of the socket beneath."""
         return self._tls.getpeername()
 
     def settimeout(self, timeout_s: float | None) -> None:
@@ -63,11 +63,11 @@ class TLSSocket:
         self._timeout_s = timeout_s
 
     def limit_silence(self, limit_s: float) -> None:
-        """Has a read raise BlockingIOError after so many seconds, however long a write may wait."""
+        """Limits reads to `limit_s` seconds; then they raise BlockingIOError."""
         self._silence_s = limit_s
 
     def recv_into(self, target: memoryview, nbytes: int = 0, flags: int = 0) -> int:
-        """Reads up to one record; returns 0 when the peer has closed. `flags` change nothing."""
+        """Reads up to one record; returns 0 when the peer has closed. `flags` are ignored."""
         while True:
             with self._lock:
                 try:
@@ -87,9 +87,9 @@ class TLSSocket:
     def sendmsg(
         self, parts: Iterable[memoryview], ancillary: Sequence[Any] = (), flags: int = 0
     ) -> int:
-        """Sends parts, with MSG_DONTWAIT as far as the peer takes them at once.
+        """Sends parts; with MSG_DONTWAIT only as far as the peer takes them at once.
 
-        What was left over must be what is sent next: OpenSSL has begun with it.
+        The next call must begin with the rest of this one: OpenSSL has started to encrypt it.
         """
         sent = 0
         for part in parts:
@@ -113,12 +113,12 @@ class TLSSocket:
         return sent
 
     def shutdown(self, how: int) -> None:
-        """Ends the connection beneath, which wakes who waits for it."""
-        # SSLSocket's own would go on without TLS.
+        """Shuts the socket beneath down, which wakes waiting threads."""
+        # SSLSocket's own method would continue without TLS.
         socket.socket.shutdown(self._tls, how)
 
     def close(self) -> None:
-        """Closes."""
+        """Closes the connection."""
         with self._lock:
             self._tls.close()
 
@@ -133,7 +133,7 @@ Stream = socket.socket | TLSSocket
 
 
 def client_context(credentials: Credentials) -> ssl.SSLContext | None:
-    """Returns the TLS of bulk connections to shards; None for none.
+    """Returns the TLS context of connections to listeners; None: no TLS.
 
     Raises:
         ConfigError: A certificate cannot be used.
@@ -149,14 +149,14 @@ def client_context(credentials: Credentials) -> ssl.SSLContext | None:
 
 
 def server_context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
-    """Returns the TLS of a shard's sockets; with `client_ca` clients must show a certificate.
+    """Returns the TLS context of a listener; with `client_ca` clients need a certificate of it.
 
     Raises:
         ConfigError: A certificate cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # Nobody resumes, so nothing can be replayed from a ticket either.
+    context.num_tickets = 0  # No client resumes sessions, and without tickets none can be replayed.
     _show(context, cert, key)
     if client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
@@ -171,10 +171,16 @@ def secure(
     host: str | None = None,
     deadline_s: float | None = None,
 ) -> TLSSocket:
-    """Makes the handshake and returns the connection; without `host` as the server.
+    """Makes the TLS handshake and returns the connection.
+
+    Args:
+        connection: A connected socket, which is detached.
+        context: The certificates.
+        host: The server's name, which its certificate must have; None: this side is the server.
+        deadline_s: Of the monotonic clock; None: `HANDSHAKE_TIMEOUT_S` from now.
 
     Raises:
-        OSError: It failed, or was not done by `deadline_s` of the monotonic clock.
+        OSError: The handshake failed, or the deadline has passed.
     """
     deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S if deadline_s is None else deadline_s
     wrapped = context.wrap_socket(
@@ -215,7 +221,7 @@ def wait(connection: socket.socket, event: int, timeout_s: float | None) -> None
 
 
 def diagnose(address: str, credentials: Credentials) -> TLSError | None:
-    """Returns why no TLS comes about with the shard at `address`, or None if that is not it."""
+    """Returns the reason why TLS with the shard at `address` fails; None if it does not."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if not port.isdecimal() or address.startswith("unix:"):
@@ -225,7 +231,7 @@ def diagnose(address: str, credentials: Credentials) -> TLSError | None:
         if context is None:
             with socket.create_connection((host, int(port)), PROBE_TIMEOUT_S) as plain:
                 return _speaks_tls(plain, address)
-        # A shard that does not take our certificate closes; so does one that ends just now, once.
+        # A shard that refuses our certificate closes each time; one that is just ending, only once.
         closed = [_is_closed(host, int(port), context) for _ in range(2)]
     except ssl.SSLCertVerificationError as problem:
         begins = None
@@ -245,7 +251,7 @@ def diagnose(address: str, credentials: Credentials) -> TLSError | None:
 
 
 def shown(host: str, port: int, credentials: Credentials) -> bytes | None:
-    """Returns the certificate that a port shows, believed or not, as DER; None: it shows none."""
+    """Returns the certificate of a port as DER, trusted or not; None: it has none."""
     context = client_context(credentials)
     assert context is not None
     context.check_hostname = False
@@ -261,11 +267,11 @@ def shown(host: str, port: int, credentials: Credentials) -> bytes | None:
 
 
 def not_yet_valid(begins: datetime.datetime | None, now: datetime.datetime | None = None) -> str:
-    """Returns that a certificate is not valid yet, with both times.
+    """Returns the part of a message about a certificate that is not valid yet, with both times.
 
     Args:
-        begins: When it will be; None: that is not known.
-        now: The time of this machine's clock, if not that of now.
+        begins: The start of its validity; None: unknown.
+        now: The time on this machine's clock; None: now.
     """
     since = "yet" if begins is None else f"before {begins:%Y-%m-%d %H:%M} UTC"
     now = now or datetime.datetime.now(datetime.UTC)
@@ -273,17 +279,17 @@ def not_yet_valid(begins: datetime.datetime | None, now: datetime.datetime | Non
 
 
 def _begins(der: bytes | None, ca: Path | None) -> datetime.datetime | None:
-    """Returns since when both a certificate and the CA that has to have signed it are valid."""
+    """Returns the time from which a certificate and the CA that should have signed it are valid."""
     from cryptography import x509  # A tenth of a second, which only this message needs.
 
     found = [] if der is None else [x509.load_der_x509_certificate(der)]
-    with contextlib.suppress(OSError, ValueError):  # It was read before; this is for the message.
+    with contextlib.suppress(OSError, ValueError):  # Readable before; the message can do without.
         found += [] if ca is None else x509.load_pem_x509_certificates(ca.read_bytes())
     return max((certificate.not_valid_before_utc for certificate in found), default=None)
 
 
 def _validity(cert: Path) -> str:
-    """Returns between which times a certificate is valid, in words."""
+    """Returns the validity of a certificate, in words."""
     from cryptography import x509
 
     try:
@@ -296,10 +302,10 @@ def _validity(cert: Path) -> str:
 
 
 def _is_closed(host: str, port: int, context: ssl.SSLContext) -> bool:
-    """Returns whether a shard closes after a handshake that was fine for this side.
+    """Returns whether a shard closes after a handshake that succeeded on this side.
 
     Raises:
-        OSError: The handshake fails, or nobody is there.
+        OSError: The handshake fails, or nothing listens there.
     """
     context.set_alpn_protocols(["h2"])
     with (
@@ -315,12 +321,12 @@ def _is_closed(host: str, port: int, context: ssl.SSLContext) -> bool:
 def explain(
     problem: OSError, address: str, begins: datetime.datetime | None = None
 ) -> TLSError | None:
-    """Returns what a failed handshake means and what to do; None if it was not TLS that failed.
+    """Returns the meaning of a failed handshake and the remedy; None if TLS is not the cause.
 
     Args:
-        problem: With which it failed.
-        address: Of the peer.
-        begins: Since when its certificate and CA are valid, if that is known.
+        problem: The error of the handshake.
+        address: The peer's.
+        begins: The start of the validity of its certificate and CA, if known.
     """
     if not isinstance(problem, ssl.SSLError):
         return None
@@ -355,7 +361,7 @@ def explain(
 
 
 def _speaks_tls(plain: socket.socket, address: str) -> TLSError | None:
-    """Asks without believing anything whether TLS is spoken where we came without it."""
+    """Returns an error if the peer of a plain connection speaks TLS; trusts any certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

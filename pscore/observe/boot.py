@@ -1,15 +1,15 @@
-"""Which boot of which machine this is: what shares a monotonic clock, and memory-mapped files."""
+"""The identity of a boot: its processes share a monotonic clock and memory-mapped files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-STARTED = 19  # Among the fields of /proc/PID/stat behind the name: ticks since the boot.
+STARTED = 19  # Index of the start time, in ticks, in /proc/PID/stat behind the name.
 
 
 def boot_id() -> str:
-    """Returns the kernel's number of this boot; empty if it tells none."""
+    """Returns the kernel's number of this boot; empty if there is none."""
     try:
         return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -17,9 +17,9 @@ def boot_id() -> str:
 
 
 def began(pid: int) -> str:
-    """Returns when a process began, as nothing but this process has it; empty: there is none.
+    """Returns a unique name of a process by its start; empty if there is no such process.
 
-    It counts from the boot: the time of day would be another one once the clock has been set.
+    The start counts from the boot: the time of day changes when the clock is set.
     """
     try:
         about = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""What may be wrong between this process and shards, found out and said in words.
+"""Diagnoses the path between this process and the shards.
 
-Both sides use it (`psserver doctor`, `psworker doctor`). Each check asks one thing and returns
-findings; judging what was found is apart from asking, so that it can be tested without a network.
+Both sides use it (`psserver doctor`, `psworker doctor`). Each check asks one question and returns
+findings. Judging answers is separate from asking, so that it can be tested without a network.
 Nothing is changed, and no job is joined.
 """
 
@@ -73,7 +73,7 @@ def doubtful(check: str, about: str, what: str, do: str = "") -> Finding:
 def examine(
     addresses: Sequence[str], credentials: Credentials, job: str | None, fingerprint: str = ""
 ) -> list[Finding]:
-    """Looks at the shards at `addresses`, in their order.
+    """Checks the shards at `addresses`, in their order.
 
     Args:
         addresses: `host:port` each.
@@ -101,7 +101,7 @@ def examine(
 
 
 def reach(address: str, credentials: Credentials) -> list[Finding]:
-    """Looks whether somebody listens at an address, and what certificate is shown."""
+    """Checks that an address is listened on, and its certificate."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
@@ -131,7 +131,7 @@ def reach(address: str, credentials: Credentials) -> list[Finding]:
 
 
 def ask(address: str, credentials: Credentials) -> tuple[list[Finding], pb.DescribeReply | None]:
-    """Asks who a shard is, and what time it is there."""
+    """Asks a shard for its identity and its time."""
     with credentials.channel(address) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         before_s = time.time()
@@ -168,7 +168,7 @@ def judge_clock(address: str, skew_s: float) -> list[Finding]:
 
 
 def judge_order(addresses: Sequence[str], replies: dict[str, pb.DescribeReply]) -> list[Finding]:
-    """Looks whether the addresses are the shards of one cluster, in order."""
+    """Checks that the addresses are the shards of one cluster, in order."""
     if not replies:
         return []
     listed = ", ".join(
@@ -193,7 +193,7 @@ def judge_order(addresses: Sequence[str], replies: dict[str, pb.DescribeReply]) 
 
 
 def bulk_port(address: str, reply: pb.DescribeReply) -> list[Finding]:
-    """Looks whether the fast data plane can be reached."""
+    """Checks that the fast data plane can be reached."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         socket.create_connection((host, reply.bulk_port), tls.PROBE_TIMEOUT_S).close()
@@ -208,7 +208,7 @@ def bulk_port(address: str, reply: pb.DescribeReply) -> list[Finding]:
 
 
 def own_certificate(credentials: Credentials) -> list[Finding]:
-    """Looks at our own files."""
+    """Checks this side's own files."""
     findings = []
     for path, about in ((credentials.ca, "the CA"), (credentials.cert, "our certificate")):
         if path is None:
@@ -229,7 +229,7 @@ def judge_certificate(
     has_names: bool = True,
     now: datetime.datetime | None = None,
 ) -> list[Finding]:
-    """Looks when a certificate is good, and says for which names."""
+    """Checks a certificate's dates, and reports its names."""
     now = datetime.datetime.now(datetime.UTC) if now is None else now
     until, since = certificate.not_valid_after_utc, certificate.not_valid_before_utc
     what = f"good until {until:%Y-%m-%d %H:%M} UTC"
@@ -262,7 +262,7 @@ def names_of(certificate: x509.Certificate) -> list[str]:
 def look_at_job(
     addresses: Sequence[str], credentials: Credentials, job: str, fingerprint: str
 ) -> list[Finding]:
-    """Looks whether a job is the same on all shards, whole, and moving."""
+    """Checks that a job is the same on all shards, whole, and moving."""
     tables: dict[str, dict[str, set[str]]] = {}  # By name: fingerprint -> addresses.
     findings: list[Finding] = []
     for address in addresses:
@@ -301,7 +301,7 @@ def judge_model(job: str, table: str, prints: dict[str, set[str]], wanted: str) 
 
 
 def judge_workers(address: str, job: pb.JobStatus) -> list[Finding]:
-    """Looks who is there, who is lost, and what waits for whom."""
+    """Reports the workers that are live or lost, and the waits."""
     live = sum(worker.state == "live" for worker in job.workers)
     least = f"{job.min_workers} to " if job.min_workers else ""
     what = f"{live} of {least}{job.num_workers} workers live"
@@ -319,13 +319,13 @@ def judge_workers(address: str, job: pb.JobStatus) -> list[Finding]:
 
 
 def examine_machine(folder: Path | None = None) -> list[Finding]:
-    """Looks at what this machine allows; `folder` is where shards write, if they do."""
+    """Checks the limits of this machine; `folder` is the shards' state directory, if any."""
     findings = [*shared_memory(), judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])]
     return findings + ([] if folder is None else disk(folder))
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> list[Finding]:
-    """Looks whether memory can be shared."""
+    """Checks that memory can be shared."""
     try:
         Segment.create(1 << 12).close()
     except OSError as problem:
@@ -352,7 +352,7 @@ def judge_files(limit: int) -> Finding:
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Looks whether a shard can write its state."""
+    """Checks that a shard can write its state."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         do = "give --state-dir a directory that this user can write to"

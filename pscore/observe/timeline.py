@@ -1,4 +1,4 @@
-"""A timeline: what a process did when, as a Chrome trace that Perfetto and chrome://tracing open.
+"""A timeline of a process, as a Chrome trace that Perfetto and chrome://tracing open.
 
 A process with PACELINE_TIMELINE=trace.json keeps its last spans in a ring and writes them at its
 end to a file of its own, `trace.worker0.json` or `trace.shard0.json`; `psworker timeline` joins the
@@ -62,7 +62,7 @@ class Timeline:
     def span(
         self, name: str, begin_ns: int, *, end_ns: int | None = None, track: str = "", **args: Any
     ) -> None:
-        """Records what has just ended.
+        """Records a span that has just ended.
 
         Args:
             name: What it was.
@@ -80,7 +80,7 @@ class Timeline:
             self._spans.append((name, begin_ns, end_ns, thread, track, args))
 
     def write(self) -> None:
-        """Writes the file; what cannot be written is logged, and harms nobody."""
+        """Writes the file; a failure is logged and has no other effect."""
         with self._lock:
             spans, threads = list(self._spans), dict(self._threads)
             num_dropped = self._num_spans - len(spans)
@@ -107,7 +107,7 @@ class Timeline:
 
 
 def open_timeline(path: str | Path | None, kind: str, index: int) -> Timeline | None:
-    """Returns a process's timeline, or None if none is wanted.
+    """Returns a process's timeline, or None if it is off.
 
     Args:
         path: As PACELINE_TIMELINE has it: the process's own name goes before the suffix.
@@ -222,7 +222,7 @@ class _Rows:
 
 
 def _write(path: Path, trace: Mapping[str, Any]) -> None:
-    """Writes a file that is there as a whole or not at all."""
+    """Writes a file atomically."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
         draft.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
@@ -246,7 +246,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _place(trace: Mapping[str, Any]) -> tuple[bool, int]:
-    """Returns where a process is shown: workers first, each kind by number."""
+    """Returns the position of a process: workers first, each kind by number."""
     kind, _, number = trace["otherData"]["process"].partition(" ")
     return kind != "worker", int(number) if number.isdecimal() else 0
 
@@ -260,7 +260,7 @@ def _moved(event: Mapping[str, Any], pid: int, shift_ns: int) -> dict[str, Any]:
 
 
 def _arrows(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns what has each push of a worker point to its way into a shard."""
+    """Returns the arrows from each push of a worker to its arrival at a shard."""
     begun: dict[tuple[object, ...], Mapping[str, Any]] = {}
     keys = ("job", "table", "slice", "worker", "step", "role")
     for event in events:

@@ -1,4 +1,4 @@
-"""Server optimizers by name, and the way to them from a torch optimizer, without importing torch.
+"""Server optimizers by name, and the counterparts of torch optimizers, without importing torch.
 
 A new one is one file here and one line in `OPTIMIZERS`.
 """
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 __all__ = ["OPTIMIZERS", "Optimizer", "from_torch", "hyper_rows", "warm_up"]
 
-# How torch does its work, or what `hyper_from_torch` reads or refuses by itself.
+# Arguments that only affect torch's implementation, or that `hyper_from_torch` checks.
 _KNOWN = {
     "amsgrad",
     "betas",
@@ -46,27 +46,19 @@ _KNOWN = {
 
 
 def from_torch(optimizer: Any) -> tuple[Optimizer, HyperArray]:
-    """Returns the shards' counterpart of a torch optimizer, and its hyper-parameters of today.
+    """Returns the shards' counterpart of a torch optimizer, and its present hyper-parameters.
 
     Args:
-        optimizer: A `torch.optim` optimizer of exactly a supported class: what a subclass does
-            otherwise cannot be seen from here.
+        optimizer: A `torch.optim` optimizer of exactly a supported class; the changes of a subclass
+            could not be seen.
 
     Raises:
         UnsupportedOptimizerError: The class, or one of the arguments, has no counterpart.
     """
     groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
-    try:
-        counterpart = _counterpart(type(optimizer), groups)
-        _refuse_unknown_arguments(optimizer, groups)
-        return counterpart, hyper_rows(counterpart, groups)
-    except UnsupportedOptimizerError as problem:
-        from pscore.rules import RULES  # Rules import local updates, and these the optimizers.
-
-        modes = ", ".join(sorted(name for name, rule in RULES.items() if rule.outer_optimizer))
-        raise UnsupportedOptimizerError(
-            f"{problem}; the modes {modes} run any torch optimizer, on the workers"
-        ) from None
+    counterpart = _counterpart(type(optimizer), groups)
+    _refuse_unknown_arguments(optimizer, groups)
+    return counterpart, hyper_rows(counterpart, groups)
 
 
 def hyper_rows(optimizer: Optimizer | str, param_groups: Sequence[Mapping[str, Any]]) -> HyperArray:
@@ -89,7 +81,7 @@ def hyper_rows(optimizer: Optimizer | str, param_groups: Sequence[Mapping[str, A
 
 
 def warm_up(optimizer: Optimizer) -> None:
-    """Makes one step of one element, so that a daemon has compiled before it says it is ready."""
+    """Makes one step of one element, so that a daemon compiles before it reports to be ready."""
     values = np.zeros(1, np.float32)
     state = [np.zeros(1, np.float32) for _ in optimizer.state_names]
     segments = SegmentTable(bounds=np.array([[0, 1]], np.int64), groups=np.zeros(1, np.int64))

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import njit
 
-from pscore.optimizers.base import Optimizer, refuse
+from pscore.optimizers.base import Optimizer, StepKernels, refuse
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAXIMIZE = range(6)
@@ -109,6 +109,7 @@ class Adam(Optimizer):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        kernels: StepKernels | None = None,
     ) -> None:
         """Makes one step in place on torch tensors of any device."""
         for index in np.flatnonzero(active):

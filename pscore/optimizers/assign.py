@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import njit
 
-from pscore.optimizers.base import Optimizer
+from pscore.optimizers.base import Optimizer, StepKernels
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 
@@ -62,6 +62,7 @@ class Assign(Optimizer):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        kernels: StepKernels | None = None,
     ) -> None:
         """Makes one step in place on torch tensors of any device."""
         for index in np.flatnonzero(active):

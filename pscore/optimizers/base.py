@@ -1,28 +1,43 @@
 """The protocol of a server optimizer: one file each, on flat slices, the same for shard and worker.
 
 A shard runs it on the mean gradient of a step; a worker in `mirror` runs it on its own gradient.
-An optimizer is stateless: its arrays are given to it, so that checkpoints, restarts and workers
-need not know it. Segments say which part of a slice belongs to which parameter, because parameters
-have groups with hyper-parameters of their own, and because a parameter without a gradient in a step
-is left alone, as torch leaves it alone.
+An optimizer is stateless: its arrays are arguments, so that checkpoints, restarts and workers need
+not know it. Segments map parts of a slice to parameters: parameters have groups with
+hyper-parameters of their own, and as in torch a parameter without a gradient is not changed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pscore.errors import UnsupportedOptimizerError
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 
+class StepKernels(Protocol):
+    """The step of an optimizer as kernels of one device, which starts them without waiting."""
+
+    def sgd_step(
+        self,
+        weights: Any,
+        grad: Any,
+        buffer: Any,
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+    ) -> None:
+        """Makes the step of `sgd.py` in place, on tensors of the device."""
+
+
 class Optimizer(ABC):
-    """One way of changing weights by a gradient.
+    """One kind of step from a gradient to new weights.
 
     Attributes:
         name: Its name in `OPTIMIZERS` and on the wire.
-        torch_class: Name of the `torch.optim` class that it takes over; empty if there is none.
+        torch_class: Name of the `torch.optim` class that it implements; empty if there is none.
         hyper_names: Columns of the hyper-parameters. The first is always `lr`.
         state_names: Its state arrays, each `(numel,) float32`, under torch's own names.
         torch_has_step: Whether torch's state holds the number of steps as `step`.
@@ -74,7 +89,7 @@ class Optimizer(ABC):
             out: `(numel,) float32`, receives the weights after the step, all elements of it:
                 inactive segments and padding are copied.
             grad: `(numel,) float32`, the sum of the gradients; not changed.
-            scale: What `grad` is multiplied by: one over the sum of the gradients' weights.
+            scale: Factor on `grad`: one over the sum of the gradients' weights.
             state: One `(numel,) float32` for each of `state_names`, changed in place.
             segments: The parameters in this slice.
             counts: `(num_segments,) int64`, steps made so far per segment; active ones count up.
@@ -93,10 +108,12 @@ class Optimizer(ABC):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        kernels: StepKernels | None = None,
     ) -> None:
         """Makes one step in place on torch tensors of any device, scale 1: the worker's `mirror`.
 
-        The arguments are those of `step`, with tensors in the place of arrays.
+        The arguments are those of `step`, with tensors instead of arrays. With `kernels` those may
+        make the step; else torch's operations make it.
         """
         raise NotImplementedError(f"{self.name} has no step for device tensors")
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numba import njit
 
-from pscore.optimizers.base import Optimizer, refuse
+from pscore.optimizers.base import Optimizer, StepKernels, refuse
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 LR, MOMENTUM, DAMPENING, WEIGHT_DECAY, NESTEROV, MAXIMIZE = range(6)
@@ -100,14 +100,12 @@ class SGD(Optimizer):
         counts: IntArray,
         active: IntArray,
         hyper: HyperArray,
+        kernels: StepKernels | None = None,
     ) -> None:
         """Makes one step in place on torch tensors of any device."""
-        from pscore.cuda import local as device  # Imports torch, which shards do without.
-
-        launch = device.kernels(weights)
-        if launch is not None:
+        if kernels is not None:
             buffer = state[0]
-            device.sgd_step(launch, weights, grad, buffer, segments, counts, active, hyper)
+            kernels.sgd_step(weights, grad, buffer, segments, counts, active, hyper)
             return
         for index in np.flatnonzero(active):
             lr, momentum, dampening, weight_decay, nesterov, maximize = hyper[

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pscore.errors import UnsupportedOptimizerError
+from pscore.optimizers import Optimizer, from_torch
 from pscore.plugins import make_plugin, parse_plugin
 from pscore.rules.asgd import ASGD
 from pscore.rules.base import Memory, Plan, Rule, SliceClocks
@@ -42,6 +44,7 @@ __all__ = [
     "SlowMo",
     "Staleness",
     "make_rule",
+    "make_server_optimizer",
     "parse_mode",
 ]
 
@@ -65,3 +68,18 @@ def parse_mode(text: str | Rule) -> Rule:
     if isinstance(text, Rule):
         return text
     return make_rule(*parse_plugin("mode", text))
+
+
+def make_server_optimizer(optimizer: Any) -> Optimizer:
+    """Returns the shards' counterpart of a torch optimizer (`pscore.optimizers.from_torch`).
+
+    Raises:
+        UnsupportedOptimizerError: There is none; the message names the modes that need none.
+    """
+    try:
+        return from_torch(optimizer)[0]
+    except UnsupportedOptimizerError as problem:
+        modes = ", ".join(sorted(name for name, rule in RULES.items() if rule.outer_optimizer))
+        raise UnsupportedOptimizerError(
+            f"{problem}; the modes {modes} run any torch optimizer, on the workers"
+        ) from None

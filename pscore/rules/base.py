@@ -1,10 +1,10 @@
 """The protocol of an update rule: one paper, one file, both halves.
 
-A rule is an immutable value: its fields are the mode's hyper-parameters, and they are what travels
-when a job is made. The server half says which pushes make one update and when a pull may be
-answered; the worker half says what a worker does at each step. Defaults are those of asynchronous
-SGD, so that a file holds only its paper's difference. All that a rule remembers on a shard is in
-`Memory.state`, by name, so that checkpoints and restarts need not know the rule.
+A rule is an immutable value: its fields are the mode's hyper-parameters, and they are sent when a
+job is made. The server half decides which pushes make one update and when a pull may be answered;
+the worker half plans the worker's steps. Defaults are those of asynchronous SGD, so that a file
+holds only its paper's difference. The memory of a rule on a shard is in `Memory.state`, by name, so
+that checkpoints and restarts need not know the rule.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ UNBOUNDED = 1 << 62  # A bound that is never reached, in steps.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a worker does at one step, per slice and in this order.
+    """The actions of a worker at one step, per slice and in this order.
 
     1. A pull that is still on its way from an earlier step is waited for and becomes the base.
     2. With `local` (or `inner`), the weights move by this step's gradient.
-    3. With `push`, the gradient (or what the weights moved by) is sent; it may leave earlier.
+    3. With `push`, the gradient (or the change of the weights) is sent; it may leave earlier.
     4. With `pull`, the weights that hold this step's update are asked for.
     5. With `block`, that pull is waited for now; else it lands in item 1 of a later step.
     """
@@ -35,7 +35,7 @@ class Plan:
     compress: bool = True
     flush: bool = False  # Full precision, and the residual goes along and becomes zero.
     local: bool = False
-    inner: bool = False  # In the place of `local`: the user's own torch optimizer makes a step.
+    inner: bool = False  # Instead of `local`: the user's own torch optimizer makes a step.
     pull: bool = True
     block: bool = True
     turn: int = 0  # With `pull`: of the slices of a shard, the i-th where i is `turn` modulo
@@ -47,22 +47,22 @@ class Plan:
 
 
 class SliceClocks(Protocol):
-    """What a rule may know of a slice when it decides whether a pull can be answered."""
+    """The state of a slice by which a rule decides whether a pull can be answered."""
 
     @property
     def version(self) -> int:
         """Updates decided so far."""
 
     def clock(self, worker: int) -> int:
-        """Steps of `worker` that are in, counted without a gap."""
+        """Returns the number of steps received from `worker` without a gap."""
 
     def clock_min(self) -> int:
-        """The smallest `clock` of all workers that are still expected."""
+        """Returns the smallest `clock` of all workers that are still expected."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Memory:
-    """What a rule may read and keep on a shard for one slice."""
+    """The memory of a rule on a shard, for one slice."""
 
     weights: FloatArray  # (numel,): the newest weights; read only.
     scratch: FloatArray  # (numel,): free to use during one call.
@@ -71,7 +71,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """A mode: how pushes become updates, and what a worker does in between.
+    """A mode: the way from pushes to updates, and the steps of a worker.
 
     Attributes:
         name: Its name in `RULES`, in `mode=` and on the wire.
@@ -79,7 +79,7 @@ class Rule(ABC):
         compensates: `compensate` has to be called for each push.
         remembers_pulls: `on_pull` has to be called before a pull is answered.
         outer_optimizer: Name of the shards' optimizer in a mode whose workers run the user's own
-            torch optimizer between rounds; empty where the shards run the user's.
+            torch optimizer between rounds; empty if the shards run the user's.
     """
 
     name: ClassVar[str]
@@ -91,7 +91,7 @@ class Rule(ABC):
     # ----- server half
 
     def require_workers(self, num_workers: int) -> None:  # noqa: B027
-        """Is called when a job is made for `num_workers` workers.
+        """Checks the arguments when a job is made for `num_workers` workers.
 
         Raises:
             ConfigError: The arguments do not fit that number.
@@ -133,9 +133,9 @@ class Rule(ABC):
         """Corrects one gradient `(numel,) float32` in place, before it is added to others."""
 
     def on_pull(self, worker: int, memory: Memory) -> None:  # noqa: B027
-        """Is called when `memory.weights` are about to be sent to `worker`, to train on.
+        """Notes that `memory.weights` are about to be sent to `worker`, which trains on them.
 
-        It is not called for a look at the weights (`Pull.is_look`): nobody trains on its answer.
+        Not called for a look at the weights (`Pull.is_look`): no worker trains on its answer.
         """
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:
@@ -145,7 +145,7 @@ class Rule(ABC):
     # ----- worker half
 
     def plan(self, step: int) -> Plan:
-        """Returns what a worker does at 0-based `step`."""
+        """Returns the actions of a worker at 0-based `step`."""
         return Plan()
 
     def local_update(self) -> Any:
@@ -157,7 +157,7 @@ class Rule(ABC):
         return step + 1 if self.by_step else 0
 
     def step_after(self, step: int, num_pushes: int) -> int:
-        """Returns the step that a worker is at which was at `step` and has pushed so often since.
+        """Returns the step of a worker that was at `step` and has made `num_pushes` pushes since.
 
         Args:
             step: 0-based.

@@ -15,7 +15,7 @@ Q is the job's `compression`: 2-bit in the paper. Without one this is OD-SGD. Th
 synchronous and uncompressed.
 
 Differs from the paper, of which only the abstract and the code were read: `flush` is ours (the code
-is `raw`, which sends what is owed later, if at all), the warm-up is counted in steps that the
+is `raw`, which sends the residual later, if at all), the warm-up is counted in steps that the
 caller sets (the code has 1000 fixed), the correction is the last of each k steps after the warm-up
 (the code counts from the first step of all), and the threshold of a quantizer is in units of mean
 gradients, where the code's 0.5 is for sums over a batch.
@@ -42,7 +42,7 @@ class CD(OD):
         local: Local update, from the uncompressed gradient: `sgd`, `dc`, `dc_adaptive`, `glu`,
             `secant`, `mirror`, or `none`.
         steps: k, steps from one uncompressed push to the next, 1..1024; 1 never compresses.
-        correction: What is pushed then: `raw` the gradient, `flush` what is owed along with it.
+        correction: The payload of a correction: `raw` the gradient, `flush` also the residual.
         lr_scale: `sgd`, `dc`, `dc_adaptive`, `glu`, `secant`: learning rate of the local update
             over the optimizer's.
         variance_control: `dc`: lambda, 0 or more, without unit.

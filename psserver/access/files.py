@@ -1,6 +1,6 @@
-"""The files of a shard that say who may connect: certificate, key, CA of the clients, tokens.
+"""The files of a shard for access: certificate, key, CA of the clients, tokens.
 
-Part of a shard's plan, so that it imports what is of size only where it is used.
+Part of a shard's plan, which must load fast: large modules are imported only where they are used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from psserver.access.gate import Gate
+    from psserver.access.authorizer import Authorizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """Paths, as they travel in a shard's plan: secrets are in files and nowhere else."""
+    """Paths in a shard's plan; secrets are in files and nowhere else."""
 
     cert: str | None = None
     key: str | None = None
@@ -32,10 +32,10 @@ class Trust:
         """Reads all files once.
 
         Raises:
-            ConfigError: One of them cannot be used; says which and what to do.
+            ConfigError: One of them cannot be used; the message names it and the remedy.
         """
         if self.token_file is not None:
-            self.gate()
+            self.authorizer()
         if self.cert is None or self.key is None:
             return
         from pscore.net.credentials import readable, require_private
@@ -50,15 +50,15 @@ class Trust:
         require_private(Path(self.key), "--tls-key")
         self.context()
 
-    def gate(self) -> Gate:
-        """Returns who may do what.
+    def authorizer(self) -> Authorizer:
+        """Returns the tokens of the token file.
 
         Raises:
             ConfigError: The token file cannot be used.
         """
-        from psserver.access.gate import Gate
+        from psserver.access.authorizer import Authorizer
 
-        return Gate.of(self.token_file)
+        return Authorizer.of(self.token_file)
 
     def context(self, *, mutual: bool = True) -> ssl.SSLContext | None:
         """Returns the TLS of our own sockets; None for none.
@@ -90,10 +90,10 @@ class Trust:
 
 
 def require_whole(trust: Trust) -> None:
-    """Refuses half of a pair.
+    """Refuses a certificate without its key, or a key without its certificate.
 
     Raises:
-        ConfigError: Says what is missing.
+        ConfigError: Names the missing one.
     """
     if (trust.cert is None) != (trust.key is None):
         missing = "--tls-key" if trust.key is None else "--tls-cert"

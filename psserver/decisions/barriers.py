@@ -1,11 +1,11 @@
-"""The barriers of one job, by name: everybody has to arrive before anybody goes on.
+"""The barriers of one job, by name: no worker passes one before all have arrived.
 
-Workers count the rounds of a name, 0, 1, ..., and none goes to a round before it has come through
-the one before. So only the newest round of a name can be waited at, and all earlier ones are open.
-Once open, a round stays open: who joins later was not meant.
+Workers count the rounds of a name, 0, 1, ..., and none arrives at a round before it has passed the
+one before. So workers can wait at the newest round only, and all earlier ones are open. An open
+round stays open: workers that join later are not waited for.
 
-Each worker brings a number along, and all of them get the largest: that is how they agree on it. A
-worker that asks again, because the answer was lost, may come when others are one round further.
+Each worker brings a number, and all of them get the largest: that is how they agree on it. A worker
+whose answer was lost asks again, perhaps when others are one round further.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Barrier:
     number: int = 0
     arrived: set[int] = field(default_factory=set)  # Ranks.
     is_open: bool = False
-    largest: float = 0.0  # Of what the workers have brought.
-    former: float = 0.0  # The same of the round before.
+    largest: float = 0.0  # Largest number that the workers have brought.
+    former: float = 0.0  # The same, in the round before.
 
     def missing(self, expected: Iterable[int], *, is_short: bool = False) -> list[int]:
-        """Returns who of those that are expected has not arrived, and opens if nobody is missing.
+        """Returns the expected ranks that have not arrived; opens the round if there are none.
 
         Args:
-            expected: Ranks; who is there, or yet to come.
-            is_short: The job waits for more workers than those: nothing opens.
+            expected: Ranks of the workers that are live or have not joined yet.
+            is_short: Whether the job waits for more workers than those: then nothing opens.
         """
         missing = [] if self.is_open else [rank for rank in expected if rank not in self.arrived]
         self.is_open |= not (missing or is_short)
@@ -39,24 +39,24 @@ class Barrier:
 
     @property
     def next_round(self) -> int:
-        """The round that a worker which joins now comes to first."""
+        """The first round of a worker that joins now."""
         return self.number + self.is_open
 
 
 @dataclass(slots=True)
 class Barriers:
-    """All of them. A state machine; who is expected is an argument."""
+    """The barriers of a job. A state machine; the expected workers are an argument."""
 
     by_name: dict[str, Barrier] = field(default_factory=dict)
 
     def arrive(self, name: str, number: int, rank: int, value: float = 0.0) -> Barrier | None:
-        """Takes `rank` as having come to round `number`; None if all have come through that.
+        """Records that `rank` has arrived at round `number`; None if all have passed that round.
 
         Args:
-            name: Of the barrier.
-            number: Of the round.
-            rank: Of the worker.
-            value: What it brings along, 0 or more.
+            name: Name of the barrier.
+            number: Number of the round.
+            rank: The worker's rank.
+            value: The number that it brings, 0 or more.
         """
         barrier = self.by_name.get(name)
         if barrier is None:
@@ -74,7 +74,7 @@ class Barriers:
         return barrier
 
     def begin_again(self) -> None:
-        """Forgets who waits at rounds that are not open: the workers of a former life."""
+        """Forgets the workers of a former life that wait at rounds which are not open."""
         for barrier in self.by_name.values():
             barrier.arrived.clear()
 
@@ -88,5 +88,5 @@ class Barriers:
         )
 
     def next_rounds(self) -> dict[str, int]:
-        """Returns the round of each name that a worker which joins now comes to first."""
+        """Returns the first round of each name for a worker that joins now."""
         return {name: barrier.next_round for name, barrier in self.by_name.items()}

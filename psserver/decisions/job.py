@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Counters:
+class JobCounters:
     """What a job has done on this shard since it began."""
 
     num_pushes: int = 0
@@ -69,7 +69,7 @@ class Job:
     barriers: Barriers = field(default_factory=Barriers)
     steps: dict[int, int] = field(default_factory=dict)  # Steps that each worker has pushed.
     met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
-    counters: Counters = field(default_factory=Counters)
+    counters: JobCounters = field(default_factory=JobCounters)
     life: Life = field(default_factory=Life)
 
     def table(self, index: int) -> Table:

@@ -1,12 +1,12 @@
-"""What a shard may use: memory for tables, and bytes that are under way.
+"""Bounds of a shard: memory for tables, and bytes under way.
 
-A table is refused before memory is taken for it; a payload before it is received; and whoever asks
-for weights and does not read them is cut off. Each refusal says what was wanted and what is left.
+A table is refused before its memory is allocated, and a payload before it is received. A peer that
+requests weights without reading them is disconnected. Each refusal says how much was wanted and how
+much is left.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 from pscore.errors import LimitError
@@ -17,11 +17,11 @@ KEEP_ENDED_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one shard may use.
+    """Bounds of one shard.
 
     Attributes:
-        memory_nbytes: For the tables of all jobs: weights, state and sums. None: what is there.
-        is_kept: Whether tables outlive the process: then they take state and sums twice.
+        memory_nbytes: For the tables of all jobs: weights, state and sums. None: no bound.
+        is_kept: Whether tables outlive the process: then they need memory for state and sums twice.
         keep_ended_s: How long a job that has ended is kept, in seconds.
         under_way_nbytes: Payloads that are being received or wait for their turn, and answers that
             wait for slow readers; those of the bulk data plane.
@@ -37,15 +37,15 @@ class Limits:
         return self.memory_nbytes is None or held + wanted <= self.memory_nbytes
 
     def require_memory(self, what: str, wanted: int, held: int) -> None:
-        """Refuses a table that would take more than the shard may have.
+        """Checks that a table fits into the memory of the shard.
 
         Args:
             what: The table, for the message.
-            wanted: Bytes that it takes.
-            held: Bytes that the tables here take already.
+            wanted: Bytes that it needs.
+            held: Bytes in use by the tables of this shard.
 
         Raises:
-            LimitError: It would.
+            LimitError: It does not fit.
         """
         if self.memory_nbytes is not None and not self.has_room(wanted, held):
             raise LimitError(
@@ -53,39 +53,3 @@ class Limits:
                 f"{self.memory_nbytes} are left (memory_mb); `psserver jobs` shows which jobs have "
                 "them, `psserver forget JOB` frees one"
             )
-
-
-class Budget:
-    """Bytes that are under way in one shard; used from any thread.
-
-    Attributes:
-        nbytes: All of them.
-        left: Those that nobody has taken.
-    """
-
-    def __init__(self, nbytes: int, setting: str = "under_way_mb") -> None:
-        """Starts with all of them free; `setting` is what changes their number, for messages."""
-        self._about = f" ({setting})" if setting else ""
-        self._lock = threading.Lock()
-        self.nbytes = nbytes
-        self.left = nbytes
-
-    def take(self, nbytes: int, what: str) -> None:
-        """Takes bytes; whoever does gives them back.
-
-        Raises:
-            LimitError: There are not so many left.
-        """
-        with self._lock:
-            if nbytes > self.left:
-                raise LimitError(
-                    f"{what} wants {nbytes} bytes under way, {self.left} of {self.nbytes} are "
-                    f"left{self._about}"
-                )
-            self.left -= nbytes
-
-    def give(self, nbytes: int) -> None:
-        """Gives bytes back."""
-        with self._lock:
-            self.left += nbytes
-            assert self.left <= self.nbytes

@@ -1,16 +1,17 @@
-"""Who takes part in a job, as one shard sees it: a state machine without clock or network.
+"""The workers of a job, as one shard sees them: a state machine without a clock or a network.
 
 Each shard keeps its own membership of each job. A worker joins every shard, renews its lease at
-every shard, and leaves every shard; time is an argument. What the rest of the shard asks is one
-question: who is expected to push step t? A job is *formed* when `num_workers` have joined; before,
-those who have not come yet are expected at every step, so that no step closes without them.
+every shard, and leaves every shard; time is an argument. The rest of the shard asks one question:
+which workers are expected to push step t? A job is *formed* when `num_workers` have joined; before,
+workers that have not joined yet are expected at every step, so that no step closes without them.
 
-An *elastic* job has a least and a largest number of workers: whoever is live is expected, anybody
+An *elastic* job has a least and a largest number of workers: all live workers are expected, more
 may join while there are fewer than the largest number, and no step closes while there are fewer
-than the least (`wanted`). A worker whose script has come to its end counts as there.
+than the least (`wanted`). A worker whose script has ended counts as present.
 
-Each time a process joins it draws an incarnation, a random number. Which of two came later is known
-here alone, from what has held each rank; no clock of another machine is asked, nor the wall clock.
+Each process that joins draws an incarnation, a random number. The membership alone knows which of
+two came later, from the incarnations that have held each rank; it asks no wall clock and no clock
+of another machine.
 """
 
 from __future__ import annotations
@@ -27,11 +28,41 @@ SPENT_MAX = 32  # Former incarnations that are remembered of each rank.
 
 
 class Presence(enum.Enum):
-    """State of one worker."""
+    """State of the worker of one rank."""
 
+    ABSENT = "absent"  # Has not joined yet.
     LIVE = "live"
-    LEFT = "left"  # It said so: its script ended.
-    LOST = "lost"  # Its lease ran out.
+    LEFT = "left"  # Its script ended.
+    LOST = "lost"  # Its lease ran out, or its script failed.
+
+
+class Event(enum.Enum):
+    """Something that changes the state of a worker."""
+
+    JOIN = "join"  # A process joins at the rank.
+    MESSAGE = "message"  # Its process is heard.
+    LEAVE = "leave"  # Its script ends.
+    FAIL = "fail"  # Its script fails.
+    SILENCE = "silence"  # Its lease runs out.
+    NEW_LIFE = "new life"  # All workers were lost, and the job begins another life.
+
+
+# The state after an event. An event without an entry is refused or ignored in that state.
+TRANSITIONS = {
+    (Presence.ABSENT, Event.JOIN): Presence.LIVE,
+    (Presence.LIVE, Event.JOIN): Presence.LIVE,  # Another process, if the first may be replaced.
+    (Presence.LEFT, Event.JOIN): Presence.LIVE,
+    (Presence.LOST, Event.JOIN): Presence.LIVE,
+    (Presence.LIVE, Event.MESSAGE): Presence.LIVE,
+    (Presence.LEFT, Event.MESSAGE): Presence.LEFT,  # A message that was under way.
+    (Presence.LIVE, Event.LEAVE): Presence.LEFT,
+    (Presence.LIVE, Event.FAIL): Presence.LOST,
+    (Presence.LIVE, Event.SILENCE): Presence.LOST,
+    (Presence.ABSENT, Event.NEW_LIFE): Presence.ABSENT,
+    (Presence.LIVE, Event.NEW_LIFE): Presence.ABSENT,
+    (Presence.LEFT, Event.NEW_LIFE): Presence.LEFT,
+    (Presence.LOST, Event.NEW_LIFE): Presence.ABSENT,
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,18 +71,18 @@ class Member:
 
     rank: int
     incarnation: int
-    former: tuple[int, ...] = ()  # Those of the same process, from before it came back.
-    spent: tuple[int, ...] = ()  # Those that have held the rank before, the oldest first.
+    former: tuple[int, ...] = ()  # Earlier incarnations of the same process.
+    spent: tuple[int, ...] = ()  # Incarnations that have held the rank before, the oldest first.
     restart: int
     host: str
     pid: int
     heard_s: float  # Time of its last message.
-    lease_ends_s: float = 0.0  # Then it is declared lost, unless it is heard before.
+    lease_ends_s: float = 0.0  # When it is declared lost, unless it is heard before.
     presence: Presence = Presence.LIVE
     reason: str = ""  # Why it left.
     returns: bool = False  # It was part of the job before: a job without live workers goes on.
-    waits: str = ""  # For which shard, in its own words: one that does not answer.
-    news: str = ""  # What it has to know of the job when it joins.
+    waits: str = ""  # A shard that does not answer to it, in its own words.
+    news: str = ""  # Message about the job, for a worker that joins.
     is_suspect: bool = False  # Not heard since its connection broke, or since it was restored.
     # By table: steps ended, begun and not ended, and those ended when the latter last changed.
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -61,7 +92,7 @@ class Membership:
     """The workers of one job on one shard."""
 
     def __init__(self, num_workers: int, lease_s: float, min_workers: int = 0) -> None:
-        """Starts with nobody.
+        """Starts without workers.
 
         Args:
             num_workers: Of the job; the most of an elastic one.
@@ -82,17 +113,17 @@ class Membership:
         self.min_workers = min_workers
         self.lease_s = lease_s
         self.members: dict[int, Member] = {}
-        self.has_ended = False  # The last worker to go has said that its part is done.
+        self.has_ended = False  # Whether the last worker to leave said that its part is done.
         self.spent: dict[int, tuple[int, ...]] = {}  # Of ranks whose workers `begin_again` forgot.
 
     def join(self, member: Member) -> int:
-        """Takes `member` in, at its rank or, with rank -1, at the lowest that is free.
+        """Adds `member`, at its rank or, with rank -1, at the lowest free one.
 
         Returns:
             The rank.
 
         Raises:
-            RankTakenError: Another live process holds the rank, or there is none free.
+            RankTakenError: Another live process holds the rank, or no rank is free.
             ReplacedError: Another process has taken it over since, or this incarnation is over.
         """
         self.require_new(member)
@@ -102,10 +133,10 @@ class Membership:
             raise RankTakenError(f"rank {member.rank} wanted in a job of {self.size} workers")
         held = self.members.get(member.rank)
         if held is not None and held.incarnation == member.incarnation:
-            # The same request again; if it comes after the worker has gone, it stays gone.
+            # A repeated request. If the worker has left meanwhile, it stays so.
             return self.heard(member.rank, member.incarnation, member.heard_s).rank
         if held is not None:
-            # Lost on another shard, but not yet on this one: the same process begins anew on all.
+            # The process was declared lost on another shard, and joins all of them again.
             is_itself = held.incarnation in member.former
             if not is_itself and self._was_replaced(member, held):
                 raise ReplacedError(
@@ -122,12 +153,13 @@ class Membership:
         else:
             member.spent = self.spent.pop(member.rank, ())
         member.lease_ends_s = member.heard_s + self.lease_s
+        member.presence = TRANSITIONS[self._presence(member.rank), Event.JOIN]
         self.members[member.rank] = member
         self.has_ended = False
         return member.rank
 
     def require_new(self, member: Member) -> None:
-        """Refuses a request to join that comes again after its worker was replaced.
+        """Refuses a repeated request to join whose worker has been replaced since.
 
         Raises:
             ReplacedError: Its worker has joined again, or another in its place.
@@ -148,10 +180,10 @@ class Membership:
         has_ended: bool = False,
         spent: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
-        """Takes the workers in a record in; those that were live have a new lease.
+        """Restores the workers in a record; live ones get a new lease.
 
-        Each of them is under suspicion until it is heard: it may have died together with the shard,
-        and a new process may take its rank at once.
+        Each one is suspect until it is heard: it may have died together with the shard, and a new
+        process may take its rank at once.
         """
         for member in members:
             member.lease_ends_s = member.heard_s + self.lease_s
@@ -161,23 +193,23 @@ class Membership:
         self.spent = dict(spent or {})
 
     def begin_again(self) -> None:
-        """Forgets the workers that have not ended by themselves: all ranks but theirs are to come.
+        """Forgets the workers that did not end by themselves.
 
-        A job whose workers were all lost goes on so with new ones, and waits for all of them as it
+        A job whose workers were all lost continues with new ones, and waits for all of them as it
         did at its start.
         """
-        for member in self.members.values():
-            if member.presence is not Presence.LEFT:
+        for member in list(self.members.values()):
+            if TRANSITIONS[member.presence, Event.NEW_LIFE] is Presence.ABSENT:
                 self.spent[member.rank] = (*member.spent, member.incarnation)[-SPENT_MAX:]
-        self.members = {rank: self.members[rank] for rank in self._in(Presence.LEFT)}
-        for member in self.members.values():
-            member.restart = 0  # Its command may be given again too.
+                del self.members[member.rank]
+            else:
+                member.restart = 0  # Its command may be given again too.
 
     def heard(self, rank: int, incarnation: int, now_s: float) -> Member:
-        """Renews a lease, and returns whose it is.
+        """Renews a lease, and returns its worker.
 
         Raises:
-            UnknownJobError: Nobody has joined at this rank.
+            UnknownJobError: No worker has joined at this rank.
             ReplacedError: It was declared lost, or another incarnation holds the rank.
         """
         member = self.members.get(rank)
@@ -185,7 +217,7 @@ class Membership:
             raise UnknownJobError(f"no worker has joined at rank {rank}")
         if member.incarnation != incarnation:
             raise ReplacedError(f"rank {rank} is now process {member.pid} on {member.host}")
-        if member.presence is Presence.LOST:
+        if (member.presence, Event.MESSAGE) not in TRANSITIONS:
             raise ReplacedError(
                 f"rank {rank} was silent for more than its lease of {self.lease_s:g} s and was "
                 "declared lost"
@@ -196,46 +228,48 @@ class Membership:
         return member
 
     def suspect(self, rank: int, incarnation: int, now_s: float) -> None:
-        """Shortens the lease of a worker whose connection broke: it has two heartbeats' time."""
+        """Shortens the lease of a worker whose connection broke to the time of two heartbeats."""
         member = self.members.get(rank)
         if member is not None and member.incarnation == incarnation:
             member.lease_ends_s = min(member.lease_ends_s, now_s + SUSPECT_SHARE * self.lease_s)
             member.is_suspect = True
 
     def leave(self, rank: int, incarnation: int, reason: str, *, failed: bool = False) -> bool:
-        """Lets a worker go; returns whether that changed anything.
+        """Records that a worker leaves; returns whether that changed anything.
 
         Args:
-            rank: Of the worker.
-            incarnation: Of the worker.
-            reason: Why it goes, for people.
-            failed: Its script did not come to its end: it counts as lost.
+            rank: The worker's rank.
+            incarnation: The worker's incarnation.
+            reason: Why it leaves, for people.
+            failed: Whether its script failed: it counts as lost.
         """
         member = self.members.get(rank)
+        event = Event.FAIL if failed else Event.LEAVE
         if member is None or member.incarnation != incarnation:
             return False
-        if member.presence is not Presence.LIVE:
+        if (member.presence, event) not in TRANSITIONS:
             return False
-        member.presence, member.reason = Presence.LOST if failed else Presence.LEFT, reason
+        member.presence, member.reason = TRANSITIONS[member.presence, event], reason
         self.has_ended = self.is_idle and not failed
         return True
 
     def expire(self, now_s: float) -> list[Member]:
-        """Declares lost whose lease is over, and returns them."""
+        """Declares the workers lost whose lease has run out, and returns them."""
         over = [
             member
             for member in self.members.values()
-            if member.presence is Presence.LIVE and now_s > member.lease_ends_s
+            if (member.presence, Event.SILENCE) in TRANSITIONS and now_s > member.lease_ends_s
         ]
         for member in over:
-            member.presence, member.reason = Presence.LOST, "its lease ran out"
+            member.presence = TRANSITIONS[member.presence, Event.SILENCE]
+            member.reason = "its lease ran out"
             self.has_ended = False
         return over
 
     def expected(self) -> list[int]:
-        """Returns the ranks that a step waits for, in order: live ones and those yet to come.
+        """Returns the ranks that a step waits for, in order: live ones and absent ones.
 
-        Nobody is yet to come to an elastic job: who has come is waited for.
+        A step of an elastic job does not wait for absent workers.
         """
         if self.is_elastic:
             return self.live()
@@ -246,7 +280,7 @@ class Membership:
         ]
 
     def live(self) -> list[int]:
-        """Returns the ranks of those who take part now, in order."""
+        """Returns the ranks of the live workers, in order."""
         return sorted(self._in(Presence.LIVE))
 
     @property
@@ -266,8 +300,8 @@ class Membership:
     def wanted(self) -> int:
         """Returns how many live workers a step needs in order to close; 0: it needs none.
 
-        So it is in a job that is not elastic, and in one that nobody is live in: what is in its
-        open steps shall be in its weights.
+        That is so in a job that is not elastic, and in one without live workers: the pushes in its
+        open steps shall enter its weights.
         """
         if not self.is_elastic or self.is_idle:
             return 0
@@ -287,18 +321,18 @@ class Membership:
 
     @property
     def has_begun(self) -> bool:
-        """Whether as many have come as an elastic job needs, or all of another."""
+        """Whether as many workers have joined as an elastic job needs, or all of another."""
         return len(self.members) >= (self.min_workers or self.num_workers)
 
     @property
     def is_idle(self) -> bool:
-        """Whether somebody had joined and nobody is live any more."""
+        """Whether workers had joined and none is live any more."""
         return bool(self.members) and not self._in(Presence.LIVE)
 
     def is_deserted(self, rank: int) -> bool:
         """Returns whether no worker takes part any more, for a new process that asks for `rank`.
 
-        Workers under suspicion count as gone if the process asks for the rank of one of them.
+        Suspect workers count as gone if the process asks for the rank of one of them.
         """
         live = [self.members[other] for other in self._in(Presence.LIVE)]
         asked = self.members.get(rank)
@@ -319,19 +353,24 @@ class Membership:
                 return rank
         return None
 
+    def _presence(self, rank: int) -> Presence:
+        member = self.members.get(rank)
+        return Presence.ABSENT if member is None else member.presence
+
     def _in(self, presence: Presence) -> list[int]:
         return [rank for rank, member in self.members.items() if member.presence is presence]
 
     def _was_replaced(self, member: Member, held: Member) -> bool:
-        """Whether the process that holds or held a rank has taken it over from `member`'s."""
-        if self.is_elastic:  # Whoever finds its place free may have it, whoever had it meanwhile.
+        """Returns whether the process that holds or held a rank has replaced `member`'s."""
+        if self.is_elastic:  # Any process may have a free rank, whatever held it meanwhile.
             return False
         return member.restart < held.restart or not set(held.spent).isdisjoint(member.former)
 
     def _free_rank(self, incarnation: int) -> int:
-        """Returns the rank that this process has already, or the lowest that nobody has had.
+        """Returns the rank that this process has already, or the lowest that was never held.
 
-        In an elastic job one that was lost comes before those, and one that was left after them.
+        In an elastic job the ranks of lost workers come before those, and of workers that have left
+        after them.
         """
         former = self.rank_of(incarnation)
         if former is not None:

@@ -1,7 +1,7 @@
 """One shard: its jobs, their tables and workers. A state machine without I/O, clock or threads.
 
 Messages go in with the time as an argument, and actions come out, each with the slice that it is
-for (`slice_clock.py` says what the actions mean). A job is the workers that train together; a table
+for (orders.py). A job is the workers that train together; a table
 is a set of tensors with one rule, one optimizer and one count of steps: `model`, and one for each
 named tensor of the low-level interface. Jobs share nothing.
 """
@@ -20,7 +20,6 @@ from pscore.errors import (
     RemoteProtocolError,
     UnknownJobError,
 )
-from pscore.optimizers import OPTIMIZERS
 from pscore.rules.base import Rule, require_sizes
 from pscore.table_spec import COUNT_MAX, TableSpec
 from pscore.types import Origin, Pull, Push, Role
@@ -30,14 +29,13 @@ from psserver.decisions.lifetime import Lifetimes, is_repeated
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member, Membership
 from psserver.decisions.orders import Acknowledge, Action, Add, Hold, Update
-from psserver.decisions.participants import ChangeId, TableParticipants
+from psserver.decisions.participants import ChangeId
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table
+from psserver.decisions.table import Table, make_table
 
 JOBS_MAX = 64
 TABLES_MAX = 4096  # Per job.
-GROUPS_MAX = 1024
 NAME_LENGTH_MAX = 256
 
 
@@ -53,7 +51,7 @@ Actions = list[tuple[Address, Action]]
 
 
 class Shard:
-    """All that one shard decides."""
+    """The decisions of one shard: every message enters here."""
 
     def __init__(
         self, index: int, num_shards: int, lease_s: float, limits: Limits | None = None
@@ -64,7 +62,7 @@ class Shard:
             index: 0-based position of this shard.
             num_shards: Shards of the cluster.
             lease_s: Seconds of silence after which a worker is declared lost.
-            limits: What it may use.
+            limits: Bounds on its memory; None: the default ones.
         """
         self.index = index
         self.limits = limits or Limits()
@@ -83,11 +81,11 @@ class Shard:
         A job that is over begins anew; one that was interrupted goes on (lifetime.py).
 
         Args:
-            name: Of the job.
-            num_workers: Of the job; the most of an elastic one.
+            name: Name of the job.
+            num_workers: Workers of the job; the largest number of an elastic one.
             member: The worker.
-            min_workers: The least of an elastic job; 0: it is not elastic.
-            life: Of the job on the first shard (`Lifetimes.meet`); 0: this is the first.
+            min_workers: The least number of an elastic job; 0: it is not elastic.
+            life: The job's life on the first shard (`Lifetimes.meet`); 0: this is the first.
 
         Raises:
             RankTakenError: The rank is held by a live worker.
@@ -114,7 +112,7 @@ class Shard:
         job.met.add(member.rank)
         for table in [] if repeated else job.tables.values():
             for clock in table.clocks.values():
-                # Before the first update whoever comes begins together with the others.
+                # Before the first update a worker begins together with the others.
                 if came_back or clock.is_under_way():
                     clock.welcome(member.rank)
         if self.jobs.get(name) is not job:  # Only now: a join that is refused changes nothing.
@@ -148,9 +146,9 @@ class Shard:
         return self.recheck(job)
 
     def tick(self, now_s: float) -> tuple[list[tuple[Job, Member]], Actions]:
-        """Declares lost whose lease is over. Returns them, and what follows for open steps.
+        """Declares workers lost whose lease has run out; returns them, and the actions that follow.
 
-        Jobs that ended long ago are forgotten.
+        Forgets jobs that ended long ago.
         """
         lost: list[tuple[Job, Member]] = []
         actions: Actions = []
@@ -173,7 +171,7 @@ class Shard:
         is_restored: bool = True,
         spent: Mapping[int, tuple[int, ...]] | None = None,
     ) -> Job:
-        """Makes a job of a record of it; its tables are defined next."""
+        """Creates a job from a record; the caller defines its tables next."""
         require_name("job", name)
         job = Job(name=name, membership=Membership(num_workers, self.lease_s, min_workers))
         job.membership.restore(members, has_ended=has_ended, spent=spent)
@@ -189,8 +187,8 @@ class Shard:
         """Returns the table that `spec` declares, and whether it is new.
 
         Raises:
-            JobMismatchError: The job has a table of this name that differs; says in what.
-            LimitError: There are too many tables.
+            JobMismatchError: The job's table of this name differs; the message says in what.
+            LimitError: There are too many tables, or too little memory.
             ConfigError: The declaration is not one that a shard can serve.
         """
         table = job.tables.get(spec.name)
@@ -199,38 +197,15 @@ class Shard:
             if difference is not None:
                 raise JobMismatchError(f"job {job.name!r}: {difference}{job.hint()}")
             return table, False
-        table = self._new_table(job, spec)
-        job.tables[spec.name] = table
-        return table, True
-
-    def _new_table(self, job: Job, spec: TableSpec) -> Table:
         if len(job.tables) >= TABLES_MAX:
             raise LimitError(f"job {job.name!r} has {TABLES_MAX} tables already")
         if spec.num_shards != self.num_shards:
             raise ConfigError(f"table for {spec.num_shards} shards, there are {self.num_shards}")
-        if spec.optimizer not in OPTIMIZERS:
-            listed = ", ".join(sorted(OPTIMIZERS))
-            raise ConfigError(f"no optimizer {spec.optimizer!r} on the shards; there are {listed}")
-        if not 1 <= spec.num_groups <= GROUPS_MAX:
-            raise ConfigError(f"{spec.num_groups} parameter groups, must be 1..{GROUPS_MAX}")
-        if any(not 0 <= tensor.group < spec.num_groups for tensor in spec.tensors):
-            raise ConfigError(f"a tensor is in a group beyond the {spec.num_groups} declared")
-        layout = spec.layout()
-        specs = {part.index: part for part in layout.of_shard(self.index)}
-        require_sizes(spec.rule, job.membership.num_workers, job.membership.min_workers)
-        participants = TableParticipants(job.membership)
-        table = Table(
-            index=len(job.tables),
-            spec=spec,
-            layout=layout,
-            optimizer=OPTIMIZERS[spec.optimizer](),
-            specs=specs,
-            participants=participants,
-            clocks={index: SliceClock(spec.rule, participants) for index in specs},
-            is_kept=self.limits.is_kept,
-        )
+        kept = self.limits.is_kept
+        table = make_table(spec, len(job.tables), self.index, job.membership, is_kept=kept)
         self._require_memory(job, table, table.memory_nbytes)
-        return table
+        job.tables[spec.name] = table
+        return table, True
 
     def _require_memory(self, job: Job, table: Table, wanted: int) -> None:
         self.require_memory(
@@ -238,15 +213,15 @@ class Shard:
         )
 
     def require_memory(self, what: str, wanted: int, besides: int = 0) -> None:
-        """Refuses what would take more memory than this shard may have.
+        """Checks that there is memory; forgets jobs that have ended until there is.
 
         Args:
-            what: It, for the message.
-            wanted: Bytes that it takes.
-            besides: Bytes that are held beside the tables.
+            what: The thing that needs it, for the message.
+            wanted: Bytes that it needs.
+            besides: Bytes in use beside those of tables.
 
         Raises:
-            LimitError: It would, also when all jobs that have ended are forgotten.
+            LimitError: There is too little, also without the jobs that have ended.
         """
 
         def held() -> int:
@@ -259,24 +234,24 @@ class Shard:
     # ----- a change of the mode
 
     def step_aside(self, job: Job, index: int, rank: int, change: ChangeId) -> Actions:
-        """Lets the steps of a table close without `rank`, until its mode has been changed."""
+        """Stops waiting for a worker at a table's steps until the mode has been changed."""
         table = job.table(index)
         if change[-1] > COUNT_MAX:
             raise RemoteProtocolError(f"worker {rank} is at step {change[-1]}, beyond {COUNT_MAX}")
         known = table.changed.get(rank, ())
         if change[:1] == known[:1] and change <= known:
-            return []  # Sent twice, and this one was under way for long.
+            return []  # A repeated message that came late.
         table.participants.aside[rank] = change
         return self._noted(job, table, lambda clock: clock.recheck())
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> Actions | None:
-        """Gives a table another mode; None if a worker before this one has done so.
+        """Changes a table's mode; None if an earlier worker has done so.
 
         Raises:
-            JobMismatchError: That worker named another mode.
+            JobMismatchError: The earlier worker named another mode.
             RemoteProtocolError: Not all workers have stepped aside.
             ConfigError: The mode's arguments do not fit the job, or its updates the optimizer.
-            LimitError: There is no memory for the steps that it leaves open.
+            LimitError: There is no memory for the steps that the mode leaves open.
         """
         table = job.table(index)
         aside = table.participants.aside
@@ -290,12 +265,12 @@ class Shard:
         try:
             self._check_change(job, table, rule)
         except PacelineError:
-            aside.clear()  # All go on as they were, if they do.
+            aside.clear()  # The workers continue in the former mode, if they do.
             raise
         table.changed |= aside
         actions = self._noted(job, table, lambda clock: clock.change(rule))
         table.former, table.epoch = table.spec.rule, table.epoch + 1
-        # All go on from the newest version, and from the step of the worker that was furthest.
+        # All continue from the newest version, and from the largest step of any worker.
         clock = max((max(clock.version, 0) for clock in table.clocks.values()), default=0)
         step = max((step for *_, step in filter(None, aside.values())), default=0)
         table.spec = replace(table.spec, rule=rule, origin=Origin(clock, step))
@@ -320,7 +295,7 @@ class Shard:
     def _noted(
         self, job: Job, table: Table, decide: Callable[[SliceClock], list[Action]]
     ) -> Actions:
-        """Returns what follows for each slice of a table, and counts its updates."""
+        """Returns the actions that follow for each slice of a table, and counts its updates."""
         actions = [
             (Address(job.name, table.index, index), action)
             for index, clock in table.clocks.items()
@@ -329,7 +304,7 @@ class Shard:
         _count(job, [action for _, action in actions])
         return actions
 
-    # ----- pushes and pulls
+    # ----- pushes, pulls, barriers
 
     def decide_push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
         """Decides on one push (`SliceClock.push`)."""
@@ -348,28 +323,18 @@ class Shard:
         return [(address, action) for action in clock.pull(pull, token)]
 
     def waiting_for(self, job: Job, address: Address) -> str:
-        """Returns what an unanswered pull waits for, in words."""
+        """Returns what an unanswered pull waits for, as text."""
         table = job.table(address.table)
-        clock = table.clock(address.slice)
         where = f"slice {address.slice} of {table.spec.name!r} on shard {self.index}"
-        if clock.version < 0:
-            return f"the initial weights of {where}, from {job.membership.describe(0)}"
-        if clock.is_short:
-            return f"{job.membership.shortage()}, at {where}"
-        step, ranks = clock.missing()
-        who = ", ".join(job.membership.describe(rank) for rank in ranks[:4])
-        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""  # noqa: PLR2004
-        return f"step {step} of {who or 'nobody'}{more}, at {where}"
-
-    # ----- barriers
+        return table.waiting_for(address.slice, job.membership, where)
 
     def barrier(self, job: Job, name: str, number: int, rank: int, value: float = 0.0) -> str:
-        """Arrives at round `number` of a barrier. Returns what that waits for; empty if open."""
+        """Records an arrival at round `number` of a barrier; returns what it waits for, as text."""
         barrier = job.barriers.arrive(name, number, rank, value)
         return "" if barrier is None else self.at_barrier(job, name, barrier)
 
     def at_barrier(self, job: Job, name: str, barrier: Barrier) -> str:
-        """Returns what a barrier waits for, in words; empty if it is open."""
+        """Returns what a barrier waits for, as text; empty if it is open."""
         members = job.membership
         missing = barrier.missing(members.expected(), is_short=members.is_short)
         if barrier.is_open:
@@ -377,10 +342,8 @@ class Shard:
         who = ", ".join(members.describe(rank) for rank in missing[:4]) or members.shortage()
         return f"{who} at barrier {name!r}"
 
-    # ----- inside
-
     def recheck(self, job: Job) -> Actions:
-        """Decides again, for every slice of a job, after its membership has changed."""
+        """Decides again on every slice of a job, after its membership has changed."""
         return [
             item
             for table in job.tables.values()
@@ -389,7 +352,7 @@ class Shard:
 
 
 def require_name(what: str, name: str) -> None:
-    """Refuses a name that people could not read where it is shown to them.
+    """Checks that a name can be shown to people.
 
     Raises:
         ConfigError: It is empty, too long, or has characters that are not printed.
@@ -402,7 +365,7 @@ def require_name(what: str, name: str) -> None:
 
 
 def _count(job: Job, actions: Sequence[Action]) -> None:
-    """Counts the updates that follow, and the steps of workers: perhaps of pushes that waited."""
+    """Counts the updates in `actions`, and the steps of workers, parked pushes included."""
     for action in actions:
         if isinstance(action, Update):
             job.counters.num_updates += 1

@@ -1,4 +1,4 @@
-"""What stands still, and for whom: told in the shard's log, to workers, and in its status."""
+"""Waits that last: reported in the shard's log, to workers, and in its status."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 Key = tuple[str | int, ...]
-SAY_AFTER_S = 5.0  # A wait is logged after this, and then each time it has doubled.
-TELL_AFTER_S = 2.0  # Workers are told with their heartbeats.
+SAY_AFTER_S = 5.0  # A wait is logged after this time, and then each time it has doubled.
+TELL_AFTER_S = 2.0  # A wait is reported to workers, with their heartbeats, after this time.
 
 
 @dataclass(slots=True)
@@ -22,18 +22,18 @@ class Stalls:
     """The waits of one job on one shard. A state machine: time is an argument."""
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts without waits."""
         self._waits: dict[Key, _Wait] = {}
 
     def look(self, standing: Mapping[Key, str], now_s: float) -> list[tuple[str, float]]:
-        """Takes what waits now; called about once a second.
+        """Records the waits of this moment; called about once a second.
 
         Args:
-            standing: What it waits for, in words, by what changes with every step forward.
+            standing: What is waited for, as text, by a key that changes with every step forward.
             now_s: The time, in seconds.
 
         Returns:
-            What is to be logged, and for how many seconds it has waited.
+            The waits to log, and how long each has lasted, in seconds.
         """
         found = {key: self._waits.get(key) or _Wait(text, now_s) for key, text in standing.items()}
         self._waits = found
@@ -47,6 +47,6 @@ class Stalls:
 
     @property
     def told(self) -> str:
-        """What has waited longest, in words; empty if nothing has waited for long."""
+        """The longest wait, as text; empty if none has lasted."""
         oldest = max(self._waits.values(), key=lambda wait: wait.age_s, default=None)
         return oldest.text if oldest is not None and oldest.age_s >= TELL_AFTER_S else ""

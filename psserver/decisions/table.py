@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pscore.errors import RemoteProtocolError
+from pscore.errors import ConfigError, RemoteProtocolError
 from pscore.estimate import ESTIMATE_ARRAYS
+from pscore.optimizers import OPTIMIZERS
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
-from pscore.rules.base import Rule
+from pscore.rules.base import Rule, require_sizes
 from pscore.table_spec import TableSpec
 from pscore.types import SliceSpec
+from psserver.decisions.membership import Membership
 from psserver.decisions.participants import ChangeId, TableParticipants
 from psserver.decisions.slice_clock import SliceClock
 
+GROUPS_MAX = 1024
+NAMED_MAX = 4  # Workers named in one message.
 SUMS_MAX = 2  # Open sums of a slice that are provided for; more are rare and do not last.
 
 
@@ -21,18 +25,18 @@ SUMS_MAX = 2  # Open sums of a slice that are provided for; more are rare and do
 class Table:
     """Tensors under one rule, and this shard's slices of them."""
 
-    index: int
-    spec: TableSpec
-    layout: Layout
+    index: int  # In its job. Invariant: never changes.
+    spec: TableSpec  # The declaration. Invariant: its rule is that of every clock.
+    layout: Layout  # All slices of the table, on all shards.
     optimizer: Optimizer
-    specs: dict[int, SliceSpec]
-    clocks: dict[int, SliceClock]
-    participants: TableParticipants
+    specs: dict[int, SliceSpec]  # This shard's slices, by index.
+    clocks: dict[int, SliceClock]  # Invariant: one for each of `specs`.
+    participants: TableParticipants  # The workers that its steps wait for.
     # The newest change of the mode that each worker has made, by rank.
     changed: dict[int, ChangeId] = field(default_factory=dict)
-    epoch: int = 0  # Changes so far.
-    former: Rule | None = None  # Before the last one.
-    is_kept: bool = False
+    epoch: int = 0  # Changes of the mode so far. Invariant: 0 exactly if there is no `former`.
+    former: Rule | None = None  # The mode before the last change.
+    is_kept: bool = False  # Whether the table outlives the process.
 
     @property
     def nbytes(self) -> int:
@@ -41,11 +45,11 @@ class Table:
 
     @property
     def memory_nbytes(self) -> int:
-        """Bytes that they take."""
+        """Bytes of memory that these slices need."""
         return self.memory_under(self.spec.rule)
 
     def memory_under(self, rule: Rule) -> int:
-        """Returns those, if the table had that mode."""
+        """Returns the bytes of memory that the slices would need under another mode."""
         num, estimated = len(self.optimizer.state_names), not self.spec.pull_compressor.is_raw
         return self.nbytes * num_arrays(rule, num, is_kept=self.is_kept, is_estimated=estimated)
 
@@ -70,6 +74,32 @@ class Table:
         for clock in self.clocks.values():
             clock.begin_again()
 
+    def waiting_for(self, index: int, membership: Membership, where: str) -> str:
+        """Returns what an unanswered pull of a slice waits for, as text.
+
+        Args:
+            index: Index of the slice.
+            membership: The workers of the job.
+            where: The slice, as text.
+        """
+        clock = self.clock(index)
+        if clock.version < 0:
+            return f"the initial weights of {where}, from {membership.describe(0)}"
+        if clock.is_short:
+            return f"{membership.shortage()}, at {where}"
+        step, ranks = clock.missing()
+        who = ", ".join(membership.describe(rank) for rank in ranks[:NAMED_MAX])
+        more = f" and {len(ranks) - NAMED_MAX} more" if len(ranks) > NAMED_MAX else ""
+        return f"step {step} of {who or 'nobody'}{more}, at {where}"
+
+    def check_invariants(self) -> None:
+        """Asserts what the comments at the fields say, for tests and the simulator."""
+        assert self.clocks.keys() == self.specs.keys()
+        assert (self.epoch == 0) == (self.former is None)
+        for clock in self.clocks.values():
+            assert clock.rule == self.spec.rule
+            clock.check_invariants()
+
     def clock(self, index: int) -> SliceClock:
         """Returns the clock of a slice.
 
@@ -80,6 +110,44 @@ class Table:
             owned = f"{len(self.layout.slices)} slices in all, {len(self.clocks)} of them here"
             raise RemoteProtocolError(f"slice {index} of {self.spec.name!r} is not here ({owned})")
         return self.clocks[index]
+
+
+def make_table(
+    spec: TableSpec, index: int, shard: int, membership: Membership, *, is_kept: bool
+) -> Table:
+    """Returns a shard's part of a declared table.
+
+    Args:
+        spec: The declaration.
+        index: Index of the table in its job.
+        shard: Index of the shard.
+        membership: The workers of the job.
+        is_kept: Whether the table outlives the process.
+
+    Raises:
+        ConfigError: The declaration is not one that a shard can serve.
+    """
+    if spec.optimizer not in OPTIMIZERS:
+        listed = ", ".join(sorted(OPTIMIZERS))
+        raise ConfigError(f"no optimizer {spec.optimizer!r} on the shards; there are {listed}")
+    if not 1 <= spec.num_groups <= GROUPS_MAX:
+        raise ConfigError(f"{spec.num_groups} parameter groups, must be 1..{GROUPS_MAX}")
+    if any(not 0 <= tensor.group < spec.num_groups for tensor in spec.tensors):
+        raise ConfigError(f"a tensor is in a group beyond the {spec.num_groups} declared")
+    layout = spec.layout()
+    specs = {part.index: part for part in layout.of_shard(shard)}
+    require_sizes(spec.rule, membership.num_workers, membership.min_workers)
+    participants = TableParticipants(membership)
+    return Table(
+        index=index,
+        spec=spec,
+        layout=layout,
+        optimizer=OPTIMIZERS[spec.optimizer](),
+        specs=specs,
+        participants=participants,
+        clocks={index: SliceClock(spec.rule, participants) for index in specs},
+        is_kept=is_kept,
+    )
 
 
 def num_changing(rule: Rule, num_state: int, *, is_kept: bool) -> int:

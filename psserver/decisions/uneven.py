@@ -1,4 +1,4 @@
-"""Which worker leaves out steps that others make, as their counts say; no I/O, no clock."""
+"""Finds the worker that leaves out steps that others make, by their counts; no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from psserver.decisions.membership import Membership
 
 
 def report(membership: Membership, rank: int, left_out: Mapping[int, tuple[int, int, int]]) -> str:
-    """Takes a worker's count of the steps that its script has left out, by table.
+    """Records how many steps a worker's script has left out, by table, and compares the workers.
 
     Counts are compared only when both workers are beyond the step in which the other's last
     changed: until then the one that is behind may still leave out the same step.
 
     Returns:
-        Which worker has left out steps that another has made, in words; empty if none has.
+        A sentence about a worker that has left out steps that another has made; empty if none has.
     """
     membership.members[rank].left_out = dict(left_out)
     live = [membership.members[rank] for rank in membership.live()]

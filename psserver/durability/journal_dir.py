@@ -1,4 +1,4 @@
-"""The vault: the folder in which a shard keeps what outlives its process.
+"""The journals: the folder in which a shard keeps what outlives its process.
 
     stamp.json          the boot of the machine, and the number that this shard has for its workers
     lock                held by the process that uses the folder
@@ -49,13 +49,13 @@ from psserver.slices.arena import Arena
 
 log = structlog.get_logger()
 FORMAT = 2
-STAMP, LOCK, JOB, ARENA, OWED, LOST = (
+STAMP, LOCK, JOB, ARENA, RESIDUALS, LOST = (
     "stamp.json", "lock", "job.json", "arena", "owed", "lost.json",
 )  # fmt: skip
 SHM = Path("/dev/shm")
 
 
-class JobVault:
+class JobJournal:
     """What is kept of one job."""
 
     def __init__(self, folder: Path, *, is_new: bool = False) -> None:
@@ -142,29 +142,29 @@ class JobVault:
             tables.append(read_json(self.folder / f"{len(tables)}.json"))
         return tables
 
-    def write_owed(self, arrays: Mapping[str, FloatArray]) -> None:
+    def write_residuals(self, arrays: Mapping[str, FloatArray]) -> None:
         """Notes what workers have still to claim; with nothing of it, none is kept.
 
         Raises:
             OSError: The disk is full.
         """
         if arrays:
-            write_bytes(self.folder / OWED, save(dict(arrays)))
+            write_bytes(self.folder / RESIDUALS, save(dict(arrays)))
         else:
-            (self.folder / OWED).unlink(missing_ok=True)
+            (self.folder / RESIDUALS).unlink(missing_ok=True)
 
-    def read_owed(self) -> dict[str, FloatArray]:
-        """Returns what `write_owed` wrote.
+    def read_residuals(self) -> dict[str, FloatArray]:
+        """Returns what `write_residuals` wrote.
 
         Raises:
             ValueError: It is damaged.
         """
         try:
-            return load(read_bytes(self.folder / OWED))
+            return load(read_bytes(self.folder / RESIDUALS))
         except FileNotFoundError:
             return {}
         except (SafetensorError, OSError) as problem:
-            raise ValueError(f"{self.folder / OWED}: {problem}") from problem
+            raise ValueError(f"{self.folder / RESIDUALS}: {problem}") from problem
 
     def remove(self) -> None:
         """Deletes all of it."""
@@ -189,7 +189,7 @@ class Lock(Descriptor):
             raise
 
 
-class Vault:
+class JournalDir:
     """What is kept of one shard.
 
     Attributes:
@@ -220,7 +220,7 @@ class Vault:
             self._empty()
         self._try_stamp()
 
-    def make(self, name: str) -> JobVault:
+    def make(self, name: str) -> JobJournal:
         """Returns a place for a new job; what there is of another one of its name is deleted.
 
         Raises:
@@ -234,7 +234,7 @@ class Vault:
         # Counted, and not the time: a clock may be set back.
         folder = self.folder / f"{newest + 1:020d}-{digest(name)}"
         try:
-            return JobVault(folder, is_new=True)
+            return JobJournal(folder, is_new=True)
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -342,7 +342,7 @@ def _is_worth_it(folder: Path) -> bool:
     return any(folder.glob("*.weights")) or any(folder.glob("[0-9]*.json"))
 
 
-class ShortLived:
+class TemporaryJournalDir:
     """A folder in memory for the journals of one start; gone with its last process.
 
     What others have left that were all killed at once is deleted on the way.

@@ -1,4 +1,4 @@
-"""The workers that wait at barriers: each is woken when its barrier may have opened."""
+"""The workers that wait at the barriers of a job: each is woken when a barrier may have opened."""
 
 from __future__ import annotations
 
@@ -28,29 +28,27 @@ class Arrival:
 
 
 class BarrierWaits:
-    """All waits at the barriers of one shard."""
+    """The waits at the barriers of one job."""
 
-    def __init__(self, shard: Shard, lock: threading.RLock, note: Callable[[Job], None]) -> None:
+    def __init__(
+        self, shard: Shard, job: Job, lock: threading.RLock, note: Callable[[], None]
+    ) -> None:
         """Starts with none.
 
         Args:
             shard: The decisions.
+            job: The job.
             lock: The engine's.
-            note: Called when a job's barriers have changed, to journal them.
+            note: Called when the barriers have changed, to journal them.
         """
         self._shard = shard
+        self._job = job
         self._lock = lock
         self._note = note
-        self._waiting: dict[tuple[int, str], list[Callable[[], None]]] = {}  # By job id and name.
+        self._waiting: dict[str, list[Callable[[], None]]] = {}  # By name of the barrier.
 
     def arrive(
-        self,
-        job: Job,
-        name: str,
-        number: int,
-        rank: int,
-        value: float,
-        wake: Callable[[], None],
+        self, name: str, number: int, rank: int, value: float, wake: Callable[[], None]
     ) -> Arrival:
         """Records that a worker is at round `number` of a barrier, with `value`.
 
@@ -58,32 +56,37 @@ class BarrierWaits:
         whenever the barrier may have opened.
         """
         with self._lock:
-            awaited = self._shard.barrier(job, name, number, rank, value)
-            waiting = self._waiting.get((id(job), name), [])
+            awaited = self._shard.barrier(self._job, name, number, rank, value)
+            waiting = self._waiting.get(name, [])
             is_new = wake not in waiting
             if is_new or not awaited:
-                self._note(job)
+                self._note()
             if is_new and awaited:
-                self._waiting[id(job), name] = [*waiting, wake]
+                self._waiting[name] = [*waiting, wake]
             elif is_new:
-                self.wake_all(job)
-            return Arrival(waiting_for=awaited, largest=job.barriers.agreed(name, number))
+                self.wake_all()
+            return Arrival(waiting_for=awaited, largest=self._job.barriers.agreed(name, number))
 
-    def stop_waiting(self, job: Job, name: str, wake: Callable[[], None]) -> None:
+    def stop_waiting(self, name: str, wake: Callable[[], None]) -> None:
         """Forgets a `wake` that `arrive` was given, if it is still known."""
         with self._lock:
-            waiting = [other for other in self._waiting.pop((id(job), name), []) if other != wake]
+            waiting = [other for other in self._waiting.pop(name, []) if other != wake]
             if waiting:
-                self._waiting[id(job), name] = waiting
+                self._waiting[name] = waiting
 
-    def wake_all(self, job: Job) -> None:
-        """Calls every `wake` of a job."""
-        with self._lock:
-            for (key, _), waiting in list(self._waiting.items()):
-                if key == id(job):
-                    for wake in waiting:
-                        wake()
+    def wake_all(self) -> None:
+        """Calls every `wake`: workers have come or gone, or a barrier is open; under the lock."""
+        for waiting in self._waiting.values():
+            for wake in waiting:
+                wake()
 
-    def names(self, job: Job) -> list[str]:
-        """Returns the barriers of a job at which workers wait."""
-        return [name for key, name in self._waiting if key == id(job)]
+    def missing(self) -> dict[tuple[str, int], str]:
+        """Returns the workers that barriers wait for, by name and round; under the lock."""
+        found: dict[tuple[str, int], str] = {}
+        for name in self._waiting:
+            barrier = self._job.barriers.by_name.get(name)
+            if barrier is not None and (
+                awaited := self._shard.at_barrier(self._job, name, barrier)
+            ):
+                found[name, barrier.number] = awaited
+        return found

@@ -1,4 +1,4 @@
-"""What one shard has done since its process began: plain numbers, read by the metrics page."""
+"""Counters of one shard since its process began: plain numbers, read by the metrics page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pscore.types import Verdict
 
 APPLY_BOUNDS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-KEPT_MAX = 1 << 16  # Times kept between two ticks; more would be of no use to anybody.
+KEPT_MAX = 1 << 16  # Times kept between two ticks; the newest.
 
 
 class Histogram:
@@ -36,8 +36,8 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class JobTally:
-    """The share of one job in a shard's counts."""
+class JobShare:
+    """The share of one job in a shard's counters."""
 
     pushes: list[int] = field(default_factory=lambda: [0] * len(Verdict))  # By verdict.
     num_pulls_answered: int = 0
@@ -45,8 +45,8 @@ class JobTally:
 
 
 @dataclass(slots=True)
-class Tally:
-    """Counts that only rise; all but `times_s` are read and changed under the engine's lock."""
+class Counters:
+    """Numbers that only rise; all but `times_s` are read and changed under the engine's lock."""
 
     pushes: list[int] = field(default_factory=lambda: [0] * len(Verdict))  # By verdict.
     num_pushes_refused: int = 0
@@ -57,8 +57,8 @@ class Tally:
     sent_nbytes: int = 0
     staleness: Histogram = field(default_factory=lambda: Histogram(STALENESS_BOUNDS))
     apply_s: Histogram = field(default_factory=lambda: Histogram(APPLY_BOUNDS_S))
-    # Of jobs in which somebody takes part, so that there are not ever more.
-    jobs: dict[str, JobTally] = field(default_factory=dict)
+    # By job, for those with live workers only, so that their number stays bounded.
+    jobs: dict[str, JobShare] = field(default_factory=dict)
     times_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_MAX))  # Any thread.
 
     def pushed(self, job: str, verdict: Verdict) -> None:
@@ -67,22 +67,22 @@ class Tally:
         self._of(job).pushes[verdict] += 1
 
     def pulled(self, job: str, *, is_answered: bool) -> None:
-        """Counts a pull that has its weights, or that is told to ask again."""
+        """Counts the answer to a pull: weights, or the reason of its wait."""
         self.num_pulls_answered += is_answered
         self.num_pulls_put_off += not is_answered
         share = self._of(job)
         share.num_pulls_answered += is_answered
         share.num_pulls_put_off += not is_answered
 
-    def _of(self, job: str) -> JobTally:
-        return self.jobs.setdefault(job, JobTally())
+    def _of(self, job: str) -> JobShare:
+        return self.jobs.setdefault(job, JobShare())
 
     def keep(self, jobs: Collection[str]) -> None:
-        """Forgets the shares of all other jobs; what they did stays in the shard's counts."""
+        """Forgets the shares of all other jobs; the shard's own counters keep them."""
         self.jobs = {name: share for name, share in self.jobs.items() if name in jobs}
 
-    def copy(self) -> Tally:
-        """Returns the counts as they are now, for whoever reads them without the lock."""
+    def copy(self) -> Counters:
+        """Returns a copy that may be read without the lock."""
         staleness, apply_s = self.staleness.copy(), self.apply_s.copy()
         jobs = {n: replace(share, pushes=list(share.pushes)) for n, share in self.jobs.items()}
         return replace(
@@ -95,6 +95,6 @@ class Tally:
         )
 
     def settle(self) -> None:
-        """Moves the times that the queues have left into the histogram."""
+        """Moves the times measured by the queues into the histogram."""
         for _ in range(len(self.times_s)):
             self.apply_s.observe(self.times_s.popleft())

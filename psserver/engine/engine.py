@@ -1,8 +1,8 @@
-"""One shard, driven: workers, tables and time. `Requests` handles the pushes and pulls.
+"""One shard without its network: workers, tables and time; `Requests` has the pushes and pulls.
 
-Everything that the state machines decide is decided under one lock, whatever thread it comes from.
-Time, threads and the pace of `tick` come from outside: a shard's process gives the monotonic clock
-and an executor, a simulator in one thread gives virtual time and none.
+All decisions are made under one lock, on any thread. Time, threads and the pace of `tick` come from
+outside: a shard's process gives the monotonic clock and an executor, a simulator in one thread
+gives virtual time and none.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ import structlog
 
 from pscore.errors import LimitError, RemoteProtocolError
 from pscore.memory.segment import Segment, WeightsMap
+from pscore.net.budget import Budget
 from pscore.observe.timeline import Timeline
 from pscore.optimizers import warm_up
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
-from psserver.decisions.limits import Budget
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table
-from psserver.durability.journal_dir import Vault
-from psserver.durability.recovery import Recovery, Room, resume
-from psserver.engine.barrier_waits import BarrierWaits
-from psserver.engine.counters import Tally
+from psserver.durability.journal_dir import JournalDir
+from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
+from psserver.engine.counters import Counters
 from psserver.engine.host_memory import require_host_memory
+from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.requests import Requests
+from psserver.engine.resume import resume
 from psserver.engine.slice_queue import SliceQueue, SwitchRule
 from psserver.engine.trace import TimedStore
-from psserver.engine.views import Figures, JobView, figures_of, view_of
-from psserver.engine.waits import Waits
+from psserver.engine.views import DefinedTable, Figures, JobView, figures_of, view_of
+from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 
 log = structlog.get_logger()
 
 
 class Engine:
-    """One shard: decisions, numbers and journals, without a network."""
+    """One shard: decisions, numbers and journals."""
 
     def __init__(
         self,
@@ -50,15 +51,15 @@ class Engine:
         now: Callable[[], float],
         executor: Executor | None = None,
         step_on_receive_thread: bool = False,
-        vault: Vault | None = None,
+        journals: JournalDir | None = None,
         broke: Callable[[BaseException], None] | None = None,
         on_decided: Callable[[Job, Actions], None] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         """Starts without jobs.
 
-        The owner calls `tick` about once a second, and `recover` before anything else if there is
-        a vault.
+        The owner calls `tick` about once a second, and `recover` before anything else if there are
+        journals.
 
         Args:
             shard: The decisions.
@@ -67,83 +68,131 @@ class Engine:
                 the work does it, before the call returns.
             step_on_receive_thread: Whether a thread that has received a gradient also adds it and
                 makes the step that follows (`Requests.on_push`).
-            vault: Where everything is kept that outlives the process.
-            broke: Called from any thread when a queue fails, which only a bug can cause.
+            journals: The folder of all data that outlives the process.
+            broke: Called from any thread when a slice's queue fails, which only a bug can cause.
             on_decided: Called under the lock with each job's actions, in the order in which they
-                were decided and before they are carried out.
-            timeline: Where spans are recorded; None: nowhere.
+                were decided and before they are executed.
+            timeline: Records spans; None: nothing is recorded.
         """
         self.shard = shard
         self.now = now
         self.started_s = now()
-        self.tally = Tally()
+        self.counters = Counters()
         self.budget = Budget(shard.limits.under_way_nbytes)
         self.lock = threading.RLock()
+        self.jobs: dict[str, RunningJob] = {}
+        self.recovery = Recovery(journals, shard)
         self._broke = broke
         self._executor = executor
-        self.recovery = Recovery(vault, shard)
         self._timeline = timeline
         self.requests = Requests(
             shard=shard,
+            jobs=self.jobs,
             now=now,
-            broke=self.broke,
+            report=self._report,
             lock=self.lock,
-            tally=self.tally,
-            note_table=self.recovery.note_table,
+            counters=self.counters,
             on_decided=on_decided,
             timeline=timeline,
             step_on_receive_thread=step_on_receive_thread,
         )
-        self._owners: dict[int, Job] = {}  # Keeps the ids of jobs from being used again.
-        self._weights: dict[tuple[int, int], Segment] = {}  # By (id of the job), table.
-        self.barriers = BarrierWaits(shard, self.lock, self.recovery.note)
-        self.waits = Waits(shard, self.barriers)
 
-    # ----- workers and tables
+    # ----- jobs
 
     def join(
         self, name: str, num_workers: int, member: Member, min_workers: int = 0, life: int = 0
-    ) -> Job:
-        """Takes a worker into a job (`Shard.decide_join`)."""
+    ) -> RunningJob:
+        """Adds a worker to a job (`Shard.decide_join`), which the first one creates."""
         with self.lock:
-            job, actions = self.shard.decide_join(name, num_workers, member, min_workers, life)
-            self._part_with(job, member.rank)
-            self.forget_ended()
-            self._owners[id(job)] = job
-            self.recovery.note(job)
+            decided, actions = self.shard.decide_join(name, num_workers, member, min_workers, life)
+            job = self._running(decided)
+            job.part_with(member.rank)
+            job.recorder.note()
             self.requests.execute(job, actions)
-            news = member.news if len(job.life.told) == 1 else ""
-        self.barriers.wake_all(job)
+            job.barriers.wake_all()
+            news = member.news if len(decided.life.told) == 1 else ""
         if news:
             log.warning(news)
         log.info("worker joined", job=name, worker=member.rank, host=member.host, pid=member.pid)
         return job
 
-    def forget(self, name: str, *, is_forced: bool) -> tuple[bool, int]:
-        """Forgets a job (`Lifetimes.forget`); returns whether it was here, and its memory."""
-        with self.lock:
-            found, nbytes = self.shard.lifetimes.forget(name, is_forced=is_forced)
-            self.recovery.forget_lost(name)
-            self.forget_ended()
-        log.info("job forgotten", job=name, nbytes=nbytes, was_there=found)
-        return found, nbytes
-
-    def heard(self, name: str, rank: int, incarnation: int) -> Job:
+    def heard(self, name: str, rank: int, incarnation: int) -> RunningJob:
         """Renews a worker's lease and returns its job.
 
         Raises:
             RemoteProtocolError: The worker is not part of the job.
         """
         with self.lock:
-            return self.shard.heard(name, rank, incarnation, self.now())
+            return self.jobs[self.shard.heard(name, rank, incarnation, self.now()).name]
 
-    def define(self, job: Job, spec: TableSpec) -> tuple[Table, bool]:
-        """Makes or finds a table, and allocates this shard's slices of it."""
+    def leave(
+        self, name: str, rank: int, incarnation: int, reason: str, *, failed: bool = False
+    ) -> None:
+        """Removes a worker from its job, whose open steps no longer wait for it."""
         with self.lock:
-            table, created = self.shard.define(job, spec)
-            if not created:
-                return table, False
-            self._make_room(job, table)
+            job = self.jobs.get(name)
+            actions = self.shard.decide_leave(name, rank, incarnation, reason, failed=failed)
+            if job is None:
+                return
+            log.info("worker left", job=name, worker=rank, reason=reason)
+            job.part_with(rank)
+            job.recorder.note()
+            self.requests.execute(job, actions)
+            job.barriers.wake_all()
+
+    def suspect(self, sender: data_pb2.Sender) -> None:
+        """Shortens the lease of a worker whose connection has ended (`Membership.suspect`)."""
+        with self.lock:
+            job = self.shard.jobs.get(sender.job)
+            if job is not None:
+                job.membership.suspect(sender.worker, sender.incarnation, self.now())
+
+    def forget(self, name: str, *, is_forced: bool) -> tuple[bool, int]:
+        """Frees a job (`Lifetimes.forget`); returns whether it was here, and its memory."""
+        with self.lock:
+            found, nbytes = self.shard.lifetimes.forget(name, is_forced=is_forced)
+            self.recovery.forget_lost(name)
+            self._close_ended()
+        log.info("job forgotten", job=name, nbytes=nbytes, was_there=found)
+        return found, nbytes
+
+    def _running(self, decided: Job) -> RunningJob:
+        """Returns the job at run time, after those that it replaces are closed."""
+        self._close_ended()
+        if decided.name not in self.jobs:
+            recorder = self.recovery.recorder(decided)
+            self.jobs[decided.name] = RunningJob(decided, self.shard, recorder, self.lock)
+        return self.jobs[decided.name]
+
+    def _close_ended(self) -> None:
+        """Closes the jobs that the shard has replaced or freed."""
+        for name, job in list(self.jobs.items()):
+            if self.shard.jobs.get(name) is not job.job:
+                del self.jobs[name]
+                job.close()
+
+    # ----- tables
+
+    def define(self, job: RunningJob, spec: TableSpec) -> DefinedTable:
+        """Returns the table that `spec` declares; a new one gets memory for this shard's slices.
+
+        Raises:
+            JobMismatchError: The job has a table of this name that differs.
+            LimitError: There is no memory for it.
+            ConfigError: The declaration is not one that a shard can serve.
+        """
+        with self.lock:
+            table, is_new = self.shard.define(job.job, spec)
+            if is_new:
+                self._allocate(job, table)
+            view = DefinedTable(
+                index=table.index,
+                is_new=is_new,
+                origin=table.spec.origin,
+                has_weights=table.has_weights,
+            )
+        if not is_new:
+            return view
         if self._executor is not None:  # The weights are on their way meanwhile.
             self._executor.submit(warm_up, table.optimizer)
         log.info(
@@ -157,78 +206,76 @@ class Engine:
             slices=len(table.specs),
             nbytes=table.nbytes,
         )
-        return table, True
+        return view
 
-    def step_aside(self, job: Job, index: int, rank: int, change: tuple[int, ...]) -> None:
-        """Lets the steps of a table close without a worker that waits for a change of its mode."""
+    def step_aside(self, job: RunningJob, index: int, rank: int, change: tuple[int, ...]) -> None:
+        """Closes the steps of a table without a worker that waits for a change of its mode."""
         with self.lock:
-            actions = self.shard.step_aside(job, index, rank, change)
-            self.recovery.note_table(job, job.table(index))
+            actions = self.shard.step_aside(job.job, index, rank, change)
+            job.recorder.note_table(job.job.table(index))
             self.requests.execute(job, actions)
 
-    def change(self, job: Job, index: int, rank: int, rule: Rule) -> None:
-        """Gives a table another mode, unless a worker before this one has done so."""
+    def change(self, job: RunningJob, index: int, rank: int, rule: Rule) -> None:
+        """Gives a table another mode, unless another worker has already done so."""
         with self.lock:
             try:
-                actions = self.shard.change(job, index, rank, rule)
-            finally:
-                self.recovery.note_table(job, job.table(index))  # Who is aside, if it is refused.
+                actions = self.shard.change(job.job, index, rank, rule)
+            finally:  # A refusal too changes which workers are aside.
+                job.recorder.note_table(job.job.table(index))
             if actions is None:
                 return
             self.requests.execute(job, actions)
-            for part in job.table(index).clocks:
-                self._change_lane(job, job.table(index), part)
-            name = job.table(index).spec.name
+            running = job.tables[index]
+            for part in running.queues:
+                _switch_rule(running, part)
+            name = running.table.spec.name
         log.info("mode changed", job=job.name, table=name, mode=str(rule))
 
-    def _change_lane(self, job: Job, table: Table, index: int) -> None:
-        clocks = {rank: steps.clock for rank, steps in table.clocks[index].counted.items()}
-        change = SwitchRule(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
-        self.requests.queues[id(job), table.index, index].submit([change])
-
-    def _make_room(self, job: Job, table: Table) -> None:
+    def _allocate(self, job: RunningJob, table: Table) -> None:
         """Makes the stores of a new table.
 
         Raises:
             LimitError: There is no memory for them.
         """
-        self.forget_ended()  # Those that had to make room for it.
+        self._close_ended()  # Jobs that had to make room for it.
         try:
             what = f"table {table.spec.name!r} on shard {self.shard.index}"
             require_host_memory(what, table.memory_nbytes, self._free_one)
-            room = self.recovery.make_room(job, table, self._free_one)
+            memory = job.recorder.make_memory(table, self._free_one)
         except LimitError:
-            del job.tables[table.spec.name]
+            del job.job.tables[table.spec.name]
             raise
-        self._allocate(job, table, room)
+        self._add_table(job, table, memory)
 
     def _free_one(self) -> bool:
         """Frees the memory of the job that ended first; returns whether any has ended."""
         is_freed = self.shard.lifetimes.free_one()
-        self.forget_ended()
+        self._close_ended()
         return is_freed
 
-    def _allocate(self, job: Job, table: Table, room: Room) -> None:
+    def _add_table(self, job: RunningJob, table: Table, memory: TableMemory) -> None:
         """Makes the stores of a table, their weights in memory that workers can map."""
         layout = WeightsMap(list(table.specs.values()))
-        self._weights[id(job), table.index] = room.weights
+        queues: dict[int, SliceQueue] = {}
         for index, part in table.specs.items():
             what = (
                 part,
                 table.spec.rule,
                 table.optimizer,
-                layout.buffers(room.weights, index),
-                layout.versions(room.weights, index),
-                room.journals.get(index),
-                room.stamps.get(index),
+                layout.buffers(memory.weights, index),
+                layout.versions(memory.weights, index),
+                memory.journals.get(index),
+                memory.stamps.get(index),
             )
             if self._timeline is None:
                 store = SliceStore(*what)
             else:
                 address = Address(job.name, table.index, index)
                 store = TimedStore(*what, timeline=self._timeline, address=address)
-            queue = SliceQueue(store, self.requests, self._executor)
-            self.requests.queues[id(job), table.index, index] = queue
+            queues[index] = SliceQueue(store, self.requests, self._executor)
+        job.tables[table.index] = RunningTable(table, memory.weights, queues)
+
+    # ----- memory that workers of this host share
 
     def attach(self, sender: data_pb2.Sender, fd: int, nbytes: int) -> Segment:
         """Maps a worker's gradients, and returns the segment of the weights for it to map.
@@ -238,117 +285,76 @@ class Engine:
         """
         with self.lock:
             job = self.heard(sender.job, sender.worker, sender.incarnation)
-            table = job.table(sender.table)
-            numel = table.layout.numel
+            running = job.table(sender.table)
+            numel = running.table.layout.numel
             if nbytes != 4 * numel:
                 raise RemoteProtocolError(f"segment of {nbytes} bytes, {4 * numel} wanted")
             try:
                 grads = Segment.attach(fd, nbytes)
             except OSError as problem:
                 raise RemoteProtocolError(f"cannot map the worker's segment: {problem}") from None
-            self.share(job, table, sender.worker, grads.floats(0, numel))
+            self.share(job, sender.table, sender.worker, grads.floats(0, numel))
             grads.close()
-            return self._weights[id(job), sender.table]
+            return running.weights
 
-    def share(self, job: Job, table: Table, rank: int, grads: FloatArray) -> None:
-        """Reads the shared pushes of a worker to a table from `grads`, `(numel,) float32`."""
+    def share(self, job: RunningJob, index: int, rank: int, grads: FloatArray) -> None:
+        """Reads a worker's shared pushes to a table from `grads`, `(numel,) float32`."""
         with self.lock:
-            self.requests.shared[id(job), table.index, rank] = grads
+            job.table(index).shared_grads[rank] = grads
 
-    # ----- after a SIGKILL
+    # ----- jobs that are not joined into being
 
-    def recover(self, inspect: Callable[[SliceStore], None] | None = None) -> list[str]:
-        """Goes on with the jobs in the vault, exactly where they were; returns their names.
+    def recover(self, inspect: Callable[[Store], None] | None = None) -> list[str]:
+        """Resumes the jobs in the journals at the exact step of the crash; returns their names.
 
         Args:
             inspect: Called with each slice as its journal left it, before it resumes.
         """
         with self.lock:
-            jobs = self.recovery.take_up(self.now(), self._allocate)
-            for job in jobs:
-                self._owners[id(job)] = job
+            self.recovery.recover(self.now(), self._begin_recovered)
+            for job in self.jobs.values():
                 for table in job.tables.values():
-                    for index, clock in table.clocks.items():
-                        store = self.requests.queues[id(job), table.index, index].store
+                    for index, queue in table.queues.items():
                         if inspect is not None:
-                            inspect(store)
-                        journal = store.journal
-                        is_behind = journal is not None and journal.record.epoch < table.epoch
-                        actions = resume(job, table, table.specs[index], store, clock)
-                        self.requests.execute(job, actions)
-                        if is_behind:
-                            self._change_lane(job, table, index)
-                self.requests.debts.take_up(job, self.recovery.owed(job))
-        return [job.name for job in jobs]
+                            inspect(queue.store)
+                        self._resume(job, table, index)
+                job.residuals.recover(job.recorder.read_residuals())
+            return list(self.jobs)
 
-    # ----- checkpoints
-
-    def begin_restored(self, name: str, num_workers: int, min_workers: int) -> Job:
-        """Makes a job without workers, whose tables come from a checkpoint."""
-        job = self.shard.restore(name, num_workers, [], min_workers)
-        self.forget_ended()
-        self._owners[id(job)] = job
-        self.recovery.note(job)
-        return job
-
-    def note_owed(self, job: Job) -> None:
-        """Writes down what the workers of a restored job have still to claim."""
-        self.recovery.note_owed(job, self.requests.debts.kept_of(id(job)))
-
-    def forget_ended(self) -> None:
-        """Frees the numbers of jobs that have been replaced."""
-        with self.lock:
-            for key, job in list(self._owners.items()):
-                if self.shard.jobs.get(job.name) is not job:
-                    del self._owners[key]
-                    self.requests.forget_job(key)
-                    self.recovery.forget(key)
-                    for entry in [entry for entry in self._weights if entry[0] == key]:
-                        del self._weights[entry]
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any queue has work."""
-        with self.lock:
-            return any(queue.is_busy for queue in self.requests.queues.values())
-
-    def stores(self, job: Job) -> list[SliceStore]:
-        """Returns the slices of a job."""
-        with self.lock:
-            return [queue.store for key, queue in self.requests.queues.items() if key[0] == id(job)]
-
-    # ----- membership
-
-    def leave(
-        self, name: str, rank: int, incarnation: int, reason: str, *, failed: bool = False
+    def _begin_recovered(
+        self, decided: Job, recorder: JobRecorder, tables: list[tuple[Table, TableMemory]]
     ) -> None:
-        """Lets a worker go, and goes on without it."""
-        with self.lock:
-            job = self.shard.jobs.get(name)
-            actions = self.shard.decide_leave(name, rank, incarnation, reason, failed=failed)
-            if job is None:
-                return
-            log.info("worker left", job=name, worker=rank, reason=reason)
-            self._part_with(job, rank)
-            self.recovery.note(job)
-            self.requests.execute(job, actions)
-        self.barriers.wake_all(job)
+        job = RunningJob(decided, self.shard, recorder, self.lock)
+        for table, memory in tables:
+            self._add_table(job, table, memory)
+        self.jobs[job.name] = job
 
-    def suspect(self, sender: data_pb2.Sender) -> None:
-        """Is told that a bulk connection of a worker has ended, perhaps with the worker."""
-        with self.lock:
-            job = self.shard.jobs.get(sender.job)
-            if job is not None:
-                job.membership.suspect(sender.worker, sender.incarnation, self.now())
+    def _resume(self, job: RunningJob, running: RunningTable, index: int) -> None:
+        table, store = running.table, running.queues[index].store
+        is_behind = store.journal is not None and store.journal.record.epoch < table.epoch
+        self.requests.execute(job, resume(job, table, index, store))
+        if is_behind:
+            _switch_rule(running, index)
 
-    def tick(self) -> list[tuple[Job, Member]]:
+    def begin_restored(self, name: str, num_workers: int, min_workers: int) -> RunningJob:
+        """Makes a job without workers, whose tables come from a checkpoint (restore.py)."""
+        with self.lock:
+            job = self._running(self.shard.restore(name, num_workers, [], min_workers))
+            job.recorder.note()
+            return job
+
+    # ----- time
+
+    def tick(self) -> list[tuple[RunningJob, Member]]:
         """Declares silent workers lost and logs long waits; called about once a second.
 
         Returns the workers that are declared lost, each with its job.
         """
         with self.lock:
-            self.tally.settle()
-            lost, actions = self.shard.tick(self.now())
+            self.counters.settle()
+            now_s = self.now()
+            found, actions = self.shard.tick(now_s)
+            lost = [(self.jobs[job.name], member) for job, member in found]
             for job, member in lost:
                 log.warning(
                     "worker lost",
@@ -356,40 +362,55 @@ class Engine:
                     worker=member.rank,
                     host=member.host,
                     pid=member.pid,
-                    silent_s=round(self.now() - member.heard_s, 1),
+                    silent_s=round(now_s - member.heard_s, 1),
                 )
-                self._part_with(job, member.rank)
-            for job in {id(job): job for job, _ in lost}.values():
-                self.recovery.note(job)
+                job.part_with(member.rank)
+            for job in dict(lost):
+                job.recorder.note()
                 own = [item for item in actions if item[0].job == job.name]
                 self.requests.execute(job, own)
-                self.barriers.wake_all(job)
-            self.forget_ended()
-            self.recovery.settle(self.requests.debts.kept_of)
-            self.waits.look(self.now())
+                job.barriers.wake_all()
+            self._close_ended()
+            for job in self.jobs.values():
+                if not job.residuals.has_kept:
+                    job.recorder.drop_residuals()
+                job.waits.look(now_s)
             self.requests.put_off()
             return lost
 
-    def _part_with(self, job: Job, rank: int) -> None:
-        """Unmaps what a worker has shared."""
-        for key in [k for k in self.requests.shared if k[0] == id(job) and k[2] == rank]:
-            del self.requests.shared[key]
+    # ----- views
 
-    # ----- for people
+    @property
+    def is_busy(self) -> bool:
+        """Whether any slice's queue has work."""
+        with self.lock:
+            return any(job.is_busy for job in self.jobs.values())
 
     def status(self) -> list[JobView]:
         """Returns every job as it is at this moment."""
         with self.lock:
             now_s = self.now()
-            return [view_of(job, self.waits, now_s) for job in self.shard.jobs.values()]
+            return [view_of(job.job, job.waits, now_s) for job in self.jobs.values()]
+
+    def lost_jobs(self) -> list[tuple[str, str]]:
+        """Returns the jobs whose numbers cannot be used, each with the reason."""
+        with self.lock:
+            return list(self.shard.lifetimes.lost.values())
 
     def figures(self) -> Figures:
         """Returns the numbers of the metrics page, all of one moment."""
         with self.lock:
-            self.tally.settle()
-            return figures_of(self.shard, self.tally)
+            self.counters.settle()
+            return figures_of(self.shard, self.counters)
 
-    def broke(self, problem: BaseException | None) -> None:
-        """Passes on that a queue has failed."""
+    def _report(self, problem: BaseException | None) -> None:
         if self._broke is not None and problem is not None:
             self._broke(problem)
+
+
+def _switch_rule(running: RunningTable, index: int) -> None:
+    """Gives a slice's store the rule of its table, behind all actions under the former one."""
+    table = running.table
+    clocks = {rank: steps.clock for rank, steps in table.clocks[index].counted.items()}
+    change = SwitchRule(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
+    running.queues[index].submit([change])

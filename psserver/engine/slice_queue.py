@@ -1,6 +1,6 @@
 """Slice queues: the actions of each slice in order, those of different slices side by side.
 
-A queue owns one `SliceStore`. Actions of large slices run on an executor, whose threads release the
+A queue owns one `Store`. Actions of large slices run on an executor, whose threads release the
 GIL in their loops, or on the thread that has just received the gradient (requests.py). Actions of
 small slices run at once on the caller's thread, since a switch of threads would cost more than the
 work. Results go back through `Completion`.
@@ -21,7 +21,7 @@ import numpy as np
 from pscore.rules.base import Rule
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
 from psserver.decisions.progress import Token
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.base import Payload, Store
 
 INLINE_NUMEL_MAX = 1 << 15  # 128 KiB: about 20 microseconds of work, less than a switch of threads.
 
@@ -60,7 +60,7 @@ class Completion(Protocol):
     def acknowledge(self, action: Acknowledge) -> None:
         """Answers a push."""
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         """Answers a pull from the store's arrays, before it returns."""
 
     def broke(self, problem: BaseException | None) -> None:
@@ -70,9 +70,7 @@ class Completion(Protocol):
 class SliceQueue:
     """The actions of one slice, in order."""
 
-    def __init__(
-        self, store: SliceStore, completion: Completion, executor: Executor | None
-    ) -> None:
+    def __init__(self, store: Store, completion: Completion, executor: Executor | None) -> None:
         """Starts idle.
 
         Args:
@@ -130,7 +128,7 @@ class SliceQueue:
             return batch
 
 
-def execute(actions: Sequence[Work], store: SliceStore, completion: Completion) -> None:
+def execute(actions: Sequence[Work], store: Store, completion: Completion) -> None:
     """Executes actions of one slice in order; an update and the additions before it run as one.
 
     So a gradient is read once, for addition and step. Acknowledgements between them are sent after
@@ -151,7 +149,7 @@ def execute(actions: Sequence[Work], store: SliceStore, completion: Completion) 
 
 
 def _update_with(
-    run: Sequence[Add | Acknowledge], update: Update, store: SliceStore, completion: Completion
+    run: Sequence[Add | Acknowledge], update: Update, store: Store, completion: Completion
 ) -> None:
     """Makes an update together with the additions to its bin at the end of `run`."""
     begin = 0
@@ -171,47 +169,47 @@ def _update_with(
     )
 
 
-def _one_by_one(actions: Sequence[Work], store: SliceStore, completion: Completion) -> None:
+def _one_by_one(actions: Sequence[Work], store: Store, completion: Completion) -> None:
     for action in actions:
         HANDLERS[type(action)](action, store, completion)
 
 
-def _add(action: Add, store: SliceStore, completion: Completion) -> None:
+def _add(action: Add, store: Store, completion: Completion) -> None:
     store.add(action, completion.payload(action.token))
     completion.done(action.token)
 
 
-def _load(action: Load, store: SliceStore, completion: Completion) -> None:
+def _load(action: Load, store: Store, completion: Completion) -> None:
     store.load(action, completion.payload(action.token))
     completion.done(action.token)
 
 
-def _hold(action: Hold, store: SliceStore, completion: Completion) -> None:
+def _hold(action: Hold, store: Store, completion: Completion) -> None:
     completion.keep(action.token, store.hold(action, completion.payload(action.token)))
 
 
-def _update(action: Update, store: SliceStore, completion: Completion) -> None:
+def _update(action: Update, store: Store, completion: Completion) -> None:
     store.update(action)
 
 
-def _skip(action: Skip, store: SliceStore, completion: Completion) -> None:
+def _skip(action: Skip, store: Store, completion: Completion) -> None:
     store.skip(action)
 
 
-def _acknowledge(action: Acknowledge, store: SliceStore, completion: Completion) -> None:
-    store.refuse(action)
+def _acknowledge(action: Acknowledge, store: Store, completion: Completion) -> None:
+    store.note_late(action)
     completion.acknowledge(action)
 
 
-def _answer(action: Answer, store: SliceStore, completion: Completion) -> None:
+def _answer(action: Answer, store: Store, completion: Completion) -> None:
     completion.answer(action, store)
 
 
-def _copy_out(action: CopyOut, store: SliceStore, completion: Completion) -> None:
+def _copy_out(action: CopyOut, store: Store, completion: Completion) -> None:
     action.take(store.export())
 
 
-def _switch_rule(action: SwitchRule, store: SliceStore, completion: Completion) -> None:
+def _switch_rule(action: SwitchRule, store: Store, completion: Completion) -> None:
     store.change(action.rule, action.epoch, action.clocks)
 
 

@@ -9,8 +9,9 @@ from pscore.observe.timeline import Timeline
 from pscore.types import FloatArray, Push
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Address
+from psserver.slices.base import WeightedGrad
 from psserver.slices.pool import Buffer, Cell
-from psserver.slices.store import SliceStore, Term
+from psserver.slices.store import SliceStore
 
 
 class TimedStore(SliceStore):
@@ -32,14 +33,14 @@ class TimedStore(SliceStore):
         }
         super().__init__(*what)
 
-    def _sum(self, bin_: Cell | None, terms: Sequence[Term], out: FloatArray) -> None:
+    def _sum(self, former: Cell | None, grads: Sequence[WeightedGrad], out: FloatArray) -> None:
         begin_ns = self._timeline.now_ns()
-        super()._sum(bin_, terms, out)
-        add, payload = terms[0]
+        super()._sum(former, grads, out)
+        add, payload = grads[0]
         about: dict[str, Any] = {
-            "workers": [add.worker for add, _ in terms],
+            "workers": [add.worker for add, _ in grads],
             "step": add.push.step,
-            "nbytes": sum(payload.data.nbytes for _, payload in terms),
+            "nbytes": sum(payload.data.nbytes for _, payload in grads),
         }
         self._timeline.span(
             "aggregate", begin_ns, **self._about, **about, compressor=payload.compressor.name

@@ -1,18 +1,61 @@
-"""What a shard shows of itself: frozen values, made under the engine's lock and read without it.
+"""Frozen values made under the engine's lock and read without it: status, metrics and answers.
 
-Status and metrics are read on the event loop while socket threads change clocks, members and
-counters. So nothing outside of the lock looks at a state machine: `Engine.status` and
-`Engine.figures` copy what is shown, and their readers see one moment of the shard.
+Socket threads change clocks, members and counters while the event loop answers. So nothing outside
+of the lock reads a state machine: the engine copies what is shown, and its readers see the shard at
+one moment.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pscore.types import Origin
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.table import Table
-from psserver.engine.counters import Tally
+from psserver.engine.counters import Counters
 from psserver.engine.waits import Waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The state of a job for a worker that has just joined."""
+
+    rank: int
+    num_workers: int
+    lease_s: float
+    rounds: dict[str, int]  # First round of the worker at each barrier.
+    news: str
+    progress: dict[str, int]  # Step of each table.
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefinedTable:
+    """A table for a worker that has just declared it."""
+
+    index: int
+    is_new: bool
+    origin: Origin  # Steps at which its workers start to count.
+    has_weights: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualRequest:
+    """Residuals that a worker has to send."""
+
+    table: int
+    step: int
+    slices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatView:
+    """The state of a job for one of its workers."""
+
+    waiting_for: str  # The longest wait of the job on this shard.
+    residual_requests: tuple[ResidualRequest, ...]
+    live: tuple[int, ...]  # Ranks.
+    uneven: str  # The worker that leaves out steps of others; empty if none does.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +110,15 @@ class JobView:
 class Figures:
     """The numbers of the metrics page."""
 
-    tally: Tally  # A copy.
+    counters: Counters  # A copy.
     live: dict[str, int]  # Live workers, by the name of the job.
 
 
-def figures_of(shard: Shard, tally: Tally) -> Figures:
+def figures_of(shard: Shard, counters: Counters) -> Figures:
     """Returns a copy of the numbers; called under the lock."""
     live = {job.name: len(job.membership.live()) for job in shard.jobs.values()}
-    tally.keep({name for name, count in live.items() if count})
-    return Figures(tally=tally.copy(), live=live)
+    counters.keep({name for name, count in live.items() if count})
+    return Figures(counters=counters.copy(), live=live)
 
 
 def view_of(job: Job, waits: Waits, now_s: float) -> JobView:
@@ -91,7 +134,7 @@ def view_of(job: Job, waits: Waits, now_s: float) -> JobView:
         num_updates=counters.num_updates,
         pushed_nbytes=counters.pushed_nbytes,
         pulled_nbytes=counters.pulled_nbytes,
-        waiting_for=tuple(waits.others_of(job)),
+        waiting_for=tuple(waits.others()),
         state=job.state.value,
         step=job.step,
         memory_nbytes=job.memory_nbytes,
@@ -130,6 +173,6 @@ def _table(job: Job, table: Table, waits: Waits) -> TableView:
         nbytes=table.nbytes,
         version_min=min(versions),
         version_max=max(versions),
-        waiting_for=waits.of_table(job, table),
+        waiting_for=waits.of_table(table),
         fingerprint=table.layout.fingerprint,
     )

@@ -22,24 +22,24 @@ from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote import checkpoint as shards
 from psserver.remote.checkpoint_files import PROBLEMS, Checkpoint, Found, newest, verified
-from psserver.service.checkpoint_restore import Delivery
+from psserver.service.checkpoint_restore import CheckpointUpload
 
 log = structlog.get_logger()
-MARKER = "loading"  # In the vault: names the job whose journal is not complete yet.
+MARKER = "loading"  # In the journals: names the job whose journal is not complete yet.
 
 
-def load(engine: Engine, folder: Path, vault: Path | None) -> dict[str, Checkpoint]:
+def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Checkpoint]:
     """Makes the jobs of a folder of checkpoints that a shard does not have; returns them.
 
     Args:
         engine: The shard; it does not listen yet.
         folder: Of the checkpoints.
-        vault: Where the shard keeps its journals, if it does.
+        journals: Where the shard keeps its journals, if it does.
 
     Raises:
         CommandError: A good checkpoint cannot be loaded: without it the job would begin anew.
     """
-    marker = None if vault is None else vault / MARKER
+    marker = None if journals is None else journals / MARKER
     half = marker.read_text(encoding="utf-8") if marker is not None and marker.exists() else None
     loaded: dict[str, Checkpoint] = {}
     for job, found in newest(folder).items():
@@ -91,11 +91,10 @@ def deliver(engine: Engine, checkpoint: Checkpoint, job: str) -> None:
         PacelineError: The shard cannot hold it.
     """
     index, num_shards = engine.shard.index, engine.shard.num_shards
-    delivery = Delivery(shards.preparation("", checkpoint, job, num_shards), engine, 0)
+    upload = CheckpointUpload(shards.preparation("", checkpoint, job, num_shards), engine, 0)
     for _, message in shards.messages("", checkpoint, num_shards, [index]):
-        delivery.write(message)
-    with engine.lock:
-        delivery.finish()
+        upload.write(message)
+    upload.finish()
 
 
 def bring(

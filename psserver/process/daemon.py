@@ -18,12 +18,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # We say ourselves why a port cannot be had.
 
@@ -32,14 +30,16 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pscore.errors import ConfigError, PacelineError
+from pscore.net import descriptors
 from pscore.net.credentials import read_credentials
+from pscore.net.listener import Listener
 from pscore.net.rpc import CONNECTIONS_MAX, SERVER_OPTIONS
 from pscore.observe.timeline import open_timeline
 from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2_grpc
 from pscore.text import join_address
-from psserver.access.gate import Door
+from psserver.access.authorizer import AuthInterceptor
 from psserver.decisions.shard import Shard
-from psserver.durability.journal_dir import Lock, Vault
+from psserver.durability.journal_dir import JournalDir, Lock
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
@@ -52,14 +52,11 @@ from psserver.process.shard_plan import (
     report_to_json,
 )
 from psserver.remote.checkpoint_files import Checkpoint, set_aside
-from psserver.service import descriptors
 from psserver.service.checkpoint_service import Checkpointer
 from psserver.service.control import ControlServicer, data_handler
-from psserver.service.listener import BulkServer
+from psserver.service.data_socket import make_listener
 from psserver.service.metrics import MetricsPage
-
-if TYPE_CHECKING:
-    Handler = grpc.RpcMethodHandler[Any, Any]
+from psserver.service.refusals import ErrorInterceptor
 
 log = structlog.get_logger()
 
@@ -72,46 +69,6 @@ MOMENT_S = 0.002
 GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
 STATUS = health_pb2.HealthCheckResponse
 NAMES = ("", "liveness", "readiness")
-
-
-class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends the process when a request fails by our own fault."""
-
-    def __init__(self, broke: Callable[[BaseException], None]) -> None:
-        """Calls `broke` with what no servicer expected."""
-        self._broke = broke
-        self._guarded: dict[str, Handler] = {}
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        """Returns the method's handler inside ours; each is made once."""
-        method = str(handler_call_details.method)
-        if method in self._guarded:
-            return self._guarded[method]
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
-            return cast("Handler", handler)  # No such method, or a stream: the watch on health.
-        self._guarded[method] = self._guard(handler)
-        return self._guarded[method]
-
-    def _guard(self, handler: Handler) -> Handler:
-        inner = cast("Callable[[object, object], Awaitable[object]]", handler.unary_unary)
-
-        async def call(request: object, context: object) -> object:
-            try:
-                return await inner(request, context)
-            except grpc.aio.BaseError:
-                raise  # A refusal, or a connection that is gone.
-            except Exception as problem:
-                self._broke(problem)
-                raise
-
-        return grpc.unary_unary_rpc_method_handler(
-            cast("Any", call), handler.request_deserializer, handler.response_serializer
-        )
 
 
 class Daemon:
@@ -127,26 +84,26 @@ class Daemon:
         self._grace_s = plan.grace_s
         self._parent = os.getppid()
         self._claim = _claim(plan)
-        self._vault = _open_vault(plan)
+        self._journals = _open_journals(plan)
         self._timeline = open_timeline(plan.timeline, "shard", plan.index)
         self.engine = Engine(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             now=time.monotonic,
             executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="lane"),
             step_on_receive_thread=plan.num_threads <= FEW_THREADS,
-            vault=self._vault,
+            journals=self._journals,
             broke=self.broke,
             timeline=self._timeline,
         )
-        self._gate = plan.trust.gate()
+        self._authorizer = plan.trust.authorizer()
         self._instance = secrets.randbits(63)
-        self._bulk: BulkServer | None = None
+        self._bulk: Listener | None = None
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._page = MetricsPage(
             self.engine,
             is_ready=lambda: not (self._ending.is_set() or self._is_short),
-            gate=self._gate,
+            authorizer=self._authorizer,
             context=plan.trust.context(mutual=False),
         )
 
@@ -154,9 +111,12 @@ class Daemon:
         connections_max = min(CONNECTIONS_MAX, descriptors.limit() // GRPC_SHARE)
         server = grpc.aio.server(
             options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", connections_max)),
-            interceptors=[Door(self._gate, self.engine.heard), Guard(self.broke)],
+            interceptors=[
+                AuthInterceptor(self._authorizer, self.engine.heard),
+                ErrorInterceptor(self.broke),
+            ],
         )
-        server.add_generic_rpc_handlers((data_handler(self.engine, self._gate),))
+        server.add_generic_rpc_handlers((data_handler(self.engine, self._authorizer),))
         self._servicer = ControlServicer(
             self.engine,
             self.plan.cluster,
@@ -172,7 +132,7 @@ class Daemon:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
-    def _make_bulk(self) -> BulkServer:
+    def _make_bulk(self) -> Listener:
         """Binds the bulk data plane to any free port; workers learn it from this shard.
 
         Raises:
@@ -180,12 +140,12 @@ class Daemon:
         """
         local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
         try:
-            return BulkServer(
+            return make_listener(
                 self.engine,
                 self.plan.host,
                 0,
                 local,
-                gate=self._gate,
+                authorizer=self._authorizer,
                 context=self.plan.trust.context(),
             )
         except OSError as problem:
@@ -308,12 +268,12 @@ class Daemon:
         """Takes up the jobs that a former process of this shard has left."""
         for name in self.engine.recover():
             log.warning("job taken up where it was", job=name)
-        if self._vault is not None:
-            self._instance = self._vault.instance
+        if self._journals is not None:
+            self._instance = self._journals.instance
         if self.plan.checkpoint_dir is None:
             return
-        vault = None if self._vault is None else self._vault.folder
-        loaded = load(self.engine, Path(self.plan.checkpoint_dir), vault)
+        journals = None if self._journals is None else self._journals.folder
+        loaded = load(self.engine, Path(self.plan.checkpoint_dir), journals)
         if self.plan.addresses:
             self._to_bring = loaded
 
@@ -411,7 +371,7 @@ def _in_use(plan: ShardPlan, folder: Path) -> CommandError:
     )
 
 
-def _open_vault(plan: ShardPlan) -> Vault | None:
+def _open_journals(plan: ShardPlan) -> JournalDir | None:
     """Opens where this shard keeps its journals, if it keeps any.
 
     Raises:
@@ -421,7 +381,7 @@ def _open_vault(plan: ShardPlan) -> Vault | None:
         return None
     folder = Path(plan.journal_dir) / folder_name(plan)
     try:
-        return Vault(folder)
+        return JournalDir(folder)
     except BlockingIOError as problem:
         raise _in_use(plan, folder) from problem
     except OSError as problem:

@@ -18,7 +18,7 @@ import structlog
 from pscore.net import faults
 from pscore.observe.boot import began
 from pscore.text import join_address
-from psserver.durability.journal_dir import ShortLived
+from psserver.durability.journal_dir import TemporaryJournalDir
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
 from psserver.process import run_dir
@@ -69,7 +69,7 @@ class Launch:
         setup.configure(settings.log.format, settings.log.level, stream, shard="all")
         state_dir, journals = settings.server.state_dir, None
         if settings.server.durability == "journal" and state_dir is None:
-            journals = ShortLived(self._unique())
+            journals = TemporaryJournalDir(self._unique())
         self._say_without_checkpoints()
         supervisor = Supervisor(
             plans=self._plans(None if journals is None else journals.path),

@@ -29,7 +29,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2_grpc, control_pb2
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, SliceSpec
 from psserver.decisions.job import State
-from psserver.engine.residuals import is_owed
+from psserver.engine.residuals import is_residual
 from psserver.exits import CommandError, Exit
 from psserver.remote import ask
 from psserver.remote.checkpoint_files import Checkpoint, TableState, Tensors
@@ -199,7 +199,7 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
         if is_idle or states == {pb.CAPTURE_DONE}:
             break
         if time.monotonic() > deadline_s:
-            ranks = sorted({rank for reply in replies for rank in reply.owing})
+            ranks = sorted({rank for reply in replies for rank in reply.residual_requests})
             awaited = next((r.waiting_for for r in replies if r.waiting_for), "nothing")
             raise CommandError(
                 Exit.NO_ANSWER,
@@ -240,7 +240,7 @@ def _read(
         slices=slices,
         counts=counts,
         arrays={
-            _known_as(spec, array): _by_tensor(layout, flat, only_compressed=is_owed(array))
+            _known_as(spec, array): _by_tensor(layout, flat, only_compressed=is_residual(array))
             for array, flat in flats.items()
         },
     )
@@ -248,7 +248,7 @@ def _read(
 
 def _known_as(spec: TableSpec, array: str) -> str:
     """Returns the name of an array in files: `state.0` is what torch calls it."""
-    if is_owed(array):
+    if is_residual(array):
         return array
     kind, _, name = array.partition(".")
     return OPTIMIZERS[spec.optimizer].state_names[int(name)] if kind == "state" else name or kind
@@ -326,7 +326,9 @@ def messages(
         parts = [part for part in layout.slices if part.shard in chosen]
         for array, tensors in table.arrays.items():
             known_as = _name_on_shards(table.spec, array)
-            for part, flat in _flattened(layout, parts, tensors, only_compressed=is_owed(array)):
+            for part, flat in _flattened(
+                layout, parts, tensors, only_compressed=is_residual(array)
+            ):
                 data = flat.view(np.uint8)
                 for offset in range(0, data.nbytes, CHUNK_NBYTES):
                     yield (
@@ -375,6 +377,6 @@ def _about(table: TableState, num_shards: int) -> dict[str, Any]:
 def _name_on_shards(spec: TableSpec, array: str) -> str:
     """Returns what shards call an array in a file; `_known_as` the other way."""
     states = OPTIMIZERS[spec.optimizer].state_names
-    if array == "weights" or is_owed(array):
+    if array == "weights" or is_residual(array):
         return array
     return f"state.{states.index(array)}" if array in states else f"memory.{array}"

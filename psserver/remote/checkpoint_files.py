@@ -44,7 +44,7 @@ from pscore.errors import ConfigError
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
 from psserver.durability import records
-from psserver.engine.residuals import is_owed
+from psserver.engine.residuals import is_residual
 from psserver.exits import CommandError, Exit
 
 FORMAT = 2
@@ -404,7 +404,7 @@ def verified(found: Found) -> Checkpoint:
         for array, file in files.items():
             if _hash(file) != manifest["sha256"][file.name]:
                 raise ValueError(f"{file.name} has changed since it was written")
-            _require_tensors(file, spec, only_compressed=is_owed(array))
+            _require_tensors(file, spec, only_compressed=is_residual(array))
         table = TableState(
             spec=spec,
             version=int(entry["version"]),

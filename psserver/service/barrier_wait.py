@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
-from psserver.decisions.shard import Job
 from psserver.engine.barrier_waits import Arrival
-from psserver.engine.engine import Engine
+from psserver.engine.job import RunningJob
 
 WAIT_S_MAX = 10.0  # One call; the worker asks again.
 
 
 async def wait_at_barrier(
-    engine: Engine,
-    job: Job,
+    job: RunningJob,
+    now: Callable[[], float],
     name: str,
     number: int,
     rank: int,
@@ -24,8 +24,8 @@ async def wait_at_barrier(
     """Arrives at round `number` of a barrier, and waits until it is open or time is up.
 
     Args:
-        engine: The shard.
         job: The worker's job.
+        now: The engine's clock, in seconds.
         name: Of the barrier.
         number: Of the round.
         rank: Of the worker.
@@ -37,14 +37,14 @@ async def wait_at_barrier(
     def wake() -> None:
         loop.call_soon_threadsafe(woken.set)
 
-    deadline_s = engine.now() + min(wait_s, WAIT_S_MAX)
-    arrival = engine.barriers.arrive(job, name, number, rank, value, wake)
+    deadline_s = now() + min(wait_s, WAIT_S_MAX)
+    arrival = job.barriers.arrive(name, number, rank, value, wake)
     try:
-        while not arrival.is_open and (left_s := deadline_s - engine.now()) > 0:
+        while not arrival.is_open and (left_s := deadline_s - now()) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(woken.wait(), left_s)
             woken.clear()
-            arrival = engine.barriers.arrive(job, name, number, rank, value, wake)
+            arrival = job.barriers.arrive(name, number, rank, value, wake)
     finally:
-        engine.barriers.stop_waiting(job, name, wake)
+        job.barriers.stop_waiting(name, wake)
     return arrival

@@ -1,7 +1,7 @@
-"""A job's numbers on their way back into a shard: declared, written in parts, and then made a job.
+"""A checkpoint on its way into a shard: declared, written in parts, then made a job.
 
-What is written lies in memory beside the tables until the job is made of it, or until nobody has
-sent any more of it for a while (checkpoint_service.py); room for all of it is asked for when it is
+The parts lie in memory beside the tables until the job is made of them, or until the client has
+sent none for a while (checkpoint_service.py). Memory for all of them is reserved when they are
 declared.
 """
 
@@ -20,44 +20,45 @@ from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, SliceSpec
 from psserver.engine.engine import Engine
-from psserver.engine.residuals import is_owed
+from psserver.engine.residuals import is_residual
+from psserver.engine.restore import RestoredTable, require_free, restore
 
-DELIVERIES_MAX = 8
+UPLOADS_MAX = 8
 NAME_LENGTH_MAX = 256
-VERSION_MAX = 1 << 48  # Of a slice; nobody makes so many updates.
+VERSION_MAX = 1 << 48  # Of a slice, far beyond any run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
-    """One table, as it was declared."""
+class DeclaredTable:
+    """The declaration of one table."""
 
     spec: TableSpec
-    version: int  # Of all slices, from which the job goes on.
-    clock: int  # Steps from which its workers go on: in an asynchronous mode not the version.
+    version: int  # Of all slices.
+    clock: int  # First step of the workers; in an asynchronous mode not the version.
     counts: list[int]  # Optimizer steps of each tensor.
     arrays: frozenset[str]  # By their names in `SliceStore.restore`.
     parts: dict[int, SliceSpec]  # This shard's slices.
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is to come."""
+        """Bytes of all arrays."""
         return sum(4 * len(self.of(part)) * part.numel for part in self.parts.values())
 
     def of(self, part: SliceSpec) -> list[str]:
-        """Returns the arrays of a slice: what is owed is there where it is compressed."""
-        return [name for name in self.arrays if part.compress or not is_owed(name)]
+        """Returns the arrays of a slice: one that is not compressed has no residuals."""
+        return [name for name in self.arrays if part.compress or not is_residual(name)]
 
 
-class Delivery:
-    """One job on its way out of a checkpoint."""
+class CheckpointUpload:
+    """The numbers of one job, received in parts."""
 
     def __init__(self, request: pb.PrepareRequest, engine: Engine, staged_nbytes: int) -> None:
-        """Takes down what is to come.
+        """Allocates memory for the declared tables.
 
         Args:
             request: Job and tables.
             engine: The shard.
-            staged_nbytes: What other checkpoints take on their way here.
+            staged_nbytes: Memory of other uploads.
 
         Raises:
             PacelineError: It cannot be a job of this shard, or there is no memory for it.
@@ -67,11 +68,12 @@ class Delivery:
         self.min_workers = request.min_workers
         self.touched_s = engine.now()
         self._engine = engine
-        self._require_free()
+        require_free(engine, self.job)
         self._tables = [_declared(text, engine) for text in request.tables]
         self.nbytes = sum(table.nbytes for table in self._tables)
         what = f"the checkpoint of job {self.job!r} on shard {engine.shard.index}"
-        engine.shard.require_memory(what, self.nbytes, staged_nbytes)
+        with engine.lock:
+            engine.shard.require_memory(what, self.nbytes, staged_nbytes)
         available = psutil.virtual_memory().available
         if self.nbytes > available:
             raise LimitError(f"{what} has {self.nbytes} bytes, {available} are left on its host")
@@ -83,7 +85,7 @@ class Delivery:
         }
 
     def write(self, request: pb.WriteRequest) -> None:
-        """Takes the next part of an array.
+        """Copies the next part of an array.
 
         Raises:
             RemoteProtocolError: It was not declared, or parts before it are missing.
@@ -107,7 +109,7 @@ class Delivery:
         self._written[key] = max(written, stop)
 
     def finish(self) -> None:
-        """Makes the job; called under the engine's lock.
+        """Makes the job.
 
         Raises:
             PacelineError: Something is missing, or the job cannot be made.
@@ -118,38 +120,24 @@ class Delivery:
                     raise RemoteProtocolError(
                         f"{name!r} of slice {index} of the checkpoint is not whole"
                     )
-        self._require_free()
-        engine = self._engine
-        job = engine.begin_restored(self.job, self.num_workers, self.min_workers)
+        tables: list[RestoredTable] = []
         for number, declared in enumerate(self._tables):
-            table, _ = engine.define(job, declared.spec)
-            version, first = declared.version, declared.clock
-            # Who joins goes on where everybody was: drawn numbers are of a step, and so the same.
-            clocks = dict.fromkeys(range(self.num_workers), first)
-            for index, clock in table.clocks.items():
-                arrays = self._arrays[number, index]
-                for name in [name for name in arrays if is_owed(name)]:
-                    engine.requests.debts.keep(job, table, index, name, arrays.pop(name), first)
-                segments = table.specs[index].segments
-                counts = [declared.counts[segment.tensor] for segment in segments]
-                arrays["counts"] = np.array(counts, dtype=np.int64)
-                engine.requests.queues[id(job), table.index, index].store.restore(
-                    arrays, version, clocks
+            slices = {index: self._arrays[number, index] for index in declared.parts}
+            for index, part in declared.parts.items():
+                counts = [declared.counts[segment.tensor] for segment in part.segments]
+                slices[index]["counts"] = np.array(counts, dtype=np.int64)
+            tables.append(
+                RestoredTable(
+                    spec=declared.spec,
+                    version=declared.version,
+                    clock=declared.clock,
+                    slices=slices,
                 )
-                clock.restore(version, clocks)
-        engine.note_owed(job)
-
-    def _require_free(self) -> None:
-        shard = self._engine.shard
-        job = shard.jobs.get(self.job)
-        if job is not None and job.membership.live():
-            raise ConfigError(
-                f"job {self.job!r} has live workers on shard {shard.index}; restore it under "
-                "another name with --job, or when they have left"
             )
+        restore(self._engine, self.job, self.num_workers, self.min_workers, tables)
 
 
-def _declared(text: str, engine: Engine) -> Declared:
+def _declared(text: str, engine: Engine) -> DeclaredTable:
     """Returns one table of a request, checked.
 
     Raises:
@@ -184,14 +172,14 @@ def _declared(text: str, engine: Engine) -> Declared:
     for name in sorted(names ^ wanted):
         if name in wanted:
             raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint is without {name!r}")
-        is_kept = name.startswith("memory.") or is_owed(name, spec.compressor)
+        is_kept = name.startswith("memory.") or is_residual(name, spec.compressor)
         if not is_kept or len(name) > NAME_LENGTH_MAX:
             raise RemoteProtocolError(
                 f"array {name[:NAME_LENGTH_MAX]!r} of table {spec.name!r} of the checkpoint is "
                 "none that a shard keeps"
             )
     parts = make_layout(spec.tensors, spec.num_shards).of_shard(shard.index)
-    return Declared(
+    return DeclaredTable(
         spec=spec,
         version=version,
         clock=clock,

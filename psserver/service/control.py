@@ -1,4 +1,4 @@
-"""Proto messages to types and back, errors to status codes. No decisions.
+"""Proto messages to types and back, without decisions; refusals.py answers errors.
 
 Two services on one port: `ps.v1.Control` (proto/ps/v1/control.proto), and `ps.v1.Data` whose two
 methods, Push and Pull, carry frames (pscore/net/wire.py) as raw bytes.
@@ -20,21 +20,21 @@ from google.protobuf.message import DecodeError as ProtobufDecodeError
 
 from pscore.errors import DecodeError, PacelineError, ProtocolVersionError
 from pscore.net import faults, wire
-from pscore.net.rpc import DATA_SERVICE, ERROR_KEY, code_of
+from pscore.net.listener import Listener
+from pscore.net.rpc import DATA_SERVICE
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
 from pscore.rules import make_rule
 from pscore.table_spec import TableSpec, plugin_from_proto
 from pscore.text import printable
 from pscore.types import ByteArray, FloatArray
-from psserver.access.gate import Gate
+from psserver.access.authorizer import Authorizer
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import Job, require_name
-from psserver.decisions.uneven import report
+from psserver.decisions.shard import require_name
 from psserver.engine.engine import Engine
+from psserver.engine.job import RunningJob
 from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
-from psserver.service.listener import BulkServer
 from psserver.service.shared_view import SharedView
 
 TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
@@ -43,13 +43,6 @@ H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
     Method = Callable[[bytes, Context], Awaitable[bytes]]
-
-
-async def refuse(context: Context, error: PacelineError) -> None:
-    """Ends a call with the status code and the class name of `error`."""
-    await context.abort(
-        code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
-    )
 
 
 class GrpcReply:
@@ -84,13 +77,15 @@ class GrpcReply:
             self.frame.set_result(frame)
 
 
-def data_handler(engine: Engine, gate: Gate | None = None) -> grpc.GenericRpcHandler[Any, Any]:
-    """Returns the service that carries frames as raw bytes; `gate` says who may touch what."""
+def data_handler(
+    engine: Engine, authorizer: Authorizer | None = None
+) -> grpc.GenericRpcHandler[Any, Any]:
+    """Returns the service that carries frames as raw bytes; None: every peer is authorized."""
 
     def require(header: data_pb2.PushHeader | data_pb2.PullHeader, context: Context) -> None:
-        if gate is not None:
+        if authorizer is not None:
             metadata: Any = context.invocation_metadata()
-            gate.admit_call(metadata).require(header.sender.job)
+            authorizer.admit_call(metadata).require(header.sender.job)
 
     async def push(frame: bytes, context: Context) -> bytes:
         reply = GrpcReply()
@@ -98,21 +93,16 @@ def data_handler(engine: Engine, gate: Gate | None = None) -> grpc.GenericRpcHan
             header, payload = _parse(frame, data_pb2.PushHeader())
             require(header, context)
             engine.requests.on_push(header, np.frombuffer(payload, dtype=np.uint8), reply)
-        except PacelineError as error:
+        except PacelineError:
             engine.requests.note_refused()
-            await refuse(context, error)
             raise
         return await reply.frame
 
     async def pull(frame: bytes, context: Context) -> bytes:
         reply = GrpcReply()
-        try:
-            header, _ = _parse(frame, data_pb2.PullHeader())
-            require(header, context)
-            engine.requests.on_pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX))
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        header, _ = _parse(frame, data_pb2.PullHeader())
+        require(header, context)
+        engine.requests.on_pull(header, reply, min(header.wait_ms / 1000, WAIT_S_MAX))
         try:
             return await reply.frame
         finally:
@@ -161,7 +151,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         cluster: str,
         instance: int,
         drain: Callable[[float], None],
-        bulk: BulkServer | None = None,
+        bulk: Listener | None = None,
         set_aside: Callable[[str], str] = lambda _: "",
     ) -> None:
         """Serves `engine`.
@@ -206,147 +196,109 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Takes a worker into a job."""
         if self.closed:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed)
-        try:
-            if request.protocol != wire.PROTOCOL:
-                raise ProtocolVersionError(
-                    f"worker speaks protocol {request.protocol}, shard "
-                    f"{self._engine.shard.index} speaks {wire.PROTOCOL}: install one version"
-                )
-            member = Member(
-                rank=request.rank,
-                incarnation=request.incarnation,
-                former=tuple(request.former),
-                restart=request.restart,
-                host=printable(request.host, HOST_LENGTH_MAX),
-                pid=request.pid,
-                heard_s=self._engine.now(),
-                returns=request.returns or request.restart > 0,
+        if request.protocol != wire.PROTOCOL:
+            raise ProtocolVersionError(
+                f"worker speaks protocol {request.protocol}, shard "
+                f"{self._engine.shard.index} speaks {wire.PROTOCOL}: install one version"
             )
-            job = self._engine.join(
-                request.job, request.num_workers, member, request.min_workers, request.life
-            )
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
-        with self._engine.lock:
-            return pb.JoinReply(
-                rank=member.rank,
-                num_workers=job.membership.num_workers,
-                lease_s=job.membership.lease_s,
-                instance=self._instance,
-                rounds=job.barriers.next_rounds(),
-                news=member.news,
-                progress=job.progress,
-                life=job.life.number,
-            )
+        member = Member(
+            rank=request.rank,
+            incarnation=request.incarnation,
+            former=tuple(request.former),
+            restart=request.restart,
+            host=printable(request.host, HOST_LENGTH_MAX),
+            pid=request.pid,
+            heard_s=self._engine.now(),
+            returns=request.returns or request.restart > 0,
+        )
+        job = self._engine.join(
+            request.job, request.num_workers, member, request.min_workers, request.life
+        )
+        welcome = job.welcome(member)
+        return pb.JoinReply(
+            rank=welcome.rank,
+            num_workers=welcome.num_workers,
+            lease_s=welcome.lease_s,
+            instance=self._instance,
+            rounds=welcome.rounds,
+            news=welcome.news,
+            progress=welcome.progress,
+            life=welcome.life,
+        )
 
     async def Define(self, request: pb.DefineRequest, context: Context) -> pb.DefineReply:
         """Declares a table, or checks that this worker's is the job's."""
-        try:
-            job = self._heard(request)
-            require_name("table", request.table.name)
-            spec = TableSpec.from_proto(request.table)
-            with self._engine.lock:
-                table, created = self._engine.define(job, spec)
-                origin, has_weights = table.spec.origin, table.has_weights
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        job = self._heard(request)
+        require_name("table", request.table.name)
+        spec = TableSpec.from_proto(request.table)
+        table = self._engine.define(job, spec)
         return pb.DefineReply(
             table=table.index,
-            created=created,
-            clock=origin.clock,
-            step=origin.step,
-            has_weights=has_weights,
+            created=table.is_new,
+            clock=table.origin.clock,
+            step=table.origin.step,
+            has_weights=table.has_weights,
         )
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
         """Lets a worker step aside, or changes the mode of a table."""
-        try:
-            job = self._heard(request)
-            if request.HasField("rule"):
-                rule = make_rule(*plugin_from_proto(request.rule))
-                self._engine.change(job, request.table, request.worker, rule)
-            else:
-                change = (request.incarnation, request.number, request.step)
-                self._engine.step_aside(job, request.table, request.worker, change)
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        job = self._heard(request)
+        if request.HasField("rule"):
+            rule = make_rule(*plugin_from_proto(request.rule))
+            self._engine.change(job, request.table, request.worker, rule)
+        else:
+            change = (request.incarnation, request.number, request.step)
+            self._engine.step_aside(job, request.table, request.worker, change)
         return pb.ChangeReply()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         """Renews a lease."""
-        engine = self._engine
-        try:
-            with engine.lock:
-                job = self._heard(request)
-                text = printable(request.waiting_for, TEXT_LENGTH_MAX)
-                engine.waits.note(job, request.worker, text)
-                left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
-                text = report(job.membership, request.worker, left_out)
-                asked = engine.requests.debts.asked_of(job, request.worker)
-                return pb.HeartbeatReply(
-                    instance=self._instance,
-                    waiting_for=engine.waits.stalled(job),
-                    owing=[
-                        pb.Owing(table=number, step=step, slices=slices)
-                        for number, step, slices in asked
-                    ],
-                    live=job.membership.live() if request.wants_live else (),
-                    uneven=text,
-                )
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        job = self._heard(request)
+        text = printable(request.waiting_for, TEXT_LENGTH_MAX)
+        left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
+        view = job.heartbeat(request.worker, text, left_out)
+        return pb.HeartbeatReply(
+            instance=self._instance,
+            waiting_for=view.waiting_for,
+            residual_requests=[
+                pb.ResidualRequest(table=wanted.table, step=wanted.step, slices=wanted.slices)
+                for wanted in view.residual_requests
+            ],
+            live=view.live if request.wants_live else (),
+            uneven=view.uneven,
+        )
 
-    async def Owe(self, request: pb.OweRequest, context: Context) -> pb.OweReply:
-        """Takes what a worker's error feedback owes of a slice."""
-        try:
-            with self._engine.lock:
-                job = self._heard(request)
-                arrays = {array.name: array.data for array in request.arrays}
-                self._engine.requests.debts.take(
-                    job,
-                    job.table(request.table),
-                    request.slice,
-                    request.worker,
-                    request.step,
-                    arrays,
-                )
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
-        return pb.OweReply()
+    async def SendResidual(
+        self, request: pb.SendResidualRequest, context: Context
+    ) -> pb.SendResidualReply:
+        """Receives a worker's residual of a slice."""
+        arrays = {array.name: array.data for array in request.arrays}
+        self._heard(request).take_residual(
+            request.table, request.slice, request.worker, request.step, arrays
+        )
+        return pb.SendResidualReply()
 
-    async def Claim(self, request: pb.ClaimRequest, context: Context) -> pb.ClaimReply:
-        """Gives a worker back what a checkpoint had of its rank."""
-        try:
-            with self._engine.lock:
-                job = self._heard(request)
-                table = job.table(request.table)
-                kept = self._engine.requests.debts.kept(job, table, request.worker)
-                arrays = dict(kept.get(request.slice, {})).items()
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+    async def FetchResidual(
+        self, request: pb.FetchResidualRequest, context: Context
+    ) -> pb.FetchResidualReply:
+        """Returns the residuals that a checkpoint had of a worker's rank."""
+        kept = self._heard(request).residuals_for(request.table, request.worker)
         if not request.HasField("slice"):
-            return pb.ClaimReply(slices=sorted(kept))
-        return pb.ClaimReply(
-            arrays=[pb.Array(name=name, data=array.tobytes()) for name, array in arrays]
+            return pb.FetchResidualReply(slices=sorted(kept))
+        return pb.FetchResidualReply(
+            arrays=[
+                pb.Array(name=name, data=array.tobytes())
+                for name, array in kept.get(request.slice, {}).items()
+            ]
         )
 
     async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
         """Waits until all workers of the job are here."""
-        try:
-            require_name("barrier", request.name)
-            job = self._heard(request)
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        require_name("barrier", request.name)
+        job = self._heard(request)
         wait_s, value = request.wait_ms / 1000, request.value
         arrival = await wait_at_barrier(
-            self._engine, job, request.name, request.round, request.worker, wait_s, value
+            job, self._engine.now, request.name, request.round, request.worker, wait_s, value
         )
         return pb.BarrierReply(
             done=arrival.is_open, waiting_for=arrival.waiting_for, value=arrival.largest
@@ -369,25 +321,19 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return reply
 
     def _make_status(self) -> pb.StatusReply:
-        with self._engine.lock:
-            lost = list(self._engine.shard.lifetimes.lost.values())
         return pb.StatusReply(
             shard=self._describe(),
             jobs=[_job_status(job) for job in self._engine.status()],
             uptime_s=self._engine.now() - self._engine.started_s,
             memory_nbytes=self._process.memory_info().rss,
             pid=os.getpid(),
-            lost=[pb.LostJob(job=name, reason=reason) for name, reason in lost],
+            lost=[pb.LostJob(job=name, reason=reason) for name, reason in self._engine.lost_jobs()],
         )
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetReply:
         """Forgets a job and all that is kept of it."""
-        try:
-            found, nbytes = self._engine.forget(request.job, is_forced=request.force)
-            folder = await asyncio.to_thread(self._set_aside, request.job)
-        except PacelineError as error:
-            await refuse(context, error)
-            raise
+        found, nbytes = self._engine.forget(request.job, is_forced=request.force)
+        folder = await asyncio.to_thread(self._set_aside, request.job)
         return pb.ForgetReply(found=found, memory_nbytes=nbytes, checkpoints=folder)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
@@ -401,9 +347,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         | pb.ChangeRequest
         | pb.HeartbeatRequest
         | pb.BarrierRequest
-        | pb.OweRequest
-        | pb.ClaimRequest,
-    ) -> Job:
+        | pb.SendResidualRequest
+        | pb.FetchResidualRequest,
+    ) -> RunningJob:
         return self._engine.heard(request.job, request.worker, request.incarnation)
 
 

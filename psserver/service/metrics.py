@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from pscore.errors import AccessError
 from pscore.net import wire
 from pscore.types import Verdict
-from psserver.access.gate import Gate
-from psserver.engine.counters import Histogram, Tally
+from psserver.access.authorizer import Authorizer
+from psserver.engine.counters import Counters, Histogram
 from psserver.engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -42,26 +42,26 @@ class ShardCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         shard, figures = self._engine.shard, self._engine.figures()
-        tally = figures.tally
-        yield from _requests(tally)
+        counters = figures.counters
+        yield from _requests(counters)
         wire_bytes = CounterMetricFamily(
             "paceline_wire_bytes", "Bytes of push and pull frames.", labels=["direction"]
         )
-        wire_bytes.add_metric(["received"], tally.received_nbytes)
-        wire_bytes.add_metric(["sent"], tally.sent_nbytes)
+        wire_bytes.add_metric(["received"], counters.received_nbytes)
+        wire_bytes.add_metric(["sent"], counters.sent_nbytes)
         yield wire_bytes
         yield CounterMetricFamily(
-            "paceline_updates", "Updates of slices by the optimizer.", value=tally.num_updates
+            "paceline_updates", "Updates of slices by the optimizer.", value=counters.num_updates
         )
         yield _histogram(
             "paceline_apply_seconds",
             "Seconds to decode and add one push, with the update where both are one pass.",
-            tally.apply_s,
+            counters.apply_s,
         )
         yield _histogram(
             "paceline_staleness_steps",
             "Updates between the weights a gradient was made from and those it is applied to.",
-            tally.staleness,
+            counters.staleness,
         )
         yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(figures.live))
         workers = GaugeMetricFamily(
@@ -79,23 +79,23 @@ class ShardCollector:
         yield InfoMetricFamily("paceline_build", "What runs here.", value=about)
 
 
-def _requests(tally: Tally) -> Iterator[Metric]:
+def _requests(counters: Counters) -> Iterator[Metric]:
     """Yields the pushes and pulls of each job; those of ended ones are counted under no name.
 
     So there are as many series as jobs in which somebody trains, and no sum ever falls.
     """
     from prometheus_client.core import CounterMetricFamily
 
-    shares = tally.jobs.values()
+    shares = counters.jobs.values()
     pushes = CounterMetricFamily(
         "paceline_push_requests", "Pushes answered, by job and verdict.", labels=["job", "verdict"]
     )
     for verdict in Verdict:
-        rest = tally.pushes[verdict] - sum(share.pushes[verdict] for share in shares)
+        rest = counters.pushes[verdict] - sum(share.pushes[verdict] for share in shares)
         pushes.add_metric(["", verdict.name.lower()], rest)
-        for name, share in tally.jobs.items():
+        for name, share in counters.jobs.items():
             pushes.add_metric([name, verdict.name.lower()], share.pushes[verdict])
-    pushes.add_metric(["", "refused"], tally.num_pushes_refused)
+    pushes.add_metric(["", "refused"], counters.num_pushes_refused)
     yield pushes
     pulls = CounterMetricFamily(
         "paceline_pull_requests",
@@ -104,9 +104,9 @@ def _requests(tally: Tally) -> Iterator[Metric]:
     )
     answered = sum(share.num_pulls_answered for share in shares)
     put_off = sum(share.num_pulls_put_off for share in shares)
-    pulls.add_metric(["", "weights"], tally.num_pulls_answered - answered)
-    pulls.add_metric(["", "not_yet"], tally.num_pulls_put_off - put_off)
-    for name, share in tally.jobs.items():
+    pulls.add_metric(["", "weights"], counters.num_pulls_answered - answered)
+    pulls.add_metric(["", "not_yet"], counters.num_pulls_put_off - put_off)
+    for name, share in counters.jobs.items():
         pulls.add_metric([name, "weights"], share.num_pulls_answered)
         pulls.add_metric([name, "not_yet"], share.num_pulls_put_off)
     yield pulls
@@ -129,7 +129,7 @@ class MetricsPage:
         self,
         engine: Engine,
         is_ready: Callable[[], bool],
-        gate: Gate | None = None,
+        authorizer: Authorizer | None = None,
         context: ssl.SSLContext | None = None,
     ) -> None:
         """Shows `engine`.
@@ -137,11 +137,11 @@ class MetricsPage:
         Args:
             engine: Whose numbers are shown.
             is_ready: Unless it is, `/healthz` says 503.
-            gate: Whose token for everything `/metrics` asks for, as a bearer; `/healthz` does not.
+            authorizer: `/metrics` needs a bearer token for everything; `/healthz` needs none.
             context: TLS; None: none.
         """
         self._engine = engine
-        self._gate = Gate() if gate is None else gate
+        self._authorizer = Authorizer() if authorizer is None else authorizer
         self._context = context
         self._is_ready = is_ready
         self._server: asyncio.Server | None = None
@@ -211,9 +211,9 @@ class MetricsPage:
             if name.strip().lower() == "authorization":
                 secret = value.strip().removeprefix("Bearer ").strip()
         try:
-            self._gate.admit(secret).require_control("/metrics")
+            self._authorizer.admit(secret).require_control("/metrics")
         except AccessError as error:
-            self._gate.refused(error, "/metrics")
+            self._authorizer.refused(error, "/metrics")
             return f"{error}; send it as Authorization: Bearer TOKEN\n".encode()
         return b""
 

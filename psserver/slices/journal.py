@@ -1,4 +1,4 @@
-"""The journal of one slice: what it takes to go on after a SIGKILL, written after every change.
+"""The journal of one slice: all that it needs to resume after a SIGKILL, written at every change.
 
 A slice's arrays lie in an arena; its record (proto/ps/v1/state.proto) says which of them count, and
 what has been counted of each worker. A change never writes to an array that the last record names:
@@ -51,7 +51,7 @@ class SliceJournal:
     def __init__(
         self, arena: Arena, root: int, numel: int, payload_nbytes_max: int, num_segments: int
     ) -> None:
-        """Begins at a root of zeros, or takes up what a former process has written.
+        """Begins at a root of zeros, or resumes from the records of a killed process.
 
         Args:
             arena: Where all of it lies.
@@ -85,7 +85,7 @@ class SliceJournal:
         return bool(self._root[ACTIVE] == NONE_YET)
 
     def take(self) -> Cell:
-        """Returns memory for an array; on the heap, and journalled no more, if the disk is full."""
+        """Returns memory for an array; if the disk is full, on the heap, and the journal ends."""
         if self._is_on:
             try:
                 return self.pool.take()
@@ -94,7 +94,7 @@ class SliceJournal:
         return self._heap.take()
 
     def give(self, cell: Cell) -> None:
-        """Takes memory back that no record names any more."""
+        """Frees memory that no record names any more."""
         (self.pool if cell.place else self._heap).give(cell)
 
     @property
@@ -125,30 +125,30 @@ class SliceJournal:
         self._root[ACTIVE] = _checked_word(number)
         self._number = number
 
-    # ----- changes, each to be committed
+    # ----- changes; the caller commits
 
     def count(self, rank: int, steps: Progress) -> None:
-        """Notes which steps of a worker are in."""
+        """Records the progress of a worker."""
         entry = self.record.counted[rank]
         entry.clock = steps.clock
         entry.ahead[:] = sorted(steps.ahead)
         entry.late[:] = sorted(steps.late)
 
     def hold(self, push: Push, cell: Cell, nbytes: int, *, is_compressed: bool) -> None:
-        """Notes a payload that is added later."""
+        """Records a payload that is added later."""
         entry = self.record.held.add()
         self._note(entry, push)
         entry.place, entry.nbytes, entry.is_compressed = cell.place, nbytes, is_compressed
 
     def drop(self, push: Push) -> None:
-        """Forgets a payload that was held."""
+        """Removes a payload that was held."""
         for index, entry in enumerate(self.record.held):
             if (entry.worker, entry.step) == (push.worker, push.step):
                 del self.record.held[index]
                 return
 
     def add(self, key: int, push: Push, weight: float, cell: Cell) -> None:
-        """Notes that a gradient is in a bin, and where the bin's sum is now."""
+        """Records that a gradient is in an open step, and where the step's sum is now."""
         for bin_ in self.record.bins:
             if bin_.bin == key:
                 break
@@ -159,21 +159,21 @@ class SliceJournal:
         self._note(entry, push)
 
     def remove(self, key: int) -> None:
-        """Forgets a bin."""
+        """Removes an open step."""
         for index, bin_ in enumerate(self.record.bins):
             if bin_.bin == key:
                 del self.record.bins[index]
                 return
 
     def begin(self, epoch: int, counted: Mapping[int, Progress]) -> None:
-        """Notes a change of the mode: nothing is open, nothing is remembered."""
+        """Records a change of the mode: no step is open, and the rule's memory is empty."""
         self.record.epoch = epoch
         self.record.memory.clear()
         self.record.counted.clear()
         for rank, steps in counted.items():
             self.count(rank, steps)
 
-    # ----- what was noted
+    # ----- reading
 
     def push_of(self, entry: state_pb2.PendingPush) -> Push:
         """Returns the push of an entry."""
@@ -239,7 +239,7 @@ class SliceJournal:
         return self._arena.bytes_at(place, MARK_NBYTES + nbytes)[MARK_NBYTES:]
 
     def _give_up(self, problem: OSError) -> None:
-        """Goes on without a journal, and leaves none that is wrong."""
+        """Continues without a journal, and marks the one on the disk as unusable."""
         self._is_on = False
         self._root[ACTIVE] = NONE_MORE
         log.error(

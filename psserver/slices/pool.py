@@ -1,4 +1,4 @@
-"""Arrays of one slice's size, used again: on the heap, or in an arena that outlives the process."""
+"""Reusable arrays of one slice's size: on the heap, or in an arena that outlives the process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Buffer:
 
     @property
     def place(self) -> int:
-        """What the journal calls it."""
+        """Its name in the journal."""
         return self.number or (0 if self.cell is None else self.cell.place)
 
 
@@ -89,15 +89,15 @@ class Pool:
 
 
 class Scratch:
-    """Arrays that are used up at once: the one that came back last is in the cache, if any is."""
+    """Arrays for short use: the one that was returned last is most likely in the cache."""
 
     def __init__(self) -> None:
-        """Starts without any."""
+        """Starts without arrays."""
         self._free: list[FloatArray] = []
 
     @contextmanager
     def borrow(self, numel: int) -> Iterator[FloatArray]:
-        """Lends `(numel,) float32` of anything; from any thread."""
+        """Yields `(numel,) float32` with arbitrary contents; may be called from any thread."""
         try:
             array = self._free.pop()
         except IndexError:
@@ -111,7 +111,7 @@ class Scratch:
 
 
 class ArenaPool(Pool):
-    """Those in an arena, which a later process finds again."""
+    """Cells in an arena, which a later process finds again."""
 
     def __init__(self, arena: Arena, numel: int, nbytes: int) -> None:
         """Makes cells of `nbytes`, for arrays of `numel`."""
@@ -127,7 +127,7 @@ class ArenaPool(Pool):
         return Cell(self._arena.bytes_at(place, self._nbytes), self._numel, place)
 
     def adopt(self, places: list[int], used: set[int]) -> None:
-        """Takes up the cells of a former process, those in `used` as given away."""
+        """Restores the cells of a killed process; those in `used` are in use."""
         self.places = places
         self._free = [self.at(place) for place in places if place not in used]
 

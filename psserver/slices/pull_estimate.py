@@ -1,9 +1,10 @@
-"""What workers hold of one slice's weights where pulls are compressed, and how it follows them.
+"""The estimate of one slice's weights that workers hold where pulls are compressed.
 
-The equations stand in pscore/estimate.py. The estimate moves when somebody asks for it, at most
+The equations stand in pscore/estimate.py. The estimate moves when a worker asks for it, at most
 once for each version of the weights, and all workers share it. The last deltas are kept, as many as
-are smaller than the estimate itself: a worker that is that far behind gets those that it has not
-seen, any other the whole. Nothing of this outlives the process: then the whole is sent again.
+are smaller than the estimate itself: a worker that is no further behind gets the deltas that it has
+not seen, any other the whole estimate. Nothing of this outlives the process: afterwards the whole
+estimate is sent again.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Estimate:
     def answer(
         self, held: int, reply: data_pb2.PullReply
     ) -> Sequence[ByteArray] | Sequence[FloatArray]:
-        """Returns what somebody with the estimate `held` lacks, and says in `reply` what it is.
+        """Returns what a worker with the estimate `held` lacks, and describes it in `reply`.
 
         Deltas stay as they are; the whole is a view, until the next `follow`.
         """

@@ -1,9 +1,9 @@
-"""The weights of one slice: where they are, who reads them, and where the next ones are written.
+"""The weights of one slice: where they are, what reads them, and where the next ones are written.
 
-An update is made in place if nobody reads: it reads and writes the same memory once, which is two
-passes of the weights less than an update from one copy to another. Who holds a lease reads, because
-the weights are being sent from where they are, and who copies them out of shared memory. That one
-holds no lease; it looks at the version behind its copy.
+An update is made in place if nothing reads the newest weights: it then reads and writes the same
+memory once, two passes over the weights less than an update from one copy to another. A buffer has
+readers while it is leased, because it is being sent, and while a worker copies it out of shared
+memory. Such a worker holds no lease; it looks at the version after its copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from psserver.slices.pool import Buffer, Cell, Pool
 
 
 class Weights:
-    """Copies of one slice's weights, `(numel,) float32` each, of which one is the newest."""
+    """Copies of one slice's weights, `(numel,) float32` each; one of them is the newest."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Weights:
         """Starts with zeros, as version -1.
 
         Args:
-            pool: Where copies are taken from.
+            pool: Where private copies come from.
             buffers: Two that workers can map, in shared memory; None: all are private.
             versions: `(2,) int64`, where the versions of these buffers are published.
             stamps: `(2,) int64`, the same again at the end of the file that they lie in.
@@ -38,13 +38,13 @@ class Weights:
         self._versions = versions
         self._stamped = [array for array in (versions, stamps) if array is not None]
         self._leasing = threading.Lock()
-        self._is_mapped = False
+        self._is_mapped = False  # Whether a worker may copy weights without a lease.
         if buffers is None:
             self._buffers = [self._take()]
             self._buffers[0].array.fill(0.0)
         else:
             self._buffers = [Buffer(array, i + 1) for i, array in enumerate(buffers)]
-        self._newest = self._buffers[0]
+        self._newest = self._buffers[0]  # Invariant: one of `_buffers`.
 
     @property
     def newest(self) -> FloatArray:
@@ -53,11 +53,11 @@ class Weights:
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of those that workers can map."""
+        """Bytes of the copies that workers can map."""
         return sum(buffer.array.nbytes for buffer in self._buffers if buffer.number)
 
     def lease(self) -> Buffer:
-        """Returns the newest weights' buffer; it stays as it is until `release`."""
+        """Returns the newest weights' buffer; it stays unchanged until `release`."""
         with self._leasing:
             self._newest.leases += 1
             return self._newest
@@ -67,21 +67,22 @@ class Weights:
         with self._leasing:
             buffer.leases -= 1
 
-    def mapped(self) -> int:
+    def newest_mapped(self) -> int:
         """Returns the number of the newest weights' buffer in shared memory, 0 if it is not there.
 
-        Whoever asks copies them without a lease.
+        The caller's worker copies them without a lease. So from the first call on, updates are made
+        in place only where `spare` is told that workers have finished copying.
         """
         self._is_mapped = True
         return self._newest.number
 
     def spare(self, *, in_place: bool, readers_wait: bool) -> Buffer:
-        """Returns where the next weights are written; a slow reader stalls nobody.
+        """Returns where the next weights are written; a slow reader stalls no update.
 
         Args:
-            in_place: Those that count may be overwritten: nothing is lost with this process.
-            readers_wait: Who copies weights out of shared memory has done so before the gradients
-                of the next ones are complete.
+            in_place: The newest weights may be overwritten: nothing is lost with this process.
+            readers_wait: Workers that copy weights out of shared memory have done so before the
+                gradients of the next ones are complete.
         """
         in_place = in_place and (readers_wait or not self._is_mapped)
         with self._leasing:
@@ -91,22 +92,22 @@ class Weights:
         return buffer
 
     def stamp(self, buffer: Buffer, version: int) -> None:
-        """Writes beside a buffer of which version it is now; -1: it is being written."""
+        """Writes a buffer's version beside it; -1: it is being written."""
         if buffer.number:
             for stamps in self._stamped:
                 stamps[buffer.number - 1] = version
 
     def publish(self, buffer: Buffer) -> None:
-        """Makes what was written to `buffer`, and stamped, the newest."""
+        """Makes the contents of `buffer`, which is stamped, the newest weights."""
         self._newest = buffer
 
-    def take_up(self, place: int, version: int, at: Callable[[int], Cell]) -> None:
-        """Goes on with what a former process has published.
+    def recover(self, place: int, version: int, at: Callable[[int], Cell]) -> None:
+        """Restores the weights that a killed process had published.
 
         Args:
             place: `Buffer.place` of the newest.
-            version: Of them; negative: there are none yet.
-            at: Returns what is at a place that workers cannot map.
+            version: Their version; negative: there are no weights yet.
+            at: Returns the memory at a place that workers cannot map.
         """
         numbers = [buffer.number for buffer in self._buffers]
         if place in numbers:
@@ -120,8 +121,20 @@ class Weights:
         if version >= 0:
             self.stamp(self._newest, version)
 
+    def check_invariants(self, buffers_max: int, *, is_idle: bool) -> None:
+        """Asserts that the newest weights are one of at most `buffers_max` copies, for tests.
+
+        Args:
+            buffers_max: Most copies of the weights.
+            is_idle: Whether no answer is being sent, so that no copy is leased.
+        """
+        assert any(buffer is self._newest for buffer in self._buffers)
+        assert len(self._buffers) <= buffers_max, f"{len(self._buffers)} copies of the weights"
+        assert all(buffer.leases >= 0 for buffer in self._buffers)
+        assert not (is_idle and any(buffer.leases for buffer in self._buffers))
+
     def _other(self) -> Buffer:
-        """Returns one that nobody reads and that is not the newest."""
+        """Returns a buffer without leases that is not the newest."""
         for buffer in self._buffers:
             if buffer is not self._newest and buffer.leases == 0:
                 return buffer

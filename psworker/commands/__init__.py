@@ -1,1 +1,1 @@
-"""What a person types: the command `psworker`."""
+"""The command line of `psworker`."""

@@ -35,6 +35,7 @@ from pscore.memory import kernels
 from pscore.optimizers.assign import Assign
 from pscore.partition import SLICE_NUMEL_MAX, Layout, make_layout
 from pscore.rules.asgd import ASGD
+from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.commands.model_plan import MIN_NBYTES, Shapes
 from psworker.commands.run import new_job
@@ -43,7 +44,7 @@ from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.job.context import open_session, start_shards
 from psworker.job.environment import Environment
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 # From the mildest to the harshest.
 NAMES = (
@@ -95,18 +96,18 @@ class Wire:
 class Cost:
     """One compressor on this machine."""
 
-    nbytes: float  # Of payload per element.
-    encode_s: float  # Per element, on one core.
-    add_s: float  # Per element: decode into a sum.
+    nbytes: float  # Payload bytes per element.
+    encode_s: float  # Seconds per element, on one core.
+    add_s: float  # Seconds per element: decode into a sum.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a compressor would do to a step of one worker."""
+    """The effect of a compressor on a step of one worker."""
 
     compression: str
     pushed_nbytes: float
-    encode_s: float  # Of the whole gradient.
+    encode_s: float  # Seconds for the whole gradient.
     add_s: float
     step_s: float  # Pushes compressed; what computing does not hide.
     both_ways_s: float | None  # Pulls too; None: not one for pulls.
@@ -114,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `psworker bench compressors` shows."""
+    """The result of `psworker bench compressors`."""
 
     model: str
     num_elements: int
@@ -128,7 +129,7 @@ class Report:
     text: str
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all of it by name."""
+        """Returns the fields by name."""
         return asdict(self)
 
 
@@ -188,7 +189,7 @@ def measure_cost(compressor: Compressor, numel: int, num_slices: int) -> Cost:
 
 
 def measure_wire_to(servers: Sequence[str]) -> Wire:
-    """Measures the way to shards; without any, to one that is started here for it.
+    """Measures the link to the shards; without any, to one that is started here.
 
     Raises:
         PacelineError: They do not answer, or refuse this worker.
@@ -213,7 +214,7 @@ def measure_wire_to(servers: Sequence[str]) -> Wire:
 
 
 def measure_wire(session: Session) -> Wire:
-    """Measures the way to the first shard by which training's slices would go."""
+    """Measures the link to the first shard that training's slices would use."""
     raw_up, raw_down, _ = _through(session, "bench.raw", share=True)
     packed_up, packed_down, latency_s = _through(session, "bench.packed", share=False)
     link = session.links[0]
@@ -238,8 +239,17 @@ def _through(session: Session, name: str, *, share: bool) -> tuple[float, float,
         ),  # A slice of its own.
         TensorSpec(name="large", shape=(numel,), dtype="float32"),
     ]
-    layout = make_layout(tensors, num_shards)
-    table = Exchange(session, name, layout, ASGD(), NoCompression(), Assign(), 1, share=share)
+    declared = TableSpec(
+        name=name,
+        tensors=tuple(tensors),
+        num_shards=num_shards,
+        rule=ASGD(),
+        compressor=NoCompression(),
+        optimizer=Assign.name,
+        num_groups=1,
+    )
+    table = Exchange(session, declared, share=share)
+    layout = table.layout
     flat = torch.zeros(layout.numel) if table.grads is None else torch.from_numpy(table.grads)
     weights = torch.zeros(layout.numel)
     for spec in layout.slices:
@@ -250,8 +260,8 @@ def _through(session: Session, name: str, *, share: bool) -> tuple[float, float,
         hyper = np.zeros((1, len(Assign.hyper_names)))
         for index in indices:
             spec = layout.slices[index]
-            # Always the same step: from the second one on it travels, and the shard drops it, so
-            # that it is the way that is measured, and not what the shard does at its end.
+            # Always the same step: the shard drops repeated pushes after receiving them, so only
+            # the link is measured, and not the shard's own work.
             pushed = Push(worker=session.rank, step=0, base_version=0, hyper=hyper)
             table.push(index, pushed, flat[spec.start : spec.stop], compress=False)
         table.flush()
@@ -259,8 +269,8 @@ def _through(session: Session, name: str, *, share: bool) -> tuple[float, float,
     def pull(indices: Sequence[int]) -> None:
         for index in indices:
             spec = layout.slices[index]
-            landing = Landing(weights=weights[spec.start : spec.stop], state=[])
-            table.pull(index, 0, 0, landing, with_state=False)
+            pull_buffer = PullBuffer(weights=weights[spec.start : spec.stop], state=[])
+            table.pull(index, 0, 0, pull_buffer, with_state=False)
         table.run(indices)
 
     small = next(spec.index for spec in layout.slices if spec.compress)
@@ -319,14 +329,14 @@ def _against(seconds: float, base_s: float) -> tuple[str, str]:
 
 
 def pipeline_s(stages: Sequence[float], num_slices: int) -> float:
-    """Returns how long work takes that goes through stages slice by slice."""
+    """Returns the duration of work that passes through stages slice by slice."""
     longest = max(stages)
     return longest + (sum(stages) - longest) / max(1, num_slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a step of one worker moves, uncompressed and packed."""
+    """Elements that a step of one worker moves, uncompressed and packed."""
 
     packed: int  # Elements that a compressor may be used for.
     rest: int
@@ -338,7 +348,7 @@ class Step:
 
     @property
     def crowd(self) -> float:
-        """How much more a shard's link carries than a worker's, at least 1."""
+        """The traffic of a shard's link relative to a worker's, at least 1."""
         return max(1.0, self.num_workers / self.num_shards)
 
     def push_s(self, cost: Cost, plain: Cost) -> float:
@@ -366,7 +376,7 @@ class Step:
         return pipeline_s(stages, self.num_slices) + self.wire.latency_s
 
     def row(self, name: str, compressor: Compressor, cost: Cost, plain: Cost, hash_s: float) -> Row:
-        """Returns what a compressor does to this step."""
+        """Returns the effect of a compressor on this step."""
         push_s = self.push_s(cost, plain)
         both_s = None
         if compressor.state_names == (RESIDUAL,):
@@ -396,7 +406,7 @@ def make_report(
     min_nbytes: int = MIN_NBYTES,
     cost_of: Callable[[Compressor, int, int], Cost] = measure_cost,
 ) -> Report:
-    """Returns what each compressor would do to a step of a model.
+    """Returns the effect of each compressor on a step of a model.
 
     Args:
         model: How it is called.
@@ -449,7 +459,7 @@ def make_report(
 
 
 def _layout(shapes: Shapes, num_shards: int, min_nbytes: int) -> Layout:
-    """Returns how a model lies on the shards if it is compressed, by whatever it is."""
+    """Returns the layout of a model on the shards if its pushes are compressed."""
     tensors = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in shapes]
     chosen = choose(tensors, parse_compressor("bf16"), min_nbytes=min_nbytes, exclude=())
     return make_layout(chosen, num_shards)

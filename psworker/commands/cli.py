@@ -88,25 +88,27 @@ def run(
     ] = None,
     elastic: Annotated[
         str | None,
-        typer.Option(metavar="MIN:MAX", help="Workers come and go: the job has MIN to MAX."),
+        typer.Option(metavar="MIN:MAX", help="Let workers join and leave: MIN to MAX of them."),
     ] = None,
     servers: Annotated[
         str | None,
         typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(help="Shards to start where no servers are given [1].")
+        int | None, typer.Option(help="Shards to start if no servers are given [1].")
     ] = None,
     job: Annotated[
         str | None, typer.Option(envvar="PACELINE_JOB", help="Name of the job [a new one].")
     ] = None,
     on_failure: Annotated[
         OnFailure | None,
-        typer.Option(help="What the others do when a worker fails [stop; continue if elastic]."),
+        typer.Option(help="What to do when a worker fails [stop; continue if elastic]."),
     ] = None,
-    grace_s: Annotated[float, typer.Option(help="From the request to end until a kill.")] = 10.0,
+    grace_s: Annotated[
+        float, typer.Option(help="Seconds from the request to end until a kill.")
+    ] = 10.0,
     prefix: Annotated[bool, typer.Option(help="Put the rank in front of each line.")] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only what fails.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Report failures only.")] = False,
 ) -> None:
     """Start workers on this machine; without any server address, shards too."""
     addresses = parse_servers(servers) or _servers_around()
@@ -134,7 +136,7 @@ def run(
 
 @app.command()
 def modes(*, as_json: AsJson = False) -> None:
-    """List the modes there are, with their arguments."""
+    """List the modes and their arguments."""
     if as_json:
         sys.stdout.write(json.dumps(list_modes(), indent=1) + "\n")
     else:
@@ -152,13 +154,13 @@ def demo(
     ] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the images.", min=1)] = 5,
     modes: Annotated[
-        str, typer.Option(help="Modes to train in, with commas in between.")
+        str, typer.Option(help="Modes to train in, separated by commas.")
     ] = "ssgd, asgd, ssd(steps=5, warmup=50)",
     out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("paceline-demo"),
     workers: Annotated[int, typer.Option(help="Worker processes.", min=1, max=64)] = 2,
     shards: Annotated[int, typer.Option(help="Shard processes.", min=1, max=64)] = 2,
     images: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and order of images.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the order of images.")] = 1,
 ) -> None:
     """Train a small model on real shards and workers, in several modes."""
     from psworker.commands.demo.run import DemoPlan, run_demo
@@ -186,7 +188,9 @@ def plan(
     mode: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "ssgd",
     compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
-    optimizer: Annotated[str, typer.Option(help="That the shards run: sgd, adam, adamw.")] = "sgd",
+    optimizer: Annotated[
+        str, typer.Option(help="Optimizer of the shards: sgd, adam, adamw.")
+    ] = "sgd",
     as_json: AsJson = False,
 ) -> None:
     """Show slices, shards, and bytes per step of a model, without any server."""
@@ -221,23 +225,24 @@ def compressors(
         typer.Option(help="Shards to measure the link to, host:port,... [PACELINE_SERVERS]."),
     ] = None,
     gbit: Annotated[
-        float | None, typer.Option(help="Take the link as so many 10^9 bit/s.", min=1e-6, max=1e6)
+        float | None, typer.Option(help="Assume a link of so many 10^9 bit/s.", min=1e-6, max=1e6)
     ] = None,
     latency_ms: Annotated[
-        float | None, typer.Option(help="With --gbit: there and back [0.2].", min=0.0)
+        float | None, typer.Option(help="With --gbit: round trip in ms [0.2].", min=0.0)
     ] = None,
     workers: Annotated[int, typer.Option(help="Workers of the job.", min=1, max=1 << 20)] = 1,
     shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
     compute_ms: Annotated[
-        float, typer.Option(help="Computing that hides as much of a step's traffic.", min=0.0)
+        float, typer.Option(help="Computing time that can hide a step's traffic.", min=0.0)
     ] = 0.0,
     only: Annotated[
         list[str] | None, typer.Option(help="A compressor to measure; may be repeated.")
     ] = None,
-    min_nbytes: Annotated[int, typer.Option(help="Smaller parameters stay as they are.")] = 1 << 16,
+    min_nbytes: Annotated[int, typer.Option(help="Smaller parameters are not compressed.")] = 1
+    << 16,
     as_json: AsJson = False,
 ) -> None:
-    """Say what each compressor costs and saves on this machine and link, if it does."""
+    """Show what each compressor costs and saves on this machine and link."""
     from psworker.commands import bench_compressors as measuring
     from psworker.commands.model_plan import shapes_of
 
@@ -273,14 +278,14 @@ def doctor(
         str | None, typer.Option(help="Addresses, host:port,... [PACELINE_SERVERS].")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(envvar="PACELINE_JOB", help="Look at this job too.")
+        str | None, typer.Option(envvar="PACELINE_JOB", help="Check this job too.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Compare the job's with lenet, resnet50, module:factory.")
+        str | None, typer.Option(help="Compare its model with lenet, resnet50, module:factory.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look for what is wrong between here and the shards; exit with 1 if something is."""
+    """Diagnose the path to the shards; exit with 1 if something is wrong."""
     from pscore.observe import doctor as doc
     from psworker.commands.doctor import examine
 
@@ -298,7 +303,7 @@ def timeline(
     files: Annotated[list[Path], typer.Argument(help="trace.worker0.json trace.shard0.json ...")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file to make.")],
 ) -> None:
-    """Join what PACELINE_TIMELINE had the processes of a job write, for Perfetto."""
+    """Join the PACELINE_TIMELINE files of a job's processes into one for Perfetto."""
     from pscore.observe.timeline import join
 
     lines = [*join(files, out), f"{out}: open it at https://ui.perfetto.dev"]
@@ -307,7 +312,7 @@ def timeline(
 
 @app.command()
 def version(*, as_json: AsJson = False) -> None:
-    """Print the versions of Paceline and of what it runs on."""
+    """Print the versions of Paceline and its dependencies."""
     versions = {name: importlib.metadata.version(name) for name in ("paceline", "torch", "grpcio")}
     versions["python"] = sys.version.split()[0]
     if as_json:
@@ -326,7 +331,7 @@ def main() -> None:
 
 
 def exit_code(problem: PacelineError) -> Exit:
-    """Returns how a command ends that `problem` has stopped."""
+    """Returns the exit code for `problem`."""
     if isinstance(problem, ConfigError):
         return Exit.USAGE
     return Exit.NO_SHARDS if isinstance(problem, TransportError) else Exit.FAILED
@@ -357,6 +362,6 @@ def _tell(line: str) -> None:
 
 
 def _servers_around() -> tuple[str, ...]:
-    """Returns the servers that the environment names; what it says of a rank is not for us."""
+    """Returns the servers that the environment names; ignores its rank."""
     wanted = ("PACELINE_SERVERS", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER")
     return Environment.read({name: os.environ.get(name, "") for name in wanted}).servers

@@ -1,4 +1,4 @@
-"""`psworker doctor`: what a worker on this machine would find."""
+"""`psworker doctor`: diagnoses the path from this machine to the shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psworker.job.environment import Environment, parse_servers
 
 
 def examine(servers: str | None, job: str | None, model: str | None) -> list[Finding]:
-    """Looks at everything; what cannot be found is a finding too.
+    """Checks everything; an answer that is missing is a finding too.
 
     Args:
         servers: Addresses with commas between them; None: as in the environment.

@@ -1,4 +1,4 @@
-"""`psworker plan`: how a model is cut into slices, and what a step of a mode moves."""
+"""`psworker plan`: the slices of a model, and the bytes that a step of a mode moves."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from pscore.rules.base import Rule
 from pscore.types import Role, TensorSpec
 from psworker.compression.error_feedback import choose
 
-MIN_NBYTES = 1 << 16  # As `DistributedOptimizer` has it by default.
+MIN_NBYTES = 1 << 16  # The default of `DistributedOptimizer`.
 RAW = NoCompression()
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `psworker plan` shows; all bytes are those of payloads of one worker."""
+    """The result of `psworker plan`; all bytes are payloads of one worker."""
 
     num_tensors: int
     num_elements: int
     num_slices: int
     slice_nbytes_max: int
-    shards: list[dict[str, int]]  # Of each: its slices, and the bytes of its weights.
+    shards: list[dict[str, int]]  # Number of slices and bytes of weights of each shard.
     mode: str
     compression: str
     pull_compression: str
@@ -41,10 +41,10 @@ class Report:
     period_steps: int  # After the warm-up; the bytes below are means over it.
     pushed_nbytes: float  # Per step.
     pulled_nbytes: float
-    uncompressed: list[str]  # Tensors that are pushed as they are in every step.
+    uncompressed: list[str]  # Tensors that are pushed uncompressed in every step.
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all of it by name."""
+        """Returns the fields by name."""
         return asdict(self)
 
 
@@ -192,7 +192,7 @@ def shapes_of(model: str) -> Shapes:
 
 @contextlib.contextmanager
 def _users_code(model: str) -> Iterator[None]:
-    """Turns what the user's module or factory raises into one sentence."""
+    """Turns an exception of the user's module or factory into one sentence."""
     sys.path.insert(0, os.getcwd())  # As `python -m` does.
     try:
         yield

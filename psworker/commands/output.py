@@ -1,4 +1,4 @@
-"""Output of workers, passed on line by line: with the rank in front, or as it is."""
+"""Passes on the output of workers line by line, with or without the rank in front."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Prefixed:
         self._lock = threading.Lock()
 
     def __call__(self, rank: int, line: str, target: IO[str]) -> None:
-        """Writes one line; of a progress bar's line, what a terminal would show of it."""
+        """Writes one line; for a progress bar, the part that a terminal would show."""
         text = line.rstrip("\n").rstrip("\r").rpartition("\r")[2]
         label = f"[{rank}]"
         if target.isatty():
@@ -33,13 +33,13 @@ class Prefixed:
 
 
 def plain(rank: int, line: str, target: IO[str]) -> None:
-    """Writes a worker's line as it is."""
+    """Writes a worker's line unchanged."""
     target.write(line)
     target.flush()
 
 
 class Drain:
-    """Takes the place of a stream that accepts nothing any more: a closed pipe, a full disk.
+    """Replaces streams that accept no more output: a closed pipe, a full disk.
 
     Workers go on: a worker whose output nobody reads would stop at its next line.
     """
@@ -51,7 +51,7 @@ class Drain:
         self._dropped: list[IO[str]] = []
 
     def drop(self, target: IO[str], problem: Exception) -> None:
-        """Throws away from now on what is written to `target`, and says so once."""
+        """Discards later output to `target`, and reports it once."""
         with self._lock:
             if target in self._dropped:
                 return

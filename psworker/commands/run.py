@@ -1,4 +1,4 @@
-"""Workers of one machine as one job: starts them, passes on what they say, and ends them.
+"""Runs the workers of one machine as one job: starts them, passes on their output, ends them.
 
 Each worker is the leader of a process group of its own, so a signal reaches it once and together
 with what it has started. What happens (a worker ended, a signal came) is put into one queue, and
@@ -32,11 +32,11 @@ from psworker.job.context import OwnShards, start_shards
 WORKERS_MAX = 1024
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
 PROBE_TIMEOUT_S = 2.0
-READERS_TIMEOUT_S = 2.0  # What a worker has started may hold its output open after it has ended.
+READERS_TIMEOUT_S = 2.0  # A worker's children may hold its output open after its end.
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SHARDS = -1  # In the place of a rank: the shards that were started for this job.
+SHARDS = -1  # Instead of a rank: the shards that were started for this job.
 
-# What would tell a worker another place than the launcher does.
+# Variables that would give a worker another place than the launcher does.
 REPLACED_VARIABLES = (
     "PACELINE_RANK",
     "PACELINE_NUM_WORKERS",
@@ -50,11 +50,11 @@ REPLACED_VARIABLES = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_RESTART_COUNT",
 )
-# What `torch.distributed.init_process_group` reads. A job of a fixed number of workers has it all;
-# an elastic one none: the shards give the ranks, and a process group has no number that changes.
+# Variables that `torch.distributed.init_process_group` reads. A job with a fixed number of workers
+# sets them all; an elastic job none, because its ranks come from the shards and its size changes.
 PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MASTER_ADDR = "127.0.0.1"  # All workers of one launch are on this machine.
-# What belongs to other shards than those that are started for the job.
+# Variables for other shards than those started for the job.
 FOREIGN_VARIABLES = (
     "PACELINE_TLS_CA",
     "PACELINE_TLS_CERT",
@@ -64,7 +64,7 @@ FOREIGN_VARIABLES = (
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of every `psworker` command; `MEANINGS` says what they mean."""
+    """Exit codes of every `psworker` command; `MEANINGS` explains them."""
 
     OK = 0
     FAILED = 1
@@ -86,7 +86,7 @@ SIGNAL_BASE = 128  # As in a shell: a process that signal N ended has status 128
 
 
 class OnFailure(enum.StrEnum):
-    """What becomes of the other workers when one fails."""
+    """What happens to the other workers when one fails."""
 
     STOP = "stop"
     CONTINUE = "continue"
@@ -96,19 +96,19 @@ class OnFailure(enum.StrEnum):
 class LaunchPlan:
     """One job on this machine."""
 
-    command: tuple[str, ...]  # What each worker runs.
+    command: tuple[str, ...]  # The command line of each worker.
     num_workers: int
-    elastic: tuple[int, int] | None = None  # Least and most workers of the job, wherever they are.
-    servers: tuple[str, ...] = ()  # Addresses of shards; empty: they are started for this job.
-    num_shards: int = 1  # Of those started for this job.
-    token_file: str = ""  # Of shards that were started for several jobs; else as around us.
+    elastic: tuple[int, int] | None = None  # Minimum and maximum of the job's workers.
+    servers: tuple[str, ...] = ()  # Addresses of shards; empty: shards are started for this job.
+    num_shards: int = 1  # Shards started for this job.
+    token_file: str = ""  # Of shared shards; else from the environment.
     master_port: int = 0  # Where rank 0 may open the store of a torch process group.
     job: str
     on_failure: OnFailure = OnFailure.STOP
     grace_s: float = 10.0  # From the request to end until a worker is killed.
 
     def __post_init__(self) -> None:
-        """Checks what a user can get wrong.
+        """Checks the user's arguments.
 
         Raises:
             ConfigError: The number of workers is not one that there can be.
@@ -154,7 +154,7 @@ class Launch:
         tell: Callable[[str], None],
         is_quiet: bool = False,
     ) -> None:
-        """Prepares; nothing is started yet.
+        """Prepares the job; starts nothing yet.
 
         Args:
             plan: The job.
@@ -170,7 +170,7 @@ class Launch:
         self._shards: OwnShards | None = None
         self._drain = Drain(tell)
         self.is_ending = False
-        self._kill_s: float | None = None  # When those that have not ended yet are killed.
+        self._kill_s: float | None = None  # Time at which remaining processes are killed.
         self._code = 0
 
     def run(self) -> int:
@@ -249,7 +249,7 @@ class Launch:
     def _watch(
         self, rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread]
     ) -> None:
-        """Has the end of a process put into the queue, after all that it has said."""
+        """Queues an event for the end of a process, after all of its output."""
 
         def wait() -> None:
             status = process.wait()
@@ -260,7 +260,7 @@ class Launch:
         threading.Thread(target=wait, name="await-exit", daemon=True).start()
 
     def _read(self, rank: int, source: IO[str], target: IO[str]) -> None:
-        """Passes on what a worker says, to its end: a pipe that nobody empties stops a worker."""
+        """Passes on a worker's output to its end: a full pipe would block the worker."""
         with source:
             while line := source.readline(LINE_CHARS_MAX):
                 try:
@@ -296,7 +296,7 @@ class Launch:
         self._end_all(number)
 
     def _on_shards_ended(self, status: int) -> None:
-        """Without its shards a job cannot go on."""
+        """Ends the job, which cannot continue without its shards."""
         if not self.is_ending:
             self._tell(f"the shards ended with exit status {status}; stopping the workers")
             self._code = self._code or Exit.NO_SHARDS
@@ -316,7 +316,7 @@ class Launch:
             self._end_all(signal.SIGTERM)
 
     def _code_for(self, status: int) -> int:
-        """Returns how the job ends because of a worker's status: a missing shard has its own."""
+        """Returns the job's exit status for a worker's; a missing shard has its own."""
         if status < 0:
             return SIGNAL_BASE - status
         silent = unreachable(self.plan.servers) if status == Exit.FAILED else []
@@ -352,7 +352,7 @@ class Launch:
                 signal.signal(number, handler)
 
 
-# ----- what a worker is given
+# ----- commands and environments of workers
 
 
 def worker_command(words: Sequence[str]) -> tuple[str, ...]:
@@ -411,7 +411,7 @@ def worker_environment(
 
 
 def unreachable(servers: Sequence[str]) -> list[str]:
-    """Returns the addresses at which nobody listens."""
+    """Returns the addresses at which no process listens."""
     found = []
     for address in servers:
         host, _, port = address.rpartition(":")
@@ -423,14 +423,14 @@ def unreachable(servers: Sequence[str]) -> list[str]:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on now."""
+    """Returns a port that is free now."""
     with socket.socket() as probe:
         probe.bind((MASTER_ADDR, 0))
         return int(probe.getsockname()[1])
 
 
 def parse_elastic(text: str) -> tuple[int, int]:
-    """Returns the least and the most workers from `MIN:MAX`.
+    """Returns the minimum and maximum number of workers from `MIN:MAX`.
 
     Raises:
         ConfigError: It is not two numbers, the first at least 1 and at most the second.
@@ -452,7 +452,7 @@ def num_cores() -> int:
 
 
 def threads_each(num_workers: int) -> int:
-    """Returns the threads that leave each of `num_workers` its share of the cores."""
+    """Returns the number of threads for one of `num_workers` on this machine's cores."""
     return max(1, num_cores() // num_workers)
 
 

@@ -1,8 +1,8 @@
-"""What compression keeps of one slice on the worker: what is owed, and the payload on its way.
+"""Error feedback of one slice on the worker: its residual, and the payload that is under way.
 
-A residual belongs to its push: when a shard answers that a push came too late, what was sent of it
-goes back into the residual, so that nothing is lost. A payload stays as it is until its push is
-answered, because it is what is sent again after a failure; a push is never encoded twice.
+A residual belongs to its push: if a shard answers that a push came too late, its payload is added
+back to the residual, so that nothing is lost. A payload does not change until its push is answered,
+because a failure makes the worker send it again; a push is never encoded twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pscore.net import wire
 from pscore.types import ByteArray, FloatArray, Push, TensorSpec, Verdict
 
 FLOAT_MAX = float(np.finfo(np.float32).max)
-UNKNOWN = np.inf  # No bound on what is owed: it is looked at.
+UNKNOWN = np.inf  # The residual has no known bound: it has to be scanned.
 MATRIX_NDIM = 2  # Biases and the weights of norm layers have one dimension.
 
 
@@ -30,13 +30,13 @@ def choose(
     min_nbytes: int,
     exclude: Sequence[str],
 ) -> list[TensorSpec]:
-    """Returns the declarations, with what may be compressed marked.
+    """Returns the declarations, with tensors marked that may be compressed.
 
     Args:
         tensors: The parameters.
-        *compressors: The job's: of pushes, and of pulls if they have one.
-        min_nbytes: Smaller tensors stay as they are, in bytes of float32.
-        exclude: Names, or patterns as in `fnmatch`, of tensors that stay as they are.
+        *compressors: The compressor of pushes, and that of pulls if there is one.
+        min_nbytes: Smaller tensors are not compressed, in bytes of float32.
+        exclude: Names, or patterns as in `fnmatch`, of tensors that are not compressed.
     """
     return [
         replace(
@@ -56,7 +56,7 @@ class Sent:
 
     step: int
     payload: ByteArray
-    is_compressed: bool  # Else it is gradient and residual together, as they are.
+    is_compressed: bool  # Else the payload is the sum of gradient and residual.
 
 
 class Feedback:
@@ -67,12 +67,12 @@ class Feedback:
     """
 
     def __init__(self, compressor: Compressor, numel: int, key: str) -> None:
-        """Owes nothing yet.
+        """Starts without a residual.
 
         Args:
-            compressor: Of the slice's pushes.
+            compressor: The compressor of the slice's pushes.
             numel: Elements of the slice.
-            key: Job, table, worker and slice: what is drawn differs between them.
+            key: Job, table, worker and slice, which seed its random numbers.
         """
         self._compressor = compressor
         self._numel = numel
@@ -84,17 +84,17 @@ class Feedback:
         self._state: dict[str, FloatArray] = {LARGEST: np.zeros(1, dtype=np.float32)}
 
     def require_room(self, grad: FloatArray) -> None:
-        """Refuses a gradient that cannot be added to what is owed; changes nothing.
+        """Refuses a gradient that cannot be added to the residual; changes nothing.
 
         Raises:
-            GradientError: Together they are too large for float32.
+            GradientError: Their sum is too large for float32.
         """
         with self._lock:
             self._allocate()
             self._compressor.require_room(grad, self._state)
 
     def encode(self, push: Push, grad: FloatArray) -> memoryview:
-        """Returns the payload of a push; it stays as it is until the push is settled."""
+        """Returns the payload of a push; it does not change until the push is settled."""
         with self._lock:
             if self._sent is None or self._sent.step != push.step:
                 buffer = self._allocate()
@@ -105,7 +105,7 @@ class Feedback:
             return wire.as_bytes(self._sent.payload)
 
     def flush(self, push: Push, grad: FloatArray) -> memoryview:
-        """Returns gradient and residual together, uncompressed; nothing is owed after it."""
+        """Returns the sum of gradient and residual, uncompressed; the residual becomes zero."""
         with self._lock:
             if self._sent is None or self._sent.step != push.step:
                 self._allocate()
@@ -123,7 +123,7 @@ class Feedback:
             return wire.as_bytes(self._sent.payload)
 
     def settle(self, verdict: Verdict) -> None:
-        """Ends the push that was encoded last; one that entered no update is owed again.
+        """Ends the push that was encoded last; a late push is added back to the residual.
 
         Without a residual such a push is lost, as an uncompressed one is.
         """

@@ -1,8 +1,8 @@
-"""Error feedback of a slice whose gradients are on a GPU: encoded there, copied when it is small.
+"""Error feedback of gradients on a GPU: they are encoded there, and the small payload is copied.
 
-What encodes runs on torch's current stream, right behind backward; the payload is copied to pinned
-memory without anyone waiting, and only the thread that sends it waits for that copy. Residuals
-stay on the device. What cannot be encoded there is copied, and the CPU encodes.
+The encoder runs on torch's current stream, right after backward. The payload is copied to pinned
+memory asynchronously, and only the thread that sends it waits for that copy. Residuals stay on the
+device. Gradients that cannot be encoded there are copied, and the CPU encodes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pscore.net import wire
 from pscore.partition import Layout
 from pscore.types import FloatArray, Push, Verdict
 from psworker.compression.error_feedback import FLOAT_MAX, Feedback, Sent
-from psworker.model.finite import Screen
+from psworker.model.finite import FiniteCheck
 
 log = logging.getLogger("paceline")
 
@@ -31,10 +31,10 @@ class DeviceFeedback(Feedback):
     """Error feedback of one slice on a GPU."""
 
     def __init__(self, encoder: Encoder, key: str) -> None:
-        """Owes nothing yet.
+        """Starts without a residual.
 
         Args:
-            encoder: Of the slice.
+            encoder: The encoder of the slice.
             key: Job, table, worker and slice.
         """
         super().__init__(encoder.compressor, encoder.numel, key)
@@ -43,11 +43,11 @@ class DeviceFeedback(Feedback):
             encoder.payload, device="cpu", pin_memory=encoder.payload.device.type == "cuda"
         )
 
-    def start(self, push: Push, grad: torch.Tensor, screen: Screen) -> Callable[[], memoryview]:
-        """Starts kernels and copy, and returns what waits for the payload."""
+    def start(self, push: Push, grad: torch.Tensor, check: FiniteCheck) -> Callable[[], memoryview]:
+        """Starts kernels and copy; returns a function that waits for the payload and returns it."""
         with self._lock:
             assert self._sent is None
-            refused = screen.start(grad)
+            refused = check.start(grad)
             seed = self._seed(push)
             self._encoder.encode(grad, seed=seed, step=push.step, refused=refused)
             self._host.copy_(self._encoder.payload, non_blocking=True)
@@ -55,7 +55,7 @@ class DeviceFeedback(Feedback):
 
         def ready() -> memoryview:
             done()
-            screen.require_finite(grad, push.step)
+            check.require_finite(grad, push.step)
             with self._lock:
                 if self._sent is None:
                     payload = self._encoder.finish(self._host.numpy())
@@ -65,7 +65,7 @@ class DeviceFeedback(Feedback):
         return ready
 
     def flush(self, push: Push, grad: FloatArray) -> memoryview:
-        """Returns gradient and residual together, uncompressed; nothing is owed after it."""
+        """Returns the sum of gradient and residual, uncompressed; the residual becomes zero."""
         with self._lock:
             if self._sent is None or self._sent.step != push.step:
                 total = grad.copy()
@@ -82,14 +82,14 @@ class DeviceFeedback(Feedback):
             return wire.as_bytes(self._sent.payload)
 
     def settle(self, verdict: Verdict) -> None:
-        """Ends the push that was encoded last; one that entered no update is owed again."""
+        """Ends the push that was encoded last; a late push is added back to the residual."""
         with self._lock:
             sent, self._sent = self._sent, None
             residual = self._encoder.state.get(RESIDUAL)
             if sent is None or residual is None:
                 return
             if verdict == Verdict.TOO_LATE:
-                # From pinned memory, which torch keeps until it is copied: nobody waits.
+                # torch keeps pinned memory until it is copied: no wait.
                 is_cuda = residual.device.type == "cuda"
                 back = torch.zeros(self._numel, pin_memory=is_cuda)
                 if sent.is_compressed:
@@ -111,7 +111,7 @@ class DeviceFeedback(Feedback):
 
 
 class DeviceSide:
-    """How the gradients of one table leave a device: screened, then encoded there, or copied."""
+    """Moves the gradients of one table off a device: checked, then encoded there, or copied."""
 
     def __init__(
         self, layout: Layout, compressor: Compressor, host: FloatArray, device: torch.device
@@ -120,21 +120,21 @@ class DeviceSide:
 
         Args:
             layout: The slices.
-            compressor: Of their pushes.
-            host: `(layout.numel,) float32`: where gradients are copied that leave as they are.
-            device: Of the gradients.
+            compressor: The compressor of their pushes.
+            host: `(layout.numel,) float32` for copies of uncompressed gradients.
+            device: The device of the gradients.
         """
         self._layout = layout
         self._compressor = compressor
         self._host = torch.from_numpy(host)
         self._device = device
-        self._screens: dict[int, Screen] = {}
+        self._checks: dict[int, FiniteCheck] = {}
         self._placed: set[int] = set()  # Slices whose error feedback has seen the device.
         if device.type == "cuda":
             _pin(self, self._host)
 
     def place(self, index: int, feedback: Feedback) -> Feedback:
-        """Returns a slice's error feedback, from now on where its gradient is if that can be."""
+        """Returns a slice's error feedback, moved to the gradient's device if that is possible."""
         if index in self._placed:
             return feedback
         self._placed.add(index)
@@ -149,29 +149,29 @@ class DeviceSide:
     def payload(
         self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
     ) -> Callable[[], memoryview]:
-        """Starts what a push needs of the device, and returns what waits for its payload.
+        """Starts a push's work on the device; returns a function that waits for its payload.
 
         Args:
             index: The slice.
             push: The push.
             grad: `(numel,) float32` on the device.
-            feedback: From `place`; None where the gradient leaves as it is.
-            flush: Whether what is owed goes along, uncompressed.
+            feedback: From `place`; None if the gradient is not compressed.
+            flush: Whether the residual is added, uncompressed.
         """
-        if index not in self._screens:
-            self._screens[index] = Screen(self._layout, index, self._device)
-        screen = self._screens[index]
+        if index not in self._checks:
+            self._checks[index] = FiniteCheck(self._layout, index, self._device)
+        check = self._checks[index]
         if isinstance(feedback, DeviceFeedback) and not flush:
-            return feedback.start(push, grad, screen)
+            return feedback.start(push, grad, check)
         spec = self._layout.slices[index]
-        screen.start(grad)
+        check.start(grad)
         host = self._host[spec.start : spec.stop]
         host.copy_(grad, non_blocking=True)
         done = _mark(self._device)
 
         def ready() -> memoryview:
             done()
-            screen.require_finite(grad, push.step)
+            check.require_finite(grad, push.step)
             if feedback is None:
                 return wire.as_bytes(host.numpy())
             make = feedback.flush if flush else feedback.encode
@@ -181,7 +181,7 @@ class DeviceSide:
 
 
 def _mark(device: torch.device) -> Callable[[], object]:
-    """Returns what waits until all that was started on the device's current stream is done."""
+    """Returns a function that waits for the work so far on the device's current stream."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -190,13 +190,13 @@ def _mark(device: torch.device) -> Callable[[], object]:
 
 
 def _pin(owner: object, host: torch.Tensor) -> None:
-    """Has the driver copy to memory that we have already without waiting, while `owner` lives."""
+    """Pins existing memory while `owner` lives, so that copies to it are asynchronous."""
     if host.is_pinned():
         return
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     driver.cudaHostRegister(host.data_ptr(), host.nbytes, 0)
     if host.is_pinned():
         unpin = weakref.finalize(owner, lambda: driver.cudaHostUnregister(host.data_ptr()))
-        unpin.atexit = False  # Then the driver may be gone.
+        unpin.atexit = False  # The driver may be gone by then.
     else:
         log.warning("%d bytes for gradients cannot be pinned: copies will wait", host.nbytes)

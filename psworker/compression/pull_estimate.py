@@ -1,8 +1,8 @@
-"""One slice of the estimate as this worker holds it, where pulls are compressed.
+"""This worker's copy of one slice of the estimate, in jobs whose pulls are compressed.
 
-The other side is psserver/slices/pull_estimate.py; the equations stand in pscore/estimate.py. What
-is held is changed only by a whole answer, on the thread that receives it; one whose fingerprint
-differs makes it worthless, and then it is asked for whole.
+The shard's side is psserver/slices/pull_estimate.py; the equations are in pscore/estimate.py. The
+copy changes only with a complete answer, on the receiving thread. If its fingerprint then differs
+from the shard's, it is invalid, and the next pull requests the whole estimate.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pscore.types import ByteArray, FloatArray
 log = logging.getLogger("paceline")
 
 
-class Held:
+class PulledEstimate:
     """The estimate of one slice.
 
     Attributes:
-        values: `(numel,) float32`, X; None before the first answer.
-        fingerprint: Of `values`; 0: they cannot be built upon.
-        num_resyncs: Answers after which X was not the shard's.
+        values: The estimate X, `(numel,) float32`; None before the first answer.
+        fingerprint: The fingerprint of `values`; 0: they are invalid.
+        num_resyncs: Number of answers after which X differed from the shard's.
     """
 
     def __init__(self, compressor: Compressor, numel: int, name: str) -> None:
-        """Holds nothing yet.
+        """Starts without values.
 
         Args:
-            compressor: Of the deltas.
+            compressor: The compressor of the deltas.
             numel: Elements of the slice.
-            name: Of slice and worker, for messages.
+            name: Slice and worker, for messages.
         """
         self._compressor = compressor
         self._numel = numel
@@ -47,11 +47,11 @@ class Held:
         self.num_resyncs = 0
 
     def forget(self) -> None:
-        """Asks for the whole next time."""
+        """Makes the next pull request the whole estimate."""
         self.fingerprint = 0
 
     def room(self, reply: data_pb2.PullReply, nbytes: int) -> memoryview:
-        """Returns where the payload of an answer has to go, `nbytes` bytes.
+        """Returns memory for the payload of an answer, `nbytes` bytes.
 
         Raises:
             DecodeError: The answer declares another length, or more than the estimate has.
@@ -68,7 +68,7 @@ class Held:
         return as_bytes(self._payload)
 
     def take(self, reply: data_pb2.PullReply) -> bool:
-        """Takes the answer whose payload has come; returns False if it has to be asked again.
+        """Applies an answer whose payload has arrived; returns False if it must be pulled again.
 
         Raises:
             DecodeError: A delta is not one of this slice.

@@ -1,145 +1,116 @@
-"""The worker's network edge for one table: slices out, slices in, over one data plane per shard.
+"""Pushes and pulls of one table over the network, through one data plane per shard.
 
-`Exchange` is the `Outbox` of a replica. It keeps a future for each slice that is on its way; a
-slice has at most one push and one pull under way, so what is in flight is bounded by the size of
-the model. A gradient must stay as it is until its push is acknowledged: until then it is what is
-sent again after a failure, and with shared memory the shard reads it where it lies.
+`Exchange` is the `PushPull` of a replica. It keeps a future for each slice under way. A slice has
+at most one push and one pull under way, so the bytes in flight are bounded by the size of the
+model. A gradient must not change until its push is acknowledged: a failure makes the worker send it
+again, and with shared memory the shard reads it in place.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import TypeVar
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from pscore.compressors.base import Compressor
-from pscore.compressors.none import NoCompression
-from pscore.errors import GradientError, PacelineError
-from pscore.memory.segment import Segment
+from pscore.errors import GradientError
 from pscore.net import wire
-from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role
-from psworker.compression.pull_estimate import Held
+from psworker.compression.pull_estimate import PulledEstimate
+from psworker.connection.answer_wait import AnswerWait
 from psworker.connection.missed import Missed
 from psworker.connection.payloads import Payloads
-from psworker.connection.residuals import Debts
+from psworker.connection.residuals import Residuals
 from psworker.connection.session import Session
+from psworker.connection.shared_grads import SharedGrads
 from psworker.connection.trace import note_payload, note_pull, note_push
 from psworker.connection.traffic import Traffic, pulled_nbytes
 from psworker.model.device import is_on_device
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 from psworker.transports import PullCall, PushCall, Transport
-from psworker.transports.socket import SocketTransport
 
 log = logging.getLogger("paceline")
-T = TypeVar("T")
 WAIT_MS = 5_000  # A pull that cannot be answered by then is told what is missing.
-SAY_AFTER_S = 7.0  # Longer than a pull waits: what the shard says of it comes first.
-SILENT_S = 3.0  # A shard that has answered no heartbeat for so long hangs, or is gone.
-RAW = NoCompression()
 
 
 class Exchange:
     """Pushes and pulls of one table.
 
     Attributes:
-        grads: `(layout.numel,) float32` on the host: what lies in it is pushed without a copy to
-            shards on this host. None unless asked for.
-        missed: Steps of this worker that did not count whole.
-        origin: Where the steps of training are counted from.
-        payloads: What is made of gradients, and what error feedback owes.
+        spec: The declaration of the table.
+        layout: Its slices.
+        table: Its index at the shards.
+        grads: `(layout.numel,) float32` on the host; shards on this host read gradients in it
+            without a copy. None without `share`.
+        missed: Steps of this worker that did not count, or not in every slice.
+        origin: The push and the step from which steps are counted.
+        payloads: Payloads of pushes, and residuals.
+        traffic: Bytes sent and received.
     """
 
     def __init__(
         self,
         session: Session,
-        name: str,
-        layout: Layout,
-        rule: Rule,
-        compressor: Compressor,
-        optimizer: Optimizer,
-        num_groups: int,
+        spec: TableSpec,
         *,
-        pull_compressor: Compressor = RAW,
         share: bool = False,
     ) -> None:
         """Declares the table at every shard.
 
         Args:
             session: This worker's part in the job.
-            name: Of the table.
-            layout: Its slices.
-            rule: Its mode.
-            compressor: Of its pushes.
-            optimizer: That the shards run.
-            num_groups: Parameter groups.
-            pull_compressor: Of what it pulls (pscore/estimate.py).
-            share: Whether gradients and weights lie in shared memory where that can be.
+            spec: The declaration of the table.
+            share: Whether gradients and weights are in shared memory where that is possible.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; says in what.
         """
         self.session = session
-        self.layout = layout
-        self.compressor = compressor
-        self.pull_compressor = pull_compressor
+        self.spec = spec
+        self.layout = spec.layout()
         self.traffic = Traffic()
-        self.missed = Missed(len(layout.slices))
+        self.missed = Missed(len(self.layout.slices))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
-        self._name = name
         self._num_changes = 0  # Of the mode.
-        self._define = partial(
-            session.define,
-            name,
-            layout,
-            rule,
-            compressor,
-            optimizer,
-            num_groups,
-            pull_compressor,
-        )
-        self.table, self.origin = self._define()
-        self.grads: FloatArray | None = None
-        self._segment: Segment | None = None
-        self._shared: set[int] = set()  # Shards that have mapped `grads`.
-        self._held = self._make_held()
+        self.table, self.origin = session.define(spec)
+        self._shared = SharedGrads(session, self.layout, self._sender) if share else None
+        self.grads = None if self._shared is None else self._shared.array
+        self._estimates = self._make_estimates()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
-        self._pulls: dict[int, tuple[PullCall, Landing]] = {}
-        self._pulled_steps: dict[int, int] = {}  # That its last pull waits for.
-        if share:
-            self._share()
-        self.payloads = Payloads(layout, compressor, self.grads, self._key)
-        self._debts = Debts(session, self.table, layout, self.payloads.feedback, self._pushes)
+        self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
+        self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
+        self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key)
+        feedback = self.payloads.feedback
+        self._residuals = Residuals(session, self.table, self.layout, feedback, self._pushes)
 
     @property
     def compresses_pulls(self) -> bool:
         """Whether what is pulled in training is an estimate of the weights."""
-        return not self.pull_compressor.is_raw
+        return not self.spec.pull_compressor.is_raw
 
-    # ----- Outbox
+    # ----- PushPull
 
     def push(
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
     ) -> None:
-        """Sends one slice; `grad` must stay as it is until `acknowledged(index)`."""
+        """Sends one slice; `grad` must not change until `acknowledged(index)` has returned."""
         self.acknowledged(index)
         feedback = self.payloads.choose(index, push.present, grad, compress=compress or flush)
-        self._debts.begin(index, push.step)
-        shared = feedback is None and push.present != 0 and self._is_shared(index, grad)
+        self._residuals.begin(index, push.step)
+        is_raw = feedback is None and push.present != 0
+        shared = is_raw and self._shared is not None and self._shared.holds(index, grad)
         payload = self.payloads.prepare(index, push, grad, feedback, flush=flush)
-        compressor = self.compressor.name if feedback is not None and not flush else ""
-        sender = self._sender()  # Now: when it leaves, this worker may have come back as another.
+        compressor = self.spec.compressor.name if feedback is not None and not flush else ""
+        sender = self._sender()  # Now: this worker may have rejoined when the push leaves.
 
         def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
             return self._make(index, push, sender, payload, compressor, shared=shared)
@@ -152,9 +123,9 @@ class Exchange:
         self._transport(index).push(call)
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
-        """Asks for one slice: for the weights, or for the estimate that stands for them."""
+        """Requests one slice: its weights, or the estimate of them."""
         header = data_pb2.PullHeader(
             sender=self._sender(),
             slice=index,
@@ -162,58 +133,63 @@ class Exchange:
             min_version=min_version,
             with_state=with_state,
             wait_ms=WAIT_MS,
-            begins=landing.begins,
-            look=landing.is_look,
+            begins=pull_buffer.begins,
+            look=pull_buffer.is_look,
         )
-        state = [tensor.numpy() for tensor in landing.state] if with_state else []
+        state = [tensor.numpy() for tensor in pull_buffer.state] if with_state else []
         call = PullCall(
-            header=header, weights=landing.weights.numpy(), state=state, is_late=landing.is_late
+            header=header,
+            weights=pull_buffer.weights.numpy(),
+            state=state,
+            copy_on_wait=pull_buffer.copy_on_wait,
         )
-        held = self._held[index]
-        if held is not None and not (with_state or landing.exact or landing.is_look):
+        held = self._estimates[index]
+        if held is not None and not (with_state or pull_buffer.exact or pull_buffer.is_look):
             header.estimate, header.held, call.held = True, held.fingerprint, held
         if self._timeline is not None:
             note_pull(self._timeline, call)
-        self._pulls[index] = (call, landing)
+        self._pulls[index] = (call, pull_buffer)
         self._pulled_steps[index] = max(clock, min_version) - 1
         self._transport(index).pull(call)
 
     def maps_weights(self, index: int) -> bool:
-        """Whether a slice's weights are in shared memory, and pulled as they are."""
-        return self.layout.slices[index].shard in self._shared and self._held[index] is None
+        """Returns whether a slice's weights are in shared memory and pulled uncompressed."""
+        is_mapped = self._shared is not None and self._shared.is_mapped(index)
+        return is_mapped and self._estimates[index] is None
 
     def maps_grads(self, indices: Iterable[int]) -> bool:
-        """Whether the shards of slices have mapped `grads`: pushes are acknowledged soon then."""
-        return all(self.layout.slices[index].shard in self._shared for index in indices)
+        """Returns whether the shards of slices have mapped `grads`, so they acknowledge soon."""
+        shared = self._shared
+        return shared is not None and all(shared.is_mapped(index) for index in indices)
 
     # ----- waiting
 
     def run(self, waits: Iterable[int]) -> None:
-        """Drives a replica's generator: waits for each pull it asks for.
+        """Drives a replica's generator: waits for each pull that it yields.
 
         Raises:
-            PacelineError: A pull or push was refused, or nobody answers.
+            PacelineError: A pull or push was refused, or a shard does not answer.
         """
         for index in waits:
-            call, landing = self._pulls[index]
+            call, pull_buffer = self._pulls[index]
             step = self._pulled_steps.get(index, -1)
             what = "the first weights" if step < 0 else f"the weights after step {step}"
-            reply = self._wait(call.done, index, what)
+            reply = self._answers.wait(call.done, index, what)
             while call.fetch is not None and not call.fetch():
                 call.done, call.fetch = Future(), None
                 self._transport(index).pull(call)
-                reply = self._wait(call.done, index, what)
-            landing.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
-            landing.version, landing.clock = reply.version, reply.clock
-            self.traffic.pulled_nbytes += pulled_nbytes(reply, landing)
+                reply = self._answers.wait(call.done, index, what)
+            pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
+            pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
+            self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
             self.traffic.num_pulls += 1
 
     def has_landed(self, index: int) -> bool:
-        """Whether no pull of a slice is under way."""
+        """Returns whether no pull of a slice is under way."""
         return index not in self._pulls or self._pulls[index][0].done.done()
 
     def is_busy(self) -> bool:
-        """Whether a push has not been acknowledged yet."""
+        """Returns whether a push has not been acknowledged yet."""
         return any(not future.done() for future in self._pushes.values())
 
     def acknowledged(self, index: int) -> None:
@@ -221,11 +197,11 @@ class Exchange:
         future = self._pushes.pop(index, None)
         if future is not None:
             what = f"room for step {self.missed.pushed.get(index, 0)}"
-            reply = self._wait(future, index, what)
+            reply = self._answers.wait(future, index, what)
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
                 self.traffic.num_too_late += 1
                 self.missed.late(self.session.rank, index)
-            self._debts.settle(index, reply)
+            self._residuals.settle(index, reply)
 
     def flush(self) -> None:
         """Waits until every push is acknowledged."""
@@ -233,85 +209,46 @@ class Exchange:
             self.acknowledged(index)
 
     def give_up_step(self, step: int, problem: BaseException) -> None:
-        """Gives up the step under way, and says what came of it (`Missed.give_up`)."""
+        """Gives up the step under way, and logs whether it counts (`Missed.give_up`)."""
         unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
         came = self.missed.give_up(step, unanswered)
         why = str(problem) or type(problem).__name__
         log.warning("worker %d comes back, %s: %s", self.session.rank, came, why)
 
-    def _wait(self, future: Future[T], index: int, what: str) -> T:
-        if self._timeline is None or future.done():
-            return self._await(future, index, what)
-        begin_ns = self._timeline.now_ns()
-        try:
-            return self._await(future, index, what)
-        finally:
-            self._timeline.span("wait", begin_ns, what=f"{what} of slice {index}")
-
-    def _await(self, future: Future[T], index: int, what: str) -> T:
-        self.session.require_own()
-        started_s, say_s = time.monotonic(), SAY_AFTER_S
-        try:
-            while True:
-                try:
-                    return future.result(timeout=1.0)
-                except TimeoutError:
-                    self.session.check()
-                    self._raise_failed()
-                text, is_silent = self._in_words(index, what)
-                self.session.waits = text if is_silent else ""
-                waited_s = time.monotonic() - started_s
-                if waited_s >= say_s:
-                    say_s *= 2
-                    log.warning(
-                        "worker %d has waited %.0f s for %s", self.session.rank, waited_s, text
-                    )
-        finally:
-            self.session.waits = ""
-
     def _raise_failed(self) -> None:
-        """Raises what kept a push here: others' answers, and ours, may wait for it for ever."""
+        """Raises the error of a push that could not leave: answers may depend on it."""
         for future in self._pushes.values():
             if future.done() and (problem := future.exception()) is not None:
                 raise problem
 
-    def _in_words(self, index: int, what: str) -> tuple[str, bool]:
-        """Returns what is waited for, and whether that is a shard that does not answer."""
-        shard = self.layout.slices[index].shard
-        link = self.session.links[shard]
-        where = f"{what} of slice {index} of {self._name!r} from shard {shard} at {link.address}"
-        if link.silent_s >= SILENT_S:
-            return f"{where}, which has not answered for {link.silent_s:.0f} s", True
-        return f"{where}, which waits for {link.waiting_for or 'others'}", False
-
     def restart(self) -> None:
-        """Forgets what was under way, which may have been counted; what is owed stays owed."""
-        self.table, self.origin = self._define(again=True)
+        """Forgets pushes and pulls under way, which may have been counted; residuals stay."""
+        self.table, self.origin = self.session.define(self.spec, again=True)
         self._pushes.clear()
         self._pulls.clear()
-        self._held = self._make_held()
+        self._estimates = self._make_estimates()
         self.payloads.restart()
-        self._debts.restart(self.table)
-        self._attach()
+        self._residuals.restart(self.table)
+        if self._shared is not None:
+            self._shared.attach()
 
     def ask_origin(self) -> None:
-        """Asks the shards where steps are counted from now: somebody has loaded a state."""
-        self.table, self.origin = self._define(again=True)
+        """Asks the shards from where steps are counted, after a state was loaded."""
+        self.table, self.origin = self.session.define(self.spec, again=True)
 
     def change(self, rule: Rule, step: int) -> None:
         """Changes the table's rule, on every shard and for every worker.
 
         Args:
             rule: The new mode.
-            step: Of training, at which this worker is.
+            step: The step of training at which this worker is.
         """
         self.flush()
         self._num_changes += 1
         self.session.step_aside(self.table, self._num_changes, step)
         self.session.barrier("mode")
         self.session.change(self.table, self._num_changes, rule)
-        name, layout, _, *others = self._define.args
-        self._define = partial(self.session.define, name, layout, rule, *others)
+        self.spec = replace(self.spec, rule=rule)
         self.ask_origin()
 
     # ----- loading
@@ -319,7 +256,7 @@ class Exchange:
     def load(
         self, index: int, role: Role, arrays: list[FloatArray], counts: list[int], step: int = 0
     ) -> None:
-        """Uploads weights, or weights and state as they are at a step, of one slice."""
+        """Uploads the weights of one slice at a step, or its weights and state."""
         header = data_pb2.PushHeader(
             sender=self._sender(),
             slice=index,
@@ -336,66 +273,26 @@ class Exchange:
     # ----- error feedback
 
     def compressor_state(self) -> dict[str, FloatArray]:
-        """Returns what error feedback keeps, `(layout.numel,)` each; pushes must be flushed."""
+        """Returns the state of error feedback, `(layout.numel,)` each; pushes must be flushed."""
         return self.payloads.state()
 
     def load_compressor_state(self, state: Mapping[str, FloatArray]) -> None:
-        """Replaces what error feedback keeps; of a layout for any number of shards."""
+        """Replaces the state of error feedback; it is the same for any number of shards."""
         self.payloads.load(state)
 
-    def _make_held(self) -> list[Held | None]:
-        """Returns what is held of each slice's estimate; None where pulls are not compressed."""
+    def _make_estimates(self) -> list[PulledEstimate | None]:
+        """Returns each slice's estimate; None where pulls are not compressed."""
         who = f"worker {self.session.rank}"
         return [
-            Held(self.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
+            PulledEstimate(self.spec.pull_compressor, spec.numel, f"slice {spec.index} of {who}")
             if spec.compress and self.compresses_pulls
             else None
             for spec in self.layout.slices
         ]
 
     def _key(self, index: int) -> str:
-        """Returns what tells a slice's random numbers from others'."""
+        """Returns a string that seeds a slice's random numbers."""
         return f"{self.session.job}/{self.table}/{self.session.rank}/{index}"
-
-    # ----- shared memory
-
-    def _share(self) -> None:
-        """Puts the gradients into memory that the shards of this host can map."""
-        nbytes = 4 * self.layout.numel
-        if not any(link.transport.shares_memory for link in self.session.links):
-            self.grads = np.zeros(self.layout.numel, dtype=np.float32)
-            return
-        try:
-            segment = Segment.create(nbytes)
-        except OSError as problem:
-            log.warning("no shared memory for %d bytes of gradients: %s", nbytes, problem)
-            self.grads = np.zeros(self.layout.numel, dtype=np.float32)
-            return
-        self.grads = segment.floats(0, self.layout.numel)
-        self._segment = segment
-        self._attach()
-
-    def _attach(self) -> None:
-        """Passes the gradients' memory to each shard that can map it."""
-        if self._segment is None:
-            return
-        for shard, link in enumerate(self.session.links):
-            transport = link.transport
-            if isinstance(transport, SocketTransport) and transport.shares_memory:
-                try:
-                    specs = self.layout.of_shard(shard)
-                    transport.attach(self._sender(), self._segment, specs)
-                    self._shared.add(shard)
-                except PacelineError as problem:
-                    log.warning("no shared memory with %s: %s", link.address, problem)
-
-    def _is_shared(self, index: int, grad: torch.Tensor) -> bool:
-        """Whether a slice's gradient lies, or will lie, where its shard can read it."""
-        spec = self.layout.slices[index]
-        if spec.shard not in self._shared or self.grads is None:
-            return False
-        home = self.grads.ctypes.data + 4 * spec.start
-        return is_on_device(grad) or grad.data_ptr() == home
 
     # ----- inside
 
@@ -440,7 +337,7 @@ class Exchange:
         begin_ns = 0 if self._timeline is None else self._timeline.now_ns()
         try:
             data = payload()
-        except GradientError as problem:  # Only now: it was on a device. So the step still ends.
+        except GradientError as problem:  # Found after the copy from a device; the step still ends.
             self.payloads.refuse(problem)
             header.present, header.compressor = wire.pack_bits(0, len(spec.segments)), ""
             header.shared = header.may_wait = False

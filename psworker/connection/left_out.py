@@ -1,8 +1,8 @@
-"""Steps that a script begins and does not end: `zero_grad()`, and no `step()` before the next one.
+"""Counts steps that a script begins with `zero_grad()` and does not end with `step()`.
 
-One worker may leave out a batch (`if not loss.isfinite(): continue`) that the others train on. They
-cannot tell it from a slow worker, so each worker counts, and the first shard compares the counts:
-scripts may call `zero_grad()` as often as they like, as long as all workers do the same.
+One worker may leave out a batch (`if not loss.isfinite(): continue`) that the others train on. The
+others cannot tell it from a slow worker. So each worker counts, and the first shard compares the
+counts: scripts may call `zero_grad()` as often as they like, if all workers do the same.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ class LeftOut:
     """The count of one script.
 
     Attributes:
-        report: Steps ended so far, those begun and not ended since the end of the first one, and
-            the former when the latter last changed. Replaced as a whole: another thread reads it.
+        report: Steps ended so far; steps begun and not ended, since the end of the first one; and
+            the first number when the second last changed. Replaced as a whole, because another
+            thread reads it.
     """
 
     def __init__(self) -> None:
         """Starts before the first step."""
         self.report = (0, 0, 0)
         self._zeroed = 0  # Calls since the end of the last step.
-        self._total = 0  # Calls in the steps behind the first one, but for those given up.
+        self._total = 0  # Calls in steps after the first, except those given up.
         self._num_steps = 0  # Such steps.
         self._usual: int | None = None  # Fewest calls from one step to the next.
 
@@ -41,7 +42,7 @@ class LeftOut:
         self._zeroed = 0
 
     def given_up(self) -> None:
-        """Counts the end of a step that an error has ended: the script has not left it out."""
+        """Counts the end of a step that an error has ended; the script did not leave it out."""
         steps, count, since = self.report
         self.report = (steps + 1, count, since)
         self._zeroed = 0

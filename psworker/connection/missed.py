@@ -1,7 +1,7 @@
-"""Steps of this worker that did not count whole: it says so, and how many there were.
+"""Counts and reports steps of this worker that did not count, or not in every slice.
 
-In a mode by step that is one which closed without this worker (backup workers), perhaps in some
-slices only; in any mode, one that was under way when the shards gave this worker up.
+In a mode by step these are steps that closed without this worker (backup workers), perhaps in some
+slices only; in any mode, a step that was under way when the shards declared this worker lost.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ RECENT_MAX = 64
 
 
 class Missed:
-    """The steps of one table that did not count whole.
+    """The steps of one table that did not count, or not in every slice.
 
     Attributes:
-        num_steps: How many there were.
+        num_steps: Number of such steps.
         recent: The newest of them, as `optimizer.clock` counts; at most 64.
-        pushed: By slice: the step of its last push.
+        pushed: Step of the last push of each slice.
     """
 
     def __init__(self, num_slices: int) -> None:
-        """Starts with none, of a table with so many slices."""
+        """Starts with none, for a table of `num_slices` slices."""
         self.num_steps = 0
         self.recent: deque[int] = deque(maxlen=RECENT_MAX)
         self.pushed: dict[int, int] = {}
@@ -32,16 +32,16 @@ class Missed:
         self._under_way: set[int] = set()  # Slices pushed in the step under way.
 
     def sent(self, index: int, step: int) -> None:
-        """Notes that a slice is pushed."""
+        """Records the push of a slice."""
         self.pushed[index] = step
         self._under_way.add(index)
 
     def end_step(self) -> None:
-        """Notes that a step has ended: what is pushed next is of another."""
+        """Records the end of a step: the next push belongs to another."""
         self._under_way.clear()
 
     def late(self, rank: int, index: int) -> None:
-        """Notes that a slice's last push was too late; says so of the 1st, 2nd, 4th, ... step."""
+        """Records that a slice's last push was too late; warns of the 1st, 2nd, 4th, ... step."""
         step = self.pushed[index]
         if step in self.recent:
             return
@@ -57,10 +57,10 @@ class Missed:
             )
 
     def give_up(self, step: int, unanswered: Collection[int]) -> str:
-        """Gives up the step under way; returns what came of it.
+        """Gives up the step under way; returns a sentence that says whether it counts.
 
         Args:
-            step: Its number, if nothing of it was pushed.
+            step: Its number, used if nothing of it was pushed.
             unanswered: Slices whose last push may have been counted or not.
         """
         step = max((self.pushed[index] for index in self._under_way), default=step)

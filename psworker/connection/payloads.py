@@ -1,8 +1,9 @@
 """Payloads of one table's pushes: gradients as they are, or compressed with error feedback.
 
-What a compressor leaves out of a gradient is owed, and goes into the next one (error_feedback.py).
-A gradient on the host that cannot be added to it is refused before anything is sent; one on a GPU
-is looked at when it has arrived, which is behind the push: that one is sent as absent.
+The part that a compressor leaves out of a gradient is its residual, which is added to the next one
+(error_feedback.py). A gradient on the host that cannot be added to it is refused before anything is
+sent. A gradient on a GPU is checked when its copy has arrived, after the push has begun: if it is
+refused, the push is sent as absent.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from psworker.model.device import is_on_device
 
 
 class Payloads:
-    """Payloads, and what is owed.
+    """Makes the payloads of one table, and keeps its residuals.
 
     Attributes:
-        feedback: By slice; None where nothing is compressed. Another one may take its place.
+        feedback: Error feedback by slice; None where nothing is compressed. A slice's entry is
+            replaced when its gradients turn out to be on a GPU.
     """
 
     def __init__(
@@ -36,20 +38,20 @@ class Payloads:
         grads: FloatArray | None,
         key: Callable[[int], str],
     ) -> None:
-        """Owes nothing.
+        """Starts without residuals.
 
         Args:
             layout: The table's slices.
-            compressor: Of its pushes.
-            grads: `(layout.numel,) float32` on the host, for gradients that are on a GPU.
-            key: Returns what tells a slice's random numbers from others'.
+            compressor: The compressor of its pushes.
+            grads: `(layout.numel,) float32` on the host, for copies of gradients from a GPU.
+            key: Returns a string that seeds a slice's random numbers.
         """
         self._layout = layout
         self._compressor = compressor
         self._grads = grads
         self._key = key
-        self._device: DeviceSide | None = None  # Of a model on a GPU.
-        self._refused: GradientError | None = None  # Sent as absent, and not raised yet.
+        self._device: DeviceSide | None = None  # For a model on a GPU.
+        self._refused: GradientError | None = None  # Of a push sent as absent; not raised yet.
         self.feedback: list[Feedback | None] = [
             Feedback(compressor, spec.numel, key(spec.index))
             if spec.compress and not compressor.is_raw
@@ -58,17 +60,17 @@ class Payloads:
         ]
 
     def restart(self) -> None:
-        """Begins anew as this worker, which may have another rank by now; what is owed stays."""
+        """Starts again, perhaps at another rank; residuals stay."""
         self._refused = None
         for index, feedback in enumerate(self.feedback):
             if feedback is not None:
                 feedback.key = self._key(index)
 
     def require_room(self, grads: Sequence[torch.Tensor], present: Callable[[int], int]) -> None:
-        """Refuses gradients of all slices that cannot be added to what is owed.
+        """Refuses gradients of all slices that cannot be added to the residuals.
 
         Raises:
-            GradientError: Together they are too large for float32; nothing is changed.
+            GradientError: A sum is too large for float32; nothing is changed.
         """
         for index, grad in enumerate(grads):
             self._require_room(self._choose(index, present(index)), grad)
@@ -76,10 +78,10 @@ class Payloads:
     def choose(
         self, index: int, present: int, grad: torch.Tensor, *, compress: bool
     ) -> Feedback | None:
-        """Returns the error feedback that a push goes through, if it does.
+        """Returns the error feedback of a push, or None if it is not compressed.
 
         Raises:
-            GradientError: The gradient is too large for what is owed; nothing is changed.
+            GradientError: The gradient cannot be added to the residual; nothing is changed.
         """
         feedback = self._choose(index, present) if compress else None
         self._require_room(feedback, grad)
@@ -90,7 +92,7 @@ class Payloads:
     def prepare(
         self, index: int, push: Push, grad: torch.Tensor, feedback: Feedback | None, *, flush: bool
     ) -> Callable[[], memoryview]:
-        """Returns what returns the payload; what runs on a GPU, copies too, starts now."""
+        """Starts work on a GPU, and returns a function that returns the payload."""
         if is_on_device(grad):
             return self._on_device(grad.device).payload(index, push, grad, feedback, flush=flush)
         if feedback is None:
@@ -100,23 +102,23 @@ class Payloads:
         return lambda: feedback.encode(push, grad.numpy())
 
     def refuse(self, problem: GradientError) -> None:
-        """Notes what was found in a gradient behind its push; the first one is told."""
+        """Records an error found in a gradient after its push; the first one will be raised."""
         self._refused = self._refused or problem
 
     def raise_refused(self) -> None:
-        """Raises what `refuse` has noted, once.
+        """Raises the error that `refuse` has recorded, once.
 
         Raises:
-            GradientError: A gradient holds NaN or Inf, or cannot be added to what is owed.
+            GradientError: A gradient holds NaN or Inf, or cannot be added to the residual.
         """
         problem, self._refused = self._refused, None
         if problem is not None:
             raise problem
 
-    # ----- what is owed
+    # ----- residuals
 
     def state(self) -> dict[str, FloatArray]:
-        """Returns what error feedback keeps, `(layout.numel,)` each; pushes must be flushed."""
+        """Returns the state of error feedback, `(layout.numel,)` each; pushes must be flushed."""
         state: dict[str, FloatArray] = {}
         for spec, feedback in zip(self._layout.slices, self.feedback, strict=True):
             for name, array in feedback.state.items() if feedback is not None else ():
@@ -125,7 +127,7 @@ class Payloads:
         return state
 
     def load(self, state: Mapping[str, FloatArray]) -> None:
-        """Replaces what error feedback keeps; of a layout for any number of shards."""
+        """Replaces the state of error feedback; it is the same for any number of shards."""
         for spec, feedback in zip(self._layout.slices, self.feedback, strict=True):
             for name, flat in state.items() if feedback is not None else ():
                 assert feedback is not None
@@ -136,7 +138,7 @@ class Payloads:
     def _choose(self, index: int, present: int) -> Feedback | None:
         """Returns the error feedback of a slice, unless a segment has no gradient.
 
-        The shard leaves that segment out, and so would be what is owed of it.
+        The shard ignores that segment, and its part of the residual would be lost.
         """
         is_whole = not wire.pack_bits(present, len(self._layout.slices[index].segments))
         return self.feedback[index] if is_whole else None
@@ -147,7 +149,7 @@ class Payloads:
             feedback.require_room(grad.numpy())
 
     def _on_device(self, device: torch.device) -> DeviceSide:
-        """Returns how the gradients of a model on a GPU leave it."""
+        """Returns the GPU side, made when it is first needed."""
         if self._device is None:
             assert self._grads is not None
             self._device = DeviceSide(self._layout, self._compressor, self._grads, device)

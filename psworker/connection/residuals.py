@@ -1,8 +1,8 @@
-"""What error feedback owes, for checkpoints: sent when a shard asks for it, and taken back.
+"""Residuals of error feedback in checkpoints: sent when a shard asks for them, fetched at a start.
 
-A shard asks in an acknowledgement, and then this worker sends what it owes before it pushes the
-slice again; or in the answer to a heartbeat, because this worker has stopped between two steps.
-Either way it is what is owed after a push that has been answered.
+A shard asks in the acknowledgement of a push; then this worker sends the residual before it pushes
+the slice again. Or it asks in the answer to a heartbeat, if this worker has stopped between two
+steps. Either way the residual is the one after an acknowledged push.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from psworker.compression.error_feedback import Feedback
 from psworker.connection.session import Session
 
 log = logging.getLogger("paceline")
-NEVER = -1  # A process that has just been started owes what it has claimed, after any step.
+NEVER = -1  # Not pushed yet: the residual is the fetched one, after any step.
 
 
-class Debts:
-    """What this worker owes of one table."""
+class Residuals:
+    """The residuals of this worker in one table, as checkpoints need them."""
 
     def __init__(
         self,
@@ -37,14 +37,15 @@ class Debts:
         feedback: Sequence[Feedback | None],
         pushes: Mapping[int, Future[data_pb2.PushReply]],
     ) -> None:
-        """Owes nothing, or what a checkpoint has of this rank.
+        """Fetches the residuals that a restored checkpoint has for this rank.
 
         Args:
             session: This worker's part in the job.
-            table: Its number.
+            table: Index of the table.
             layout: Its slices.
-            feedback: By slice; None where nothing is compressed. Another one may take its place.
-            pushes: Those that nobody has seen the answer of, by slice.
+            feedback: Error feedback by slice, None where nothing is compressed; read anew each
+                time, since entries may be replaced.
+            pushes: Pushes by slice whose answers have not been handled yet.
 
         Raises:
             PacelineError: A shard does not answer.
@@ -56,36 +57,43 @@ class Debts:
         self._pushes = pushes
         self._lock = threading.Lock()
         self._begun: dict[int, int] = {}  # By slice: step of the last push.
-        self._settled: dict[int, int] = {}  # By slice: step of the last one that is settled.
+        self._settled: dict[int, int] = {}  # By slice: step of the last push that is settled.
         if any(entry is not None for entry in feedback):
-            self._claim()
-            session.debtors[table] = self
+            self._fetch()
+            session.residual_senders[table] = self
 
     def begin(self, index: int, step: int) -> None:
-        """Is told that a slice is pushed; its last push is settled."""
+        """Records the start of a push. The slice's previous push must be settled."""
         with self._lock:
             self._begun[index] = step
 
     def settle(self, index: int, reply: data_pb2.PushReply) -> None:
-        """Settles the last push of a slice, and sends what is owed then, if the shard asks."""
+        """Settles the last push of a slice, and sends the residual if the shard asks for it."""
         feedback = self._feedback[index]
         if feedback is None:
             return
         with self._lock:
             feedback.settle(Verdict(int(reply.verdict)))
             self._settled[index] = self._begun.get(index, NEVER)
-        if reply.owe:
+        if reply.send_residual:
             self._send(index, self._settled[index])
 
     def restart(self, table: int) -> None:
-        """Ends what was under way, which may have been counted; what is owed stays owed."""
+        """Settles all pushes, which may have been counted or not; keeps the residuals."""
         self.table = table
-        self._session.debtors[table] = self
+        self._session.residual_senders[table] = self
         for index in range(len(self._feedback)):
             self.settle(index, data_pb2.PushReply())
 
-    def owe(self, step: int, slices: Sequence[int]) -> None:
-        """Sends what is owed after `step`, if this worker has not gone on; from any thread."""
+    def send_after(self, step: int, slices: Sequence[int]) -> None:
+        """Sends residuals as they are after `step`, unless this worker has pushed a later step.
+
+        It may be called from any thread.
+
+        Args:
+            step: Step of the push; `ANY_STEP`: the last one.
+            slices: Indices of the slices.
+        """
         for index in slices:
             begun = self._settle_early(index)
             if begun == NEVER:
@@ -96,7 +104,7 @@ class Debts:
     # ----- inside
 
     def _settle_early(self, index: int) -> int | None:
-        """Returns the step of a slice's last push once that is settled: now, if it is answered."""
+        """Settles the last push of a slice if it is answered; returns its step, else None."""
         with self._lock:
             begun, feedback = self._begun.get(index, NEVER), self._feedback[index]
             if begun == NEVER or feedback is None:
@@ -110,8 +118,8 @@ class Debts:
             return begun
 
     def _send(self, index: int, step: int) -> None:
-        """Sends what is owed of a slice after `step`, unless it has been pushed again."""
-        request = pb.OweRequest(
+        """Sends the residual of a slice after `step`, unless the slice has been pushed again."""
+        request = pb.SendResidualRequest(
             job=self._session.job,
             worker=self._session.rank,
             incarnation=self._session.incarnation,
@@ -127,23 +135,23 @@ class Debts:
                 request.arrays.add(name=name, data=np.asarray(array, "<f4").tobytes())
         link = self._session.links[self._layout.slices[index].shard]
         try:
-            link.call(link.control.Owe, request)
-        except PacelineError as problem:  # Training goes on; whoever takes the checkpoint is told.
-            log.warning("what slice %d owes did not get into a checkpoint: %s", index, problem)
+            link.call(link.control.SendResidual, request)
+        except PacelineError as problem:  # Training continues; the checkpoint reports the gap.
+            log.warning("the residual of slice %d is missing in a checkpoint: %s", index, problem)
 
-    def _claim(self) -> None:
-        """Takes back what the shards have for this rank."""
+    def _fetch(self) -> None:
+        """Loads the residuals that the shards have for this rank."""
         for shard, link in enumerate(self._session.links):
-            request = pb.ClaimRequest(
+            request = pb.FetchResidualRequest(
                 job=self._session.job,
                 worker=self._session.rank,
                 incarnation=self._session.incarnation,
                 table=self.table,
             )
-            for index in link.call(link.control.Claim, request).slices:
+            for index in link.call(link.control.FetchResidual, request).slices:
                 request.slice = index
                 feedback = self._feedback[index]
-                assert feedback is not None, f"shard {shard} has a debt of slice {index}"
-                for array in link.call(link.control.Claim, request).arrays:
+                assert feedback is not None, f"shard {shard} has a residual of raw slice {index}"
+                for array in link.call(link.control.FetchResidual, request).arrays:
                     value: FloatArray = np.frombuffer(array.data, dtype="<f4")
                     feedback.load(array.name, value)

@@ -1,9 +1,8 @@
-"""A worker's part in a job: it joins every shard, keeps its leases, declares tables, and leaves."""
+"""A worker's part in a job: it joins the shards, renews leases, declares tables, and leaves."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import random
@@ -16,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from pscore.compressors.base import Compressor
-from pscore.compressors.none import NoCompression
 from pscore.errors import (
     PacelineError,
     ProtocolVersionError,
@@ -28,41 +25,39 @@ from pscore.errors import (
 from pscore.net import wire
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe.timeline import Timeline
-from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec, plugin_to_proto
 from pscore.types import Origin
 from psworker.connection.left_out import LeftOut
+from psworker.connection.places import PlaceWait, refuse_forked
 from psworker.connection.shard_link import Link
-from psworker.connection.waits import PlaceWait, refuse_forked
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
 LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
-FORMER_MAX = 32  # Incarnations of this process that a shard is told.
-RAW = NoCompression()
-# Called once by every worker at its start: who comes late goes through where others have been.
+FORMER_MAX = 32  # Former incarnations of this process that are sent.
+# Barriers that each worker passes once at its start; a late worker passes them alone.
 AT_START = ("begin", "load_state_dict")
-FIRST_TIMEOUT_S = 5.0  # Of one attempt of the first call: what listens there may be no shard.
+FIRST_TIMEOUT_S = 5.0  # Of each first call: the address may not be a shard's.
 
 
-class Debtor(Protocol):
-    """What owes something of one table."""
+class ResidualSender(Protocol):
+    """Sends the residuals of one table."""
 
-    def owe(self, step: int, slices: Sequence[int]) -> None:
-        """Sends what it owes of some slices after `step`, if it has not gone on."""
+    def send_after(self, step: int, slices: Sequence[int]) -> None:
+        """Sends residuals as they are after `step`, unless a later step has been pushed."""
 
 
 @dataclass(slots=True)
 class Known:
-    """What shards have said of a job when this worker joined.
+    """State of a job that the shards reported when this worker joined.
 
     Attributes:
-        life: Of the job, on the first shard.
+        life: The life of the job, on the first shard.
         progress: Step of each table that the job had.
-        rounds: The next one of each barrier.
+        rounds: The next round of each barrier.
     """
 
     life: int = 0
@@ -70,7 +65,7 @@ class Known:
     rounds: dict[str, int] = field(default_factory=dict)
 
     def take(self, reply: pb.JoinReply, *, is_first: bool) -> None:
-        """Takes a shard's answer; the first shard counts the lives and the rounds."""
+        """Adds a shard's answer; the first shard counts the lives and the rounds."""
         self.progress |= {name: step for name, step in reply.progress.items()}
         if is_first:
             self.life = reply.life
@@ -94,14 +89,14 @@ class Session:
 
     Attributes:
         job: Name of the job.
-        rank: 0-based, of this worker.
-        num_workers: Workers of the job; the most of an elastic one.
-        min_workers: The least of an elastic job; 0: it is not elastic.
+        rank: 0-based rank of this worker.
+        num_workers: Number of workers of the job; the maximum of an elastic one.
+        min_workers: Minimum of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
-        timeline: Where spans are recorded; None: nowhere.
-        left_out: By table; steps that its script has left out, where all workers make all steps.
-        debtors: By table; what owes something that a checkpoint needs.
-        waits: For which shard that does not answer, in words; the others pass it on to people.
+        timeline: The spans of this process; None: none are recorded.
+        left_out: By table; counts of steps left out, in modes where all workers make all steps.
+        residual_senders: By table; they send the residuals that a checkpoint needs.
+        waits: A description of the shard that does not answer; the other shards report it.
     """
 
     def __init__(
@@ -122,16 +117,16 @@ class Session:
         Args:
             servers: Addresses in the order of the shards.
             job: Name of the job.
-            rank: Of this worker; -1 lets the first shard decide.
-            num_workers: Workers of the job; the most of an elastic one.
-            min_workers: The least of an elastic job; 0: it is not elastic.
-            restart: How often this worker has been started again.
-            patience_s: How long nobody may answer, in seconds.
+            rank: Rank of this worker; -1: the first shard decides.
+            num_workers: Number of workers of the job; the maximum of an elastic one.
+            min_workers: Minimum of an elastic job; 0: it is not elastic.
+            restart: Number of restarts of this worker.
+            patience_s: Seconds without an answer that are an error.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
-            credentials: What to connect with.
+            credentials: Token and certificates for the connections.
 
         Raises:
-            ServerUnavailableError: Nobody answers at an address.
+            ServerUnavailableError: An address does not answer.
             ShardMapError: The addresses are not the shards of one cluster, in order.
             RemoteProtocolError: A shard refuses this worker.
         """
@@ -151,8 +146,8 @@ class Session:
         self._data_plane = data_plane
         self.waits = ""
         self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
-        self.debtors: WeakValueDictionary[int, Debtor] = WeakValueDictionary()
-        self._teller: threading.Thread | None = None
+        self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
+        self._residual_thread: threading.Thread | None = None
         self._known = Known()
         self._stop = threading.Event()
         self._failure: PacelineError | None = None
@@ -165,7 +160,7 @@ class Session:
                 self._renew()
                 self._join_all(returns=False)
             undo.pop_all()
-        self._telling = threading.Lock()
+        self._residual_lock = threading.Lock()
         # One for each shard: one that hangs costs no lease at another.
         self._hearts = [
             threading.Thread(target=self._beat, args=(link,), name="heartbeat", daemon=True)
@@ -176,32 +171,18 @@ class Session:
 
     # ----- what a job needs
 
-    def define(
-        self, name: str, layout: Layout, rule: Rule, compressor: Compressor, optimizer: Optimizer,
-        num_groups: int, pull_compressor: Compressor = RAW, *, again: bool = False,
-    ) -> tuple[int, Origin]:  # fmt: skip
+    def define(self, spec: TableSpec, *, again: bool = False) -> tuple[int, Origin]:
         """Declares a table at every shard; returns its index, and where its steps begin.
 
+        Args:
+            spec: The declaration.
+            again: Whether the job has this table already.
+
         Raises:
-            JobMismatchError: The job's table of this name is another one; says in what.
-            StateLostError: It has been declared before (`again`), and a shard does not know it.
+            JobMismatchError: The job's table of this name is a different one; names the difference.
+            StateLostError: A shard does not know a table that was declared before.
         """
-        table = pb.Table(
-            name=name,
-            tensors=[
-                pb.Tensor(
-                    name=t.name, shape=t.shape, dtype=t.dtype, group=t.group, compress=t.compress
-                )
-                for t in layout.tensors
-            ],
-            num_shards=layout.num_shards,
-            rule=_plugin(rule),
-            compressor=_plugin(compressor),
-            pull_compressor=_plugin(pull_compressor),
-            optimizer=optimizer.name,
-            num_groups=num_groups,
-            fingerprint=layout.fingerprint,
-        )
+        name, table = spec.name, spec.to_proto()
         request = pb.DefineRequest(
             job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
         )
@@ -215,26 +196,26 @@ class Session:
                 raise _without_weights(link.address, self.job, name, step)
         if len(tables) != 1:
             raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
-        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of it.
+        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of the table.
 
     def step_aside(self, table: int, number: int, step: int) -> None:
-        """Tells the shards not to wait for this worker's pushes until change `number` of the mode.
+        """Tells the shards not to wait for this worker's pushes until mode change `number` is done.
 
         Args:
-            table: The table.
-            number: Of the change, counted by this worker.
-            step: Of training, at which this worker is.
+            table: Index of the table.
+            number: Number of the change, counted by this worker.
+            step: The step of training at which this worker is.
         """
         self._change(pb.ChangeRequest(table=table, number=number, step=step))
 
     def change(self, table: int, number: int, rule: Rule) -> None:
-        """Gives a table another mode; every worker has stepped aside, and each calls it.
+        """Gives a table another mode; every worker calls it, after all have stepped aside.
 
         Raises:
             JobMismatchError: Another worker has named another mode.
             ConfigError: The mode does not fit the job.
         """
-        self._change(pb.ChangeRequest(table=table, number=number, rule=_plugin(rule)))
+        self._change(pb.ChangeRequest(table=table, number=number, rule=plugin_to_proto(rule)))
 
     def _change(self, request: pb.ChangeRequest) -> None:
         request.job, request.worker = self.job, self.rank
@@ -243,12 +224,12 @@ class Session:
             link.call(link.control.Change, request)
 
     def rejoin(self) -> None:
-        """Comes back to the job after having been declared lost, as a new incarnation.
+        """Joins the job again as a new incarnation, after having been declared lost.
 
-        In an elastic job another worker may have the rank; then this one has another from now on.
+        In an elastic job another worker may have taken the rank; then this worker gets another one.
 
         Raises:
-            PacelineError: Another process holds the rank, or nobody answers.
+            PacelineError: Another process holds the rank, or a shard does not answer.
         """
         self._renew()
         try:
@@ -261,22 +242,22 @@ class Session:
         self._failure = None
 
     def barrier(self, name: str = "barrier") -> None:
-        """Waits until every worker that is still there has come to the same barrier.
+        """Waits until every worker that is still in the job has reached the same barrier.
 
         Raises:
-            PacelineError: This worker is no longer part of the job, or nobody answers.
+            PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
         self.agree(name, 0.0)
 
     def agree(self, name: str, value: float) -> float:
-        """Waits as `barrier` does, and returns the largest value that a worker has brought there.
+        """Waits as `barrier` does, and returns the maximum of all workers' values.
 
         Args:
-            name: Of the barrier.
-            value: This worker's, 0 or more.
+            name: Name of the barrier.
+            value: This worker's value, 0 or more.
 
         Raises:
-            PacelineError: This worker is no longer part of the job, or nobody answers.
+            PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
         number = self._known.rounds.get(name, 0)
         self._known.rounds[name] = number + 1
@@ -299,11 +280,11 @@ class Session:
         return float(reply.value)
 
     def require_own(self) -> None:
-        """Refuses a process that was forked from the worker (psworker/connection/waits.py)."""
+        """Refuses a process that was forked from the worker (psworker/connection/places.py)."""
         refuse_forked(self._pid, self.rank, self.job)
 
     def check(self) -> None:
-        """Raises what a heartbeat was refused with, if one was.
+        """Raises the error with which a heartbeat was refused, if there is one.
 
         Raises:
             PacelineError: This worker is no longer part of the job.
@@ -315,7 +296,7 @@ class Session:
         """Returns the ranks of the workers that take part now, in order.
 
         Raises:
-            PacelineError: Nobody answers.
+            PacelineError: The first shard does not answer.
         """
         request = pb.HeartbeatRequest(
             job=self.job,
@@ -328,11 +309,11 @@ class Session:
         return list(first.call(first.control.Heartbeat, request).live)
 
     def leave(self, reason: str = "finished", *, failed: bool = False) -> None:
-        """Leaves the job at every shard; nobody waits for this worker any more.
+        """Leaves the job at every shard; no worker waits for this one any more.
 
         Args:
-            reason: Why, for people.
-            failed: It has not come to its end: an elastic job may wait for another.
+            reason: The reason, for people.
+            failed: Whether the worker did not finish: an elastic job may wait for a replacement.
         """
         if self._stop.is_set():
             return
@@ -349,7 +330,7 @@ class Session:
     # ----- inside
 
     def _take_leave(self, link: Link, reason: str, *, failed: bool) -> None:
-        """Leaves the job at one shard, if that answers."""
+        """Leaves the job at one shard, if it answers."""
         request = pb.LeaveRequest(
             job=self.job,
             worker=self.rank,
@@ -361,7 +342,7 @@ class Session:
         try:
             link.call(link.control.Leave, request, timeout_s=LEAVE_TIMEOUT_S)
         except PacelineError as error:
-            log.info("could not say good-bye to %s: %s", link.address, error)
+            log.info("could not leave the job at %s: %s", link.address, error)
 
     def _check_shards(self) -> None:
         """Checks that the addresses are the shards of one cluster, in their order."""
@@ -393,19 +374,19 @@ class Session:
             raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
 
     def _renew(self) -> None:
-        """Draws another incarnation; a script that seeds `random` does not draw the same."""
+        """Draws a new incarnation; it does not depend on `random`, which scripts seed."""
         if self.incarnation:
             self._former = [*self._former, self.incarnation][-FORMER_MAX:]
         self.incarnation = 1 + secrets.randbits(62)
 
     def _join_at_any_rank(self, *, returns: bool) -> None:
-        """Joins at a rank that the first shard gives.
+        """Joins at a rank that the first shard chooses.
 
-        Shards do not lose a worker at the same moment: on one its rank may be free, on another not
-        yet. And a job may be full until somebody leaves.
+        Shards do not notice a lost worker at the same moment: its rank may be free at one shard and
+        not yet at another. And a job may be full until a worker leaves.
 
         Raises:
-            RankTakenError: No rank has become free in time.
+            RankTakenError: No rank became free in time.
             PacelineError: A shard refuses this worker for another reason, or does not answer.
         """
         place = PlaceWait(self.job, self._patience_s)
@@ -413,7 +394,7 @@ class Session:
             self.rank = -1
             self._renew()
             for link in self.links:
-                link.patience.limit_s = self._patience_s  # Else as it was when it took its leave.
+                link.patience.limit_s = self._patience_s  # `_take_leave` has set it to 0.
             try:
                 self._join_all(returns=returns)
             except RankTakenError as problem:
@@ -433,10 +414,10 @@ class Session:
             undo.pop_all()
 
     def _join_patiently(self, link: Link, *, returns: bool) -> None:
-        """Joins one shard; where the first let it in, the others will when they find out why.
+        """Joins one shard; waits for shards that lag behind the first one.
 
-        They may not have noticed yet that the process is gone that had its rank. A worker of an
-        elastic job does not wait for one rank: it may have another.
+        They may not have noticed yet that the process that had this rank is gone. A worker of an
+        elastic job does not wait for one rank: it may take another.
         """
         waits = link is not self.links[0] and not self.min_workers
         until_s = time.monotonic() + (self._patience_s if waits else 0.0)
@@ -447,8 +428,22 @@ class Session:
                 if time.monotonic() >= until_s:
                     raise
                 time.sleep(RANK_RETRY_S)
+                self._renew_leases_before(link)
             else:
                 return
+
+    def _renew_leases_before(self, link: Link) -> None:
+        """Renews the leases at the shards that were joined before this one.
+
+        Another shard may need a whole lease to declare the former process lost. The threads that
+        send heartbeats start when all shards have been joined.
+        """
+        request = pb.HeartbeatRequest(
+            job=self.job, worker=self.rank, incarnation=self.incarnation, waiting_for=self.waits
+        )
+        for joined in self.links[: self.links.index(link)]:
+            with contextlib.suppress(PacelineError):  # The next request raises it as well.
+                joined.beat(request, timeout_s=self._interval_s)
 
     def _join(self, link: Link, *, returns: bool) -> None:
         reply = link.call(
@@ -476,7 +471,7 @@ class Session:
     def _beat(self, link: Link) -> None:
         """Renews the lease at one shard until the session ends; other messages renew it too.
 
-        Meanwhile this worker may be on its way back, at some shards and not yet at this one.
+        This worker may be rejoining meanwhile, at some shards already and not yet at this one.
         """
         while not self._stop.wait(self._interval_s):
             joined_as = link.joined_as
@@ -489,29 +484,25 @@ class Session:
                     steps, count, since = counted.report
                     request.left_out.add(table=table, steps=steps, count=count, since=since)
             try:
-                self._tell_debts(link.beat(request, timeout_s=self._interval_s))
+                self._send_residuals(link.beat(request, timeout_s=self._interval_s))
             except PacelineError as error:
                 if link.joined_as == joined_as and incarnation == self.incarnation:
                     self._failure = error
 
-    def _tell_debts(self, asked: Sequence[pb.Owing]) -> None:
-        """Has what a shard asks for sent, in a thread of its own: leases are renewed meanwhile."""
-        debts = [(self.debtors.get(owing.table), owing) for owing in asked]
+    def _send_residuals(self, requests: Sequence[pb.ResidualRequest]) -> None:
+        """Sends the requested residuals from a separate thread, so heartbeats continue."""
+        wanted = [(self.residual_senders.get(request.table), request) for request in requests]
 
-        def tell() -> None:
-            for debtor, owing in debts:
-                if debtor is not None:
-                    debtor.owe(owing.step, owing.slices)
+        def send() -> None:
+            for sender, request in wanted:
+                if sender is not None:
+                    sender.send_after(request.step, request.slices)
 
-        with self._telling:
-            if debts and (self._teller is None or not self._teller.is_alive()):
-                self._teller = threading.Thread(target=tell, name="debts", daemon=True)
-                self._teller.start()
+        with self._residual_lock:
+            if wanted and (self._residual_thread is None or not self._residual_thread.is_alive()):
+                self._residual_thread = threading.Thread(target=send, name="residuals", daemon=True)
+                self._residual_thread.start()
 
     def _close_links(self) -> None:
         for link in self.links:
             link.close()
-
-
-def _plugin(plugin: Rule | Compressor) -> pb.Plugin:
-    return pb.Plugin(name=plugin.name, arguments=json.dumps(plugin.arguments()))

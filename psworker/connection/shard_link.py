@@ -15,52 +15,53 @@ from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psworker.transports import Endpoint, Transport, choose
-from psworker.transports.retry import Patience
+from psworker.transports.retry import RetryPolicy
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
-CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a shard that hangs is told of within 10 s.
+CALL_TIMEOUT_S = 9.0  # Longer than a barrier waits; a hanging shard is reported within 10 s.
 
 
 class Link:
     """One shard, as this worker sees it.
 
     Attributes:
-        address: Of the control plane: `host:port` or `unix:///path`.
-        patience: How calls are repeated while nobody answers.
-        credentials: What the shard is connected to with.
+        address: Address of the control plane: `host:port` or `unix:///path`.
+        patience: Repeats calls while the shard does not answer.
+        credentials: Token and certificates for the connection.
         control: The control service's methods, for `call`.
     """
 
     def __init__(
         self, address: str, *, patience_s: float, credentials: Credentials = ANYONE
     ) -> None:
-        """Connects lazily; `patience_s` is how long nobody may answer, in seconds."""
+        """Prepares the connection; without an answer for `patience_s` seconds, calls raise."""
         self.address = address
         self.credentials = credentials
-        self.patience = Patience(address, patience_s, lambda: tls.diagnose(address, credentials))
+        self.patience = RetryPolicy(address, patience_s, lambda: tls.diagnose(address, credentials))
         self._tls = tls.client_context(credentials)
         self._channel = credentials.channel(address)
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self._transport: Transport | None = None
-        self.instance = 0  # Of the process that this worker has joined; 0 before.
-        self.joined_as = (-1, 0)  # With which rank and incarnation.
-        self.uneven = ""  # Which worker has left out steps, as the shard said last.
-        self.waiting_for = ""  # What the job waits for, as the shard said with the last heartbeat.
+        self.instance = 0  # Of the shard's process that this worker has joined; 0 before.
+        self.joined_as = (-1, 0)  # Rank and incarnation.
+        self.uneven = ""  # Which worker has left out steps, as last reported.
+        self.waiting_for = ""  # What the job waits for, as last reported.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
-        """Makes one control call, repeated while nobody answers.
+        """Makes one control call, repeated while the shard does not answer.
 
         Raises:
-            PacelineError: What the shard refused it with, or `ServerUnavailableError`.
+            PacelineError: The shard refused the call.
+            ServerUnavailableError: The shard did not answer in time.
         """
-        return self.patience.insist(lambda: method(request, timeout=timeout_s))
+        return self.patience.call(lambda: method(request, timeout=timeout_s))
 
-    def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> Sequence[pb.Owing]:
-        """Renews this worker's lease once; a network that fails is left to the next time.
+    def beat(self, request: pb.HeartbeatRequest, timeout_s: float) -> Sequence[pb.ResidualRequest]:
+        """Renews this worker's lease once; a network failure is left to the next heartbeat.
 
         Returns:
-            What error feedback owes that the shard asks for.
+            The residuals that the shard asks for.
 
         Raises:
             RemoteProtocolError: The shard no longer counts this worker in.
@@ -78,8 +79,8 @@ class Link:
             if not isinstance(error, TransportError):
                 raise error from None
             return ()
-        owing: Sequence[pb.Owing] = reply.owing
-        return owing
+        requests: Sequence[pb.ResidualRequest] = reply.residual_requests
+        return requests
 
     @property
     def silent_s(self) -> float:
@@ -87,10 +88,10 @@ class Link:
         return time.monotonic() - self.patience.heard_s
 
     def _check(self, instance: int) -> None:
-        """Notices that the shard's process is another one than this worker has joined.
+        """Checks that the shard's process is the one that this worker has joined.
 
         Raises:
-            ReplacedError: It is: what the shard had not saved is gone, so join it anew.
+            ReplacedError: It is another, which lacks unsaved state; this worker must rejoin.
         """
         if self.instance not in (0, instance):
             raise ReplacedError(f"the shard at {self.address} has been started again")
@@ -99,7 +100,7 @@ class Link:
         """Chooses the data plane and connects it.
 
         Raises:
-            ConfigError: The one that was named cannot be had.
+            ConfigError: The named data plane is not available.
         """
         if self._transport is not None:
             self._transport.close()
@@ -114,7 +115,7 @@ class Link:
         return self._transport
 
     def close(self) -> None:
-        """Ends all calls."""
+        """Ends all calls and closes the connections."""
         self.patience.is_over = True
         if self._transport is not None:
             self._transport.close()

@@ -1,16 +1,16 @@
-"""What a worker has sent and received, counted for people."""
+"""Statistics of the bytes that a worker has sent and received."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from pscore.pb.ps.v1 import data_pb2
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 
 @dataclass(slots=True, kw_only=True)
 class Traffic:
-    """What a worker has sent and received, in bytes of payload, and what came of its pushes."""
+    """Payload bytes sent and received, and numbers of pushes and pulls."""
 
     pushed_nbytes: int = 0
     pulled_nbytes: int = 0
@@ -19,9 +19,9 @@ class Traffic:
     num_too_late: int = 0
 
 
-def pulled_nbytes(reply: data_pb2.PullReply, landing: Landing) -> int:
-    """Returns the bytes of payload of an answer; shared memory counts as if it had travelled."""
+def pulled_nbytes(reply: data_pb2.PullReply, pull_buffer: PullBuffer) -> int:
+    """Returns the payload bytes of an answer; shared memory counts as if it had been sent."""
     if reply.fingerprint and not reply.whole:
         return sum(reply.deltas)
-    nbytes = sum(tensor.nbytes for tensor in (landing.weights, *landing.state))
-    return nbytes if reply.counts else landing.weights.nbytes
+    nbytes = sum(tensor.nbytes for tensor in (pull_buffer.weights, *pull_buffer.state))
+    return nbytes if reply.counts else pull_buffer.weights.nbytes

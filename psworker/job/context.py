@@ -1,8 +1,8 @@
-"""This process's place in a job: found from arguments and environment, made once, ended once.
+"""This process's place in a job, from arguments and environment; it exists once in a process.
 
-Without any server address, shards are started on this machine and end with the job: by this
-process if it is alone, else by the first of the local workers, who tells the others their
-addresses in a file that only this user can read.
+Without any server address, shards are started on this machine and end with the job: by this process
+if it is alone, else by the first of the local workers, which writes their addresses into a file for
+the others that only this user can read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLL_S = 0.05
 
 
 class Context:
-    """One session, the shards that were started for it, and what has to be closed before it."""
+    """One session, the shards that were started for it, and functions to call before it ends."""
 
     def __init__(self, session: Session, shards: OwnShards | None) -> None:
         """Takes over a session and, if there are any, its own shards."""
@@ -51,15 +51,15 @@ class Context:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process has joined, not the one that it was forked from."""
+        """Whether this process itself has joined the job, and was not forked from a worker."""
         return self._pid == os.getpid()
 
     def at_close(self, closer: Callable[[], None]) -> None:
-        """Has `closer` called when the session ends in order."""
+        """Registers a function that is called when the session ends in order."""
         self._closers.append(closer)
 
     def not_at_close(self, closer: Callable[[], None]) -> None:
-        """Takes back what `at_close` was given."""
+        """Removes a function that was registered with `at_close`."""
         if closer in self._closers:
             self._closers.remove(closer)
 
@@ -70,7 +70,7 @@ class Context:
         return name if number == 0 else f"{name}.{number}"
 
     def close(self) -> None:
-        """Closes in order: optimizers take the global weights, then the worker leaves."""
+        """Closes in order: optimizers pull the global weights, then the worker leaves."""
         is_closed = False
         try:
             while self._closers:
@@ -81,7 +81,7 @@ class Context:
             self.abandon(why, failed=not is_closed)
 
     def abandon(self, reason: str, *, failed: bool = False) -> None:
-        """Leaves at once. Shards of its own stay for the other workers, unless this one failed."""
+        """Leaves at once. Its own shards stay for the other workers, unless this one failed."""
         if self._phases is not None:
             self._phases.close()
         self.session.leave(reason, failed=failed)
@@ -94,7 +94,7 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnShards:
-    """Shards of this process, and the file that tells the other local workers of them."""
+    """Shards of this process, and the file with their addresses for other local workers."""
 
     addresses: tuple[str, ...]
     process: subprocess.Popen[str]
@@ -126,16 +126,16 @@ def join(
     timeout_s: float | None = None,
     **files: str | None,
 ) -> Context:
-    """Returns this process's context, and makes it if there is none.
+    """Returns this process's context; joins the job the first time.
 
     Args:
         servers: Addresses of the shards in their order.
         job: Name of the job.
-        rank: Of this worker.
-        num_workers: Workers of the job.
-        min_workers: Of an elastic job, the least with which it goes on; else 1.
-        max_workers: The most, in the place of `num_workers`: makes the job elastic.
-        timeout_s: How long a shard may not answer before that is an error, in seconds.
+        rank: Rank of this worker.
+        num_workers: Number of workers of the job.
+        min_workers: Minimum of an elastic job; 1 by default.
+        max_workers: Maximum, instead of `num_workers`: makes the job elastic.
+        timeout_s: Seconds without an answer that are an error.
         files: `tls_ca`, `tls_cert`, `tls_key`, `token_file`: paths (environment.py).
 
     Raises:
@@ -204,10 +204,10 @@ def open_session(servers: Sequence[str], environment: Environment) -> Session:
 def _check_same(
     session: Session, servers: str | list[str] | None, **given: str | int | None
 ) -> None:
-    """Refuses arguments other than those that the session was made with.
+    """Refuses arguments that differ from those of the session.
 
     Raises:
-        ConfigError: Names the first one.
+        ConfigError: One differs; names the first.
     """
     held: dict[str, object] = {
         "job": session.job,
@@ -246,7 +246,7 @@ def shutdown() -> None:
 
 
 def _at_exit() -> None:
-    """The script has ended, in whatever way: nobody shall wait for this worker."""
+    """Leaves the job when the script ends, so that no worker waits for this one."""
     global _current
     if _current is not None:
         context, _current = _current, None
@@ -300,7 +300,7 @@ def start_shards(num_shards: int = 1) -> OwnShards:
     """Starts shards that end when this process's end of the pipe closes.
 
     Raises:
-        ServerUnavailableError: They did not start; their message stands on standard error.
+        ServerUnavailableError: They did not start; their message is on standard error.
     """
     shards = subprocess.Popen(
         [
@@ -340,7 +340,7 @@ def _rendezvous(environment: Environment) -> Path:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what launches have left whose process is gone: their first worker was killed."""
+    """Removes the files of launches whose process is gone, since their first worker was killed."""
     for file in folder.glob("*-*-*-*.json"):
         launcher = file.stem.rsplit("-", 3)[1]
         if launcher.isdecimal() and not Path("/proc", launcher).exists():
@@ -348,7 +348,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _await_others(session: Session) -> None:
-    """Waits until no other worker needs the shards that end with this process."""
+    """Waits until no other worker needs the shards of this process."""
     started_s, say_s = time.monotonic(), SAY_AFTER_S
     first = session.links[0]
     link = Link(first.address, patience_s=0.0, credentials=first.credentials)

@@ -1,19 +1,19 @@
-"""What a worker takes from its environment: our variables, torchrun's, and the classic DMLC ones.
+"""Settings of a worker from its environment: our variables, torchrun's, and the classic DMLC ones.
 
 | setting | ours | torchrun | DMLC |
 |---|---|---|---|
 | servers | PACELINE_SERVERS=host:port,... | | DMLC_PS_ROOT_URI, _PORT, DMLC_NUM_SERVER |
 | rank | PACELINE_RANK | RANK | DMLC_WORKER_ID |
 | workers | PACELINE_NUM_WORKERS | WORLD_SIZE | DMLC_NUM_WORKER |
-| least and most workers of an elastic job | PACELINE_MIN_WORKERS, PACELINE_MAX_WORKERS | | |
+| minimum and maximum of an elastic job | PACELINE_MIN_WORKERS, PACELINE_MAX_WORKERS | | |
 | job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |
 | restart | | TORCHELASTIC_RESTART_COUNT | |
-| seconds that nobody may answer | PACELINE_TIMEOUT_S | | |
+| seconds without an answer that are an error | PACELINE_TIMEOUT_S | | |
 | data plane | PACELINE_DATA_PLANE=auto, local, tcp, grpc | | |
-| CA of the shards: connect with TLS | PACELINE_TLS_CA | | |
-| our certificate and its key, for shards that ask | PACELINE_TLS_CERT, PACELINE_TLS_KEY | | |
+| CA of the shards (connects with TLS) | PACELINE_TLS_CA | | |
+| our certificate and key, if shards require one | PACELINE_TLS_CERT, PACELINE_TLS_KEY | | |
 | file with the token | PACELINE_TOKEN_FILE | | |
-| where timelines are written | PACELINE_TIMELINE=trace.json | | |
+| file for timelines | PACELINE_TIMELINE=trace.json | | |
 
 The first column wins. MASTER_PORT is never bound: it belongs to torch.
 """
@@ -40,25 +40,25 @@ class Environment:
 
     servers: tuple[str, ...]  # Addresses in the order of the shards; empty if none is set.
     rank: int  # -1: the shards decide.
-    num_workers: int  # The most of an elastic job.
+    num_workers: int  # Maximum of an elastic job.
     local_rank: int
     local_workers: int  # Workers on this machine.
     job: str
     restart: int
     data_plane: str
-    min_workers: int = 0  # The least of an elastic job; 0: the job is not elastic.
-    timeout_s: float = TIMEOUT_S  # How long nobody may answer, in seconds.
-    tls_ca: str = ""  # Paths, as the variables name them.
+    min_workers: int = 0  # Minimum of an elastic job; 0: the job is not elastic.
+    timeout_s: float = TIMEOUT_S  # Seconds without an answer that are an error.
+    tls_ca: str = ""  # Paths.
     tls_cert: str = ""
     tls_key: str = ""
     token_file: str = ""
-    timeline: str = ""  # A path (pscore/observe/timeline.py); empty: none is kept.
+    timeline: str = ""  # A path (pscore/observe/timeline.py); empty: no timeline.
 
     def __post_init__(self) -> None:
-        """Checks what arguments may have replaced.
+        """Checks values that arguments may have replaced.
 
         Raises:
-            ConfigError: It is out of its range.
+            ConfigError: A value is out of its range.
         """
         if not 0 <= self.min_workers <= self.num_workers:
             raise ConfigError(
@@ -71,7 +71,7 @@ class Environment:
             )
 
     def credentials(self) -> Credentials:
-        """Returns what the shards are connected to with.
+        """Returns token and certificates for connections to the shards.
 
         Raises:
             ConfigError: A file cannot be used.
@@ -89,7 +89,7 @@ class Environment:
         """Reads the variables.
 
         Raises:
-            ConfigError: One of them is not what it must be; names it.
+            ConfigError: A variable has a wrong value; names it.
         """
         num_workers = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
         num_workers = _number(variables, num_workers, "PACELINE_MAX_WORKERS")

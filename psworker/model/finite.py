@@ -1,9 +1,9 @@
-"""NaN and Inf in a gradient on a device, found without waiting for it.
+"""Finds NaN and Inf in a gradient on a device without waiting for the device.
 
-The largest magnitude of a slice is taken on the device, right before the gradient is encoded or
-copied: NaN if one of its numbers is NaN. What encodes reads there whether the gradient is refused,
-so that nothing of it enters a residual; the host reads a copy in pinned memory when what is sent
-has arrived, and sends nothing. Only then each tensor is looked at, to name one.
+The largest magnitude of a slice is computed on the device, right before the gradient is encoded or
+copied; it is NaN if any element is NaN. The encoder reads on the device whether the gradient is
+refused, so that nothing of it enters a residual. The host reads a copy in pinned memory once the
+payload has arrived, and then sends nothing. Only then is each tensor checked, to name one.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pscore.errors import GradientError
 from pscore.partition import Layout
 
 
-class Screen:
-    """Looks at the gradients of one slice."""
+class FiniteCheck:
+    """Checks the gradients of one slice."""
 
     def __init__(self, layout: Layout, index: int, device: torch.device) -> None:
-        """Allocates what is needed, once.
+        """Allocates its memory, once.
 
         Args:
-            layout: Names the tensors.
-            index: The slice.
-            device: Of the gradients.
+            layout: The table's slices, with the names of their tensors.
+            index: Index of the slice.
+            device: The device of the gradients.
         """
         spec = layout.slices[index]
         self._spans = [(part.start, part.stop) for part in spec.segments]
@@ -35,7 +35,7 @@ class Screen:
         self._refused = torch.zeros(1, dtype=torch.int32, device=device)
 
     def start(self, grad: torch.Tensor) -> torch.Tensor:
-        """Looks at `(numel,) float32` on the current stream; returns at once.
+        """Starts the check of `(numel,) float32` on the current stream; returns at once.
 
         Returns:
             `(1,) int32` on the device, not 0 where the gradient holds NaN or Inf.
@@ -46,11 +46,11 @@ class Screen:
         return self._refused
 
     def require_finite(self, grad: torch.Tensor, step: int) -> None:
-        """Reports what `start` has found; everything behind it on its stream has to be done.
+        """Raises if `start` has found NaN or Inf; its stream must have completed that work.
 
         Args:
-            grad: As it was given to `start`.
-            step: Of the push.
+            grad: The gradient that was given to `start`.
+            step: Step of the push, for the message.
 
         Raises:
             GradientError: The gradient holds NaN or Inf; names the tensor.
@@ -65,7 +65,7 @@ class Screen:
 
 
 def not_finite(name: str, grad: torch.Tensor, step: int) -> GradientError:
-    """Returns the error of a gradient of which something is NaN or Inf."""
+    """Builds the error for a gradient that contains NaN or Inf."""
     bad = int((~torch.isfinite(grad)).sum())
     return GradientError(
         f"gradient of {name!r} holds {bad} NaN or Inf of {grad.numel()} elements at step {step}; "

@@ -1,8 +1,8 @@
-"""The model's parameters as one flat vector: gradients gathered in, weights given back.
+"""The model's parameters and gradients as flat vectors.
 
-Gradients are copied into the flat vector when backward has made them, and on the CPU looked at for
-NaN and Inf in the same pass. The weights of float32 parameters are views on the flat weights, so
-that a change of these is a change of the model; parameters of another type are cast.
+Gradients are copied into the flat vector after backward has made them; on the CPU the same pass
+checks them for NaN and Inf. The weights of float32 parameters are views of the flat weights, so a
+change of the vector is a change of the model; parameters of another type are cast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
 from psworker.model.device import is_on_device
 from psworker.model.finite import not_finite
-from psworker.model.grad_views import LentGrads, is_plain
+from psworker.model.grad_views import GradViews, is_plain
 
 log = logging.getLogger("paceline")
 _compare = ctypes.CDLL(None).memcmp
@@ -30,7 +30,7 @@ _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 def trained(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> tuple[list[str], list[torch.nn.Parameter], list[int]]:
-    """Returns names, parameters and groups of what is trained, in the order of `named`.
+    """Returns names, parameters and groups of the trained parameters, in the order of `named`.
 
     Raises:
         ConfigError: The optimizer has a parameter without a name, or there is nothing to train.
@@ -70,7 +70,7 @@ def refuse_thawed(frozen: Iterable[torch.nn.Parameter]) -> None:
     """Refuses gradients of parameters that were frozen when the wrapper was made.
 
     Raises:
-        ConfigError: There is one: torch would train it, and the shards do not.
+        ConfigError: There is one. Torch would train it, but the shards do not know it.
     """
     for parameter in frozen:
         if parameter.grad is not None and parameter.numel():
@@ -95,7 +95,7 @@ def describe(
     ]
 
 
-class Bucket:
+class FlatModel:
     """Flat gradients and weights of a model on one device."""
 
     def __init__(
@@ -104,15 +104,15 @@ class Bucket:
         layout: Layout,
         grads: FloatArray | None = None,
         *,
-        lends: bool = False,
+        has_views: bool = False,
     ) -> None:
-        """Copies the weights into a flat vector and makes the parameters views on it.
+        """Copies the weights into a flat vector and makes the parameters views of it.
 
         Args:
-            parameters: In the order of `layout.tensors`.
-            layout: Where each of them lies.
+            parameters: The parameters, in the order of `layout.tensors`.
+            layout: The offset of each parameter.
             grads: `(layout.numel,) float32` zeros for the gradients of a model on the CPU.
-            lends: Whether parts of them may become `.grad` (grad_views.py).
+            has_views: Whether parts of `grads` may become `.grad` (grad_views.py).
 
         Raises:
             ConfigError: The parameters are on several devices, or on none that holds numbers.
@@ -133,9 +133,9 @@ class Bucket:
         starts = np.array(layout.offsets, dtype=np.int64)
         numels = [spec.numel for spec in layout.tensors]
         self._spans = np.stack((starts, starts + numels), axis=1)
-        self.lent = LentGrads(self.parameters, layout, self._grads_host if lends else None)
-        self._cast: list[int] = []  # Parameters that are not views on the weights.
-        self._homes: dict[int, int] = {}  # Of the others: where their weights lie in memory.
+        self.views = GradViews(self.parameters, layout, self._grads_host if has_views else None)
+        self._cast: list[int] = []  # Parameters that are not views of the weights.
+        self._homes: dict[int, int] = {}  # Addresses of the other parameters' weights.
         self.gather_weights()
         for index, parameter in enumerate(self.parameters):
             if parameter.dtype == torch.float32 and parameter.is_contiguous():
@@ -148,16 +148,16 @@ class Bucket:
 
     @property
     def has_casts(self) -> bool:
-        """Whether some parameters are not views on the flat weights."""
+        """Whether some parameters are not views of the flat weights."""
         return bool(self._cast)
 
     def weight(self, index: int) -> torch.Tensor:
-        """Returns the part of the flat weights that is parameter `index`, `(numel,) float32`."""
+        """Returns parameter `index`'s part of the flat weights, `(numel,) float32`."""
         start = self.layout.offsets[index]
         return self.weights[start : start + self.layout.tensors[index].numel]
 
     def gather_weights(self) -> None:
-        """Copies the parameters into the flat weights, where they are not views on them."""
+        """Copies the parameters into the flat weights, unless they are views of them."""
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters):
                 flat = self.weight(index)
@@ -165,14 +165,14 @@ class Bucket:
                     flat.copy_(parameter.detach().reshape(-1))
 
     def scatter_weights(self) -> None:
-        """Casts the flat weights into the parameters that are not views on them."""
+        """Casts the flat weights into the parameters that are not views of them."""
         with torch.no_grad():
             for index in self._cast:
                 parameter = self.parameters[index]
                 parameter.copy_(self.weight(index).view(parameter.shape))
 
     def swap_weights(self, other: torch.Tensor) -> None:
-        """Exchanges the weights of the model for `(layout.numel,) float32` on its device."""
+        """Swaps the weights of the model with `other`, `(layout.numel,) float32` on its device."""
         for spec in self.layout.slices:  # So that memory for one slice is enough.
             ours, theirs = self.weights[spec.start : spec.stop], other[spec.start : spec.stop]
             kept = ours.clone()
@@ -181,18 +181,18 @@ class Bucket:
         self.scatter_weights()
 
     def note_weights(self) -> None:
-        """Takes the parameters as they are for what the optimizer has made of them."""
+        """Records the parameters' versions as written by the optimizer."""
         self._versions = [parameter._version for parameter in self.parameters]
 
     def changed_weights(self) -> str | None:
-        """Returns the first parameter that others have changed in place since, or None."""
+        """Returns the name of the first parameter changed in place since then, or None."""
         for index, parameter in enumerate(self.parameters):
             if parameter._version != self._versions[index]:
                 return self.layout.tensors[index].name
         return None
 
     def warn_of_changes(self) -> None:
-        """Says once that weights were changed here, which changes nothing on the shards."""
+        """Warns once if the script has changed weights, which changes nothing on the shards."""
         name = None if self._has_warned else self.changed_weights()
         if name is not None:
             self._has_warned = True
@@ -204,7 +204,7 @@ class Bucket:
             )
 
     def check_weights(self) -> None:
-        """Refuses parameters that have been given other memory since the start.
+        """Refuses parameters whose memory was replaced since the start.
 
         Raises:
             ConfigError: Names the first one.
@@ -223,7 +223,7 @@ class Bucket:
         return self.grads[spec.start : spec.stop]
 
     def present(self, index: int) -> int:
-        """Returns which segments of slice `index` have a gradient, as bits."""
+        """Returns which segments of slice `index` have a gradient: bit i stands for segment i."""
         segments = self.layout.slices[index].segments
         has = [self.parameters[segment.tensor].grad is not None for segment in segments]
         return sum(bit << position for position, bit in enumerate(has))
@@ -252,9 +252,9 @@ class Bucket:
                 raise not_finite(self.layout.tensors[plain[bad]].name, grad, step)
 
     def changed_grad(self, indices: Iterable[int]) -> int | None:
-        """Returns a parameter whose gradient is no longer as it was gathered, or None.
+        """Returns a parameter whose gradient has changed since it was gathered, or None.
 
-        On a device that waits, once, until backward is done.
+        On a device it waits, once, until backward is done.
         """
         flags: dict[int, torch.Tensor] = {}
         for index in indices:
@@ -275,15 +275,15 @@ class Bucket:
         return None
 
     def _is_as_gathered(self, index: int, grad: torch.Tensor, part: torch.Tensor) -> bool:
-        """Whether a gradient on the CPU holds what its part of the vector does."""
-        if self.lent.has(index):
-            return self.lent.is_stamped(index)
-        if is_plain(grad, part.numel()):  # In less than half of the time that torch takes.
+        """Returns whether a gradient on the CPU equals its part of the vector."""
+        if self.views.has(index):
+            return self.views.is_stamped(index)
+        if is_plain(grad, part.numel()):  # Takes less than half of the time of `torch.equal`.
             return bool(_compare(grad.data_ptr(), part.data_ptr(), part.nbytes) == 0)
         return torch.equal(part.view(grad.shape), grad.detach().to(part.dtype))
 
     def _cast_grad(self, index: int, grad: torch.Tensor, step: int) -> None:
-        """Copies a gradient of another kind into the flat vector.
+        """Copies a gradient of another type or memory order into the flat vector.
 
         Raises:
             GradientError: It is on the CPU and holds NaN or Inf, or it is sparse.
@@ -296,12 +296,12 @@ class Bucket:
         parameter, start = self.parameters[index], self.layout.offsets[index]
         part = self.grads[start : start + parameter.numel()]
         part.view(parameter.shape).copy_(grad.detach())
-        # Nobody waits for a device here: `finite.py` looks when the gradient is pushed.
+        # No wait for a device: `finite.py` checks when the gradient is pushed.
         if not (is_on_device(part) or bool(torch.isfinite(part).all())):
             raise not_finite(self.layout.tensors[index].name, grad, step)
 
     def clear_grad(self, index: int) -> None:
-        """Sets the flat gradient of parameter `index` to zero: it has none in this step."""
+        """Sets the flat gradient of parameter `index` to zero, since it has none in this step."""
         start = self.layout.offsets[index]
         self.grads[start : start + self.parameters[index].numel()].zero_()
 

@@ -1,13 +1,13 @@
-"""Gradients that lie once in memory: `.grad` of a parameter is the part of the vector that is sent.
+"""Views of the flat gradient vector as `.grad`, so that a gradient exists only once in memory.
 
-If the script asks for it (`gradient_as_bucket_view=True`, as of DDP), `.grad` becomes a view of the
-flat vector when a gradient has been gathered there during backward, and torch's own memory is free;
-what is accumulated there in the next step need not be copied again. The contract is DDP's: the next
-backward pass overwrites a `.grad` that the script has kept. A write to such a `.grad` would change
-what a shard may still read, or what has yet to be sent, so that the wrapper waits for its
-acknowledgement before `step()` returns; a change between backward and `step()` is an error, which a
-fingerprint of the gradient shows. Small gradients stay where torch has made them, for they are not
-worth that wait; so does what is gathered at `step()`.
+The script asks for them with `gradient_as_bucket_view=True`, as in DDP. When a gradient has been
+gathered during backward, its `.grad` becomes a view of the flat vector and torch's own memory is
+freed; the next backward pass accumulates there, and no copy is needed. The contract is DDP's: the
+next backward pass overwrites a `.grad` that the script has kept. A write to such a `.grad` would
+change memory that a shard may still read or that has yet to be sent. So `step()` waits for its
+acknowledgement before it returns, and a change between backward and `step()` is an error, which is
+found by a fingerprint of the gradient. Small gradients, and those gathered at `step()`, stay in
+torch's memory: they are not worth that wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NBYTES_MIN = 1 << 18
 
 
 def is_plain(grad: torch.Tensor, numel: int) -> bool:
-    """Whether a gradient of `numel` elements lies in memory as it will in the vector."""
+    """Returns whether a gradient has the memory layout and type of the vector."""
     return (
         type(grad) is torch.Tensor
         and grad.layout is torch.strided
@@ -38,32 +38,32 @@ def is_plain(grad: torch.Tensor, numel: int) -> bool:
     )
 
 
-class LentGrads:
-    """Parts of the flat gradient that parameters have as `.grad`."""
+class GradViews:
+    """Views of the flat gradients that parameters have as `.grad`."""
 
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], layout: Layout, grads: FloatArray | None
     ) -> None:
-        """Lends nothing yet.
+        """Starts without views.
 
         Args:
             parameters: In the order of `layout.tensors`.
-            layout: Where each of them lies.
-            grads: `(layout.numel,) float32` on the host; None if nothing is to be lent.
+            layout: The offset of each parameter.
+            grads: `(layout.numel,) float32` on the host; None: no views.
         """
         self._parameters = parameters
         self._layout = layout
         self._grads = grads
         self._home = 0 if grads is None else int(grads.ctypes.data)
-        self._lent: dict[int, torch.Tensor] = {}
-        self._prints: dict[int, int] = {}  # Fingerprints of the gradients when they were lent.
+        self._views: dict[int, torch.Tensor] = {}
+        self._prints: dict[int, int] = {}  # Fingerprints of gradients when they left.
         self._has_trimmed = False
 
-    def takes(self, index: int) -> bool:
-        """Whether `.grad` of a parameter can become a part of the vector, and is none yet.
+    def can_attach(self, index: int) -> bool:
+        """Returns whether `.grad` of a parameter can become a view, and is none yet.
 
-        A gradient of another type or order than the vector's cannot, nor one with a graph or of a
-        class of its own.
+        A gradient of another type or memory order than the vector cannot, nor one with a graph or
+        of a tensor subclass.
         """
         parameter = self._parameters[index]
         grad = parameter.grad
@@ -72,59 +72,59 @@ class LentGrads:
         is_alike = is_plain(grad, parameter.numel()) and parameter.dtype == torch.float32
         return is_alike and not grad.requires_grad
 
-    def lend(self, index: int) -> None:
-        """Makes the part of the vector, where the gradient has been gathered, `.grad`."""
+    def attach(self, index: int) -> None:
+        """Makes `.grad` a view of the part of the vector that holds the gathered gradient."""
         parameter = self._parameters[index]
-        if index not in self._lent or not self._is_home(index):
+        if index not in self._views or not self._is_home(index):
             assert self._grads is not None
             start = self._layout.offsets[index]
             flat = self._grads[start : start + parameter.numel()].reshape(parameter.shape)
-            self._lent[index] = torch.from_numpy(flat)
-        parameter.grad = self._lent[index]
+            self._views[index] = torch.from_numpy(flat)
+        parameter.grad = self._views[index]
 
     def stamp(self, index: int) -> None:
-        """Takes the fingerprint of a lent gradient that is about to leave."""
+        """Records the fingerprint of a gradient that is about to leave."""
         self._prints[index] = self._print(index)
 
     def is_stamped(self, index: int) -> bool:
-        """Whether a lent gradient is still as it was when it left."""
+        """Returns whether a gradient still has the fingerprint with which it left."""
         return self._prints[index] == self._print(index)
 
     def has(self, index: int) -> bool:
-        """Whether `.grad` of a parameter lies in the vector.
+        """Returns whether `.grad` of a parameter is a view of the vector.
 
-        A script may have given it other memory (`grad.data = ...`); then it is the script's.
+        If the script has replaced its memory (`grad.data = ...`), it is no view any more.
         """
-        lent = self._lent.get(index)
-        return lent is not None and self._parameters[index].grad is lent and self._is_home(index)
+        view = self._views.get(index)
+        return view is not None and self._parameters[index].grad is view and self._is_home(index)
 
-    def part(self, index: int) -> None:
-        """Gives a `.grad` that lies in the vector memory of its own."""
-        grad = self._lent.pop(index)
+    def detach(self, index: int) -> None:
+        """Copies a `.grad` that is a view into memory of its own."""
+        grad = self._views.pop(index)
         self._parameters[index].grad = grad.clone()
 
-    def part_all(self) -> None:
-        """Gives each `.grad` that lies in the vector memory of its own."""
-        for index in [index for index in self._lent if self.has(index)]:
-            self.part(index)
+    def detach_all(self) -> None:
+        """Copies each `.grad` that is a view into memory of its own."""
+        for index in [index for index in self._views if self.has(index)]:
+            self.detach(index)
 
     def end_step(self) -> list[int]:
-        """Returns the parameters whose `.grad` lies in the vector.
+        """Returns the parameters whose `.grad` is a view of the vector.
 
-        The first time that there are some, what torch's own gradients have left in the heap goes
-        back to the system: the allocator would keep what lies below something else.
+        When the first views exist, the heap that torch's own gradients used is returned to the
+        system: the allocator would keep free memory that lies below other allocations.
         """
-        lent = [index for index in self._lent if self.has(index)]
-        if lent and not self._has_trimmed:
+        views = [index for index in self._views if self.has(index)]
+        if views and not self._has_trimmed:
             self._has_trimmed = True
             with contextlib.suppress(AttributeError):  # Another C library than glibc.
                 ctypes.CDLL(None).malloc_trim(0)
-        return lent
+        return views
 
     def _print(self, index: int) -> int:
-        return xxhash.xxh3_64_intdigest(wire.as_bytes(self._lent[index].numpy()))
+        return xxhash.xxh3_64_intdigest(wire.as_bytes(self._views[index].numpy()))
 
     def _is_home(self, index: int) -> bool:
-        """Whether a tensor that was lent still lies in the vector."""
+        """Returns whether a view still points into the vector."""
         place = self._home + 4 * self._layout.offsets[index]
-        return self._lent[index].data_ptr() == place
+        return self._views[index].data_ptr() == place

@@ -1,4 +1,4 @@
-"""What the weights have moved by in a round, where workers run the wrapped optimizer themselves."""
+"""Moves of the weights in a round, in modes whose workers run the wrapped optimizer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pscore.local.base import LocalSlice
 def write_moves(
     parts: Sequence[LocalSlice], reference: Sequence[torch.Tensor], moves: Sequence[torch.Tensor]
 ) -> int | None:
-    """Writes the weights of the last pull minus the weights now.
+    """Writes the weights of the last pull minus the current ones into `moves`.
 
     Args:
         parts: The slices.
-        reference: Of each, the weights of the last pull, `(numel,) float32`.
-        moves: Of each, where that is written, likewise.
+        reference: Weights of the last pull of each slice, `(numel,) float32`.
+        moves: Memory for the result, likewise.
 
     Returns:
-        The first slice whose moves hold NaN or Inf: the rest is not written. None if there is none.
+        The first slice whose moves hold NaN or Inf, or None; later slices are not written.
     """
     for index, part in enumerate(parts):
         torch.sub(reference[index], part.weights, out=moves[index])
@@ -30,7 +30,7 @@ def write_moves(
     return None
 
 
-def spoilt(index: int, step: int) -> GradientError:
+def not_finite(index: int, step: int) -> GradientError:
     """Returns the error for a slice whose weights hold NaN or Inf."""
     return GradientError(
         f"the weights of slice {index} hold NaN or Inf at step {step}, at the end of a round; "

@@ -1,4 +1,4 @@
-"""What a replica sends through, and where its pulls land."""
+"""The interface through which a replica sends, and the memory its pulls are written to."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from pscore.types import IntArray, Push
 
 
 @dataclass(slots=True, kw_only=True)
-class Landing:
-    """Where a pull lands; on the host, written by whoever receives it."""
+class PullBuffer:
+    """Memory for the answer of a pull, on the host; the receiving thread writes it."""
 
     weights: torch.Tensor  # (numel,) float32
-    state: list[torch.Tensor]  # One (numel,) float32 for each state array, if asked for.
-    version: int = -1  # -1 while it is under way.
+    state: list[torch.Tensor]  # One (numel,) float32 for each requested state array.
+    version: int = -1  # -1 while the pull is under way.
     counts: IntArray | None = None  # With state: optimizer steps of each segment.
-    clock: int = 0  # The first step that the slice would take of a worker that has come anew.
-    begins: bool = False  # Asked for by a worker that has come anew: it pushes none before `clock`.
-    exact: bool = False  # The weights themselves, where training goes on from an estimate of them.
-    is_look: bool = False  # They are only to be seen, and exact: training goes on without them.
-    is_late: bool = False  # `weights` are in use: nothing may land before somebody waits for it.
+    clock: int = 0  # First step that the slice accepts from a worker that has (re)joined.
+    begins: bool = False  # From a worker that has (re)joined: it pushes no step before `clock`.
+    exact: bool = False  # The exact weights, also where training uses an estimate of them.
+    is_look: bool = False  # Exact weights that training does not use.
+    copy_on_wait: bool = False  # `weights` are in use until the pull is waited for.
 
 
-class Outbox(Protocol):
-    """How a replica sends. Neither call waits."""
+class PushPull(Protocol):
+    """Sends a replica's pushes and pulls; no method waits."""
 
     def push(
         self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
     ) -> None:
-        """Sends `(numel,) float32`, which stays unchanged until it has left.
+        """Sends `(numel,) float32`, which must not change until it has left.
 
         Args:
-            index: The slice.
-            push: What a shard decides about.
-            grad: The gradient, or what the weights moved by.
+            index: Index of the slice.
+            push: The description of the push, for the shard's decision.
+            grad: The gradient, or the move of the weights.
             compress: Whether the job's compressor is used.
-            flush: What error feedback owes goes along, uncompressed, and becomes zero.
+            flush: Whether the residual is added, uncompressed, and becomes zero.
         """
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, buffer: PullBuffer, *, with_state: bool
     ) -> None:
-        """Asks for the weights of a slice."""
+        """Requests the weights of a slice."""
 
     def maps_weights(self, index: int) -> bool:
-        """Whether a slice's weights are in shared memory: a pull can land when it is waited for."""
+        """Returns whether a slice's weights are in shared memory, to be copied when waited for."""

@@ -1,7 +1,7 @@
-"""Where pulls land: right in what they replace if that can be, else in memory beside it.
+"""Memory for the answers of pulls: the final place if it is free, else a separate buffer.
 
-Memory beside the weights is one more copy of the model, and one more for each array of the shard's
-optimizer that a pull brings along. It is taken when it is first needed.
+Separate buffers cost one more copy of the model, and one more for each state array of the shard's
+optimizer that is pulled. They are allocated when they are first needed.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ from typing import cast
 import torch
 
 from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 
-class Landings:
-    """Landings of a replica's slices."""
+class PullBuffers:
+    """The pull buffers of a replica's slices."""
 
     def __init__(self, parts: Sequence[LocalSlice], num_state: int) -> None:
-        """Takes no memory yet.
+        """Allocates nothing yet.
 
         Args:
             parts: The slices.
-            num_state: State arrays of the shard's optimizer.
+            num_state: Number of state arrays of the shards' optimizer.
         """
         self._parts = parts
         self._num_state = num_state
-        self._landings: dict[int, Landing] = {}
-        self._weights: dict[int, torch.Tensor] = {}  # Beside those of the slices.
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # By their length.
+        self._buffers: dict[int, PullBuffer] = {}
+        self._weights: dict[int, torch.Tensor] = {}  # Separate buffers.
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(
+            list
+        )  # Unused ones, by length.
         self._state: dict[int, list[torch.Tensor]] = {}
 
-    def __getitem__(self, index: int) -> Landing:
-        """Returns the landing of a slice's last pull."""
-        return self._landings[index]
+    def __getitem__(self, index: int) -> PullBuffer:
+        """Returns the buffer of a slice's last pull."""
+        return self._buffers[index]
 
     def room(self, index: int, local: LocalUpdate | None, oldest: int) -> torch.Tensor | None:
-        """Returns where a pull can land that takes no memory of its own; None if there is none.
+        """Returns the final place of a pull's weights if it may be written directly, else None.
 
-        Without a local update only forward and backward read the weights while it is on its way.
+        Without a local update only forward and backward read the weights during a pull.
 
         Args:
-            index: The slice.
-            local: The local update.
+            index: Index of the slice.
+            local: The local update of the mode.
             oldest: The oldest version that the pull can bring.
         """
         part = self._parts[index]
@@ -52,19 +54,19 @@ class Landings:
             return None
         if local is None:
             return cast(torch.Tensor, part.weights)
-        # What is made anew from a pull has to be made from a newer one.
+        # A repeated local update needs a newer pull than the last one.
         is_newer = part.version < 0 or oldest > part.version
         return cast(torch.Tensor | None, local.room(part)) if is_newer else None
 
     def state_room(self, index: int, local: LocalUpdate | None) -> list[torch.Tensor]:
-        """Returns where pulled state can land, likewise; empty: nowhere."""
+        """Returns the final places of pulled state, likewise; empty if there are none."""
         part = self._parts[index]
         if local is None or part.weights.device.type != "cpu":
             return []
         return list(local.state_room(part))
 
     def beside(self, index: int) -> torch.Tensor:
-        """Returns memory of its own for the weights of a slice, on the host."""
+        """Returns the separate buffer for the weights of a slice, on the host."""
         if index not in self._weights:
             like = self._parts[index].weights
             free = self._free[len(like)]
@@ -72,9 +74,9 @@ class Landings:
         return self._weights[index]
 
     def release(self, index: int) -> None:
-        """Has another slice's pull land where this one's has, which nobody reads any more."""
+        """Frees the separate buffer of a slice for other slices: its content was applied."""
         if index in self._weights and self._parts[index].weights.device.type == "cpu":
-            weights = self._weights.pop(index)  # To a device it may still be on its way.
+            weights = self._weights.pop(index)  # A copy to a device may still be running.
             self._free[len(weights)].append(weights)
 
     def prepare(
@@ -85,38 +87,38 @@ class Landings:
         *,
         with_state: bool,
         exact: bool,
-        is_late: bool,
+        copy_on_wait: bool,
         begins: bool,
-    ) -> Landing:
-        """Returns the landing of the next pull of a slice.
+    ) -> PullBuffer:
+        """Returns the buffer of the next pull of a slice.
 
         Args:
-            index: The slice.
-            room: For its weights; None: beside those of the slice.
-            state_room: For its state; empty: beside that of the slice.
-            with_state: Whether state comes along.
-            exact: As the landing's.
-            is_late: As the landing's.
-            begins: As the landing's.
+            index: Index of the slice.
+            room: Memory for its weights; None: a separate buffer.
+            state_room: Memory for its state; empty: separate buffers.
+            with_state: Whether state is pulled too.
+            exact: As in `PullBuffer`.
+            copy_on_wait: As in `PullBuffer`.
+            begins: As in `PullBuffer`.
         """
         weights = self.beside(index) if room is None else room
-        landing = self._landings.setdefault(index, Landing(weights=weights, state=[]))
-        landing.weights = weights
+        buffer = self._buffers.setdefault(index, PullBuffer(weights=weights, state=[]))
+        buffer.weights = weights
         if with_state:
-            landing.state = state_room or self._state_beside(index)
-        landing.version, landing.exact, landing.is_late = -1, exact, is_late
-        landing.begins = begins
-        return landing
+            buffer.state = state_room or self._state_beside(index)
+        buffer.version, buffer.exact, buffer.copy_on_wait = -1, exact, copy_on_wait
+        buffer.begins = begins
+        return buffer
 
     def forget(self, index: int) -> None:
-        """Lets a landing go that may still be written to: the next one is other memory."""
-        del self._landings[index]
+        """Drops a buffer that may still be written to; the next pull uses other memory."""
+        del self._buffers[index]
         self._weights.pop(index, None)
         self._state.pop(index, None)
 
     def clear(self) -> None:
-        """Lets all memory go; no pull is under way."""
-        self._landings.clear()
+        """Frees all memory; no pull may be under way."""
+        self._buffers.clear()
         self._weights.clear()
         self._free.clear()
         self._state.clear()

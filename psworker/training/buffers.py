@@ -1,14 +1,16 @@
-"""BatchNorm's running statistics and other float buffers: whose values evaluation sees.
+"""Shares BatchNorm's running statistics and other float buffers between workers, for evaluation.
 
-`local`: each worker its own. `rank0`: rank 0 posts its buffers after each step, and evaluation on
-any worker sees them. `mean`: every worker posts, and evaluation sees the mean of the newest of all.
-Training always goes on with the worker's own. Integer buffers (`num_batches_tracked`) stay local.
+`local`: each worker evaluates with its own. `rank0`: rank 0 posts its buffers after each step, and
+all workers evaluate with them. `mean`: every worker posts, and evaluation uses the mean of the
+newest posts. Training always uses the worker's own buffers. Integer buffers (`num_batches_tracked`)
+stay local.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,12 +18,12 @@ import torch
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.optimizers.assign import Assign
-from pscore.partition import make_layout
 from pscore.rules.asgd import ASGD
+from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 CHOICES = ("rank0", "mean", "local")
 
@@ -33,7 +35,7 @@ class Buffers:
         """Declares a table for each worker whose buffers others may read.
 
         Raises:
-            ConfigError: The policy is not one that there is.
+            ConfigError: The policy does not exist, or does not fit the model or the job.
         """
         if policy not in CHOICES:
             raise ConfigError(f"buffers is {policy!r}, must be one of {', '.join(CHOICES)}")
@@ -58,13 +60,18 @@ class Buffers:
             if buffer.numel()
         ]
         self._buffers = [buffer for buffer in self._buffers if buffer.numel()]
-        layout = make_layout(tensors, len(session.links))
-        self._layout = layout
+        table = TableSpec(
+            name="",
+            tensors=tuple(tensors),
+            num_shards=len(session.links),
+            rule=ASGD(),
+            compressor=NoCompression(),
+            optimizer=Assign.name,
+            num_groups=1,
+        )
         for owner in range(session.num_workers) if policy == "mean" else (0,):
-            table = Exchange(
-                session, f"buffers.{owner}", layout, ASGD(), NoCompression(), Assign(), 1
-            )
-            self._tables[owner] = table
+            self._tables[owner] = Exchange(session, replace(table, name=f"buffers.{owner}"))
+        self._layout = layout = self._tables[0].layout
         if session.rank in self._tables:
             flat = self._gather()
             own = self._tables[session.rank]
@@ -74,20 +81,20 @@ class Buffers:
         self._count_on()
 
     def post(self, samples: float) -> None:
-        """Posts this worker's buffers, unless the former post is still on its way."""
+        """Posts this worker's buffers, unless the previous post is still under way."""
         own = self._tables.get(self._session.rank)
         if own is not None and samples > 0 and not own.is_busy():
             self._post(own)
 
     def restart(self) -> None:
-        """Forgets what was under way: this worker has come back anew."""
+        """Forgets posts under way, after this worker has rejoined."""
         for table in self._tables.values():
             table.restart()
         self._count_on()
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Has the shared buffers in the model; afterwards this worker's own again."""
+        """Context manager: loads the shared buffers and restores this worker's own on exit."""
         own = self._tables.get(self._session.rank)
         if own is not None:
             own.flush()
@@ -106,7 +113,7 @@ class Buffers:
     # ----- inside
 
     def _count_on(self) -> None:
-        """Continues behind the posts that the shards have of this rank: they count none twice."""
+        """Continues after the posts that the shards have counted of this rank."""
         if self._session.rank in self._tables:
             _, self._step = self._pull(self._session.rank)
 
@@ -123,14 +130,16 @@ class Buffers:
         self._step += 1
 
     def _pull(self, owner: int) -> tuple[np.ndarray, int]:
-        """Returns what `owner` has posted, and how many posts of this worker are counted."""
+        """Returns the values that `owner` has posted, and the number of this worker's posts."""
         flat = torch.zeros(self._layout.numel)
-        table, landings = self._tables[owner], []
+        table, pull_buffers = self._tables[owner], []
         for spec in self._layout.slices:
-            landings.append(Landing(weights=flat[spec.start : spec.stop], state=[], is_look=True))
-            table.pull(spec.index, 0, 0, landings[-1], with_state=False)
+            pull_buffers.append(
+                PullBuffer(weights=flat[spec.start : spec.stop], state=[], is_look=True)
+            )
+            table.pull(spec.index, 0, 0, pull_buffers[-1], with_state=False)
         table.run(spec.index for spec in self._layout.slices)
-        return flat.numpy(), max(landing.clock for landing in landings)
+        return flat.numpy(), max(pull_buffer.clock for pull_buffer in pull_buffers)
 
     def _gather(self) -> np.ndarray:
         flat = np.zeros(self._layout.numel, dtype=np.float32)

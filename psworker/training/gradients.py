@@ -1,8 +1,8 @@
-"""The gradients of a step on their way from `.grad` to the shards: during backward, or at `step()`.
+"""Gathers the gradients of a step from `.grad` and pushes them, during backward or at `step()`.
 
-With overlap a slice leaves when backward has made its last gradient; what is left leaves at
-`step()`. Without it all gradients are looked at before the first one leaves, so that a step with a
-NaN can be left out.
+With overlap a slice leaves when backward has made its last gradient; the others leave at `step()`.
+Without overlap all gradients are checked before the first one leaves, so that a step with a NaN can
+be left out.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gradients:
         """Registers `hook` for each parameter's gradient with autograd, if overlap is wanted.
 
         Args:
-            hook: Calls `made`.
+            hook: A function that calls `made`.
         """
         if self.overlap.is_wanted:
             self._handles = [
@@ -72,17 +72,17 @@ class Gradients:
             ]
 
     def unwatch(self) -> None:
-        """Removes what `watch` has added to the parameters."""
+        """Removes the hooks that `watch` has registered."""
         while self._handles:
             self._handles.pop().remove()
 
     def made(self, parameter: torch.Tensor) -> None:
-        """Sends what `parameter` completes, whose gradient backward has made.
+        """Pushes the slices that `parameter` completes; backward has made its gradient.
 
         Raises:
             GradientError: It holds NaN or Inf, or has left already in this step.
             ConfigError: A hyper-parameter is wrong.
-            PacelineError: A shard refused something, or nobody answers.
+            PacelineError: A shard refused something, or does not answer.
         """
         if self._replica.plan().push is not Role.GRADIENT:
             return
@@ -96,22 +96,22 @@ class Gradients:
     def _leave_early(self, index: int) -> None:
         """Gathers one gradient during backward, and pushes the slices that it completes."""
         self._gather([index])
-        lent = self._flat.lent
-        if lent.takes(index) and self._lends(index):
-            lent.lend(index)
-        if lent.has(index):
-            lent.stamp(index)
+        views = self._flat.views
+        if views.can_attach(index) and self._may_attach(index):
+            views.attach(index)
+        if views.has(index):
+            views.stamp(index)
         self.overlap.moved(index, self._flat.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1
             is_ready = self._missing[part] == 0 and part not in self._pushed
             if is_ready and self._exchange.has_landed(part):
-                self._push(part, in_backward=True)  # Else `step` does, which may wait.
+                self._push(part, in_backward=True)  # Else `step` pushes it, which may wait.
 
     # ----- at the end of a step
 
     def check(self) -> None:
-        """Checks that what has left during backward is what the gradients are now.
+        """Checks that gradients that left during backward have not changed since.
 
         Raises:
             GradientError: The script has changed one of them.
@@ -125,10 +125,10 @@ class Gradients:
             self.overlap.refuse(changed)
 
     def push_rest(self) -> None:
-        """Sends the gradients that have not left during backward.
+        """Pushes the gradients that did not leave during backward.
 
-        With overlap one slice is on its way while the next is looked at; else all are looked at
-        first, so that the step can be left out.
+        With overlap one slice is sent while the next is checked; else all are checked first, so
+        that the step can be left out.
         """
         if not self.overlap.is_wanted:
             self._gather(range(len(self._flat.parameters)))
@@ -144,7 +144,7 @@ class Gradients:
         """Takes part in the step without a gradient.
 
         Raises:
-            GradientError: Some have left already.
+            GradientError: Some gradients have left already.
         """
         if self._pushed:
             raise GradientError(
@@ -157,15 +157,15 @@ class Gradients:
     def end(self) -> None:
         """Ends the step."""
         self._pushed.clear()
-        self._take_anew(set())
+        self._reset(set())
 
     def begin_again(self) -> None:
-        """Takes the step's gradients anew, but for slices that have left: they keep theirs."""
-        self._flat.lent.part_all()  # Shards may still read what lies there.
+        """Starts the step again, except for slices that have left: they keep their gradients."""
+        self._flat.views.detach_all()  # Shards may still read that memory.
         slices = enumerate(self._slices_of)
-        self._take_anew({index for index, parts in slices if self._pushed.issuperset(parts)})
+        self._reset({index for index, parts in slices if self._pushed.issuperset(parts)})
 
-    def _take_anew(self, kept: set[int]) -> None:
+    def _reset(self, kept: set[int]) -> None:
         self._kept, self._gathered = kept, set(kept)
         self.overlap.forget()
         for spec in self._table.layout.slices:
@@ -173,19 +173,19 @@ class Gradients:
 
     def settle(self) -> None:
         """Waits until the script may write to each `.grad` again."""
-        for index in self._flat.lent.end_step():
+        for index in self._flat.views.end_step():
             self._await_room(index)
 
     # ----- inside
 
     def _await_room(self, index: int) -> None:
-        """Waits until the former gradient of a parameter has left the flat vector."""
+        """Waits until the previous gradient of a parameter has left the flat vector."""
         for part in self._slices_of[index]:
             self._exchange.acknowledged(part)
 
     def _gather(self, indices: Sequence[int]) -> None:
-        """Brings gradients into the flat vector, once, after the former ones have left it."""
-        lent, made = self._flat.lent, []
+        """Copies gradients into the flat vector, once, after the previous ones have left it."""
+        views, made = self._flat.views, []
         indices = [index for index in indices if index not in self._gathered]
         for index in indices:
             self._await_room(index)
@@ -193,19 +193,19 @@ class Gradients:
                 self._flat.clear_grad(index)
                 continue
             made.append(index)
-            if lent.has(index) and not self._lends(index):
-                lent.part(index)
+            if views.has(index) and not self._may_attach(index):
+                views.detach(index)
         self._flat.gather_grads(made, self._replica.step)
         self._gathered.update(indices)
 
-    def _lends(self, index: int) -> bool:
-        """Whether a gradient is acknowledged by the end of the step, or soon after it has left."""
+    def _may_attach(self, index: int) -> bool:
+        """Returns whether a gradient is acknowledged by the end of the step, or soon after."""
         plan = self._replica.plan()
         waits = plan.block and plan.pull
         return waits or self._exchange.maps_grads(self._slices_of[index])
 
     def _push(self, index: int, *, in_backward: bool = False, is_empty: bool = False) -> None:
-        """Sends one slice, after a pull of it that is still under way."""
+        """Pushes one slice, after waiting for a pull of it that is under way."""
         self._exchange.run(self._replica.land(index))
         present, active = self._flat.present(index), self._replica.parts[index].active
         present = 0 if is_empty else present

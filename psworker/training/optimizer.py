@@ -20,9 +20,10 @@ from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
 from pscore.estimate import parse_pull_compressor
-from pscore.optimizers import OPTIMIZERS, from_torch
-from pscore.rules import parse_mode
+from pscore.optimizers import OPTIMIZERS
+from pscore.rules import make_server_optimizer, parse_mode
 from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
 from pscore.types import Role
 from psworker.compression.error_feedback import choose
 from psworker.connection.left_out import LeftOut
@@ -48,7 +49,39 @@ _open: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose steps are made by parameter-server shards."""
+    """A torch optimizer whose steps are made by parameter-server shards.
+
+    It joins the job when it is made, and brings rank 0's weights into the model.
+
+    Args:
+        optimizer: SGD, Adam or AdamW; its groups' hyper-parameters travel with each push.
+        named_parameters: `model.named_parameters()`, in the same order on every worker.
+        mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`.
+        compression: The compressor of pushes: `"none"`, `"fp16"`, or a `Compressor`.
+        pull_compression: The compressor of the pulls that training uses.
+        servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
+            are started on this machine and end with the job.
+        job: Name of the job; else PACELINE_JOB; else torchrun's run id.
+        timeout_s: Seconds without an answer that are an error; else PACELINE_TIMEOUT_S or 30.
+        model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
+        buffers: Values of the float buffers of `model` inside `global_weights`: `rank0` (those
+            of rank 0), `mean` (of all workers), or `local` (each worker its own).
+        overlap: Whether gradients leave during backward. Then the script must not change them
+            between backward and `step` (no clipping, loss scaling, accumulation): an error.
+        gradient_as_bucket_view: With `overlap`: a large `.grad` becomes a view of the vector
+            that is sent, which saves its memory; the next backward overwrites it (as in DDP).
+        samples: Weight of this worker's gradient in the mean; its batch size if workers'
+            batches differ. May be changed before each step (`optimizer.samples = 17`).
+        compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
+            are not compressed; in bytes of float32.
+        compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
+
+    Raises:
+        UnsupportedOptimizerError: The shards do not implement the optimizer or an argument.
+        ConfigError: An argument is wrong.
+        RemoteProtocolError: The shards refuse this worker; the message says why.
+        ServerUnavailableError: No shard answers.
+    """
 
     _step_supports_amp_scaling = True  # `GradScaler.step` calls `step` for an overflow too.
 
@@ -71,42 +104,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compress_min_nbytes: int = 1 << 16,
         compress_exclude: Sequence[str] = (),
     ) -> None:
-        """Joins the job, and brings rank 0's weights into the model.
-
-        Args:
-            optimizer: SGD, Adam or AdamW; its groups' hyper-parameters travel with each push.
-            named_parameters: `model.named_parameters()`, in the same order on every worker.
-            mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`.
-            compression: The compressor of pushes: `"none"`, `"fp16"`, or a `Compressor`.
-            pull_compression: The compressor of the pulls that training uses.
-            servers: Addresses of the shards in their order; else PACELINE_SERVERS; else shards
-                are started on this machine and end with the job.
-            job: Name of the job; else PACELINE_JOB; else torchrun's run id.
-            timeout_s: Seconds without an answer that are an error; else PACELINE_TIMEOUT_S or 30.
-            model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
-            buffers: Values of the float buffers of `model` inside `global_weights`: `rank0` (those
-                of rank 0), `mean` (of all workers), or `local` (each worker its own).
-            overlap: Whether gradients leave during backward. Then the script must not change them
-                between backward and `step` (no clipping, loss scaling, accumulation): an error.
-            gradient_as_bucket_view: With `overlap`: a large `.grad` becomes a view of the vector
-                that is sent, which saves its memory; the next backward overwrites it (as in DDP).
-            samples: Weight of this worker's gradient in the mean; its batch size if workers'
-                batches differ. May be changed before each step (`optimizer.samples = 17`).
-            compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
-                are not compressed; in bytes of float32.
-            compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
-
-        Raises:
-            UnsupportedOptimizerError: The shards do not implement the optimizer or an argument.
-            ConfigError: An argument is wrong.
-            RemoteProtocolError: The shards refuse this worker; the message says why.
-            ServerUnavailableError: No shard answers.
-        """
+        """Joins the job, and brings rank 0's weights into the model."""
         samples = require_weight(samples)
         rule = parse_mode(mode)
         compressors = parse_compressor(compression), parse_pull_compressor(pull_compression)
         outer = rule.outer_optimizer
-        plugin = OPTIMIZERS[outer]() if outer else from_torch(optimizer)[0]
+        plugin = OPTIMIZERS[outer]() if outer else make_server_optimizer(optimizer)
         names, parameters, groups = trained(optimizer, named_parameters)
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -120,17 +123,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             exclude=compress_exclude,
         )
         _replace_others(parameters)
-        self._table = TrainingTable(
-            session,
-            self._context.table_name(TABLE),
-            parameters,
-            tensors,
-            rule,
-            plugin,
-            compressors,
+        spec = TableSpec(
+            name=self._context.table_name(TABLE),
+            tensors=tuple(tensors),
+            num_shards=len(session.links),
+            rule=rule,
+            compressor=compressors[0],
+            optimizer=plugin.name,
             num_groups=len(self.param_groups),
-            samples=samples,
-            has_grad_views=early.has_views,
+            pull_compressor=compressors[1],
+        )
+        views = early.has_views
+        self._table = TrainingTable(
+            session, spec, parameters, plugin, samples=samples, has_grad_views=views
         )
         self._gradients = Gradients(self._table, early, self._set_hyper)
         ours = {id(parameter) for parameter in parameters}
@@ -353,19 +358,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._gradients.unwatch()
         _open.discard(self)
 
-    def _is_of(self, ours: set[int]) -> bool:
-        """Returns whether it trains a parameter whose id is in `ours`."""
-        return not ours.isdisjoint(map(id, self._table.flat.parameters))
-
-    def _replaced(self) -> None:
-        """Ends training because another wrapper was made with the same parameters."""
-        self._context.not_at_close(self.close)
-        self._retire("another DistributedOptimizer was made with its parameters")
-
-    def _clip(self, max_norm: float) -> torch.Tensor:
-        """Clips the gradients; returns the norm of the workers' mean before."""
-        return clipping.clip(self._table, self._gradients, self._recovery, max_norm)
-
 
 def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.Tensor:
     """Scales this worker's gradients so that the norm of the workers' mean is at most `max_norm`.
@@ -385,7 +377,8 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
         GradientError: Gradients have left during backward.
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
-    return optimizer._clip(max_norm)
+    table, gradients = optimizer._table, optimizer._gradients
+    return clipping.clip(table, gradients, optimizer._recovery, max_norm)
 
 
 def _replace_others(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -395,6 +388,7 @@ def _replace_others(parameters: Sequence[torch.nn.Parameter]) -> None:
     """
     ours = {id(parameter) for parameter in parameters}
     for former in list(_open):
-        if former._is_of(ours):
-            former._replaced()
+        if not ours.isdisjoint(map(id, former._table.flat.parameters)):
+            former._context.not_at_close(former.close)
+            former._retire("another DistributedOptimizer was made with its parameters")
             log.info("a DistributedOptimizer was replaced by another with its parameters")

@@ -1,10 +1,11 @@
-"""Gradients that leave during backward, and the proof that none was changed afterwards.
+"""Checks that gradients that leave during backward are not changed afterwards.
 
-A gradient that leaves during backward hides its way behind the rest of backward, and then nobody
-may change it any more: gradient clipping, unscaling, a second backward pass that accumulates. No
-step that a script has made says what it will do in the next one, so gradients leave early only if
-the script asks for it. Then `step()` compares each with what has left: `torch.amp`'s kernels,
-`.data` and NumPy views change a gradient without a trace in its version. A difference is an error.
+Sending a gradient during backward hides its transfer behind the rest of backward, but then it must
+not change any more: no gradient clipping, no unscaling, no second backward pass that accumulates. A
+script's past steps do not show what it will do next, so gradients leave early only if the script
+asks for it. Then `step()` compares each gradient with the one that has left, because `torch.amp`'s
+kernels, `.data` and NumPy views change a gradient without changing its version. A difference is an
+error.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Overlap:
 
         Args:
             overlap: Whether gradients leave during backward.
-            names: Of the parameters.
+            names: Names of the parameters.
             has_views: Whether a large `.grad` becomes a view of the flat vector (grad_views.py).
 
         Raises:
@@ -50,10 +51,10 @@ class Overlap:
         return bool(self._seen)
 
     def changed(self, what: str) -> None:
-        """Notes that something was changed that travels with every push of a step.
+        """Records a change of a value that travels with every push of a step.
 
         Raises:
-            GradientError: Some of them may have left already in this step.
+            GradientError: Some pushes may have left already in this step.
         """
         if self._seen:
             raise GradientError(
@@ -62,7 +63,7 @@ class Overlap:
             )
 
     def made(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Notes that backward has made a gradient.
+        """Records that backward has made a gradient.
 
         Raises:
             GradientError: It has left already in this step.
@@ -72,14 +73,14 @@ class Overlap:
         self._seen[index] = self._mark(parameter)
 
     def moved(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Notes that the wrapper itself has given a gradient other memory."""
+        """Records that the wrapper itself has replaced a gradient's memory."""
         self._seen[index] = self._mark(parameter)
 
     def check(self, parameters: Sequence[torch.nn.Parameter]) -> list[int]:
         """Returns the parameters whose gradients have left, at the end of a step.
 
         Raises:
-            GradientError: One of them shows that it was changed since.
+            GradientError: One of them was visibly changed since.
         """
         for index, mark in self._seen.items():
             if self._mark(parameters[index]) != mark:
@@ -87,7 +88,7 @@ class Overlap:
         return list(self._seen)
 
     def refuse(self, index: int) -> None:
-        """Refuses a gradient that differs from what has left.
+        """Refuses a gradient that differs from the one that has left.
 
         Raises:
             GradientError: Always.
@@ -95,7 +96,7 @@ class Overlap:
         raise self._error(index, "was changed")
 
     def forget(self) -> None:
-        """Ends a step: its gradients have been checked, or nothing of it has left."""
+        """Ends a step: its gradients have been checked, or none has left."""
         self._seen.clear()
 
     def _error(self, index: int, what: str) -> GradientError:

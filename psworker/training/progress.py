@@ -1,7 +1,7 @@
-"""How far this worker is in the job's training: what a script seeds its data and schedules with.
+"""The position of this worker in the job's training, with which a script seeds data and schedules.
 
-Steps follow from what the shards have counted of this worker (`Replica.locate`), so that one that
-joins, comes back or was too late is where the others are, in every mode.
+Steps follow from the pushes that the shards have counted (`Replica.locate`), so that a worker that
+joins, rejoins or was too late is at the same step as the others, in every mode.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from psworker.replica.replica import Replica
 
 
 def require_weight(samples: float) -> float:
-    """Returns a weight in the mean that the shards take.
+    """Returns a weight in the mean that the shards accept.
 
     Raises:
-        ConfigError: It is negative, too large, or no number.
+        ConfigError: It is negative, too large, or not a number.
     """
     if not 0.0 <= samples <= SAMPLES_MAX:
         raise ConfigError(f"samples is {samples!r}, must be in 0..{SAMPLES_MAX:g}")
@@ -24,27 +24,27 @@ def require_weight(samples: float) -> float:
 
 
 class Progress:
-    """The samples behind a worker, and where its replica is.
+    """The samples that a worker has trained on, and its replica's step.
 
     Attributes:
-        samples: Weight of a gradient in the mean, as a rule its batch size; of the next step.
-        seen: Sum of `samples` over the steps behind this worker. Those that others made before it
-            joined, or while it was away, count with `samples` as it was when it learned of them.
+        samples: Weight of the next gradient in the mean, usually its batch size.
+        seen: Sum of `samples` over the steps behind this worker. Steps that others made before it
+            joined, or while it was away, count with the value of `samples` at that time.
     """
 
     def __init__(self, samples: float, replica: Replica, exchange: Exchange) -> None:
-        """Begins at step 0 of the replica; the exchange knows where steps are counted from."""
+        """Starts at step 0 of the replica; the exchange knows the origin of the count."""
         self.samples = samples
         self.seen = 0.0
         self._replica = replica
         self._exchange = exchange
 
     def locate(self, former: int | None = None, seen: float | None = None) -> None:
-        """Takes the replica to its step, and counts the samples of the steps since.
+        """Sets the replica's step, and counts the samples of the steps since.
 
         Args:
-            former: The step that it was at; None: the one that it has noted.
-            seen: Samples that were behind it then; None: those that are noted here.
+            former: The previous step; None: the replica's.
+            seen: Samples seen at that step; None: those counted here.
         """
         former = self._replica.step if former is None else former
         self._replica.locate(self._exchange.origin)

@@ -1,9 +1,9 @@
 """Loss scaling with `torch.amp.GradScaler`: a step that overflows is left out by all, or by none.
 
-The scaler calls a `step` that has an argument `grad_scaler` in any case, and passes itself. The
-gradients are unscaled here unless the script has done so (`scaler.unscale_`). Where an update takes
-every worker's gradient of a step, the workers first agree whether one of them has found Inf or NaN:
-one number to the first shard and back. The result replaces the finding that the scaler keeps of its
+If `step` has an argument `grad_scaler`, the scaler always calls it and passes itself. The gradients
+are unscaled here unless the script has done so (`scaler.unscale_`). In a mode whose updates take
+every worker's gradient, the workers first agree whether one of them has found Inf or NaN: one
+number to the first shard and back. The result replaces the finding that the scaler keeps for its
 own gradients, so that `scaler.update()` changes the scale on all workers alike.
 """
 
@@ -21,7 +21,7 @@ from psworker.connection.session import Session
 if TYPE_CHECKING:
     from pscore.rules.base import Rule
 
-# torch would rather set two attributes; they give no way to change the finding of the scaler.
+# torch prefers to set two attributes, but these cannot change the scaler's finding.
 warnings.filterwarnings(
     "ignore", message="GradScaler is going to stop passing itself", category=FutureWarning
 )
@@ -33,14 +33,14 @@ def overflows(
     """Unscales the gradients of a step; returns whether it must be left out.
 
     Args:
-        optimizer: As the script has given it to the scaler.
-        scaler: The script's.
+        optimizer: The optimizer that the script gives to the scaler.
+        scaler: The scaler of the script.
         rule: The job's mode.
         session: This worker's part in the job.
-        name: Of the table that is trained.
+        name: Name of the table that is trained.
 
     Raises:
-        PacelineError: This worker is no longer part of the job, or nobody answers.
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     unscale(optimizer, scaler)
     found = scaler._found_inf_per_device(optimizer).values()
@@ -59,10 +59,10 @@ def unscale(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
 
 
 def refuse_attributes(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a scaler that does not pass itself but leaves two attributes.
+    """Refuses a scaler that sets two attributes instead of passing itself.
 
     Raises:
-        ConfigError: There are such attributes: the gradients are still scaled.
+        ConfigError: The attributes are set: the gradients are still scaled.
     """
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         raise ConfigError(
@@ -72,7 +72,7 @@ def refuse_attributes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_early() -> None:
-    """Refuses a scaler where gradients have left before they were unscaled.
+    """Refuses a scaler if gradients have left before they were unscaled.
 
     Raises:
         GradientError: Always.

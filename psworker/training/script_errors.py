@@ -1,8 +1,8 @@
-"""A script that ends by an error of Paceline's, or by Ctrl-C, ends with one sentence.
+"""Prints one sentence instead of a traceback when a Paceline error or Ctrl-C ends a script.
 
-The frames of a traceback are Paceline's own, and say little to the author of a script. The sentence
-names the script's own line; PACELINE_DEBUG=1 brings the traceback back. Every other exception
-goes where it went before.
+The frames of such a traceback are Paceline's own and say little to the author of a script. The
+sentence names the script's own line; PACELINE_DEBUG=1 shows the traceback. All other exceptions
+are handled as before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pscore.commandline import DEBUG, is_debugging
 from pscore.errors import PacelineError
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-# Where code lies that is not the script's: Paceline's, Python's, and that of installed packages.
+# Folders of code that is not the script's: Paceline, Python, and installed packages.
 OTHERS = (
     *(os.path.join(_HERE, package, "") for package in ("psworker", "pscore")),
     os.path.join(sysconfig.get_path("stdlib"), ""),
@@ -27,21 +27,21 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def install() -> None:
-    """Takes the place of `sys.excepthook`, once."""
+    """Replaces `sys.excepthook`, once."""
     global _former
     if sys.excepthook is not _hook:
         _former, sys.excepthook = sys.excepthook, _hook
 
 
 def sentence_of(problem: BaseException) -> str:
-    """Returns what a person is told: the reason, where in the script, and how to see more."""
+    """Returns the message: the reason, the line of the script, and how to see more."""
     reason = "ended by Ctrl-C" if isinstance(problem, KeyboardInterrupt) else str(problem)
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(problem.__traceback__)
         if _is_scripts(frame.f_code.co_filename)
     ]
-    # A library may run code of no file, as dataclasses do; so does `python -c`.
+    # Some code has no file: of dataclasses, or of `python -c`.
     lines = [found for found in lines if not found[0].startswith("<")] or lines
     place = f"{lines[-1][0]}, line {lines[-1][1]}; " if lines else ""
     return f"psworker: {reason} ({place}{DEBUG}=1 shows the traceback)"

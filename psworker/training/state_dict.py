@@ -74,7 +74,7 @@ def torch_state(
             "step": table.replica.step,
             "samples_seen": table.progress.seen,
             "mode": str(table.rule),
-            "compression": str(table.exchange.compressor),
+            "compression": str(table.exchange.spec.compressor),
             "counts": torch.tensor(counts),
             "outer": {} if inner is None else state,
             "compressor_state": {

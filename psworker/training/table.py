@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from pscore.compressors.base import Compressor
+from pscore.cuda.local import kernels_for
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
-from pscore.partition import make_layout
 from pscore.rules.base import Rule
-from pscore.types import FloatArray, IntArray, Role, TensorSpec
+from pscore.table_spec import TableSpec
+from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
-from psworker.model.flat import Bucket
-from psworker.replica.ports import Landing
+from psworker.model.flat import FlatModel
+from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 from psworker.training.progress import Progress
 
@@ -53,14 +53,10 @@ class TrainingTable:
     def __init__(
         self,
         session: Session,
-        name: str,
+        spec: TableSpec,
         parameters: Sequence[torch.nn.Parameter],
-        tensors: Sequence[TensorSpec],
-        rule: Rule,
         optimizer: Optimizer,
-        compressors: tuple[Compressor, Compressor],
         *,
-        num_groups: int,
         samples: float = 1.0,
         has_grad_views: bool = False,
     ) -> None:
@@ -68,13 +64,9 @@ class TrainingTable:
 
         Args:
             session: This worker's part in the job.
-            name: Name of the table.
-            parameters: The parameters that are trained.
-            tensors: Their declarations, in the same order.
-            rule: The mode.
+            spec: The declaration of the table.
+            parameters: The parameters that are trained, in the order of `spec.tensors`.
             optimizer: The optimizer that the shards run.
-            compressors: The compressor of pushes and that of pulls.
-            num_groups: Number of parameter groups.
             samples: Weight of this worker's gradient in the mean.
             has_grad_views: Whether large `.grad`s may become views of the flat gradients.
 
@@ -82,23 +74,16 @@ class TrainingTable:
             JobMismatchError: The job's table of this name is a different one.
             PacelineError: A shard refused something, or does not answer.
         """
-        self.name = name
+        self.name = spec.name
         self.optimizer = optimizer
-        self.layout = layout = make_layout(tensors, len(session.links))
-        push_compressor, pull_compressor = compressors
-        self.exchange = Exchange(
-            session,
-            name,
-            layout,
-            rule,
-            push_compressor,
-            optimizer,
-            num_groups,
-            pull_compressor=pull_compressor,
-            share=True,
-        )
-        self.flat = Bucket(parameters, layout, self.exchange.grads, lends=has_grad_views)
-        self.replica = Replica(layout, rule, optimizer, num_groups, self.flat.weights, session.rank)
+        self.exchange = Exchange(session, spec, share=True)
+        self.layout = layout = self.exchange.layout
+        self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
+        num_groups, weights = spec.num_groups, self.flat.weights
+        self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
+        kernels = kernels_for(weights)
+        for part in self.replica.parts:
+            part.kernels = kernels
         timeline = session.timeline
         if timeline is not None:
             self.replica.around_update = lambda index, step: local_update(
@@ -197,16 +182,18 @@ class TrainingTable:
             num_state: Number of the optimizer's state arrays, copied too; None: weights only.
         """
         flats = [torch.zeros(self.layout.numel) for _ in range(1 + (num_state or 0))]
-        landings = [
-            Landing(weights=weights, state=state, is_look=True)
+        pull_buffers = [
+            PullBuffer(weights=weights, state=state, is_look=True)
             for weights, *state in (
                 [flat[spec.start : spec.stop] for flat in flats] for spec in self.layout.slices
             )
         ]
         self.exchange.flush()
         with_state = num_state is not None
-        self.exchange.run(self.replica.peek(landings, self.exchange, with_state=with_state))
-        counts = [landing.counts for landing in landings if landing.counts is not None]
+        self.exchange.run(self.replica.peek(pull_buffers, self.exchange, with_state=with_state))
+        counts = [
+            pull_buffer.counts for pull_buffer in pull_buffers if pull_buffer.counts is not None
+        ]
         return GlobalState(weights=flats[0], state=flats[1:], counts=counts)
 
     def change_rule(self, rule: Rule) -> None:

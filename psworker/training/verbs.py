@@ -1,4 +1,4 @@
-"""The classic verbs on named tensors: `push`, `pull`, `push_pull`, and what belongs to them.
+"""The classic verbs on named tensors (`push`, `pull`, `push_pull`), and membership of the job.
 
 Each name is a table of its own on the shards. A push contributes this worker's tensor to the
 name's current round; the round is complete when every worker has pushed, and then its value is the
@@ -16,37 +16,48 @@ import torch
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.optimizers.assign import Assign
-from pscore.partition import make_layout
 from pscore.rules.ssgd import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
 from psworker.job import context
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 
 
 class NamedTensor:
     """One named tensor on the shards."""
 
     def __init__(self, name: str, like: torch.Tensor) -> None:
-        """Declares it; its first value is zero."""
+        """Declares the tensor; its first value is zero."""
         spec = TensorSpec(name=name, shape=tuple(like.shape) or (1,), dtype="float32")
         session = context.current().session
         self.shape = like.shape
-        self.layout = make_layout([spec], len(session.links))
         self.exchange = Exchange(
-            session, f"tensor.{name}", self.layout, SSGD(), NoCompression(), Assign(), 1
+            session,
+            TableSpec(
+                name=f"tensor.{name}",
+                tensors=(spec,),
+                num_shards=len(session.links),
+                rule=SSGD(),
+                compressor=NoCompression(),
+                optimizer=Assign.name,
+                num_groups=1,
+            ),
         )
+        self.layout = self.exchange.layout
         self.rank = session.rank
         self.round = 0
         zeros = np.zeros(self.layout.numel, dtype=np.float32)
         for part in self.layout.slices:
             self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
         self.exchange.flush()
-        landings = self._fetch(torch.zeros(self.layout.numel))
+        pull_buffers = self._fetch(torch.zeros(self.layout.numel))
         # A worker that joins later, or comes back, begins with the newest round of all slices
         # (`Replica.begin`).
-        self.round = max(max(landing.clock, landing.version) for landing in landings)
-        if any((one.clock, one.version) != (self.round, self.round) for one in landings):
+        self.round = max(
+            max(pull_buffer.clock, pull_buffer.version) for pull_buffer in pull_buffers
+        )
+        if any((one.clock, one.version) != (self.round, self.round) for one in pull_buffers):
             self._fetch(torch.zeros(self.layout.numel), begins=True)
 
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
@@ -70,14 +81,14 @@ class NamedTensor:
         self._fetch(flat)
         return flat[: self.shape.numel()].view(self.shape)
 
-    def _fetch(self, flat: torch.Tensor, *, begins: bool = False) -> list[Landing]:
-        landings = []
+    def _fetch(self, flat: torch.Tensor, *, begins: bool = False) -> list[PullBuffer]:
+        pull_buffers = []
         for part in self.layout.slices:
-            landing = Landing(weights=flat[part.start : part.stop], state=[], begins=begins)
-            self.exchange.pull(part.index, self.round, self.round, landing, with_state=False)
-            landings.append(landing)
+            pull_buffer = PullBuffer(weights=flat[part.start : part.stop], state=[], begins=begins)
+            self.exchange.pull(part.index, self.round, self.round, pull_buffer, with_state=False)
+            pull_buffers.append(pull_buffer)
         self.exchange.run(part.index for part in self.layout.slices)
-        return landings
+        return pull_buffers
 
 
 _named: dict[str, NamedTensor] = {}
@@ -97,16 +108,16 @@ def init(
     tls_key: str | None = None,
     token_file: str | None = None,
 ) -> None:
-    """Joins a job; what is not given comes from the environment (`environment.py`).
+    """Joins a job; arguments that are not given come from the environment (`environment.py`).
 
     Args:
         servers: Addresses of the shards in their order.
         job: Name of the job.
-        rank: Of this worker.
-        num_workers: Workers of the job.
-        min_workers: Of an elastic job, the least with which it goes on; else 1.
-        max_workers: The most, in the place of `num_workers`: makes the job elastic.
-        timeout_s: How long a shard may not answer before that is an error, in seconds.
+        rank: Rank of this worker.
+        num_workers: Number of workers of the job.
+        min_workers: Minimum of an elastic job; 1 by default.
+        max_workers: Maximum, instead of `num_workers`: makes the job elastic.
+        timeout_s: Seconds without an answer that are an error.
         tls_ca: Path of the CA that signed the shards' certificates: connect with TLS.
         tls_cert: Path of our own certificate, for shards that ask for one.
         tls_key: Path of its private key.
@@ -141,7 +152,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Returns the number of workers of the job; the most of an elastic one."""
+    """Returns the number of workers of the job; the maximum of an elastic one."""
     return context.current().session.num_workers
 
 
@@ -149,18 +160,18 @@ def live_ranks() -> list[int]:
     """Returns the ranks of the workers that take part in the job now, in order.
 
     It asks the first shard. In an elastic job workers may join and leave at any time, so two
-    workers may be told different things.
+    workers may get different answers.
     """
     return context.current().session.live()
 
 
 def barrier(name: str = "barrier") -> None:
-    """Waits until all workers that are still there have come here."""
+    """Waits until all workers that are still in the job have reached this barrier."""
     context.current().session.barrier(name)
 
 
 def push(tensor: torch.Tensor, name: str) -> None:
-    """Contributes a tensor to the current round of `name`; does not wait for others."""
+    """Contributes a tensor to the current round of `name`; does not wait for other workers."""
     named(name, tensor).push(tensor)
 
 
@@ -185,7 +196,7 @@ def broadcast_parameters(
 ) -> None:
     """Copies one worker's tensors to all others, in place.
 
-    `DistributedOptimizer` does so by itself for what it trains; this is for the rest (frozen
+    `DistributedOptimizer` does this for its own parameters; use it for the others (frozen
     parameters, buffers).
     """
     if not 0 <= root_rank < size():
@@ -215,5 +226,5 @@ def named(name: str, like: torch.Tensor) -> NamedTensor:
 
 
 def drop_named(name: str) -> None:
-    """Forgets a tensor after this worker was lost: its next use goes on in the others' round."""
+    """Forgets a tensor after this worker was lost: its next use joins the current round."""
     _named.pop(name, None)

@@ -1,20 +1,25 @@
 """Data planes, and the choice between them for one shard.
 
-`auto` takes shared memory where worker and shard are on one host and of one user, else bulk
-connections over TCP, else gRPC; `PACELINE_DATA_PLANE` names one of them.
+`auto` uses shared memory if worker and shard are on one host and of one user, else sockets over
+TCP, else gRPC; `PACELINE_DATA_PLANE` names one of them.
 """
 
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable
 
 from pscore.errors import ConfigError, TransportError
+from pscore.memory.segment import keeps_order
 from pscore.net.credentials import ANYONE, Credentials
+from pscore.net.endpoint import Endpoint, connect
 from psworker.transports.base import PullCall, PushCall, Transport
 from psworker.transports.grpc import GrpcTransport
-from psworker.transports.retry import Patience
-from psworker.transports.socket import Endpoint, SocketTransport, connect
+from psworker.transports.retry import RetryPolicy
+from psworker.transports.shared_memory import SharedMemoryTransport
+from psworker.transports.socket_base import SocketTransport
+from psworker.transports.tcp import TcpTransport
 
 log = logging.getLogger("paceline")
 DATA_PLANES = ("auto", "local", "tcp", "grpc")
@@ -26,45 +31,48 @@ def choose(
     wanted: str,
     address: str,
     endpoint: Callable[[], Endpoint],
-    patience: Patience,
+    policy: RetryPolicy,
     credentials: Credentials = ANYONE,
 ) -> Transport:
     """Returns the data plane to one shard; a fall-back is logged with its reason.
 
     Args:
         wanted: One of `DATA_PLANES`.
-        address: Of the control plane.
-        endpoint: Returns where the bulk data plane listens.
-        patience: How connecting is repeated.
-        credentials: What gRPC connects with.
+        address: The shard's address of the control plane.
+        endpoint: Returns the shard's present addresses of the socket planes.
+        policy: The repetition of attempts to connect.
+        credentials: Certificates and token for gRPC.
 
     Raises:
-        ConfigError: There is no such data plane, or the one that was named cannot be had.
+        ConfigError: There is no such data plane, or the one that was named does not work.
     """
     if wanted not in DATA_PLANES:
         raise ConfigError(f"data plane is {wanted!r}, must be one of {', '.join(DATA_PLANES)}")
     found = endpoint()
     reasons: list[str] = []
-    for name, is_local in (("local", True), ("tcp", False)):
-        if wanted not in ("auto", name):
+    planes: tuple[type[SocketTransport], ...] = (SharedMemoryTransport, TcpTransport)
+    for plane in planes:
+        if wanted not in ("auto", plane.name):
             continue
-        reason = _obstacle(found, is_local=is_local)
+        reason = _obstacle(found, is_local=plane.shares_memory)
         if reason is None:
-            if reasons:  # What is to be expected between hosts, and a hint on one host.
-                log.info("data plane to %s is %s (%s)", address, name, "; ".join(reasons))
-            return SocketTransport(endpoint, patience, is_local=is_local)
-        reasons.append(f"{name}: {reason}")
+            if reasons:  # Expected between hosts; a hint on one host.
+                log.info("data plane to %s is %s (%s)", address, plane.name, "; ".join(reasons))
+            return plane(endpoint, policy)
+        reasons.append(f"{plane.name}: {reason}")
     if wanted in ("local", "tcp"):
         raise ConfigError(f"no {wanted!r} data plane to {address}: {'; '.join(reasons)}")
     if wanted == "auto":
         log.warning("data plane to %s is gRPC (%s)", address, "; ".join(reasons))
-    return GrpcTransport(address, patience, credentials)
+    return GrpcTransport(address, policy, credentials)
 
 
 def _obstacle(endpoint: Endpoint, *, is_local: bool) -> str | None:
-    """Returns why a bulk connection cannot be had, or None."""
+    """Returns the reason why a socket plane does not work, or None."""
     if is_local and not endpoint.local:
         return "the shard is on another host"
+    if is_local and not keeps_order():
+        return f"this host is {platform.machine()}, and shared memory needs x86-64"
     if not is_local and not endpoint.port:
         return "the shard has no bulk port"
     try:

@@ -1,7 +1,7 @@
-"""The protocol of a data plane: how one table's slices go to one shard and come back.
+"""The protocol of a data plane: it carries slices to one shard and weights back.
 
 Neither call waits. A push is repeated until it is acknowledged, over broken connections and
-restarts, so its payload must stay as it is until then; a pull is repeated until it has landed.
+restarts, so its payload must not change until then. A pull is repeated until its weights are here.
 """
 
 from __future__ import annotations
@@ -20,42 +20,44 @@ from pscore.errors import DecodeError
 from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray
-from psworker.compression.pull_estimate import Held
+from psworker.compression.pull_estimate import PulledEstimate
 
 log = logging.getLogger("paceline")
-SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
+SAY_AFTER_S = 5.0  # A wait is logged after this time, and then each time it has doubled.
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PushCall:
-    """One push: made on the transport's own thread, because compressing takes time."""
+    """One push; the transport's own thread makes it, because compression takes time."""
 
     make: Callable[[], tuple[data_pb2.PushHeader, Sequence[memoryview]]]
     slice: int
-    is_shared: bool = False  # The gradient lies in the attached segment and may stay there.
-    waits: bool = False  # `make` waits for a copy from a device.
+    is_shared: bool = False  # Whether the gradient is in the attached segment and stays there.
+    waits: bool = False  # Whether `make` waits for a copy from a device.
     done: Future[data_pb2.PushReply] = field(default_factory=Future)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PullCall:
-    """One pull, and where its answer lands."""
+    """One pull, and the memory for its answer."""
 
     header: data_pb2.PullHeader
     weights: FloatArray  # (numel,)
     state: list[FloatArray]  # (numel,) each; may be unused.
-    held: Held | None = None  # Of a compressed pull: what its answer builds upon.
-    is_late: bool = False  # Weights in shared memory are fetched when somebody waits for them.
-    fetch: Callable[[], bool] | None = None  # Does that; False if they changed: it is asked again.
+    held: PulledEstimate | None = (
+        None  # Of a compressed pull: the estimate that the answer updates.
+    )
+    copy_on_wait: bool = False  # Weights in shared memory are copied only when they are waited for.
+    fetch: Callable[[], bool] | None = None  # The late copy; False: they changed, pull again.
     done: Future[data_pb2.PullReply] = field(default_factory=Future)
     started_s: float = field(default_factory=time.monotonic)
     say_s: float = SAY_AFTER_S
 
     def targets(self, reply: data_pb2.PullReply, nbytes: int) -> list[memoryview]:
-        """Returns where a payload of `nbytes` has to go.
+        """Returns the memory for a payload of `nbytes`.
 
         Raises:
-            DecodeError: It has another length than what was asked for.
+            DecodeError: The payload has another length than this pull's.
         """
         if self.held is not None and reply.fingerprint:
             return [self.held.room(reply, nbytes)]
@@ -68,16 +70,16 @@ class PullCall:
         return [memoryview(array).cast("B") for array in arrays]
 
     def land(self, reply: data_pb2.PullReply, payload: memoryview) -> None:
-        """Copies a payload to where it has to go."""
+        """Copies a payload to its memory."""
         for target in self.targets(reply, payload.nbytes):
             target[:] = payload[: target.nbytes]
             payload = payload[target.nbytes :]
 
     def settle(self, reply: data_pb2.PullReply) -> bool:
-        """Ends an answer that has landed; returns False if the header, as it is now, asks again.
+        """Completes an answer; returns False if the pull must be repeated with the changed header.
 
         Raises:
-            DecodeError: What has landed is not what was asked for.
+            DecodeError: The answer is not for this pull.
         """
         if self.held is None or not reply.fingerprint:
             return True
@@ -91,7 +93,7 @@ class PullCall:
         return False
 
     def put_off(self, reply: data_pb2.PullReply) -> None:
-        """Says what the shard waits for, less and less often."""
+        """Logs the reason why the shard cannot answer yet, less and less often."""
         waited_s = time.monotonic() - self.started_s
         if waited_s >= self.say_s - 1.0:
             self.say_s *= 2
@@ -107,8 +109,8 @@ class Transport(ABC):
     """A data plane to one shard.
 
     Attributes:
-        name: How it is called in logs and in `PACELINE_DATA_PLANE`.
-        shares_memory: Whether segments can be attached.
+        name: Its name in logs and in `PACELINE_DATA_PLANE`.
+        shares_memory: Whether tables can be attached as shared memory.
     """
 
     name: ClassVar[str]
@@ -116,12 +118,12 @@ class Transport(ABC):
 
     @abstractmethod
     def push(self, call: PushCall) -> None:
-        """Sends one slice; `call.done` has the reply, or what went wrong."""
+        """Sends one slice; `call.done` gets the reply or the error."""
 
     @abstractmethod
     def pull(self, call: PullCall) -> None:
-        """Asks for one slice; `call.done` has the reply when it has landed."""
+        """Asks for one slice; `call.done` gets the reply when the weights are in place."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends; calls under way fail."""
+        """Closes the connections; calls under way fail."""

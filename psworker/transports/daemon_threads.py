@@ -1,7 +1,7 @@
-"""A few daemon threads and a queue.
+"""An executor of daemon threads.
 
-`ThreadPoolExecutor` would be it, but the interpreter joins its threads before any exit handler
-runs, so that a script that ends while a call waits could not end.
+`ThreadPoolExecutor` does not fit: the interpreter joins its threads before it runs exit handlers,
+so a script could not exit while a call blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ T = TypeVar("T")
 JOIN_TIMEOUT_S = 2.0
 
 
-class Crew:
-    """Threads that make calls in the order in which they were submitted."""
+class DaemonExecutor:
+    """Daemon threads that make calls in the order of their submission."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         """Starts the threads."""
@@ -31,16 +31,16 @@ class Crew:
             thread.start()
 
     def submit(self, call: Callable[[], T], done: Future[T]) -> None:
-        """Queues a call; its result, or what it raised, will be in `done`."""
+        """Queues a call; `done` gets its result or its exception."""
         self._queue.put((done, call))
 
     def close(self) -> None:
-        """Lets the threads end after what is queued."""
+        """Ends the threads after the calls that are queued."""
         for _ in self._threads:
             self._queue.put(None)
 
     def join(self) -> None:
-        """Waits for the threads; a thread inside gRPC when the interpreter ends would abort it."""
+        """Waits for the threads; one inside gRPC when the interpreter ends would abort it."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(JOIN_TIMEOUT_S)

@@ -1,7 +1,7 @@
 """The portable data plane: frames as raw bytes in gRPC's unary calls, on the control plane's port.
 
-Pushes and pulls run on a few threads each, so that a pull that waits never stands in the way of a
-push that somebody else's pull waits for.
+Pushes and pulls have threads of their own: a pull that waits must never block a push on which
+another worker's pull depends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pscore.net import faults, rpc, wire
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.pb.ps.v1 import data_pb2
 from psworker.transports.base import PullCall, PushCall, Transport
-from psworker.transports.daemon_threads import Crew
-from psworker.transports.retry import CALL_TIMEOUT_S, Patience
+from psworker.transports.daemon_threads import DaemonExecutor
+from psworker.transports.retry import CALL_TIMEOUT_S, RetryPolicy
 
 
 class GrpcTransport(Transport):
@@ -24,52 +24,52 @@ class GrpcTransport(Transport):
     def __init__(
         self,
         address: str,
-        patience: Patience,
+        policy: RetryPolicy,
         credentials: Credentials = ANYONE,
         num_threads: int = 2,
     ) -> None:
-        """Connects lazily.
+        """Connects at the first call.
 
         Args:
             address: `host:port` or `unix:///path`.
-            patience: How calls are repeated.
-            credentials: What to connect with.
-            num_threads: Pushes, and pulls, that are under way at once.
+            policy: The repetition of calls.
+            credentials: Certificates and token.
+            num_threads: Pushes, and pulls, under way at once.
         """
-        self._patience = patience
+        self._policy = policy
         self._channels = [credentials.channel(address) for _ in range(2)]
         push = self._channels[0].unary_unary(f"/{rpc.DATA_SERVICE}/Push", None, None)
         pull = self._channels[1].unary_unary(f"/{rpc.DATA_SERVICE}/Pull", None, None)
         wanted = faults.from_environment()
         self._push = faults.caller(wanted.at("push"), push)
         self._pull = faults.caller(wanted.at("pull"), pull)
-        self._pushers = Crew(num_threads, "push")
-        self._pullers = Crew(num_threads, "pull")
+        self._push_threads = DaemonExecutor(num_threads, "push")
+        self._pull_threads = DaemonExecutor(num_threads, "pull")
 
     def push(self, call: PushCall) -> None:
         """Sends one slice."""
-        self._pushers.submit(lambda: self._push_now(call), call.done)
+        self._push_threads.submit(lambda: self._push_now(call), call.done)
 
     def pull(self, call: PullCall) -> None:
         """Asks for one slice."""
-        self._pullers.submit(lambda: self._pull_now(call), call.done)
+        self._pull_threads.submit(lambda: self._pull_now(call), call.done)
 
     def close(self) -> None:
         """Ends all calls."""
-        crews = (self._pushers, self._pullers)
-        for crew in crews:
-            crew.close()
+        executors = (self._push_threads, self._pull_threads)
+        for executor in executors:
+            executor.close()
         for channel in self._channels:
             channel.close()
-        for crew in crews:
-            crew.join()
+        for executor in executors:
+            executor.join()
 
     def _push_now(self, call: PushCall) -> data_pb2.PushReply:
         header, payload = call.make()
         frame = wire.encode(header.SerializeToString(), *payload)
-        named = _naming(header.sender)
-        raw, _ = self._patience.insist(
-            lambda: wire.decode(self._push(frame, timeout=CALL_TIMEOUT_S, metadata=named))
+        metadata = _metadata_of(header.sender)
+        raw, _ = self._policy.call(
+            lambda: wire.decode(self._push(frame, timeout=CALL_TIMEOUT_S, metadata=metadata))
         )
         return data_pb2.PushReply.FromString(bytes(raw))
 
@@ -86,12 +86,12 @@ class GrpcTransport(Transport):
 
     def _ask(self, call: PullCall) -> tuple[memoryview, memoryview]:
         frame = wire.encode(call.header.SerializeToString())
-        named = _naming(call.header.sender)
-        return self._patience.insist(
-            lambda: wire.decode(self._pull(frame, timeout=CALL_TIMEOUT_S, metadata=named))
+        metadata = _metadata_of(call.header.sender)
+        return self._policy.call(
+            lambda: wire.decode(self._pull(frame, timeout=CALL_TIMEOUT_S, metadata=metadata))
         )
 
 
-def _naming(sender: data_pb2.Sender) -> tuple[tuple[str, bytes], ...]:
-    """Returns the metadata of a call, so that the shard knows its worker before it reads more."""
+def _metadata_of(sender: data_pb2.Sender) -> tuple[tuple[str, bytes], ...]:
+    """Returns the metadata of a call: the shard checks its worker before it reads the message."""
     return ((rpc.SENDER_KEY, sender.SerializeToString()),)

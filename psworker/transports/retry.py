@@ -1,4 +1,4 @@
-"""How long, and how often, a call is repeated while nobody answers."""
+"""Repetition of calls to one shard while it does not answer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ DELAY_S_MAX = 2.0
 SAY_AFTER_S = 5.0
 
 
-class Patience:
-    """Repeats calls to one address until somebody answers or the time is over.
+class RetryPolicy:
+    """Repeats calls to one address until they are answered or the time limit is over.
 
     Attributes:
-        limit_s: How long nobody may answer, in seconds.
-        heard_s: When the shard was heard for the last time, whatever it said; monotonic.
+        limit_s: Longest time without an answer, in seconds.
+        heard_s: Time of the shard's last answer of any kind; of the monotonic clock.
+        is_over: Set when the link closes: then nothing is repeated.
     """
 
     def __init__(
@@ -43,21 +44,22 @@ class Patience:
         """Sets the limit for calls to `address`.
 
         Args:
-            address: Of the shard.
-            limit_s: How long nobody may answer, in seconds.
-            explain: Returns why it is of no use to try again, or None; asked once for each call.
+            address: The shard's.
+            limit_s: Longest time without an answer, in seconds.
+            explain: Returns the reason why further attempts are useless, or None; asked once for
+                each call.
         """
         self._explain = explain
         self.address = address
         self.limit_s = limit_s
         self.heard_s = time.monotonic()
-        self.is_over = False  # Set when the link closes: then nothing is repeated.
+        self.is_over = False
 
-    def insist(self, attempt: Callable[[], T]) -> T:
-        """Returns what `attempt` returns, the first time that neither network nor bytes fail.
+    def call(self, attempt: Callable[[], T]) -> T:
+        """Returns the result of the first `attempt` that fails neither by network nor by bytes.
 
         Raises:
-            PacelineError: The peer refused, or nobody answered in time.
+            PacelineError: The shard refused, or did not answer in time.
         """
         started_s = time.monotonic()
         delay_s, said_s = DELAY_S, SAY_AFTER_S
@@ -69,7 +71,7 @@ class Patience:
             except grpc.RpcError as failure:
                 error = rpc.error_of(failure, self.address)
                 if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self.heard_s > tried_s:
-                    started_s = time.monotonic()  # It is there, and only this call has to wait.
+                    started_s = time.monotonic()  # The shard lives, and only this call has to wait.
             except (TransportError, DamagedError) as failure:
                 error = failure
             if self.is_over or not isinstance(error, TransportError | DamagedError):
@@ -91,5 +93,5 @@ class Patience:
         port = self.address.rpartition(":")[2]
         return ServerUnavailableError(
             f"no shard answers at {self.address} after {waited_s:.1f} s ({error}); start one with "
-            f"`psserver start --port {port}`, or set PACELINE_SERVERS or servers= to where it is"
+            f"`psserver start --port {port}`, or set PACELINE_SERVERS or servers= to its address"
         )

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pscore.net.credentials import Credentials
+from pscore.net.endpoint import Endpoint
 from pscore.net.tls import client_context
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.access import certs
 from psworker.connection.shard_link import Link
-from psworker.transports.socket import Endpoint
 from tests.integration.command import Command
 from tests.integration.worker import Worker
 

@@ -20,7 +20,7 @@ from typing import Any
 import atheris
 import structlog
 
-from pscore.net import sockets, wire
+from pscore.net import connection, endpoint, sockets, wire
 from psserver.decisions.slice_clock import SliceClock
 from psserver.engine import requests
 from psserver.service import data_socket
@@ -32,7 +32,9 @@ GUIDES = (
     wire,
     sockets,
     sockets.Incoming,
-    data_socket.Connection,
+    connection.Connection,
+    endpoint,
+    data_socket.DataHandler,
     requests,
     requests.Requests,
     SliceClock,

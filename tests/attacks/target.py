@@ -14,9 +14,10 @@ import numpy as np
 
 from pscore.errors import DecodeError
 from pscore.net import wire
+from pscore.net.connection import Connection
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.service.data_socket import Connection
+from psserver.service.data_socket import DataService
 from tests.golden.frames.frames import frames
 from tests.unit.psserver.front import NUMEL, Front, pull_header, push_header, sender
 
@@ -73,7 +74,7 @@ class Target:
             AssertionError: Something broke in the shard.
         """
         with Stream(data) as stream:
-            Connection(self.front.engine, stream).serve()
+            Connection(stream, DataService(self.front.engine)).serve()
             answered = stream.answered
         assert not self.front.problems, self.front.problems
         assert not self.front.engine.requests.waiting

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from pscore.errors import AccessError, PacelineError, TransportError
-from pscore.net import sockets, wire
+from pscore.net import listener, sockets, wire
+from pscore.net.endpoint import connect
 from pscore.net.rpc import error_of
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.service import listener
-from psworker.transports.socket import Attachment, _attach, connect
+from psworker.transports.shared_memory import Attachment, attach
 from tests.attacks.fortress import (
     EVERYTHING,
     OTHER,
@@ -160,7 +160,7 @@ def test_memory_is_shared_with_the_tokens_job_only(
         specs=[],
     )
     with pytest.raises(AccessError, match=message):
-        _attach(stronghold.endpoint(token), attachment)
+        attach(stronghold.endpoint(token), attachment)
     segment.close()
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pscore.net import sockets, tls, wire
+from pscore.net import connection, sockets, tls, wire
+from pscore.net.connection import Connection
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Verdict
-from psserver.service import data_socket
-from psserver.service.data_socket import Connection
+from psserver.service.data_socket import DataService
 from tests.attacks.test_certificates import tls_pair
 from tests.unit.psserver.front import (
     HYPER,
@@ -51,7 +51,7 @@ def serve(front: Front, sent: bytes) -> list[data_pb2.Envelope]:
             sockets.tune(end)
         ours.sendall(sent)
         ours.shutdown(socket.SHUT_WR)
-        Connection(front.engine, theirs).serve()
+        Connection(theirs, DataService(front.engine)).serve()
         # A peer that closes before it has read all is reported once; then comes what it said.
         ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         answers = []
@@ -248,8 +248,8 @@ def silent(
     monkeypatch: pytest.MonkeyPatch, front: Front, near: tls.Stream, far: tls.Stream
 ) -> None:
     """Has a peer pause between two frames, and stop in the middle of the third."""
-    monkeypatch.setattr(data_socket, "SILENCE_S", 0.1)
-    serving = threading.Thread(target=Connection(front.engine, far).serve)
+    monkeypatch.setattr(connection, "SILENCE_S", 0.1)
+    serving = threading.Thread(target=Connection(far, DataService(front.engine)).serve)
     serving.start()
     for number in (9, 10):
         frame = framed(data_pb2.Envelope(id=number, pull=pull_header(0, 0, 0)))

@@ -12,15 +12,15 @@ import pytest
 import trustme
 
 from pscore.errors import PacelineError, TLSError, TransportError
-from pscore.net import sockets, tls
+from pscore.net import connection, sockets, tls
 from pscore.net.credentials import ANYONE, Credentials
+from pscore.net.endpoint import Endpoint, connect
+from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.access.gate import Gate
-from psserver.service import data_socket
-from psserver.service.listener import BulkServer
+from psserver.access.authorizer import Authorizer
+from psserver.service.data_socket import make_listener
 from psworker.connection.shard_link import Link
-from psworker.transports.socket import Endpoint, connect
 from tests.attacks.fortress import (
     TOMORROW,
     TRAIN,
@@ -157,13 +157,13 @@ def test_a_worker_with_tls_is_told_that_the_shard_has_none(tmp_path: Path) -> No
 
 
 @contextmanager
-def listening(front: Front, files: Path, tokens: Path | None) -> Iterator[BulkServer]:
-    server = BulkServer(
+def listening(front: Front, files: Path, tokens: Path | None) -> Iterator[Listener]:
+    server = make_listener(
         front.engine,
         "127.0.0.1",
         0,
         f"paceline-test-{files}",
-        gate=Gate.of(None if tokens is None else str(tokens)),
+        authorizer=Authorizer.of(None if tokens is None else str(tokens)),
         context=tls.server_context(files / "server.pem", files / "server.key", None),
     )
     server.start()
@@ -193,7 +193,7 @@ PIECES = {
     "nothing": b"",
     "a byte": b"\x16",
     "half a client's hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(60),
-    "what is no TLS": b"PL\x03\x00",
+    "what is no TLS": b"PL\x04\x00",
 }
 
 
@@ -202,7 +202,7 @@ PIECES = {
 def test_half_a_hello_is_closed_when_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_secured: bool
 ) -> None:
-    monkeypatch.setattr(data_socket, "HELLO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "HELLO_TIMEOUT_S", 0.3)
     files, tokens = certificates(tmp_path), secrets_of(tmp_path)
 
     async def scene(front: Front) -> None:
@@ -222,7 +222,7 @@ def test_a_hello_that_trickles_in_is_closed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline is for all of it: a byte now and then does not move it."""
-    monkeypatch.setattr(data_socket, "HELLO_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connection, "HELLO_TIMEOUT_S", 0.5)
     files, tokens = certificates(tmp_path), secrets_of(tmp_path)
     hello = data_pb2.Envelope(hello=data_pb2.Hello(token=TRAIN)).SerializeToString()
     frame = b"".join(sockets.frame_parts(hello, ()))

@@ -48,7 +48,7 @@ async def still_serves(front: Front) -> None:
     """The same job can still be declared, and trains."""
     reply = await front.define()
     assert reply.created
-    assert len(front.engine.stores(front.job)) == 1
+    assert len(front.running.stores()) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,13 @@ import grpc
 import psutil
 import pytest
 
-from pscore.net import sockets, wire
+from pscore.net import descriptors, listener, sockets, wire
 from pscore.net.credentials import read_credentials
+from pscore.net.endpoint import Endpoint, connect
+from pscore.net.listener import Listener
 from pscore.net.rpc import error_of
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc, data_pb2
-from psserver.service import descriptors, listener
-from psserver.service.listener import BulkServer
-from psworker.transports.socket import Endpoint, connect
 from tests.attacks.test_overload import Peer, listening, ready
 from tests.integration.command import Command, eventually
 from tests.integration.worker import Worker
@@ -159,7 +158,7 @@ def test_a_listener_goes_on_when_there_is_nothing_to_accept_with(
         return server, b""
 
     monkeypatch.setattr(sockets, "listen", listen)
-    monkeypatch.setattr(BulkServer, "_note_refusal", lambda self, reason: reasons.append(reason))
+    monkeypatch.setattr(Listener, "_note_refusal", lambda self, reason: reasons.append(reason))
 
     async def scene(front: Front) -> None:
         await ready(front, 1 << 30)

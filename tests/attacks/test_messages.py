@@ -13,6 +13,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.decisions.parking import PARKED_MAX
 from psserver.decisions.progress import LATE_KEPT
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import (
     HYPER,
     JOB,
@@ -247,7 +248,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
     async def scene(front: Front) -> None:
         await front.ready(rule=pb.Plugin(name=rule))
         clock = front.job.table(0).clock(0)
-        (store,) = front.engine.stores(front.job)
+        (store,) = front.running.stores()
         outcomes = [
             await offer(front, push_header(0, 2 + 3 * number), grad(0.0))
             for number in range(2 * LATE_KEPT if rule == "asgd" else 3 * PARKED_MAX)
@@ -258,6 +259,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
         assert len(clock.parking) == parked
         assert len(clock.open_steps) <= 1
         assert len(clock.counted[0].ahead) <= LATE_KEPT
+        assert isinstance(store, SliceStore)
         assert store._pool.nbytes <= 4 * store.numel * (len(store.state) + 2)
 
     play(scene)

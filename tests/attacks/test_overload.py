@@ -11,10 +11,12 @@ from contextlib import contextmanager
 import numpy as np
 
 from pscore.net import sockets, wire
+from pscore.net.budget import Budget
+from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
-from psserver.decisions.limits import Budget
-from psserver.service.listener import BulkServer
+from psserver.service.data_socket import make_listener
+from psserver.slices.store import SliceStore
 from tests.unit.psserver.front import Front, play, pull_header, push_header
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
@@ -27,7 +29,7 @@ WAIT_S = 30.0
 class Peer:
     """One connection to a shard."""
 
-    def __init__(self, server: BulkServer) -> None:
+    def __init__(self, server: Listener) -> None:
         self.socket = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
         self.data = np.zeros(NUMEL, np.float32)
 
@@ -60,8 +62,8 @@ class Peer:
 
 
 @contextmanager
-def listening(front: Front) -> Iterator[BulkServer]:
-    server = BulkServer(front.engine, "127.0.0.1", 0, f"test-{os.getpid()}-{next(NUMBERS)}")
+def listening(front: Front) -> Iterator[Listener]:
+    server = make_listener(front.engine, "127.0.0.1", 0, f"test-{os.getpid()}-{next(NUMBERS)}")
     server.start()
     try:
         yield server
@@ -123,9 +125,10 @@ def test_who_asks_and_does_not_read_is_cut_off() -> None:
             assert greedy.is_cut()
             for peer in (greedy, quick):
                 peer.socket.close()
-            (store,) = front.engine.stores(front.job)
+            (store,) = front.running.stores()
+            assert isinstance(store, SliceStore)
             deadline_s = time.monotonic() + WAIT_S
-            while any(buffer.leases for buffer in store._weights._buffers):
+            while any(buffer.leases for buffer in store.copies._buffers):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
         eventually(front, nbytes)

@@ -22,7 +22,7 @@ from pscore.partition import make_layout
 from pscore.types import FloatArray, Push, TensorSpec, Verdict
 from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceFeedback, DeviceSide
-from psworker.model.finite import Screen
+from psworker.model.finite import FiniteCheck
 from tests.golden.compressors.vectors import gradient
 from tests.unit.pscore.compressors.cases import NAMES, Sender
 from tests.unit.pscore.cuda.test_kernels import SIZES
@@ -93,12 +93,12 @@ def test_error_feedback_on_a_stream_of_its_own(device: torch.device, name: str) 
     compressor = parse_compressor(name)
     host = Feedback(compressor, LARGE, "job/0/0/0")
     other = DeviceFeedback(encoder_of(compressor, LARGE, device), host.key)
-    screen = Screen(LAYOUT, 0, device)
+    check = FiniteCheck(LAYOUT, 0, device)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     for step in range(6):
         push, grad = Push(worker=0, step=step, base_version=0), gradient(LARGE, step)
         with torch.cuda.stream(stream):
-            ready = other.start(push, torch.from_numpy(grad).to(device), screen)
+            ready = other.start(push, torch.from_numpy(grad).to(device), check)
         assert bytes(ready()) == bytes(host.encode(push, grad))
         verdict = Verdict.TOO_LATE if step % 3 == 1 else Verdict.ACCEPTED
         host.settle(verdict)
@@ -151,6 +151,7 @@ def test_nobody_waits_for_the_device_and_a_nan_is_neither_sent_nor_kept(
 
 def on(device: torch.device, part: LocalSlice) -> LocalSlice:
     part.weights = part.weights.to(device)
+    part.kernels = device_local.kernels_for(part.weights)
     return part
 
 

@@ -57,6 +57,18 @@ def file_imports(path: Path) -> set[str]:
     return set(imports(parse(path), ".".join(path.relative_to(ROOT).parent.parts)))
 
 
+def path_of(dotted: str) -> Path:
+    """Returns the file of ours that an import of `dotted`, a module or a name in one, loads."""
+    parts = dotted.split(".")
+    while parts:
+        path = ROOT.joinpath(*parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+        parts.pop()
+    raise LookupError(f"no module of ours is {dotted}")
+
+
 def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
     """Yields the names that a module defines, those in classes as `Class.name`."""
     for node in body:

@@ -56,7 +56,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 
 def test_the_table_of_threads_is_that_of_the_code() -> None:
-    code = {found for path in modules("psserver", "psworker") for found in names_in(parse(path))}
+    code = {found for path in modules(*PACKAGES) for found in names_in(parse(path))}
     column = re.findall(r"^\| [^|]+ \| ([^|]+) \|", section("Threads and locks"), re.MULTILINE)
     shown = set(re.findall(r"`([a-z][a-z-]*)`", "\n".join(column)))
     patterns = {found for found in code if "*" in found}

@@ -86,7 +86,10 @@ def test_the_folder_of_a_journal() -> None:
     files = {
         row[0].strip("`").partition("/")[2] or row[0].strip("`") for row in rows_after("## Journal")
     }
-    own = {getattr(journal_dir, name) for name in ("STAMP", "LOCK", "JOB", "ARENA", "OWED", "LOST")}
+    own = {
+        getattr(journal_dir, name)
+        for name in ("STAMP", "LOCK", "JOB", "ARENA", "RESIDUALS", "LOST")
+    }
     assert files == own | {"T.json", "T.weights"}
     assert f"format ({journal_dir.FORMAT})" in PAGE
 

@@ -1,10 +1,11 @@
 """Real shards and real workers for tests: processes on free ports that end with the test.
 
-A worker is a function that runs in a process of its own, forked from a server that has imported
-torch and psworker, with the variables that a launcher would set. It gets a `Station`: its rank, and
-a line to the test, so that both can wait for each other without a clock. What it returns is the
-result; what it raises fails the test, with all it wrote. For what only a whole interpreter shows
-(exit status, Ctrl-C, a script that just ends) there is `Script`.
+A worker is a function that runs in a process of its own, forked from an interpreter that has
+imported torch and psworker (`tests.integration.warm`), with the variables that a launcher would
+set. It gets a `Station`: its rank, and a line to the test, so that both can wait for each other
+without a clock. What it returns is the result; what it raises fails the test, with all it wrote.
+For what only a whole interpreter shows (exit status, Ctrl-C, a script that just ends) there is
+`Script`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.integration import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
 PR_SET_PDEATHSIG = 1
-_forks = multiprocessing.get_context("forkserver")
-# Torch and psworker are imported once, whichever test is the first to fork: seconds for each.
-_forks.set_forkserver_preload(["tests.integration.preload"])
+WORK = "from tests.integration.cluster import work; work()"
 _numbers = itertools.count()
 
 
@@ -71,25 +72,20 @@ class Worker:
         self._line, theirs = multiprocessing.Pipe()
         self._folder = tempfile.TemporaryDirectory()
         self._written = Path(self._folder.name) / "written"
-        num_workers = int(env["WORLD_SIZE"])
-        self._process = _forks.Process(
-            target=_work,
-            args=(function, rank, num_workers, tuple(args), dict(env), theirs, str(self._written)),
-            daemon=True,
-        )
-        self._process.start()
-        theirs.close()
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+        with theirs, self._written.open("ab") as written:
+            self._process = warm.Popen(
+                ["-c", WORK], env=kept | dict(env), stdin=theirs, stdout=written, stderr=written
+            )
+        self._line.send((function, rank, int(env["WORLD_SIZE"]), tuple(args)))
         self._over: tuple[str, Any] | None = None  # How it ended, once `is_over` has seen it.
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
         return self._process.pid
 
     def written(self) -> str:
         """Returns what the worker has written to standard output and error."""
-        if not self._written.exists():
-            return ""
         return self._written.read_text(encoding="utf-8", errors="replace")
 
     def tell(self, value: Any = None) -> None:
@@ -108,7 +104,7 @@ class Worker:
         kind, value = self._over or self._receive(deadline_s)
         while kind == "said":
             kind, value = self._receive(deadline_s)
-        self._process.join(deadline_s)
+        self._process.wait(deadline_s)
         if kind != "returned":
             raise WorkerError(f"worker {self.rank} raised\n{value}\n{self.written()}")
         return value
@@ -117,13 +113,12 @@ class Worker:
         """Sends a signal to the worker; after SIGKILL it is gone when this returns."""
         os.kill(self.pid, number)
         if number is signal.SIGKILL:
-            self._process.join()
+            self._process.wait()
 
     def close(self) -> None:
         """Ends the process in any case."""
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
+        self._process.kill()
+        self._process.wait()
         self._line.close()
         self._folder.cleanup()
 
@@ -148,9 +143,9 @@ class Worker:
         try:
             kind, value = self._line.recv()
         except EOFError:
-            self._process.join(DEADLINE_S)
+            self._process.wait(DEADLINE_S)
             raise WorkerError(
-                f"worker {self.rank} ended with {self._process.exitcode}\n{self.written()}"
+                f"worker {self.rank} ended with {self._process.returncode}\n{self.written()}"
             ) from None
         return kind, value
 
@@ -167,25 +162,16 @@ def results_of(workers: Sequence[Worker]) -> list[Any]:
     return [worker.result() for worker in workers]
 
 
-def _work(
-    function: Callable[..., Any],
-    rank: int,
-    num_workers: int,
-    args: tuple[Any, ...],
-    env: dict[str, str],
-    line: Connection,
-    written: str,
-) -> None:
-    """Is the worker process."""
+def work() -> None:
+    """Is the worker process; its line to the test is standard input."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # None outlives the test.
-    fd = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
+    line = Connection(os.dup(0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     faulthandler.register(signal.SIGUSR1)
-    for name in [name for name in os.environ if name.startswith("PACELINE_")]:
-        del os.environ[name]
-    os.environ.update(env)
-    import psworker  # Loaded already by the fork server; the test may do without.
+    function, rank, num_workers, args = line.recv()
+    import psworker  # Loaded already where this was forked from; the test may do without.
 
     try:
         value = function(Station(rank, num_workers, line), *args)
@@ -209,8 +195,8 @@ class Shards:
         self._folder = tempfile.TemporaryDirectory()
         self._written = Path(self._folder.name) / "written"
         with self._written.open("wb") as stderr:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "psserver", "embedded", *options, "--log-level", "warning"],
+            self._popen = warm.Popen(
+                ["-m", "psserver", "embedded", *options, "--log-level", "warning"],
                 cwd=ROOT,
                 env={**clean_environment(), **(env or {})},
                 stdin=subprocess.PIPE,
@@ -309,8 +295,8 @@ class Script:
         self._folder = tempfile.TemporaryDirectory()
         self._stderr = Path(self._folder.name) / "stderr"
         with self._stderr.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, str(path), *map(str, arguments)],
+            self.process = warm.Popen(
+                [path, *arguments],
                 cwd=self._folder.name,
                 env={**clean_environment(), "PYTHONPATH": str(ROOT), **(env or {})},
                 stdin=subprocess.PIPE,
@@ -323,7 +309,7 @@ class Script:
     def line(self) -> str:
         """Returns the next line that the script prints."""
         assert self.process.stdout is not None
-        line = self.process.stdout.readline().rstrip("\n")
+        line: str = self.process.stdout.readline().rstrip("\n")
         assert line, f"the script ended early\n{self.stderr()}"
         return line
 

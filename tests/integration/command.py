@@ -14,6 +14,8 @@ from typing import IO, Any, TypeVar
 
 import psutil
 
+from tests.integration import warm
+
 T = TypeVar("T")
 WAIT_S = 60.0
 
@@ -36,29 +38,37 @@ def gone(pid: int) -> bool:
 
 
 class Command:
-    """`psserver` with a run directory of its own."""
+    """`psserver` with a run directory of its own; `fresh` starts an interpreter for each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, fresh: bool = False) -> None:
         self.folder = folder
+        self._fresh = fresh
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
         self.environment = {**kept, "XDG_RUNTIME_DIR": str(folder), "COLUMNS": "200"}
 
     def line(self, *arguments: object) -> list[str]:
         return [sys.executable, "-m", "psserver", *map(str, arguments)]
 
+    def _start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+        line = self.line(*arguments)
+        if self._fresh or line[0] != sys.executable:
+            return subprocess.Popen(line, text=True, **options)
+        return warm.Popen(line[1:], text=True, **options)
+
     def run(
         self, *arguments: object, code: int = 0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end, which must be exit code `code`."""
-        done = subprocess.run(
-            self.line(*arguments),
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-        )
-        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-        return done
+        pipe = subprocess.PIPE
+        variables = self.environment | environment
+        with self._start(*arguments, env=variables, stdout=pipe, stderr=pipe) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=WAIT_S)
+            except BaseException:
+                process.kill()
+                raise
+        assert process.returncode == code, (process.returncode, stdout, stderr)
+        return subprocess.CompletedProcess(process.args, code, stdout, stderr)
 
     @contextmanager
     def spawn(
@@ -66,13 +76,12 @@ class Command:
     ) -> Iterator[subprocess.Popen[str]]:
         """Runs a command beside the test; ends it, in order if it can, when the test is over."""
         pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            self.line(*arguments),
+        process = self._start(
+            *arguments,
             env=self.environment,
             stdin=pipe,
             stdout=pipe,
             stderr=pipe if stderr is None else stderr,
-            text=True,
         )
         try:
             yield process

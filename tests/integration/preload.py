@@ -1,5 +1,8 @@
-"""What every worker of the tests needs, done once: the fork server imports this and then forks."""
+"""What every worker of the tests needs, done once, in the process that workers are forked from."""
 
+import numpy.testing  # noqa: F401 - files of tests import it
+import psutil  # noqa: F401 - files of tests import it
+import pytest  # noqa: F401 - files of tests import it
 import torch
 
 import psworker

@@ -17,7 +17,7 @@ import torch
 import psworker
 from psworker.connection import shard_link as link
 from psworker.transports import Endpoint, Transport, choose
-from psworker.transports.retry import Patience
+from psworker.transports.retry import RetryPolicy
 from tests.integration.cluster import Shards, Station, wait_until
 from tests.integration.models import backward, batch, make_model, sgd, weights_of
 
@@ -26,8 +26,7 @@ LARGE = (1 << 20) + 4321  # Elements: two slices, of more bytes than a connectio
 
 
 def plane_of(optimizer: psworker.DistributedOptimizer) -> set[str]:
-    transports = [link.transport for link in optimizer._table.session.links]
-    return {"local" if transport.shares_memory else transport.name for transport in transports}
+    return {link.transport.name for link in optimizer._table.session.links}
 
 
 def train(me: Station, mode: str) -> tuple[set[str], dict[str, np.ndarray]]:
@@ -98,7 +97,7 @@ def train_in_place(
         torch.autograd.backward(model(torch.randn(8, 400, generator=generator)).square().mean())
         optimizer.step()
     optimizer.close()
-    return optimizer._table.flat.lent.has(0), weights_of(model)
+    return optimizer._table.flat.views.has(0), weights_of(model)
 
 
 DELAYED = ["ssgd", "ssd(steps=3, warmup=3)", "od(warmup=3)"]
@@ -222,10 +221,8 @@ def shard_pids(parent: psutil.Process) -> list[int]:
 
 @pytest.mark.parametrize("first", ["worker", "shard"])
 def test_a_kill_leaves_no_shared_memory_behind(first: str) -> None:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
     with Shards(1, lease_s=1.0) as shards:
-        started = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-        shard = next(p.pid for p in started if not p.children())
+        (shard,) = (process.pid for process in psutil.Process(shards.pid).children())
         with shards.workers(hold, num_workers=1) as (worker,):
             held = set(worker.hear())
             assert len(held) == 2, "gradients, and the weights of one shard"
@@ -257,7 +254,7 @@ def segments_of_driver(shard: int, worker: int) -> set[int]:
 
 def chosen(shards: Shards, endpoint: Endpoint) -> Transport:
     address = shards.addresses[0]
-    return choose("auto", address, lambda: endpoint, Patience(address, 5.0))
+    return choose("auto", address, lambda: endpoint, RetryPolicy(address, 5.0))
 
 
 def test_without_a_local_socket_it_is_tcp_and_the_log_says_why(

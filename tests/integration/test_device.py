@@ -1,6 +1,6 @@
 """The way of a gradient from a device to the shards, with the CPU's memory standing for a GPU's.
 
-What is tested is what a GPU shares with it: screens, torch's encoders, copies, the sending thread.
+What is tested is what a GPU shares with it: checks, torch's encoders, copies, the sending thread.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ def place(where: str) -> Iterator[torch.device]:
         return
     with (
         mock.patch("psworker.connection.exchange.is_on_device", return_value=True),
+        mock.patch("psworker.connection.shared_grads.is_on_device", return_value=True),
         mock.patch("psworker.model.flat.is_on_device", return_value=True),
         mock.patch("psworker.connection.payloads.is_on_device", return_value=True),
     ):

@@ -1,8 +1,6 @@
 """`psserver doctor` and `psworker doctor` against real shards: what is wrong is found and named."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from tests.attacks.fortress import (
     fortress,
     secrets_of,
 )
+from tests.integration import warm
 from tests.integration.cluster import Shards
 from tests.integration.command import Command, taken_port
 from tests.integration.worker import Worker
@@ -121,7 +120,7 @@ def test_the_commands_end_with_1_if_something_is_wrong(tmp_path: Path, shards: S
     found = json.loads(done.stdout)
     assert [f["about"] for f in found["findings"] if f["state"] == "wrong"] == ["127.0.0.1:1"]
     assert "1 wrong" in psserver.run("doctor", "--servers", "127.0.0.1:1", code=1).stdout
-    line = [sys.executable, "-m", "psworker", "doctor", "--servers"]
+    line = ["-m", "psworker", "doctor", "--servers"]
     for servers, code in ((shards.servers, 0), ("127.0.0.1:1", 1)):
-        ended = subprocess.run([*line, servers], capture_output=True, env=psserver.environment)
+        ended = warm.run([*line, servers], env=psserver.environment, timeout=60)
         assert ended.returncode == code, ended.stdout

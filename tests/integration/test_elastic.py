@@ -1,8 +1,6 @@
 """Workers that come and go: who joins takes part, who is killed is left out, and too few wait."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 import psworker
+from tests.integration import warm
 from tests.integration.cluster import (
     Shards,
     Station,
@@ -156,11 +155,9 @@ def test_a_launcher_starts_workers_that_the_shards_give_ranks(tmp_path: Path) ->
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     command = ("run", "--elastic", "2:5", "--job", "mine", "--no-prefix", "--", str(script))
-    done = subprocess.run(
-        [sys.executable, "-m", "psworker", *command],
+    done = warm.run(
+        ["-m", "psworker", *command],
         env=clean_environment() | {"RANK": "7", "WORLD_SIZE": "9"},
-        capture_output=True,
-        text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr

@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT / "examples" / "mnist.py"
@@ -32,13 +32,7 @@ print("steps", step + 1, "weight", weight.tolist())
 def python(*arguments: object, **environment: str) -> str:
     """Runs Python to its end, which must be a good one, and returns what it printed."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        timeout=290,
-    )
+    done = warm.run(arguments, env=kept | environment, timeout=290)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

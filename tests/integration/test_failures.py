@@ -18,6 +18,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.remote import ask
 from psworker.connection.shard_link import Link
 from tests.integration.cluster import Script, Shards, Station, new_job, wait_until
+from tests.integration.command import gone
 from tests.integration.models import (
     backward,
     batch,
@@ -190,6 +191,7 @@ SCRIPT = """
 import sys
 import torch
 import psworker
+from tests.integration.command import gone
 from tests.integration.models import backward, batch, make_model, sgd
 
 steps, end = int(sys.argv[1]), sys.argv[2]
@@ -292,6 +294,7 @@ import os
 import sys
 import torch
 import psworker
+from tests.integration.command import gone
 from tests.integration.models import batch, make_model, sgd
 
 if __name__ == "__main__":
@@ -364,7 +367,7 @@ def test_without_any_server_shards_start_and_end_with_the_script(script: Path, e
             assert worker.wait() == 0
         else:
             worker.process.kill()
-        wait_until(lambda: not any(shard.is_running() for shard in shards))
+        wait_until(lambda: all(gone(shard.pid) for shard in shards))
 
 
 def test_workers_of_torchrun_share_the_shards_that_the_first_of_them_starts(script: Path) -> None:
@@ -392,4 +395,4 @@ def test_workers_of_torchrun_share_the_shards_that_the_first_of_them_starts(scri
             assert [first.wait(), second.wait()] == [0, 0]
         expected = sum(weight.sum(dtype=np.float64) for weight in alone((SHORT, SHORT)).values())
         assert sums[0] == sums[1] == pytest.approx(expected, rel=1e-4)
-        wait_until(lambda: not any(shard.is_running() for shard in shards))
+        wait_until(lambda: all(gone(shard.pid) for shard in shards))

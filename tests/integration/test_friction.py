@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import warm
 from tests.integration.command import Command
 
 KEPT = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "MASTER_"))}
@@ -109,7 +110,7 @@ def test_workers_go_on_when_nobody_reads_what_they_print(tmp_path: Path, how: st
 def test_a_script_without_a_shard_ends_with_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    done = run([sys.executable, str(script)], **NO_SHARD)
+    done = warm.run([script], env=KEPT | NO_SHARD, timeout=WAIT_S)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("psworker: no shard answers at 127.0.0.1:1")
@@ -138,7 +139,7 @@ def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
 def test_a_forked_child_is_told_that_it_takes_no_part(tmp_path: Path) -> None:
     script = tmp_path / "fork.py"
     script.write_text(FORK)
-    done = run([sys.executable, str(script)])
+    done = warm.run([script], env=KEPT, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3
@@ -160,7 +161,7 @@ def test_the_commands_that_start_prints_work_as_they_stand(tmp_path: Path) -> No
 
 
 def test_both_commands_have_a_version_and_say_where_they_are_wrong(tmp_path: Path) -> None:
-    psserver = Command(tmp_path)
+    psserver = Command(tmp_path, fresh=True)
     assert psserver.run("--version").stdout.startswith("paceline ")
     assert psserver.run("status", "-h").stdout == psserver.run("status", "--help").stdout
     assert "_PSSERVER_COMPLETE" in psserver.run(_PSSERVER_COMPLETE="source_bash").stdout

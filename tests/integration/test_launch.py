@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from typing import IO
 import pytest
 
 from psworker.commands.run import Launch, LaunchPlan, OnFailure
+from tests.integration import warm
 
 NO_SHARD = ("127.0.0.1:1",)  # The workers here never ask it.
 LOOP = "while true; do sleep 0.05; done"
@@ -132,11 +131,9 @@ def test_shards_start_for_a_job_and_end_with_it(tmp_path: Path) -> None:
     )
     command = ("run", "--workers", "2", "--shards", "2", "--job", "mine", "--", str(script), "-x")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "psworker", *command],
+    done = warm.run(
+        ["-m", "psworker", *command],
         env=kept,
-        capture_output=True,
-        text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr

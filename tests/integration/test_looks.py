@@ -42,7 +42,7 @@ PAIRS = [
     (first, PULLED[number % len(PULLED)])
     for number, first in enumerate(name for name in COMPRESSORS if name != "none")
 ]
-# What is raw is tested for every mode in tests/unit/psworker/test_looks.py.
+# What is raw is tested for every mode in tests/unit/psworker/test_peek.py.
 CASES = [
     *((name, PAIRS[number % len(PAIRS)]) for number, name in enumerate(MODES)),
     ("dcasgd", RAW),

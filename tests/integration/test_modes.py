@@ -239,7 +239,7 @@ def ssd(make_local: Local, k: int, num_workers: int = 2) -> tuple[list[Array], A
     velocity = np.zeros_like(shard)
     local = begin(make_local, shard, k, num_workers)
     paths: list[list[Array]] = [[] for _ in range(num_workers)]
-    landing: tuple[Array, Array] | None = None
+    pull_buffer: tuple[Array, Array] | None = None
     for step in range(SOFTMAX_STEPS):
         weights = [worker.base for worker in local]
         for rank in range(num_workers):
@@ -248,12 +248,12 @@ def ssd(make_local: Local, k: int, num_workers: int = 2) -> tuple[list[Array], A
         mean = np.mean(gradients, axis=0)
         if step >= SOFTMAX_WARMUP:
             for rank in range(num_workers):
-                if landing is not None:
-                    local[rank].pull(*landing, k)
+                if pull_buffer is not None:
+                    local[rank].pull(*pull_buffer, k)
                 if isinstance(local[rank], MirrorKept):
                     local[rank].is_warm = True  # type: ignore[union-attr]
                 local[rank].step(gradients[rank])
-            landing = None
+            pull_buffer = None
         direction = mean + SGD["weight_decay"] * shard
         velocity = direction if step == 0 else SGD["momentum"] * velocity + direction
         shard = shard - SGD["lr"] * velocity
@@ -261,7 +261,7 @@ def ssd(make_local: Local, k: int, num_workers: int = 2) -> tuple[list[Array], A
             for worker in local:
                 worker.pull(shard, velocity, 1)
         elif (step - SOFTMAX_WARMUP) % k == k - 1:
-            landing = (shard, velocity)
+            pull_buffer = (shard, velocity)
     return [np.array(path) for path in paths], shard
 
 

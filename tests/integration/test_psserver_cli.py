@@ -28,6 +28,12 @@ def psserver(tmp_path: Path) -> Command:
     return Command(tmp_path)
 
 
+@pytest.fixture
+def fresh(tmp_path: Path) -> Command:
+    """Starts an interpreter for each process, as a user's shell does."""
+    return Command(tmp_path, fresh=True)
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, dict[str, Any]]]:
     """Two detached shards that no test changes; a job with one worker on shard 0."""
@@ -48,27 +54,27 @@ def servers(run: dict[str, Any]) -> str:
 
 
 def test_start_in_the_foreground_prints_the_addresses_and_sigint_ends_it_with_0(
-    psserver: Command,
+    fresh: Command,
 ) -> None:
-    with psserver.spawn("start", "--shards", 2, "--port", 0) as process:
+    with fresh.spawn("start", "--shards", 2, "--port", 0) as process:
         assert process.stdout is not None
         name, _, addresses = process.stdout.readline().strip().partition("=")
         assert name == "PACELINE_SERVERS"
-        psserver.run("health", PACELINE_SERVERS=addresses)
-        shards = [shard["pid"] for shard in psserver.run_file()["shards"]]
+        fresh.run("health", PACELINE_SERVERS=addresses)
+        shards = [shard["pid"] for shard in fresh.run_file()["shards"]]
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     assert all(map(gone, shards))
-    assert not list(psserver.folder.rglob("run.json"))
+    assert not list(fresh.folder.rglob("run.json"))
 
 
-def test_stop_ends_what_start_detached(psserver: Command) -> None:
-    with psserver.detached("--shards", 2) as run:
+def test_stop_ends_what_start_detached(fresh: Command) -> None:
+    with fresh.detached("--shards", 2) as run:
         assert len(run["addresses"]) == 2
-        done = psserver.run("stop")
+        done = fresh.run("stop")
         assert done.stdout == f"stopped {', '.join(run['addresses'])}\n"
         assert all(gone(pid) for pid in [run["pid"], *(s["pid"] for s in run["shards"])])
-    psserver.run("stop", "--port", run["port"], code=6)
+    fresh.run("stop", "--port", run["port"], code=6)
 
 
 def test_stop_by_address_drains_every_shard_and_so_ends_the_supervisor(psserver: Command) -> None:
@@ -200,22 +206,22 @@ def test_a_wrong_setting_is_refused_before_anything_starts(
     assert named in psserver.run("start", *arguments, code=2).stderr
 
 
-def test_python_without_assertions_is_refused(psserver: Command) -> None:
-    done = psserver.run("start", code=2, PYTHONOPTIMIZE="1")
+def test_python_without_assertions_is_refused(tmp_path: Path) -> None:
+    done = Command(tmp_path, fresh=True).run("start", code=2, PYTHONOPTIMIZE="1")
     assert "PYTHONOPTIMIZE" in done.stderr
 
 
 # ----- a shard that dies
 
 
-def test_a_killed_shard_comes_back_on_its_port(psserver: Command) -> None:
-    with psserver.detached("--shards", 2) as run:
+def test_a_killed_shard_comes_back_on_its_port(fresh: Command) -> None:
+    with fresh.detached("--shards", 2) as run:
         victim = run["shards"][1]["pid"]
         os.kill(victim, signal.SIGKILL)
-        eventually(lambda: psserver.run_file()["shards"][1]["pid"] != victim)
-        assert psserver.run_file()["addresses"] == run["addresses"]
-        psserver.run("health", "--servers", servers(run))
-        logged = psserver.run("logs").stdout
+        eventually(lambda: fresh.run_file()["shards"][1]["pid"] != victim)
+        assert fresh.run_file()["addresses"] == run["addresses"]
+        fresh.run("health", "--servers", servers(run))
+        logged = fresh.run("logs").stdout
         assert "shard died" in logged
         assert "SIGKILL" in logged
         assert "shard restarted" in logged

@@ -30,7 +30,9 @@ def step(me: Station, model: Any, optimizer: psworker.DistributedOptimizer, numb
 
 
 def resyncs(optimizer: psworker.DistributedOptimizer) -> int:
-    return sum(held.num_resyncs for held in optimizer._table.exchange._held if held is not None)
+    return sum(
+        held.num_resyncs for held in optimizer._table.exchange._estimates if held is not None
+    )
 
 
 def train(me: Station, mode: str, options: dict[str, Any], spoil: int = -1) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def train(me: Station, mode: str, options: dict[str, Any], spoil: int = -1) -> d
     during, shown = [], []
     for number in range(STEPS):
         if number == spoil and me.rank == 1:
-            held = next(held for held in optimizer._table.exchange._held if held is not None)
+            held = next(held for held in optimizer._table.exchange._estimates if held is not None)
             assert held.values is not None
             held.values.view(np.uint32)[0] ^= 1
         step(me, model, optimizer, number)

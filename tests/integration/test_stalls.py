@@ -1,20 +1,20 @@
 """Whoever holds a job up is named within ten seconds: by the log of worker and shard, by status."""
 
+import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 import psworker
+from tests.integration import warm
 from tests.integration.cluster import (
-    ROOT,
+    DEADLINE_S,
     Shards,
     Station,
     clean_environment,
@@ -45,10 +45,8 @@ def train(me: Station, mode: str) -> None:
 
 def status(shards: Shards, code: int = 0) -> dict[str, Any]:
     """Returns what `psserver status` prints."""
-    command = [sys.executable, "-m", "psserver", "status", "--json", "--servers", shards.servers]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
-    )
+    words = ["-m", "psserver", "status", "--json", "--servers", shards.servers]
+    done = warm.run(words, env=clean_environment(), timeout=DEADLINE_S)
     assert done.returncode == code, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -59,6 +57,11 @@ def awaited(shards: Shards, job: str, code: int = 0) -> str:
     (found,) = [item for item in status(shards, code)["jobs"] if item["name"] == job]
     waits = [*found["waiting_for"], *(w for t in found["tables"] for w in t["waiting_for"])]
     return "\n".join(waits)
+
+
+def wait_until_said(wanted: re.Pattern[str], written: Callable[[], str]) -> None:
+    """Waits until a process has written something."""
+    wait_until(lambda: wanted.search(written()) is not None)
 
 
 @contextmanager
@@ -82,8 +85,8 @@ def test_a_worker_that_hangs_is_named_with_shard_slice_and_step(shards: Shards, 
             for _ in range(3):  # `od` lets a step go before it waits.
                 first.tell(True)
             wait_until(lambda: named.search(awaited(shards, job)) is not None)
-            wait_until(lambda: named.search(shards.written()) is not None)
-            wait_until(lambda: named.search(first.written()) is not None)
+            wait_until_said(named, shards.written)
+            wait_until_said(named, first.written)
 
 
 def test_a_shard_that_hangs_is_named_with_worker_slice_and_step() -> None:
@@ -97,22 +100,27 @@ def test_a_shard_that_hangs_is_named_with_worker_slice_and_step() -> None:
         with stopped(hanging):
             for worker in workers:
                 worker.tell(True)
-            wait_until(lambda: named.search(workers[0].written()) is not None)
-            wait_until(lambda: named.search(shards.written()) is not None)
+            wait_until_said(named, workers[0].written)
+            wait_until_said(named, shards.written)
             assert re.search("worker [01], for (the )?" + named.pattern, awaited(shards, job, 6))
             assert status(shards, 6)["silent"] == [{"index": 1, "address": shards.addresses[1]}]
         for worker in workers:
             assert worker.hear() == STEPS + 1
 
 
-@pytest.mark.parametrize(("mode", "rank"), [("ssgd", 0), ("ssgd", 1), ("asgd", 0)])
-def test_a_worker_that_never_joins_is_named(shards: Shards, mode: str, rank: int) -> None:
-    job = new_job()
-    with shards.workers(train, mode, ranks=[rank], job=job) as (worker,):
-        missing = rf"worker {1 - rank} \(has not joined yet\)"
-        at = r"slice \d of 'model' on shard \d" if mode == "ssgd" else "barrier 'begin'"
-        named = re.compile(f"{missing}.*{at}|{at}.*{missing}")
-        logged = re.compile(f"{job}.*({named.pattern})")
-        wait_until(lambda: logged.search(shards.written()) is not None)
-        wait_until(lambda: named.search(worker.written()) is not None)
-        assert named.search(awaited(shards, job))
+def test_workers_that_never_join_are_named(shards: Shards) -> None:
+    """Three jobs at once: the waits for the reports are one."""
+    with contextlib.ExitStack() as started:
+        cases = []
+        for mode, rank in (("ssgd", 0), ("ssgd", 1), ("asgd", 0)):
+            job = new_job()
+            workers = shards.workers(train, mode, ranks=[rank], job=job)
+            cases.append((mode, rank, job, started.enter_context(workers)[0]))
+        for mode, rank, job, worker in cases:
+            missing = rf"worker {1 - rank} \(has not joined yet\)"
+            at = r"slice \d of 'model' on shard \d" if mode == "ssgd" else "barrier 'begin'"
+            named = re.compile(f"{missing}.*{at}|{at}.*{missing}")
+            logged = re.compile(f"{job}.*({named.pattern})")
+            wait_until_said(logged, shards.written)
+            wait_until_said(named, worker.written)
+            assert named.search(awaited(shards, job))

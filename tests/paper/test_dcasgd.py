@@ -74,13 +74,13 @@ def test_a_look_is_not_a_pull_to_train_on(with_state: bool) -> None:
     store = cluster.shard.stores[0]
     pulled = Answer(token=0, worker=0, version=0, with_state=with_state)
     store.read(pulled)
-    taken = store._remember().state["weights_backup.0"].copy()
+    taken = store.export()["memory.weights_backup.0"].copy()
     store.weights[:] += 1.0
     seen, *_ = store.read(replace(pulled, is_look=True))
     assert seen is store.weights
-    np.testing.assert_array_equal(store._remember().state["weights_backup.0"], taken)
+    np.testing.assert_array_equal(store.export()["memory.weights_backup.0"], taken)
     store.read(pulled)
-    np.testing.assert_array_equal(store._remember().state["weights_backup.0"], taken + 1.0)
+    np.testing.assert_array_equal(store.export()["memory.weights_backup.0"], taken + 1.0)
 
 
 class Model(History):

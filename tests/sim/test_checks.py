@@ -164,7 +164,7 @@ def test_a_first_step_that_some_slices_have_closed_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A worker that comes back begins with the step of its first pulls, whatever they differ."""
-    monkeypatch.setattr(Replica, "begin", lambda self, outbox: self.fetch(0, outbox))
+    monkeypatch.setattr(Replica, "begin", lambda self, push_pull: self.fetch(0, push_pull))
     assert "is not in slices" in first_failure("cd", draw_elastic)
 
 

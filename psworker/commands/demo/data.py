@@ -14,11 +14,11 @@ import torch
 
 from pscore.errors import ConfigError
 
-NUM_TRAINED = 8_000  # Of the test part's 10,000 images, where there is no training part.
+NUM_TRAINED = 8_000  # Of the test part's 10,000 images, if there is no training part.
 SIDE = 28  # Pixels.
 NUM_CLASSES = 10
 MEAN, DEVIATION = 0.2860, 0.3530  # Of the training part's pixels, in 0..1.
-NBYTES_MAX = 1 << 28  # The largest file that there is has 47,040,016 bytes.
+NBYTES_MAX = 1 << 28  # The largest real file has 47,040,016 bytes.
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist"
 
 
@@ -31,7 +31,7 @@ class Part:
 
 
 def find_folder(given: Path | None) -> Path:
-    """Returns the folder of the images: `given`, or the one that a clone of the repository has.
+    """Returns the folder of the images: `given`, or the one in a clone of the repository.
 
     Raises:
         ConfigError: There are no images in it; says which files are looked for.
@@ -49,7 +49,7 @@ def find_folder(given: Path | None) -> Path:
 
 
 def load(folder: Path, num_images: int | None = None) -> tuple[Part, Part]:
-    """Returns what to train and what to test on.
+    """Returns the training and test images.
 
     With the published training part that is the published split, 60,000 and 10,000; else the test
     part's first 8,000 and last 2,000.

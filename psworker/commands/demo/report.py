@@ -1,4 +1,4 @@
-"""What came of the demo, as a table, a plot and JSON."""
+"""The demo's results as a table, a plot and JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one mode, over all workers; megabytes of 10**6 bytes."""
+    """The result of one mode over all workers; megabytes of 10**6 bytes."""
 
     accuracy: float
     images_per_s: float
@@ -65,7 +65,7 @@ def make_folder(folder: Path) -> None:
 
 
 def show(results: dict[str, Result], plot_path: Path | None) -> None:
-    """Prints the table, and where the plot is."""
+    """Prints the table, and the path of the plot."""
     grid = Table("mode", box=box.SIMPLE_HEAD)
     for column in ("accuracy", "images/s", "MB pushed", "MB pulled"):
         grid.add_column(column, justify="right")

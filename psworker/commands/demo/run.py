@@ -37,31 +37,31 @@ MEGABYTE = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPlan:
-    """What to train, on what, and where the plot goes."""
+    """The demo's arguments."""
 
-    modes: str  # `ssgd, ssd(steps=5)`: as `mode=` takes them, with commas in between.
+    modes: str  # `ssgd, ssd(steps=5)`: as for `mode=`, separated by commas.
     data: Path | None
     epochs: int
     out: Path
     num_workers: int
     num_shards: int
-    num_images: int | None  # None: all there are.
+    num_images: int | None  # None: all.
     seed: int
 
 
 @dataclass(slots=True)
 class Run:
-    """What the workers of one mode have said."""
+    """Collects the output of one mode's workers."""
 
     mode: str
-    advance: Callable[[int], None]  # Is called with the steps that rank 0 has made.
-    complain: Callable[[str], None]  # Is called with what is not for us.
+    advance: Callable[[int], None]  # Called with the number of steps of rank 0.
+    complain: Callable[[str], None]  # Called with other lines.
     lock: threading.Lock = field(default_factory=threading.Lock)
     steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # By rank.
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def hear(self, rank: int, line: str, target: IO[str]) -> None:
-        """Takes one line of a worker's output."""
+        """Parses one line of a worker's output."""
         try:
             said = json.loads(line)
         except ValueError:
@@ -77,7 +77,7 @@ class Run:
                 self.advance(len(steps))
 
     def result(self) -> Result:
-        """Returns what came of it, once every worker has ended."""
+        """Returns the result, once every worker has ended."""
         ends = self.ends.values()
         by_step = list(zip(*self.steps.values(), strict=False))
         return Result(
@@ -93,7 +93,7 @@ class Run:
 
 
 def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
-    """Trains in every mode, shows what came of it, and returns the exit status.
+    """Trains in every mode, shows the results, and returns the exit status.
 
     Raises:
         ConfigError: A mode, the data or the folder for the plot is not usable.
@@ -141,7 +141,7 @@ def run_demo(plan: DemoPlan, *, as_json: bool) -> int:
 
 
 def _launch(plan: LaunchPlan, run: Run) -> int:
-    """Has `run` hear the workers, but not what they say when they have been asked to end."""
+    """Passes workers' output to `run`, except after they were asked to end."""
 
     def hear(rank: int, line: str, target: IO[str]) -> None:
         if not launch.is_ending:
@@ -206,7 +206,7 @@ class _Bar:
         self._progress.stop()
 
     def run(self, key: str, mode: str) -> Run:
-        """Starts the clock of one mode, and returns who is to hear its workers."""
+        """Starts the clock of one mode, and returns the collector of its workers' output."""
         task = self._tasks[key]
         self._started_s = time.monotonic()
         self._progress.start_task(task)
@@ -218,7 +218,7 @@ class _Bar:
         )
 
     def done(self, key: str, result: Result) -> None:
-        """Shows what came of a mode."""
+        """Shows the result of a mode."""
         outcome = f"accuracy {result.accuracy:.3f}"
         self._progress.update(self._tasks[key], completed=self._num_steps, outcome=outcome)
         self._progress.stop_task(self._tasks[key])

@@ -107,7 +107,7 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> psworker.Distr
 
 @torch.no_grad()
 def evaluate(model: nn.Module, part: data.Part) -> float:
-    """Returns the share of `part` that the model names right."""
+    """Returns the fraction of `part` that the model classifies correctly."""
     model.eval()
     right = 0
     for images, labels in zip(

@@ -11,7 +11,7 @@ from pscore.net import sockets, wire
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import SliceSpec
 from psworker.transports import PullCall
-from psworker.transports.socket import Attachment, SocketTransport
+from psworker.transports.shared_memory import Attachment, SharedMemoryTransport
 
 
 def spec(index: int, numel: int) -> SliceSpec:
@@ -86,7 +86,7 @@ def test_a_copy_of_weights_that_changed_meanwhile_is_dropped(
             for part in SPECS
         },
     )
-    transport = SocketTransport.__new__(SocketTransport)  # Without its connections.
+    transport = SharedMemoryTransport.__new__(SharedMemoryTransport)  # Without its connections.
     transport._attachments = {3: attachment}
     buffers, versions = attachment.maps[2]
     versions[1], buffers[1][:] = published, 5.0
@@ -104,7 +104,7 @@ def test_a_copy_of_weights_that_changed_meanwhile_is_dropped(
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["notice", "frame"])
 def test_weights_in_use_are_written_only_when_they_are_fetched(is_mapped: bool) -> None:
     """A frame instead of a notice: slow readers had all buffers of the shard that are mapped."""
-    transport = SocketTransport.__new__(SocketTransport)  # Without its connections.
+    transport = SharedMemoryTransport.__new__(SharedMemoryTransport)  # Without its connections.
     layout = WeightsMap(SPECS)
     segment = Segment.create(layout.nbytes)
     maps = layout.buffers(segment, 2), layout.versions(segment, 2)
@@ -117,7 +117,7 @@ def test_weights_in_use_are_written_only_when_they_are_fetched(is_mapped: bool) 
         header=data_pb2.PullHeader(sender=attachment.sender, slice=2),
         weights=np.zeros(17, np.float32),
         state=[],
-        is_late=True,
+        copy_on_wait=True,
     )
     sent = b"" if is_mapped else np.full(17, 5.0, np.float32).tobytes()
     reply = data_pb2.PullReply(ready=True, version=7, buffer=int(is_mapped))
@@ -126,7 +126,7 @@ def test_weights_in_use_are_written_only_when_they_are_fetched(is_mapped: bool) 
         theirs.sendall(wire.encode(b"", sent))
         incoming = sockets.read_header(ours)
         assert incoming is not None
-        assert transport._pulled(data_pb2.Envelope(pulled=reply), call, incoming)
+        assert transport._on_pulled(data_pb2.Envelope(pulled=reply), call, incoming) is None
     assert call.done.result() == reply
     assert not call.weights.any()
     assert call.fetch is not None

@@ -107,7 +107,7 @@ def test_frames_that_have_come_at_once_are_read_one_by_one(
         sockets.send_all(pair[0], sockets.frame_parts(header, [memoryview(body)]))
     pair[0].sendall(b"PL")
     pair[0].close()
-    reader = sockets.Ahead(pair[1])
+    reader = sockets.ReadAhead(pair[1])
     for number, body in enumerate(bodies):
         incoming = sockets.read_header(reader)
         assert incoming is not None
@@ -123,7 +123,7 @@ def test_who_waits_behind_a_short_frame_learns_of_the_end(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     sockets.send_all(pair[0], parts(b""))
-    reader = sockets.Ahead(pair[1])
+    reader = sockets.ReadAhead(pair[1])
     assert sockets.read_header(reader) is not None
     threading.Timer(0.05, pair[1].shutdown, [socket.SHUT_RDWR]).start()
     assert sockets.read_header(reader) is None

@@ -19,9 +19,11 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Verdict
 from psserver.decisions.shard import Job, Shard
-from psserver.durability.journal_dir import Vault
+from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
+from psserver.engine.job import RunningJob
 from psserver.service.control import ControlServicer, data_handler
+from psserver.service.refusals import refusing
 from tests.unit.psserver.owned import owned
 
 T = TypeVar("T")
@@ -49,10 +51,20 @@ class Context:
         raise Refused(metadata[0][1], details)
 
 
+class Refusing:
+    """A servicer behind the interceptor that answers refusals."""
+
+    def __init__(self, servicer: object) -> None:
+        self.servicer = servicer
+
+    def __getattr__(self, name: str) -> Any:
+        return refusing(getattr(self.servicer, name))
+
+
 class Front:
     """A shard, its services, and time."""
 
-    def __init__(self, vault: Vault | None = None) -> None:
+    def __init__(self, journals: JournalDir | None = None) -> None:
         """Must be made inside an event loop."""
         self.now_s = 0.0
         self.problems: list[BaseException] = []
@@ -62,22 +74,29 @@ class Front:
             shard,
             now=lambda: self.now_s,
             executor=self.executor,
-            vault=vault,
+            journals=journals,
             broke=self.problems.append,
         )
         engines.append(self.engine)
-        self.control: Any = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
+        servicer = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
+        self.control: Any = Refusing(servicer)
         handler: Any = data_handler(self.engine)
-        self._push = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Push")).unary_unary
-        self._pull = handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/Pull")).unary_unary
+        self._push, self._pull = (
+            refusing(handler.service(SimpleNamespace(method=f"/{DATA_SERVICE}/{name}")).unary_unary)
+            for name in ("Push", "Pull")
+        )
 
     @property
     def job(self) -> Job:
         return self.engine.shard.jobs[JOB]
 
+    @property
+    def running(self) -> RunningJob:
+        return self.engine.jobs[JOB]
+
     def weights(self) -> FloatArray:
         """Returns the weights of the model's only slice."""
-        (store,) = self.engine.stores(self.job)
+        (store,) = self.running.stores()
         return store.weights
 
     def version(self) -> int:

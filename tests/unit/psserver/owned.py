@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from psserver.decisions.barriers import Barriers
-from psserver.decisions.job import Counters, Job, Life
+from psserver.decisions.job import Job, JobCounters, Life
 from psserver.decisions.lifetime import Lifetimes
 from psserver.decisions.membership import Member, Membership
 from psserver.decisions.newcomers import Newcomers
@@ -27,11 +27,12 @@ from psserver.decisions.shard import Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.stalls import Stalls
 from psserver.decisions.table import Table
-from psserver.durability.recovery import Recovery
-from psserver.engine.counters import Histogram, Tally
+from psserver.durability.recovery import JobRecorder, Recovery
+from psserver.engine.barrier_waits import BarrierWaits
+from psserver.engine.counters import Counters, Histogram
 from psserver.engine.engine import Engine
 from psserver.engine.requests import Requests
-from psserver.engine.residuals import Ask, Debts
+from psserver.engine.residuals import ResidualCollection, Residuals
 from psserver.engine.waits import Waits
 
 # What anybody may read: it is set once, or made to be shared.
@@ -51,15 +52,17 @@ FIXED: dict[type, set[str]] = {
     TableParticipants: set(),
     Barriers: set(),
     Stalls: set(),
-    Counters: set(),
-    Tally: {"times_s"},
+    JobCounters: set(),
+    Counters: {"times_s"},
     Histogram: {"bounds"},
-    Ask: {"job", "table", "step"},
-    Debts: {"is_asking", "_asks"},
+    ResidualCollection: {"job", "table", "step"},
+    Residuals: {"is_collecting", "_collections"},
     Waits: set(),
     Recovery: set(),
+    JobRecorder: set(),
+    BarrierWaits: {"arrive", "stop_waiting", "_lock"},
 }
-SHARED = {"queues", "shared", "at_version", "waiting"}  # Of a `Requests`: the rest guards itself.
+SHARED = {"jobs", "waiting"}  # Of a `Requests`: the rest guards itself.
 PACKAGE = Path(sys.modules["psserver"].__file__ or "").parent
 MACHINES = {
     *(str(path) for path in (PACKAGE / "decisions").glob("*.py")),
@@ -108,17 +111,17 @@ def _watch(cls: Any, engines: Sequence[Engine], found: list[str]) -> None:
 
 
 def _is_copy(value: object, engines: Sequence[Engine]) -> bool:
-    """Whether it is a tally, or part of one, that no engine counts in: anybody may read it."""
-    if not isinstance(value, Tally | Histogram):
+    """Whether it is a counters, or part of one, that no engine counts in: anybody may read it."""
+    if not isinstance(value, Counters | Histogram):
         return False
-    tallies = [engine.tally for engine in engines]
-    kept = {id(part) for one in tallies for part in (one, *_parts(one))}
+    of_engines = [engine.counters for engine in engines]
+    kept = {id(part) for one in of_engines for part in (one, *_parts(one))}
     return id(value) not in kept
 
 
-def _parts(tally: Tally) -> tuple[Histogram, ...]:
+def _parts(counters: Counters) -> tuple[Histogram, ...]:
     plain = object.__getattribute__
-    return plain(tally, "staleness"), plain(tally, "apply_s")
+    return plain(counters, "staleness"), plain(counters, "apply_s")
 
 
 def _is_guarded(cls: type, name: str) -> bool:

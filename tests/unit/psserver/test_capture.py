@@ -20,6 +20,7 @@ from tests.unit.psserver.front import (
     Context,
     Front,
     Refused,
+    Refusing,
     grad,
     play,
     pull_header,
@@ -31,7 +32,8 @@ class Desk:
     """The checkpoint service of a shard, called without a network."""
 
     def __init__(self, front: Front) -> None:
-        self.service: Any = Checkpointer(front.engine)
+        self.servicer = Checkpointer(front.engine)
+        self.service: Any = Refusing(self.servicer)
 
     async def capture(self, name: str, version: int, wait_ms: int = 0) -> pb.CaptureReply:
         request = pb.CaptureRequest(
@@ -82,7 +84,7 @@ def test_two_checkpoints_at_once_both_succeed() -> None:
             assert json.loads(reply.about)["slices"]["0"]["version"] == version
             assert (await desk.weights(name))[0] == -version
             await desk.release(name)
-        assert not front.engine.requests.at_version
+        assert not front.engine.jobs[JOB].tables[0]._at_version
 
     play(scene)
 
@@ -139,7 +141,7 @@ def test_what_was_written_is_a_job_once_it_is_whole() -> None:
         await desk.write("weights", 0, half)  # Sent twice.
         await desk.write("weights", len(half), half)
         await desk.service.Finish(pb.FinishRequest(id="r"), Context())
-        (store,) = front.engine.stores(front.engine.shard.jobs["again"])
+        (store,) = front.engine.jobs["again"].stores()
         assert store.weights.tolist() == grad(7.0).tolist()
         clock = front.engine.shard.jobs["again"].table(0).clock(0)
         assert (clock.version, clock.clock(0), clock.clock(1)) == (3, 3, 3)
@@ -187,19 +189,19 @@ def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch)
         about = await taken(front, desk)
         await desk.capture("later", 5)
         await desk.prepare(about)
-        service = desk.service
+        service = desk.servicer
         left = [
-            weakref.ref(service._captures["a"].slices[0]["weights"]),
-            weakref.ref(service._deliveries["r"]._arrays[0, 0]["weights"]),
+            weakref.ref(service._captures["a"].copy.slices[0]["weights"]),
+            weakref.ref(service._uploads["r"]._arrays[0, 0]["weights"]),
         ]
         await asyncio.sleep(0.05)
         assert all(ref() is not None for ref in left)  # By the shard's clock no time has passed.
         front.now_s = 1.0
-        while service._captures or service._deliveries:
+        while service._captures or service._uploads:
             await asyncio.sleep(0.01)
         gc.collect()
         assert [ref() for ref in left] == [None, None]
-        assert not front.engine.requests.at_version
+        assert not front.engine.jobs[JOB].tables[0]._at_version
         assert service._timer is None
 
     play(scene)

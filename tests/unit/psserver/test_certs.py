@@ -84,7 +84,7 @@ def test_a_host_that_is_none_is_refused_before_anything_is_written(
 def test_a_listener_for_all_needs_no_more_than_these_files(files: Path) -> None:
     trust = resolve(flags(files)).server.trust
     assert trust.token_file == str(files / "token")
-    assert not trust.gate().is_open
+    assert not trust.authorizer().is_open
     assert trust.context() is not None
 
 

@@ -8,7 +8,7 @@ from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Presence
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Job, Shard
-from tests.unit.psserver.test_shard import push, ready
+from tests.unit.psserver.test_jobs_and_tables import push, ready
 
 NEW = SSD(steps=4, warmup=0)
 

@@ -13,13 +13,13 @@ import pytest
 from grpc_health.v1 import health_pb2
 from structlog.testing import capture_logs
 
+from pscore.net import descriptors
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError, Exit
 from psserver.process.daemon import NAMES, STATUS, Daemon, bind_error, probe, serve
 from psserver.process.shard_plan import ShardPlan, report_from_json, report_to_json
-from psserver.service import descriptors
 from psserver.service.control import ControlServicer
 from tests.unit.psserver.test_supervisor import make_plan
 

@@ -149,7 +149,7 @@ def test_a_pull_that_waits_too_long_is_told_what_is_missing() -> None:
             "step 0 of worker 1 (process 0 on a), at slice 0 of 'model' on shard 0"
         )
         assert front.job.table(0).clock(0).num_waiting == 0
-        assert front.engine.tally.num_pulls_put_off == 1
+        assert front.engine.counters.num_pulls_put_off == 1
 
     play(scene)
 
@@ -250,14 +250,18 @@ def test_a_worker_is_told_who_is_live_if_it_asks() -> None:
     play(scene)
 
 
+async def arrive(front: Front, rank: int, wait_s: float = 10.0) -> Arrival:
+    return await wait_at_barrier(front.running, lambda: front.now_s, "b", 0, rank, wait_s)
+
+
 def test_a_barrier_opens_for_all_at_once() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=3)
-        first = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
-        second = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 1, 10.0))
+        first = asyncio.ensure_future(arrive(front, 0))
+        second = asyncio.ensure_future(arrive(front, 1))
         await settle()
         assert not first.done()
-        assert await wait_at_barrier(front.engine, front.job, "b", 0, 2, 10.0) == OPEN
+        assert await arrive(front, 2) == OPEN
         assert await first == await second == OPEN
 
     play(scene)
@@ -266,11 +270,11 @@ def test_a_barrier_opens_for_all_at_once() -> None:
 def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        gone = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
+        gone = asyncio.ensure_future(arrive(front, 0))
         await settle()
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        assert not front.engine.barriers.names(front.job)
+        assert not front.running.barriers.missing()
 
     play(scene)
 
@@ -278,7 +282,7 @@ def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
 def test_a_departure_opens_a_barrier() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        wait = asyncio.ensure_future(wait_at_barrier(front.engine, front.job, "b", 0, 0, 10.0))
+        wait = asyncio.ensure_future(arrive(front, 0))
         await settle()
         front.engine.leave(JOB, 1, 101, "finished")
         assert await wait == OPEN
@@ -289,7 +293,7 @@ def test_a_departure_opens_a_barrier() -> None:
 def test_a_barrier_says_who_is_missing() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
-        assert await wait_at_barrier(front.engine, front.job, "b", 0, 0, 0.0) == Arrival(
+        assert await arrive(front, 0, 0.0) == Arrival(
             waiting_for="worker 1 (process 0 on a) at barrier 'b'", largest=0.0
         )
 
@@ -302,12 +306,11 @@ def test_a_barrier_says_who_is_missing() -> None:
 def test_a_job_that_begins_anew_frees_the_former_ones_numbers() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
-        former = front.job
+        former = front.running
         front.engine.leave(JOB, 0, 100, "finished")
         await front.join(0, 1, incarnation=200)
-        assert front.job is not former
-        front.engine.forget_ended()
-        assert front.engine.stores(former) == []
+        assert front.running is not former
+        assert former.stores() == []
 
     play(scene)
 
@@ -368,7 +371,7 @@ def test_a_push_that_is_refused_is_told_why(fields: dict[str, object], message: 
         with pytest.raises(Refused, match=message):
             await front.push(push_header(0, 0, **fields), grad(1.0))
         assert front.job.table(0).clock(0).clock(0) == 0
-        assert front.engine.tally.num_pushes_refused == 1
+        assert front.engine.counters.num_pushes_refused == 1
         assert told(await front.push(push_header(0, 0), grad(1.0))) == ("ACCEPTED", 0)
 
     play(scene)

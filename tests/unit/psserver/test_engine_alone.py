@@ -78,10 +78,10 @@ def test_it_makes_steps_and_ends_waits_on_virtual_time(monkeypatch: pytest.Monke
         for rank in (0, 1)
     ]
     job, _ = [engine.join("run", 2, member) for member in workers]
-    table, _ = engine.define(job, SPEC)
+    table = engine.define(job, SPEC)
     senders = [data_pb2.Sender(job="run", worker=rank, incarnation=rank) for rank in (0, 1)]
     grads = np.ones(NUMEL, np.float32)
-    engine.share(job, table, 1, grads)
+    engine.share(job, table.index, 1, grads)
     reply = Reply()
     start = data_pb2.PushHeader(sender=senders[0], role=data_pb2.ROLE_WEIGHTS)
     engine.requests.on_push(start, np.zeros(4 * NUMEL, np.uint8), reply)

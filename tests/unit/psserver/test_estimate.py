@@ -12,9 +12,10 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.rules import ASGD, DCASGD
 from pscore.types import ByteArray, FloatArray, Role, Segment, SliceSpec
 from psserver.decisions.orders import Answer, Load
+from psserver.slices.base import Payload
 from psserver.slices.pull_estimate import Estimate
-from psserver.slices.store import Payload, SliceStore
-from psworker.compression.pull_estimate import Held
+from psserver.slices.store import SliceStore
+from psworker.compression.pull_estimate import PulledEstimate
 
 NUMEL = 5000  # No multiple of a block or of a code's packing.
 FOR_PULLS = [
@@ -37,7 +38,7 @@ def values(seed: int, scale: float = 1.0) -> FloatArray:
     return (drawn * np.float32(scale)).astype(np.float32)
 
 
-def answer(estimate: Estimate, held: Held) -> data_pb2.PullReply:
+def answer(estimate: Estimate, held: PulledEstimate) -> data_pb2.PullReply:
     """Returns what a shard says, and lays its payload where the worker wants it."""
     reply = data_pb2.PullReply(ready=True)
     data = b"".join(part.tobytes() for part in estimate.answer(held.fingerprint, reply))
@@ -45,7 +46,7 @@ def answer(estimate: Estimate, held: Held) -> data_pb2.PullReply:
     return reply
 
 
-def pull(estimate: Estimate, held: Held) -> data_pb2.PullReply:
+def pull(estimate: Estimate, held: PulledEstimate) -> data_pb2.PullReply:
     reply = answer(estimate, held)
     assert held.take(reply)
     assert held.values is not None
@@ -67,7 +68,7 @@ def test_what_was_sent_and_what_is_owed_are_the_weights(name: str) -> None:
     """X_0 + sum of D(C(W - X)) + (W - X) = W: the sums in float64, to one rounding of X a step."""
     compressor = parse_compressor(name)
     weights = values(0)
-    estimate, held = Estimate(compressor, weights, 0), Held(compressor, NUMEL, "slice 0")
+    estimate, held = Estimate(compressor, weights, 0), PulledEstimate(compressor, NUMEL, "slice 0")
     pull(estimate, held)
     sent, largest = weights.astype(np.float64), np.abs(weights)
     for version in range(1, 13):
@@ -120,7 +121,10 @@ def test_a_version_is_followed_once() -> None:
 
 def test_weights_beyond_float32_are_shown_as_they_are() -> None:
     compressor = parse_compressor("2bit")
-    estimate, held = Estimate(compressor, values(0), 0), Held(compressor, NUMEL, "slice 0")
+    estimate, held = (
+        Estimate(compressor, values(0), 0),
+        PulledEstimate(compressor, NUMEL, "slice 0"),
+    )
     pull(estimate, held)
     bad = values(1)
     bad[7] = np.inf
@@ -136,7 +140,7 @@ def test_weights_beyond_float32_are_shown_as_they_are() -> None:
 def test_a_worker_that_is_behind_gets_the_deltas_that_it_lacks() -> None:
     compressor = parse_compressor("2bit")
     estimate = Estimate(compressor, values(0), 0)
-    often, seldom = Held(compressor, NUMEL, "a"), Held(compressor, NUMEL, "b")
+    often, seldom = PulledEstimate(compressor, NUMEL, "a"), PulledEstimate(compressor, NUMEL, "b")
     assert pull(estimate, often).whole
     assert pull(estimate, seldom).whole
     for version in range(1, 4):
@@ -150,7 +154,10 @@ def test_a_worker_that_is_behind_gets_the_deltas_that_it_lacks() -> None:
 
 def test_deltas_are_kept_while_they_are_smaller_than_the_whole() -> None:
     compressor = parse_compressor("int8")
-    estimate, held = Estimate(compressor, values(0), 0), Held(compressor, NUMEL, "slice 0")
+    estimate, held = (
+        Estimate(compressor, values(0), 0),
+        PulledEstimate(compressor, NUMEL, "slice 0"),
+    )
     pull(estimate, held)
     version = 0
     while estimate.since(held.fingerprint) is not None:
@@ -163,7 +170,10 @@ def test_deltas_are_kept_while_they_are_smaller_than_the_whole() -> None:
 
 def test_the_number_of_deltas_is_bounded() -> None:
     compressor = parse_compressor("topk(ratio=0.0002)")
-    estimate, held = Estimate(compressor, values(0), 0), Held(compressor, NUMEL, "slice 0")
+    estimate, held = (
+        Estimate(compressor, values(0), 0),
+        PulledEstimate(compressor, NUMEL, "slice 0"),
+    )
     pull(estimate, held)
     for version in range(1, DELTAS_MAX + 1):
         estimate.follow(values(version), version)
@@ -174,7 +184,7 @@ def test_the_number_of_deltas_is_bounded() -> None:
 
 def test_an_estimate_of_another_life_is_sent_whole() -> None:
     compressor = parse_compressor("2bit")
-    held = Held(compressor, NUMEL, "slice 0")
+    held = PulledEstimate(compressor, NUMEL, "slice 0")
     pull(Estimate(compressor, values(0), 5), held)
     assert pull(Estimate(compressor, values(1), 5), held).whole
 
@@ -186,7 +196,10 @@ def test_a_bit_that_differs_makes_the_worker_ask_for_the_whole(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     compressor = parse_compressor("2bit")
-    estimate, held = Estimate(compressor, values(0), 0), Held(compressor, NUMEL, "slice 3")
+    estimate, held = (
+        Estimate(compressor, values(0), 0),
+        PulledEstimate(compressor, NUMEL, "slice 3"),
+    )
     pull(estimate, held)
     assert held.values is not None
     held.values.view(np.uint32)[17] ^= 1
@@ -208,14 +221,17 @@ def test_a_bit_that_differs_makes_the_worker_ask_for_the_whole(
     ],
 )
 def test_sizes_are_checked_before_memory_is_taken(reply: data_pb2.PullReply, nbytes: int) -> None:
-    held = Held(parse_compressor("2bit"), NUMEL, "slice 3 of worker 1")
+    held = PulledEstimate(parse_compressor("2bit"), NUMEL, "slice 3 of worker 1")
     with pytest.raises(DecodeError, match="slice 3 of worker 1"):
         held.room(reply, nbytes)
 
 
 def test_a_delta_that_is_none_is_refused_and_nothing_is_built_upon_it() -> None:
     compressor = parse_compressor("2bit")
-    estimate, held = Estimate(compressor, values(0), 0), Held(compressor, NUMEL, "slice 3")
+    estimate, held = (
+        Estimate(compressor, values(0), 0),
+        PulledEstimate(compressor, NUMEL, "slice 3"),
+    )
     pull(estimate, held)
     reply = data_pb2.PullReply(deltas=[8], fingerprint=1)
     held.room(reply, 8)[:] = bytes(8)
@@ -225,7 +241,7 @@ def test_a_delta_that_is_none_is_refused_and_nothing_is_built_upon_it() -> None:
 
 
 def test_deltas_without_an_estimate_are_refused() -> None:
-    held = Held(parse_compressor("2bit"), NUMEL, "slice 3")
+    held = PulledEstimate(parse_compressor("2bit"), NUMEL, "slice 3")
     reply = data_pb2.PullReply(fingerprint=1)
     held.room(reply, 0)
     with pytest.raises(DecodeError, match="nothing to add to"):
@@ -233,7 +249,7 @@ def test_deltas_without_an_estimate_are_refused() -> None:
 
 
 def test_a_whole_that_is_not_its_fingerprint_is_refused() -> None:
-    held = Held(parse_compressor("2bit"), NUMEL, "slice 3")
+    held = PulledEstimate(parse_compressor("2bit"), NUMEL, "slice 3")
     reply = data_pb2.PullReply(whole=True, fingerprint=1)
     held.room(reply, 4 * NUMEL)[:] = bytes(4 * NUMEL)
     with pytest.raises(DecodeError, match="fingerprint"):
@@ -305,7 +321,7 @@ def asked(version: int) -> Answer:
 
 def test_what_is_loaded_is_sent_whole() -> None:
     compressor = parse_compressor("2bit")
-    made, held = store(ASGD()), Held(compressor, NUMEL, "slice 0")
+    made, held = store(ASGD()), PulledEstimate(compressor, NUMEL, "slice 0")
     without = made.nbytes
     pull(made.estimate(asked(0), compressor), held)
     assert made.nbytes > without + 2 * 4 * NUMEL

@@ -235,11 +235,11 @@ class Story(RuleBasedStateMachine):
             heard_s=self.now_s,
             returns=worker.restart > 0,
         )
-        job, _ = self.shard.decide_join("job", WORKERS, member, self.least)
+        job, actions = self.shard.decide_join("job", WORKERS, member, self.least)
         worker.rank = member.rank
         self.workers[worker.rank] = worker
         assert self.first_job in (None, job)
-        self._do(self.shard.recheck(job))
+        self._do(actions)
 
     def _heard(self, rank: int, incarnation: int) -> bool:
         try:

@@ -83,7 +83,7 @@ def refusal(call: Callable[[], object]) -> Exit:
 def test_a_folder_of_journals_that_cannot_be_used_is_a_state_directory(tmp_path: Path) -> None:
     (tmp_path / "journal").touch()
     plan = replace(make_plan(), journal_dir=str(tmp_path / "journal"))
-    assert refusal(lambda: daemon._open_vault(plan)) is Exit.STATE_DIR
+    assert refusal(lambda: daemon._open_journals(plan)) is Exit.STATE_DIR
 
 
 def test_a_process_of_another_user_is_not_ours_to_end(monkeypatch: pytest.MonkeyPatch) -> None:

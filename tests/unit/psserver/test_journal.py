@@ -14,11 +14,12 @@ from pscore.types import FloatArray, Push, Role, Segment, SliceSpec, Verdict
 from psserver.decisions.orders import Acknowledge, Action, Answer, Skip
 from psserver.decisions.progress import Token
 from psserver.decisions.slice_clock import SliceClock
-from psserver.durability.recovery import open_steps_of
+from psserver.engine.resume import open_steps_of
 from psserver.engine.slice_queue import execute
 from psserver.slices.arena import Arena
+from psserver.slices.base import Payload, Store
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.store import SliceStore
 from pssim.faulty import poison
 from tests.participants import Listed
 
@@ -103,7 +104,7 @@ class Process:
     def acknowledge(self, action: Acknowledge) -> None:
         self.answered[action.token] = action.verdict
 
-    def answer(self, action: Answer, store: SliceStore) -> None:
+    def answer(self, action: Answer, store: Store) -> None:
         raise AssertionError("nobody asks")
 
     def broke(self, problem: BaseException | None) -> None:

@@ -10,7 +10,7 @@ from psserver.decisions.job import State
 from psserver.decisions.limits import KEEP_ENDED_S, Limits
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Address, Job, Shard
-from tests.unit.psserver.test_shard import LEASE_S, SPEC, member, push, ready, tensor
+from tests.unit.psserver.test_jobs_and_tables import LEASE_S, SPEC, member, push, ready, tensor
 
 
 def updates(actions: Actions) -> int:

@@ -4,10 +4,11 @@ import pytest
 
 from pscore.compressors.none import NoCompression
 from pscore.errors import LimitError
+from pscore.net.budget import Budget
 from pscore.rules import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
-from psserver.decisions.limits import Budget, Limits
+from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
 

@@ -14,7 +14,7 @@ from pscore.rules import ASGD, SSGD
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
-from psserver.durability.journal_dir import Vault
+from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
 from psserver.exits import CommandError
 from psserver.process.checkpoint_loading import MARKER, load
@@ -26,17 +26,17 @@ JOB = "run/1"
 FORK = multiprocessing.get_context("fork")
 
 
-def begin(vault: Path | None = None, limits: Limits | None = None) -> Engine:
-    """Returns a shard that has taken up what its vault has."""
-    kept = None if vault is None else Vault(vault)
-    engine = Engine(Shard(0, 1, 10.0, limits), vault=kept, now=lambda: 5.0)
+def begin(journals: Path | None = None, limits: Limits | None = None) -> Engine:
+    """Returns a shard that has taken up what its journals has."""
+    kept = None if journals is None else JournalDir(journals)
+    engine = Engine(Shard(0, 1, 10.0, limits), journals=kept, now=lambda: 5.0)
     engine.recover()
     return engine
 
 
 def weight_of(engine: Engine) -> float:
-    (queue,) = engine.requests.queues.values()
-    arrays = queue.store.export()
+    (store,) = engine.jobs[JOB].stores()
+    arrays = store.export()
     assert np.array_equal(arrays["weights"][:6], -arrays["state.0"][:6])
     return float(arrays["weights"][0])
 
@@ -77,8 +77,8 @@ def test_what_was_loaded_is_in_the_journal(tmp_path: Path, rule: ASGD | SSGD) ->
     load(first, tmp_path / "c", tmp_path / "v")
     clock = first.shard.jobs[JOB].tables["model"].clocks[0]
     expected = clock.version, clock.clock(0), clock.clock(1)
-    assert first.recovery._vault is not None
-    first.recovery._vault.close()  # As the end of the process does.
+    assert first.recovery._folder is not None
+    first.recovery._folder.close()  # As the end of the process does.
     again = begin(tmp_path / "v")
     files.write(tmp_path / "c", make(9.0, rule=rule), keep=1)
     assert load(again, tmp_path / "c", tmp_path / "v") == {}  # The journal is newer.
@@ -121,5 +121,5 @@ def test_workers_of_a_loaded_job_begin_where_it_was(tmp_path: Path) -> None:
     load(engine, tmp_path, None)
     member = Member(rank=1, incarnation=9, restart=0, host="a", pid=1, heard_s=5.0)
     job = engine.join(JOB, 2, member)
-    assert job is engine.shard.jobs[JOB]
-    assert job.tables["model"].clocks[0].version == 7
+    assert job is engine.jobs[JOB]
+    assert job.job.tables["model"].clocks[0].version == 7

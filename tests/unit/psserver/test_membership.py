@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
-from psserver.decisions.membership import SPENT_MAX, WORKERS_MAX, Member, Membership, Presence
+from psserver.decisions.membership import (
+    SPENT_MAX,
+    TRANSITIONS,
+    WORKERS_MAX,
+    Event,
+    Member,
+    Membership,
+    Presence,
+)
 from psserver.decisions.uneven import report
 
 
@@ -404,3 +412,47 @@ def test_a_worker_that_leaves_out_a_step_is_named_once_the_others_have_made_it()
     assert report(members, 0, {3: (9, 3, 8)}) == ""
     members.leave(1, 1, "finished")
     assert report(members, 0, {3: (9, 0, 8)}) == ""
+
+
+# ----- the states of a worker
+
+
+def in_state(presence: Presence) -> Membership:
+    """Returns a membership whose rank 0 is in a state; rank 1 is live."""
+    membership = joined(2, 1)
+    if presence is not Presence.ABSENT:
+        membership.join(member(0))
+    if presence is Presence.LEFT:
+        membership.leave(0, 1, "finished")
+    if presence is Presence.LOST:
+        membership.leave(0, 1, "its process failed", failed=True)
+    return membership
+
+
+def happens(membership: Membership, event: Event) -> None:
+    match event:
+        case Event.JOIN:
+            membership.join(member(0, 2, restart=1))
+        case Event.MESSAGE:
+            membership.heard(0, 1, 1.0)
+        case Event.LEAVE | Event.FAIL:
+            membership.leave(0, 1, "over", failed=event is Event.FAIL)
+        case Event.SILENCE:
+            membership.expire(11.0)
+        case Event.NEW_LIFE:
+            membership.begin_again()
+
+
+@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("presence", Presence)
+def test_an_event_has_the_effect_that_the_table_of_transitions_says(
+    presence: Presence, event: Event
+) -> None:
+    membership = in_state(presence)
+    try:
+        happens(membership, event)
+    except (ReplacedError, UnknownJobError):
+        assert (presence, event) not in TRANSITIONS
+    found = membership.members.get(0)
+    after = Presence.ABSENT if found is None else found.presence
+    assert after is TRANSITIONS.get((presence, event), presence)

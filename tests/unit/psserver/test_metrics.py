@@ -50,18 +50,18 @@ def samples(body: str) -> dict[str, float]:
 
 def test_the_page_shows_the_tally_and_the_shard() -> None:
     engine = make_engine()
-    tally = engine.tally
+    counters = engine.counters
     for verdict, count in ((Verdict.ACCEPTED, 5), (Verdict.TOO_LATE, 1)):
         for _ in range(count):
-            tally.pushed("train", verdict)
-    tally.pushed("ended", Verdict.ACCEPTED)
-    tally.num_pushes_refused = 2
+            counters.pushed("train", verdict)
+    counters.pushed("ended", Verdict.ACCEPTED)
+    counters.num_pushes_refused = 2
     for number in range(10):
-        tally.pulled("train", is_answered=number < 7)
-    tally.pulled("ended", is_answered=True)
-    tally.received_nbytes, tally.sent_nbytes, tally.num_updates = 100, 200, 4
-    tally.staleness.observe(3)
-    tally.times_s.append(2e-3)
+        counters.pulled("train", is_answered=number < 7)
+    counters.pulled("ended", is_answered=True)
+    counters.received_nbytes, counters.sent_nbytes, counters.num_updates = 100, 200, 4
+    counters.staleness.observe(3)
+    counters.times_s.append(2e-3)
     (answer,) = asyncio.run(ask(MetricsPage(engine, lambda: True), get("/metrics")))
     head, _, body = answer.decode().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200 OK\r\n")

@@ -10,7 +10,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import COUNT_MAX, TableSpec
 from pscore.types import Origin
-from psserver.durability.journal_dir import Vault
+from psserver.durability.journal_dir import JournalDir
 from tests.unit.psserver.front import (
     JOB,
     Context,
@@ -84,12 +84,12 @@ def test_the_worker_that_is_furthest_says_where_a_new_mode_begins() -> None:
 def test_it_outlives_a_killed_shard(tmp_path: Path, mode: str) -> None:
     async def scene(_: Front) -> None:
         rule = pb.Plugin(name=mode)
-        vault = Vault(tmp_path / "vault")
-        front = Front(vault)
+        journals = JournalDir(tmp_path / "journals")
+        front = Front(journals)
         await front.ready(num_workers=1, rule=rule)
         await load(front, 40)
-        vault.close()
-        after = Front(Vault(tmp_path / "vault"))
+        journals.close()
+        after = Front(JournalDir(tmp_path / "journals"))
         after.engine.recover()
         assert await origin(after, rule=rule) == (0, 40)
 

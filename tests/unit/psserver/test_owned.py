@@ -98,7 +98,7 @@ def test_status_is_read_while_threads_push() -> None:
         threading.excepthook = before
         assert not failed
         assert num_looks > 1
-        assert front.engine.figures().tally.num_pushes_refused == NUM_THREADS * NUM_STEPS
+        assert front.engine.figures().counters.num_pushes_refused == NUM_THREADS * NUM_STEPS
 
     play(scene)
 

@@ -19,12 +19,12 @@ from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Skip
 from psserver.decisions.shard import Job, Shard
-from psserver.durability.journal_dir import JobVault, Vault
+from psserver.durability.journal_dir import JobJournal, JournalDir
 from psserver.durability.recovery import Recovery
 from psserver.durability.sealed import read_json, write_json
 from psserver.engine.engine import Engine
+from psserver.slices.base import Store
 from psserver.slices.journal import SliceJournal
-from psserver.slices.store import SliceStore
 
 STEPS = 30
 SPEC = TableSpec(
@@ -47,12 +47,12 @@ def begin(shard: Shard) -> Job:
 
 
 class Process:
-    """One life of a shard with a vault."""
+    """One life of a shard with a journals."""
 
     def __init__(self, folder: Path, limits: Limits | None = None) -> None:
-        self.vault = Vault(folder)
+        self.journals = JournalDir(folder)
         shard = Shard(0, 1, 10.0, limits)
-        self.engine = Engine(shard, vault=self.vault, now=lambda: 0.0)
+        self.engine = Engine(shard, journals=self.journals, now=lambda: 0.0)
         self.names = self.engine.recover()
 
     def train(self, name: str) -> None:
@@ -63,14 +63,14 @@ class Process:
         for version in range(STEPS - 3, STEPS + 1):  # So that both buffers have been used.
             arrays = {"weights": weights + version, "counts": np.array([version])}
             store.restore({**arrays, "state.0": weights}, version)
-        job.tables["model"].clocks[0].restore(STEPS, {0: STEPS})
-        self.engine.recovery.note(job)
+        job.job.tables["model"].clocks[0].restore(STEPS, {0: STEPS})
+        job.recorder.note()
 
-    def store(self) -> SliceStore:
-        return next(iter(self.engine.requests.queues.values())).store
+    def store(self) -> Store:
+        return next(iter(self.engine.jobs.values())).stores()[0]
 
     def kill(self) -> None:
-        self.vault.close()
+        self.journals.close()
 
 
 @pytest.fixture
@@ -120,13 +120,13 @@ def test_a_late_request_of_a_former_life_is_refused_after_a_kill_too(tmp_path: P
     job = process.engine.shard.jobs["a"]
     process.engine.leave("a", 0, 7, "killed", failed=True)
     job.membership.begin_again()
-    process.engine.recovery.note(job)
+    process.engine.jobs["a"].recorder.note()
     process.kill()
     again = Process(tmp_path / "v").engine
     with pytest.raises(ReplacedError, match="came late"):
         again.join("a", 1, worker(7))
     assert again.shard.jobs["a"].life.number == 1
-    assert again.join("a", 1, worker(8)) is again.shard.jobs["a"]
+    assert again.join("a", 1, worker(8)) is again.jobs["a"]
     assert again.shard.jobs["a"].membership.members[0].spent == (7,)
 
 
@@ -198,12 +198,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_what_is_damaged_is_refused_by_name_and_nobody_begins_it_anew(
     folder: Path, damage: str
 ) -> None:
-    before = Vault(folder)
+    before = JournalDir(folder)
     before.close()
     DAMAGES[damage](job_folder(folder))
     process = Process(folder)
     assert process.names == []
-    assert process.vault.instance != before.instance  # So that its workers know.
+    assert process.journals.instance != before.instance  # So that its workers know.
     text = r"shard 0 had job 'a' and cannot go on with it: .*psserver restore DIR --job a.* forget"
     with pytest.raises(StateLostError, match=text):
         process.engine.join("a", 1, worker(8))
@@ -288,30 +288,31 @@ def test_the_end_of_a_job_is_known_after_a_kill(folder: Path) -> None:
 
 
 def test_an_older_folder_of_the_same_name_takes_nothing_from_the_newer(tmp_path: Path) -> None:
-    vault, shard = Vault(tmp_path), Shard(0, 1, 10.0)
-    Recovery(vault, shard).note(begin(shard))
-    (newer,) = vault.found()
-    older = JobVault(tmp_path / f"0-{newer.name.rpartition('-')[2]}", is_new=True)
+    journals, shard = JournalDir(tmp_path), Shard(0, 1, 10.0)
+    Recovery(journals, shard).recorder(begin(shard)).note()
+    (newer,) = journals.found()
+    older = JobJournal(tmp_path / f"0-{newer.name.rpartition('-')[2]}", is_new=True)
     older.write_job({"name": "run"})
     (older.folder / "0.json").write_text("half a fi")
-    vault.close()
-    again, shard = Vault(tmp_path), Shard(0, 1, 10.0)
-    (job,) = Recovery(again, shard).take_up(0.0, lambda *_: None)
-    assert shard.jobs == {"run": job}
+    journals.close()
+    again, shard = JournalDir(tmp_path), Shard(0, 1, 10.0)
+    Recovery(again, shard).recover(0.0, lambda *_: None)
+    (job,) = shard.jobs.values()
     assert job.membership.members[0].incarnation == 7
     assert job.membership.size == "1 to 3"
     assert not older.folder.exists()
-    assert again.instance == vault.instance
+    assert again.instance == journals.instance
 
 
 def test_who_takes_part_is_written_when_it_changes(tmp_path: Path) -> None:
-    vault, shard = Vault(tmp_path), Shard(0, 1, 10.0)
-    recovery, job = Recovery(vault, shard), begin(shard)
-    recovery.note(job)
+    journals, shard = JournalDir(tmp_path), Shard(0, 1, 10.0)
+    job = begin(shard)
+    recorder = Recovery(journals, shard).recorder(job)
+    recorder.note()
     (path,) = tmp_path.glob("*/job.json")
     path.write_text("as it was")
-    recovery.note(job)
+    recorder.note()
     assert path.read_text() == "as it was"
     shard.barrier(job, "end", 0, 0)
-    recovery.note(job)
+    recorder.note()
     assert json.loads(path.read_text())["meta"]["barriers"] == [["end", 0, [0], True, 0.0, 0.0]]

@@ -80,7 +80,7 @@ class Words:
     def hold(self, action: Hold, payload: object) -> str:
         return f"a copy of {payload}"
 
-    def refuse(self, action: Acknowledge) -> None:
+    def note_late(self, action: Acknowledge) -> None:
         pass
 
     def keep(self, token: object, payload: object) -> None:

@@ -16,7 +16,8 @@ from pscore.rules import ASGD, DCASGD, SSGD
 from pscore.rules.base import Rule
 from pscore.types import FloatArray, HyperArray, Push, Role, Segment, SliceSpec
 from psserver.decisions.orders import Add, Answer, Load, Update
-from psserver.slices.store import Payload, SliceStore
+from psserver.slices.base import Payload
+from psserver.slices.store import SliceStore
 
 RAW = NoCompression()
 PULLED = Answer(token=0, worker=0, version=0, with_state=False)
@@ -133,7 +134,7 @@ def test_a_segment_without_a_gradient_is_left_alone() -> None:
     assert not made.state[0][:10].any()
 
 
-def test_bins_of_several_steps_are_apart_and_used_again() -> None:
+def test_open_steps_of_several_steps_are_apart_and_used_again() -> None:
     made = store()
     made.add(add(first=True, step=4), payload(values(1)))
     made.add(add(first=True, step=5), payload(values(2)))
@@ -258,13 +259,13 @@ def test_reading_brings_weights_and_on_request_the_state() -> None:
 
 def test_leased_weights_stay_as_they_are_until_they_are_given_back() -> None:
     made = store()
-    buffer = made.lease()
+    buffer = made.copies.lease()
     kept = buffer.array.copy()
     for version in range(1, 5):
         made.add(add(first=True), payload(values(version)))
         made.update(update(version))
         assert np.array_equal(buffer.array, kept)
-    made.release(buffer)
+    made.copies.release(buffer)
 
 
 def test_slow_readers_cost_one_buffer_for_each_version_that_they_hold() -> None:
@@ -272,12 +273,12 @@ def test_slow_readers_cost_one_buffer_for_each_version_that_they_hold() -> None:
     empty = made.nbytes
     leases = []
     for version in range(1, 5):
-        leases.append(made.lease())
+        leases.append(made.copies.lease())
         made.add(add(first=True), payload(values(version)))
         made.update(update(version))
     assert made.nbytes == empty + (4 + 1) * 4 * NUMEL  # Four buffers more, and the bin.
     for buffer in leases:
-        made.release(buffer)
+        made.copies.release(buffer)
     before = made.nbytes
     for version in range(5, 20):
         made.add(add(first=True), payload(values(version)))
@@ -287,9 +288,9 @@ def test_slow_readers_cost_one_buffer_for_each_version_that_they_hold() -> None:
 
 def test_two_readers_of_one_version_share_its_buffer() -> None:
     made = store()
-    first, second = made.lease(), made.lease()
+    first, second = made.copies.lease(), made.copies.lease()
     assert first is second
-    made.release(first)
+    made.copies.release(first)
     kept = second.array.copy()
     for version in (1, 2, 3):
         made.add(add(first=True), payload(values(version)))
@@ -311,7 +312,7 @@ def test_versions_of_shared_buffers_are_published_and_withdrawn_before_they_are_
         seen.append(versions.tolist())
         newest = buffers[int(np.argmax(versions))]
         assert np.array_equal(newest, made.weights)
-        assert made.mapped() == int(np.argmax(versions)) + 1
+        assert made.copies.newest_mapped() == int(np.argmax(versions)) + 1
     assert [max(pair) for pair in seen] == [0, 1, 2, 3]
 
 
@@ -330,14 +331,14 @@ def test_weights_are_overwritten_only_where_nobody_reads_them(
     buffers = [np.zeros(NUMEL, np.float32), np.zeros(NUMEL, np.float32)]
     made = SliceStore(SPEC, rule, SGD(), buffers, np.full(2, -1, np.int64))
     load(made, values(0))
-    leased = made.lease()
+    leased = made.copies.lease()
     before = leased.number
-    made.release(leased)
+    made.copies.release(leased)
     if is_mapped:
-        assert made.mapped() == before
+        assert made.copies.newest_mapped() == before
     made.add(add(first=True), payload(values(1)))
     made.update(update(1))
-    assert (made.lease().number == before) == in_place
+    assert (made.copies.lease().number == before) == in_place
 
 
 # ----- refusing

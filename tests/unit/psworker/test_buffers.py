@@ -1,15 +1,15 @@
 """Which buffers evaluation sees, with tables that are kept in this process."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from pscore.errors import ConfigError
+from pscore.table_spec import TableSpec
 from pscore.types import Push, Role
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 from psworker.training import buffers as module
 from psworker.training.buffers import Buffers
 
@@ -29,9 +29,10 @@ class FakeSession:
 class FakeTable:
     """A table whose values are in its session's `posts`."""
 
-    def __init__(self, session: FakeSession, name: str, layout: Any, *_: Any) -> None:
+    def __init__(self, session: FakeSession, spec: TableSpec) -> None:
         self.owner = session
-        self.values = session.posts.setdefault(name, {})
+        self.layout = spec.layout()
+        self.values = session.posts.setdefault(spec.name, {})
         self.busy = False
         self.steps: list[int] = []
         self.restarts = 0
@@ -48,11 +49,11 @@ class FakeTable:
             self.values[index] = grad.numpy().copy()
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
-        assert landing.is_look
-        landing.weights.copy_(torch.from_numpy(self.values[index]))
-        landing.clock = len(self.owner.counted)
+        assert pull_buffer.is_look
+        pull_buffer.weights.copy_(torch.from_numpy(self.values[index]))
+        pull_buffer.clock = len(self.owner.counted)
 
     def run(self, waits: Iterable[int]) -> None:
         list(waits)

@@ -104,7 +104,7 @@ def test_help_and_version_have_their_usual_names(
     assert capsys.readouterr().out.startswith("paceline ")
     assert psworker(monkeypatch, "bench", "-h") == 0
     # Whole, on a terminal that is wide enough.
-    summary = "Say what each compressor costs and saves on this machine and link, if it does."
+    summary = "Show what each compressor costs and saves on this machine and link."
     assert f"compressors  {summary}\n" in capsys.readouterr().out
     monkeypatch.setenv("_PSWORKER_COMPLETE", "source_bash")  # As `--show-completion` in bash.
     assert psworker(monkeypatch) == 0

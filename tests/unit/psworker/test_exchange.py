@@ -13,13 +13,13 @@ import torch
 from pscore.compressors import parse_compressor
 from pscore.errors import GradientError, ReplacedError, ServerUnavailableError
 from pscore.net import wire
-from pscore.optimizers.sgd import SGD
 from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.rules.ssgd import SSGD
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
 from psworker.connection.exchange import Exchange
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 from psworker.transports import PullCall, PushCall
 
 TENSORS = [
@@ -57,19 +57,21 @@ class Session:
                 address=f"host:{number}",
                 silent_s=0.0,
                 waiting_for="",
-                control=SimpleNamespace(Claim=lambda request: control_pb2.ClaimReply()),
+                control=SimpleNamespace(
+                    FetchResidual=lambda request: control_pb2.FetchResidualReply()
+                ),
                 call=lambda method, request: method(request),
             )
             for number, plane in enumerate(self.planes)
         ]
-        self.defined: list[tuple[Any, ...]] = []
+        self.defined: list[TableSpec] = []
         self.failure: Exception | None = None
         self.timeline = None
         self.waits = ""
-        self.debtors: dict[int, Any] = {}
+        self.residual_senders: dict[int, Any] = {}
 
-    def define(self, *declaration: Any, **options: Any) -> tuple[int, Origin]:
-        self.defined.append(declaration)
+    def define(self, spec: TableSpec, **options: Any) -> tuple[int, Origin]:
+        self.defined.append(spec)
         return 5, Origin()
 
     def require_own(self) -> None: ...
@@ -86,10 +88,16 @@ def make(compression: str = "none", num_shards: int = 2) -> tuple[Exchange, Sess
         TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype, compress=compression != "none")
         for t in TENSORS
     ]
-    layout = make_layout(tensors, num_shards)
-    plugins = (SSGD(), compressor, SGD())
-    exchange = Exchange(session, "model", layout, *plugins, 1)  # type: ignore[arg-type]
-    return exchange, session
+    spec = TableSpec(
+        name="model",
+        tensors=tuple(tensors),
+        num_shards=num_shards,
+        rule=SSGD(),
+        compressor=compressor,
+        optimizer="sgd",
+        num_groups=1,
+    )
+    return Exchange(session, spec), session  # type: ignore[arg-type]
 
 
 def gradient(index: int, value: float = 1.5) -> torch.Tensor:
@@ -117,7 +125,7 @@ def test_a_push_that_leaves_after_a_return_is_still_one_of_the_former_worker() -
 
 def test_a_push_goes_to_the_shard_of_its_slice_with_all_that_travels() -> None:
     exchange, session = make()
-    assert session.defined[0][0] == "model"
+    assert session.defined[0].name == "model"
     exchange.push(1, a_push(step=3), gradient(1), compress=True)
     assert session.planes[0].pushes == []
     (call,) = session.planes[1].pushes
@@ -208,15 +216,15 @@ def test_what_is_owed_survives_a_change_of_the_number_of_shards(compression: str
         assert np.array_equal(found[name], array)
 
 
-def landing(index: int, with_state: bool) -> Landing:
+def pull_buffer(index: int, with_state: bool) -> PullBuffer:
     numel = LAYOUT.slices[index].numel
     state = [torch.zeros(numel)] if with_state else []
-    return Landing(weights=torch.zeros(numel), state=state)
+    return PullBuffer(weights=torch.zeros(numel), state=state)
 
 
 def test_a_pull_has_landed_when_it_has_been_waited_for() -> None:
     exchange, session = make()
-    wanted = landing(1, with_state=True)
+    wanted = pull_buffer(1, with_state=True)
     exchange.pull(1, 4, 3, wanted, with_state=True)
     (call,) = session.planes[1].pulls
     header = call.header
@@ -239,7 +247,7 @@ def test_a_pull_has_landed_when_it_has_been_waited_for() -> None:
 
 def test_what_a_shard_refuses_is_raised_where_it_is_waited_for() -> None:
     exchange, session = make()
-    exchange.pull(0, 0, 0, landing(0, with_state=False), with_state=False)
+    exchange.pull(0, 0, 0, pull_buffer(0, with_state=False), with_state=False)
     exchange.push(0, a_push(), gradient(0), compress=True)
     session.planes[0].pulls[0].done.set_exception(ServerUnavailableError("no shard answers"))
     session.planes[0].pushes[0].done.set_exception(ServerUnavailableError("nor now"))
@@ -279,7 +287,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A clock that goes on by a second each time it is asked."""
     seconds = iter(range(1000))
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    monkeypatch.setattr("psworker.connection.exchange.time", clock)
+    monkeypatch.setattr("psworker.connection.answer_wait.time", clock)
     return iter([None])
 
 
@@ -304,7 +312,7 @@ def test_a_shard_that_does_not_answer_is_told_of_and_the_session_knows_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     exchange, session = make()
-    exchange.pull(1, 3, 3, landing(1, with_state=False), with_state=False)
+    exchange.pull(1, 3, 3, pull_buffer(1, with_state=False), with_state=False)
     exchange._pulls[1][0].done = Slow(data_pb2.PullReply(version=3), times=8)
     session.links[1].silent_s = 6.0
     told: list[str] = []
@@ -322,7 +330,7 @@ def test_a_shard_that_does_not_answer_is_told_of_and_the_session_knows_it(
 
 def test_a_worker_that_is_no_longer_counted_in_stops_waiting() -> None:
     exchange, session = make()
-    exchange.pull(0, 0, 0, landing(0, with_state=False), with_state=False)
+    exchange.pull(0, 0, 0, pull_buffer(0, with_state=False), with_state=False)
     session.failure = ReplacedError("rank 1 is now process 9")
     exchange._pulls[0][0].done = Slow(None, times=3)
     with pytest.raises(ReplacedError, match="rank 1 is now process 9"):
@@ -333,7 +341,7 @@ def test_a_push_that_cannot_leave_ends_the_wait_for_what_needs_it() -> None:
     """A gradient that is no number is found on its way out, when a pull is waited for already."""
     exchange, session = make()
     exchange.push(1, a_push(), gradient(1), compress=True)
-    exchange.pull(0, 1, 1, landing(0, with_state=False), with_state=False)
+    exchange.pull(0, 1, 1, pull_buffer(0, with_state=False), with_state=False)
     exchange._pulls[0][0].done = Slow(None, times=3)
     session.planes[1].pushes[0].done.set_exception(GradientError("gradient of 'weight' holds NaN"))
     with pytest.raises(GradientError, match="gradient of 'weight' holds NaN"):
@@ -342,11 +350,11 @@ def test_a_push_that_cannot_leave_ends_the_wait_for_what_needs_it() -> None:
 
 def test_weights_that_changed_before_they_were_fetched_are_asked_for_again() -> None:
     exchange, session = make()
-    target = landing(0, with_state=False)
-    target.is_late = True
+    target = pull_buffer(0, with_state=False)
+    target.copy_on_wait = True
     exchange.pull(0, 1, 1, target, with_state=False)
     (call,) = session.planes[0].pulls
-    assert call.is_late
+    assert call.copy_on_wait
 
     def answer(version: int, *, is_whole: bool) -> None:
         def fetch() -> bool:
@@ -383,7 +391,7 @@ def test_who_has_come_back_as_another_rank_draws_as_that_rank() -> None:
 def test_a_restart_forgets_what_was_under_way_and_declares_again() -> None:
     exchange, session = make()
     exchange.push(0, a_push(), gradient(0), compress=True)
-    exchange.pull(0, 0, 0, landing(0, with_state=False), with_state=False)
+    exchange.pull(0, 0, 0, pull_buffer(0, with_state=False), with_state=False)
     exchange.restart()
     exchange.flush()
     assert exchange.has_landed(0)

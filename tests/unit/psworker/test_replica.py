@@ -1,4 +1,4 @@
-"""What a worker sends and waits for at each step, with an outbox that only takes notes."""
+"""What a worker sends and waits for at each step, with an push_pull that only takes port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,19 +13,19 @@ from pscore.optimizers.sgd import SGD
 from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
 from pscore.types import Origin, Push, Role, TensorSpec
-from psworker.replica.ports import Landing
+from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica, Waits
 
 NUMEL = 5000  # Two slices of at least 4,096 elements: 0 holds the back of the model.
 
 
 @dataclass
-class Notes:
-    """An outbox whose pulls land when the test says so, all elements with one value."""
+class RecordingPort:
+    """An push_pull whose pulls land when the test says so, all elements with one value."""
 
     pushes: list[tuple[int, Push, float]] = field(default_factory=list)
     pulls: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    landings: dict[int, Landing] = field(default_factory=dict)
+    pull_buffers: dict[int, PullBuffer] = field(default_factory=dict)
     waited: list[int] = field(default_factory=list)
     maps: bool = False
 
@@ -35,10 +35,10 @@ class Notes:
         self.pushes.append((index, push, grad[0].item()))
 
     def pull(
-        self, index: int, clock: int, min_version: int, landing: Landing, *, with_state: bool
+        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         self.pulls.append((index, clock, min_version, with_state))
-        self.landings[index] = landing
+        self.pull_buffers[index] = pull_buffer
 
     def maps_weights(self, index: int) -> bool:
         return self.maps
@@ -46,12 +46,12 @@ class Notes:
     def land(
         self, index: int, weights: float, version: int, state: float | None = None, clock: int = 0
     ) -> None:
-        landing = self.landings[index]
-        landing.weights.fill_(weights)
-        landing.counts = None if state is None else np.array([version], np.int64)
-        for array in landing.state:
+        pull_buffer = self.pull_buffers[index]
+        pull_buffer.weights.fill_(weights)
+        pull_buffer.counts = None if state is None else np.array([version], np.int64)
+        for array in pull_buffer.state:
             array.fill_(state or 0.0)
-        landing.version, landing.clock = version, clock
+        pull_buffer.version, pull_buffer.clock = version, clock
 
     def run(self, waits: Waits, weights: float, version: int, state: float | None = None) -> None:
         """Lets every pull land that is waited for."""
@@ -72,9 +72,9 @@ def make_layout_of_two() -> Layout:
     return layout
 
 
-def make(mode: str, optimizer: Optimizer | None = None) -> tuple[Replica, Notes]:
+def make(mode: str, optimizer: Optimizer | None = None) -> tuple[Replica, RecordingPort]:
     """Returns a replica with weights 1 at version 0, learning rate 0.5 and momentum 0.5."""
-    layout, notes = make_layout_of_two(), Notes()
+    layout, port = make_layout_of_two(), RecordingPort()
     optimizer = optimizer or SGD()
     weights = torch.zeros(layout.numel)
     replica = Replica(layout, parse_mode(mode), optimizer, 1, weights, rank=3)
@@ -82,9 +82,9 @@ def make(mode: str, optimizer: Optimizer | None = None) -> tuple[Replica, Notes]
     hyper = np.array([[row.get(name, 0.0) for name in optimizer.hyper_names]])
     for part in replica.parts:
         part.hyper = hyper
-    notes.run(replica.fetch(0, notes), 1.0, 0, state=0.0)
-    notes.taken()
-    return replica, notes
+    port.run(replica.fetch(0, port), 1.0, 0, state=0.0)
+    port.taken()
+    return replica, port
 
 
 def grads(replica: Replica, value: float) -> list[torch.Tensor]:
@@ -92,21 +92,25 @@ def grads(replica: Replica, value: float) -> list[torch.Tensor]:
 
 
 def push_all(
-    replica: Replica, notes: Notes, values: Sequence[torch.Tensor], *, in_backward: bool = False
+    replica: Replica,
+    port: RecordingPort,
+    values: Sequence[torch.Tensor],
+    *,
+    in_backward: bool = False,
 ) -> None:
     for index in replica.front_first():
         replica.push(
-            index, values[index], present=-1, samples=2.0, outbox=notes, in_backward=in_backward
+            index, values[index], present=-1, samples=2.0, push_pull=port, in_backward=in_backward
         )
 
 
-def step(replica: Replica, notes: Notes, value: float, weights: float, version: int) -> None:
+def step(replica: Replica, port: RecordingPort, value: float, weights: float, version: int) -> None:
     """Makes one step whose pulls, if waited for, bring `weights` and the state 0."""
     own = grads(replica, value)
     for index in replica.front_first():
-        notes.run(replica.land(index), weights, version, 0.0)
-    push_all(replica, notes, own)
-    notes.run(replica.finish(own, notes), weights, version, 0.0)
+        port.run(replica.land(index), weights, version, 0.0)
+    push_all(replica, port, own)
+    port.run(replica.finish(own, port), weights, version, 0.0)
 
 
 def test_the_first_fetch_brings_the_weights_of_all_slices() -> None:
@@ -116,26 +120,26 @@ def test_the_first_fetch_brings_the_weights_of_all_slices() -> None:
 
 
 def test_a_push_says_who_when_on_what_and_with_which_weight() -> None:
-    replica, notes = make("ssgd")
-    push_all(replica, notes, grads(replica, 7.0))
-    assert [(index, value) for index, _, value in notes.pushes] == [(1, 7.0), (0, 7.0)]
-    push = notes.pushes[0][1]
+    replica, port = make("ssgd")
+    push_all(replica, port, grads(replica, 7.0))
+    assert [(index, value) for index, _, value in port.pushes] == [(1, 7.0), (0, 7.0)]
+    push = port.pushes[0][1]
     assert (push.worker, push.step, push.base_version, push.samples) == (3, 0, 0, 2.0)
     assert push.role is Role.GRADIENT
     assert push.hyper is replica.parts[1].hyper
 
 
 def test_ssgd_waits_for_the_version_of_its_step_front_first() -> None:
-    replica, notes = make("ssgd")
+    replica, port = make("ssgd")
     for number in range(3):
-        step(replica, notes, 1.0, weights=10.0 + number, version=number + 1)
-        assert [pull[:3] for pull in notes.pulls] == [
+        step(replica, port, 1.0, weights=10.0 + number, version=number + 1)
+        assert [pull[:3] for pull in port.pulls] == [
             (1, number + 1, number + 1),
             (0, number + 1, number + 1),
         ]
-        assert [push.step for _, push, _ in notes.pushes] == [number, number]
-        assert [push.base_version for _, push, _ in notes.pushes] == [number, number]
-        assert notes.taken() == ([1, 0], [1, 0], [1, 0])
+        assert [push.step for _, push, _ in port.pushes] == [number, number]
+        assert [push.base_version for _, push, _ in port.pushes] == [number, number]
+        assert port.taken() == ([1, 0], [1, 0], [1, 0])
         assert replica.weights[0].item() == 10.0 + number
     assert replica.step == 3
     assert replica.clocks == [3, 3]
@@ -144,103 +148,103 @@ def test_ssgd_waits_for_the_version_of_its_step_front_first() -> None:
 @pytest.mark.parametrize("maps", [False, True], ids=["beside", "late"])
 def test_ssgd_asks_with_its_pushes_and_backward_keeps_its_weights(maps: bool) -> None:
     """Over a network the answer lands beside the weights; in shared memory it lands later."""
-    replica, notes = make("ssgd")
-    notes.maps = maps
+    replica, port = make("ssgd")
+    port.maps = maps
     own = grads(replica, 1.0)
-    push_all(replica, notes, own, in_backward=True)
-    assert [pull[:3] for pull in notes.pulls] == [(1, 1, 1), (0, 1, 1)]
-    for index, landing in notes.landings.items():
-        is_direct = landing.weights.data_ptr() == replica.parts[index].weights.data_ptr()
-        assert (landing.is_late, is_direct) == (maps, maps)
+    push_all(replica, port, own, in_backward=True)
+    assert [pull[:3] for pull in port.pulls] == [(1, 1, 1), (0, 1, 1)]
+    for index, pull_buffer in port.pull_buffers.items():
+        is_direct = pull_buffer.weights.data_ptr() == replica.parts[index].weights.data_ptr()
+        assert (pull_buffer.copy_on_wait, is_direct) == (maps, maps)
     if not maps:
-        notes.land(0, 5.0, version=1)
+        port.land(0, 5.0, version=1)
         assert replica.weights[:NUMEL].tolist() == [1.0] * NUMEL
-    notes.run(replica.finish(own, notes), 6.0, 1)
-    assert sorted(notes.waited) == ([0, 1] if maps else [1])
-    assert len(notes.pulls) == 2
+    port.run(replica.finish(own, port), 6.0, 1)
+    assert sorted(port.waited) == ([0, 1] if maps else [1])
+    assert len(port.pulls) == 2
     assert replica.weights[0].item() == (6.0 if maps else 5.0)
     assert replica.weights[NUMEL - 1].item() == 6.0
 
 
 def test_an_asynchronous_mode_asks_when_backward_is_over_for_weights_that_are_new() -> None:
-    replica, notes = make("asgd")
+    replica, port = make("asgd")
     own = grads(replica, 1.0)
-    push_all(replica, notes, own, in_backward=True)
-    assert notes.pulls == []
-    notes.run(replica.finish(own, notes), 4.0, 9)
-    assert [pull[:3] for pull in notes.pulls] == [(1, 1, 0), (0, 1, 0)]
+    push_all(replica, port, own, in_backward=True)
+    assert port.pulls == []
+    port.run(replica.finish(own, port), 4.0, 9)
+    assert [pull[:3] for pull in port.pulls] == [(1, 1, 0), (0, 1, 0)]
 
 
 def test_a_pull_is_not_asked_for_before_the_one_before_it_was_used() -> None:
     """A delay of one step: what has landed is the base of this step's local update."""
-    replica, notes = make("od(warmup=0, local=sgd)")
+    replica, port = make("od(warmup=0, local=sgd)")
     own = grads(replica, 1.0)
-    push_all(replica, notes, own, in_backward=True)
-    assert [pull[2] for pull in notes.pulls] == [1, 1]
-    notes.run(replica.finish(own, notes), 0.0, 0)
-    assert notes.waited == []
-    notes.run(replica.land(1), 8.0, 1)
-    notes.run(replica.land(0), 8.0, 1)
-    notes.taken()
-    push_all(replica, notes, own, in_backward=True)
-    assert notes.pulls == []
-    notes.run(replica.finish(own, notes), 0.0, 0)
-    assert [pull[2] for pull in notes.pulls] == [2, 2]
+    push_all(replica, port, own, in_backward=True)
+    assert [pull[2] for pull in port.pulls] == [1, 1]
+    port.run(replica.finish(own, port), 0.0, 0)
+    assert port.waited == []
+    port.run(replica.land(1), 8.0, 1)
+    port.run(replica.land(0), 8.0, 1)
+    port.taken()
+    push_all(replica, port, own, in_backward=True)
+    assert port.pulls == []
+    port.run(replica.finish(own, port), 0.0, 0)
+    assert [pull[2] for pull in port.pulls] == [2, 2]
     assert replica.weights[0].item() == 7.5
 
 
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=1, warmup=0, local=sgd)"])
 def test_a_pull_that_is_given_up_changes_nothing_when_it_lands(mode: str) -> None:
-    replica, notes = make(mode)
+    replica, port = make(mode)
     own = grads(replica, 1.0)
-    push_all(replica, notes, own, in_backward=True)
-    given_up = notes.landings[1]
+    push_all(replica, port, own, in_backward=True)
+    given_up = port.pull_buffers[1]
     replica.abandon()
-    notes.taken()
-    waits = replica.finish(own, notes)
+    port.taken()
+    waits = replica.finish(own, port)
     if mode == "ssgd":
         assert next(waits) == 1
-        notes.land(1, 3.0, version=1)
+        port.land(1, 3.0, version=1)
         given_up.weights.fill_(9.0)
-    notes.run(waits, 3.0, version=1)
-    assert [pull[2] for pull in notes.pulls] == [1, 1]
-    notes.run(replica.settle(), 3.0, version=1)
+    port.run(waits, 3.0, version=1)
+    assert [pull[2] for pull in port.pulls] == [1, 1]
+    port.run(replica.settle(), 3.0, version=1)
     given_up.weights.fill_(9.0)
     assert replica.weights.tolist() == [3.0] * len(replica.weights)
 
 
 def test_a_fetch_in_the_middle_of_a_step_does_not_wait_for_the_step() -> None:
     """Others may wait for the slices of it that were not pushed."""
-    replica, notes = make("ssgd")
-    replica.push(1, grads(replica, 1.0)[1], -1, 1.0, notes, in_backward=True)
-    notes.taken()
-    for index in replica.fetch(None, notes):
-        assert notes.pulls, f"slice {index} is waited for, and was not asked for anew"
-        notes.land(index, 2.0, version=0)
-    assert [pull[1:3] for pull in notes.pulls] == [(0, 0), (0, 0)]
+    replica, port = make("ssgd")
+    replica.push(1, grads(replica, 1.0)[1], -1, 1.0, port, in_backward=True)
+    port.taken()
+    for index in replica.fetch(None, port):
+        assert port.pulls, f"slice {index} is waited for, and was not asked for anew"
+        port.land(index, 2.0, version=0)
+    assert [pull[1:3] for pull in port.pulls] == [(0, 0), (0, 0)]
 
 
 def test_asgd_waits_for_its_own_push_in_any_version() -> None:
-    replica, notes = make("asgd")
-    step(replica, notes, 1.0, weights=4.0, version=9)
-    assert [pull[1:3] for pull in notes.pulls] == [(1, 0), (1, 0)]
-    assert notes.taken()[2] == [1, 0]
+    replica, port = make("asgd")
+    step(replica, port, 1.0, weights=4.0, version=9)
+    assert [pull[1:3] for pull in port.pulls] == [(1, 0), (1, 0)]
+    assert port.taken()[2] == [1, 0]
     assert replica.parts[0].version == 9
 
 
 def test_ssd_pulls_at_each_kth_step_and_takes_it_one_step_later() -> None:
     """k = 2, plain local steps w -= 0.5 g: the pull of step 1 lands before the push of step 2."""
-    replica, notes = make("ssd(steps=2, warmup=0, local=sgd)")
-    step(replica, notes, 1.0, 0.0, 0)
-    assert notes.taken() == ([1, 0], [], [])
+    replica, port = make("ssd(steps=2, warmup=0, local=sgd)")
+    step(replica, port, 1.0, 0.0, 0)
+    assert port.taken() == ([1, 0], [], [])
     assert replica.weights[0].item() == 0.5
-    step(replica, notes, 1.0, 0.0, 0)
-    assert [pull[1:3] for pull in notes.pulls] == [(2, 2), (2, 2)]
-    pushed, pulled, waited = notes.taken()
+    step(replica, port, 1.0, 0.0, 0)
+    assert [pull[1:3] for pull in port.pulls] == [(2, 2), (2, 2)]
+    pushed, pulled, waited = port.taken()
     assert (sorted(pushed), sorted(pulled), waited) == ([0, 1], [0, 1], [])
     assert replica.weights[0].item() == 0.0  # 0.5 - 0.5: the pull is still under way.
-    step(replica, notes, 1.0, weights=8.0, version=2)
-    pushed, pulled, waited = notes.taken()
+    step(replica, port, 1.0, weights=8.0, version=2)
+    pushed, pulled, waited = port.taken()
     assert (sorted(pushed), pulled, sorted(waited)) == ([0, 1], [], [0, 1])
     assert replica.weights[0].item() == 7.5
 
@@ -251,152 +255,152 @@ def test_the_secant_takes_a_pull_where_its_own_direction_lay_with_the_same_bits(
 
     W = 1, 8: G_sync = (1 - 8) / (2 * 0.5) = -7; w = 8 - 0.5 * (2 * 1 + 0.5 * -7).
     """
-    replica, notes = make("ssd(steps=2, warmup=0, local=secant)")
-    notes.maps = maps
+    replica, port = make("ssd(steps=2, warmup=0, local=secant)")
+    port.maps = maps
     sync = [part.state["grad_sync"] for part in replica.parts]
-    step(replica, notes, 1.0, 0.0, 0)
-    push_all(replica, notes, grads(replica, 1.0), in_backward=True)
-    for index, landing in notes.landings.items():
-        is_sync = landing.weights.data_ptr() == sync[index].data_ptr()
-        assert (landing.is_late, is_sync) == (maps, maps)
-    notes.run(replica.finish(grads(replica, 1.0), notes), 0.0, 0)
-    assert (notes.waited, replica.weights[0].item()) == ([], -1.0)
-    step(replica, notes, 1.0, weights=8.0, version=2)
+    step(replica, port, 1.0, 0.0, 0)
+    push_all(replica, port, grads(replica, 1.0), in_backward=True)
+    for index, pull_buffer in port.pull_buffers.items():
+        is_sync = pull_buffer.weights.data_ptr() == sync[index].data_ptr()
+        assert (pull_buffer.copy_on_wait, is_sync) == (maps, maps)
+    port.run(replica.finish(grads(replica, 1.0), port), 0.0, 0)
+    assert (port.waited, replica.weights[0].item()) == ([], -1.0)
+    step(replica, port, 1.0, weights=8.0, version=2)
     assert sync[0][0].item() == -7.0
     assert replica.weights[0].item() == 8.75
 
 
 def test_a_pull_that_may_bring_the_same_version_leaves_the_direction_of_the_last_one() -> None:
-    replica, notes = make("ssd(steps=1, warmup=0, local=secant)")
-    step(replica, notes, 1.0, 0.0, 0)
-    step(replica, notes, 1.0, 0.5, 1)
-    notes.run(replica.settle(), 0.25, 2)
+    replica, port = make("ssd(steps=1, warmup=0, local=secant)")
+    step(replica, port, 1.0, 0.0, 0)
+    step(replica, port, 1.0, 0.5, 1)
+    port.run(replica.settle(), 0.25, 2)
     sync = replica.parts[0].state["grad_sync"]
     kept = sync.clone()
-    notes.run(replica.fetch(0, notes), 0.25, 2)
+    port.run(replica.fetch(0, port), 0.25, 2)
     assert torch.equal(sync, kept)
     assert kept[0].item() == 0.5
 
 
 def test_a_slice_is_not_pushed_while_its_pull_is_under_way() -> None:
-    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
-    step(replica, notes, 1.0, 0.0, 0)
+    replica, port = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, port, 1.0, 0.0, 0)
     own = grads(replica, 1.0)
     with pytest.raises(AssertionError):
-        replica.push(1, own[1], present=-1, samples=1.0, outbox=notes)
-    notes.land(1, 5.0, version=1)
+        replica.push(1, own[1], present=-1, samples=1.0, push_pull=port)
+    port.land(1, 5.0, version=1)
     assert list(replica.land(1)) == []
-    replica.push(1, own[1], present=-1, samples=1.0, outbox=notes)
-    assert notes.pushes[-1][1].base_version == 0  # The gradient is of the weights before.
+    replica.push(1, own[1], present=-1, samples=1.0, push_pull=port)
+    assert port.pushes[-1][1].base_version == 0  # The gradient is of the weights before.
 
 
 @pytest.mark.parametrize(("form", "asked"), [("exact", [True, True]), ("kept", [True, False])])
 def test_mirror_asks_for_the_state_at_the_end_of_the_warm_up_and_then_as_its_form_says(
     form: str, asked: list[bool]
 ) -> None:
-    replica, notes = make(f"ssd(steps=1, warmup=2, local=mirror, mirror={form})")
+    replica, port = make(f"ssd(steps=1, warmup=2, local=mirror, mirror={form})")
     with_state = []
     for number in range(4):
-        step(replica, notes, 0.0, weights=1.0, version=number + 1)
-        with_state.append({pull[3] for pull in notes.pulls})
-        notes.taken()
+        step(replica, port, 0.0, weights=1.0, version=number + 1)
+        with_state.append({pull[3] for pull in port.pulls})
+        port.taken()
     assert with_state == [{False}, {asked[0]}, {asked[1]}, {asked[1]}]
 
 
 def test_mirror_goes_on_with_the_momentum_that_was_pulled() -> None:
     """w = 8 and V = 4 pulled; V <- 0.5 * 4 + 1 = 3, w <- 8 - 0.5 * 3 = 6.5."""
-    replica, notes = make("ssd(steps=1, warmup=1, local=mirror)")
-    push_all(replica, notes, grads(replica, 1.0))
-    notes.run(replica.finish(grads(replica, 1.0), notes), 8.0, 1, state=4.0)
-    push_all(replica, notes, grads(replica, 1.0))
-    notes.run(replica.finish(grads(replica, 1.0), notes), 0.0, 0, state=0.0)
+    replica, port = make("ssd(steps=1, warmup=1, local=mirror)")
+    push_all(replica, port, grads(replica, 1.0))
+    port.run(replica.finish(grads(replica, 1.0), port), 8.0, 1, state=4.0)
+    push_all(replica, port, grads(replica, 1.0))
+    port.run(replica.finish(grads(replica, 1.0), port), 0.0, 0, state=0.0)
     assert replica.weights[:NUMEL].tolist() == [6.5] * NUMEL
 
 
 @pytest.mark.parametrize("maps", [False, True], ids=["beside", "in place"])
 def test_in_shared_memory_pulled_momentum_takes_the_place_of_the_own_one(maps: bool) -> None:
     """It is asked for after the local update, which still needs the own one; bits are the same."""
-    replica, notes = make("ssd(steps=1, warmup=0)")
-    notes.maps = maps
+    replica, port = make("ssd(steps=1, warmup=0)")
+    port.maps = maps
     own = grads(replica, 1.0)
-    push_all(replica, notes, own, in_backward=True)
-    assert len(notes.pulls) == (0 if maps else 2)
-    notes.run(replica.finish(own, notes), 0.0, 0)
-    assert sorted(pull[:3] for pull in notes.pulls) == [(0, 1, 1), (1, 1, 1)]
+    push_all(replica, port, own, in_backward=True)
+    assert len(port.pulls) == (0 if maps else 2)
+    port.run(replica.finish(own, port), 0.0, 0)
+    assert sorted(pull[:3] for pull in port.pulls) == [(0, 1, 1), (1, 1, 1)]
     kept = [part.state["momentum_buffer"] for part in replica.parts]
-    for index, landing in notes.landings.items():
-        assert (landing.state[0].data_ptr() == kept[index].data_ptr()) == maps
-    step(replica, notes, 1.0, weights=5.0, version=1)
+    for index, pull_buffer in port.pull_buffers.items():
+        assert (pull_buffer.state[0].data_ptr() == kept[index].data_ptr()) == maps
+    step(replica, port, 1.0, weights=5.0, version=1)
     assert kept[0][0].item() == (0.5 * 0.0 + 1.0)  # The pulled one was 0.
     assert replica.weights[0].item() == 4.5
 
 
-def peek(replica: Replica, notes: Notes, weights: float, version: int) -> list[Landing]:
+def peek(replica: Replica, port: RecordingPort, weights: float, version: int) -> list[PullBuffer]:
     """Returns what a look has seen."""
     seen = [
-        Landing(weights=torch.zeros_like(part.weights), state=[], is_look=True)
+        PullBuffer(weights=torch.zeros_like(part.weights), state=[], is_look=True)
         for part in replica.parts
     ]
-    notes.run(replica.peek(seen, notes, with_state=False), weights, version)
+    port.run(replica.peek(seen, port, with_state=False), weights, version)
     return seen
 
 
 def test_a_peek_brings_the_newest_and_leaves_all_else() -> None:
-    replica, notes = make("ssd(steps=2, warmup=0, local=sgd)")
-    step(replica, notes, 1.0, 0.0, 0)
-    notes.taken()
-    seen = peek(replica, notes, 6.0, 1)
-    assert [pull[1:] for pull in notes.pulls] == [(1, 1, False)] * 2
-    assert [landing.weights[0].item() for landing in seen] == [6.0, 6.0]
+    replica, port = make("ssd(steps=2, warmup=0, local=sgd)")
+    step(replica, port, 1.0, 0.0, 0)
+    port.taken()
+    seen = peek(replica, port, 6.0, 1)
+    assert [pull[1:] for pull in port.pulls] == [(1, 1, False)] * 2
+    assert [pull_buffer.weights[0].item() for pull_buffer in seen] == [6.0, 6.0]
     assert replica.weights[0].item() == 0.5
     assert replica.parts[0].version == 0
-    step(replica, notes, 1.0, 0.0, 0)
+    step(replica, port, 1.0, 0.0, 0)
     assert replica.weights[0].item() == 0.0
 
 
 def test_a_peek_at_a_pull_under_way_leaves_it_for_the_next_step() -> None:
     """What is under way may be an estimate: it lands, and the look is a pull of its own."""
-    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
-    step(replica, notes, 1.0, 0.0, 0)
-    under_way = dict(notes.landings)
-    notes.taken()
+    replica, port = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, port, 1.0, 0.0, 0)
+    under_way = dict(port.pull_buffers)
+    port.taken()
     for index in range(2):
         under_way[index].weights.fill_(6.0)
         under_way[index].version = 1
-    seen = peek(replica, notes, 7.0, 1)
-    assert [pull[0] for pull in notes.pulls] == [0, 1]
-    assert [landing.weights[0].item() for landing in seen] == [7.0, 7.0]
+    seen = peek(replica, port, 7.0, 1)
+    assert [pull[0] for pull in port.pulls] == [0, 1]
+    assert [pull_buffer.weights[0].item() for pull_buffer in seen] == [7.0, 7.0]
     assert replica.weights[0].item() == 0.5
-    step(replica, notes, 1.0, 99.0, 99)  # Has nothing to wait for.
+    step(replica, port, 1.0, 99.0, 99)  # Has nothing to wait for.
     assert replica.weights[0].item() == 5.5
 
 
 def test_a_peek_waits_for_a_pull_under_way_before_it_asks() -> None:
-    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
-    step(replica, notes, 1.0, 0.0, 0)
-    notes.taken()
-    peek(replica, notes, 6.0, 1)
-    assert notes.waited == [0, 1, 0, 1]
-    step(replica, notes, 1.0, 99.0, 99)
+    replica, port = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, port, 1.0, 0.0, 0)
+    port.taken()
+    peek(replica, port, 6.0, 1)
+    assert port.waited == [0, 1, 0, 1]
+    step(replica, port, 1.0, 99.0, 99)
     assert replica.weights[0].item() == 5.5
 
 
 def test_a_fetch_takes_what_is_under_way_and_then_the_newest() -> None:
-    replica, notes = make("ssd(steps=1, warmup=0, local=sgd)")
-    step(replica, notes, 1.0, 0.0, 0)
-    notes.taken()
-    notes.run(replica.fetch(None, notes), 3.0, 1, state=0.0)
-    assert {pull[1:] for pull in notes.pulls} == {(1, 1, True)}
-    assert sorted(notes.waited) == [0, 0, 1, 1]
+    replica, port = make("ssd(steps=1, warmup=0, local=sgd)")
+    step(replica, port, 1.0, 0.0, 0)
+    port.taken()
+    port.run(replica.fetch(None, port), 3.0, 1, state=0.0)
+    assert {pull[1:] for pull in port.pulls} == {(1, 1, True)}
+    assert sorted(port.waited) == [0, 0, 1, 1]
     assert replica.weights[0].item() == 3.0
 
 
 def test_a_worker_that_was_late_goes_on_with_the_step_its_weights_are_for() -> None:
-    replica, notes = make("ssgd")
-    step(replica, notes, 1.0, weights=1.0, version=5)
-    notes.taken()
-    push_all(replica, notes, grads(replica, 1.0))
-    assert {push.step for _, push, _ in notes.pushes} == {5}
+    replica, port = make("ssgd")
+    step(replica, port, 1.0, weights=1.0, version=5)
+    port.taken()
+    push_all(replica, port, grads(replica, 1.0))
+    assert {push.step for _, push, _ in port.pushes} == {5}
 
 
 @pytest.mark.parametrize(
@@ -406,77 +410,77 @@ def test_a_replica_is_at_the_step_that_its_pushes_stand_for(
     mode: str, clock: int, step: int
 ) -> None:
     """Counted from 4 pushes at step 30; a round that is open there ends at step 32."""
-    replica, notes = make(mode)
+    replica, port = make(mode)
     replica.restart()
-    for index in replica.fetch(0, notes):
-        notes.land(index, 2.0, version=9, clock=clock)
+    for index in replica.fetch(0, port):
+        port.land(index, 2.0, version=9, clock=clock)
     replica.num_inner = 2 if replica.plan().inner else 0
     replica.locate(Origin(4, 30))
     assert replica.step == step + replica.num_inner
 
 
 def test_a_worker_that_left_out_steps_is_where_the_others_are() -> None:
-    replica, notes = make("ssgd(backup=1)")
-    step(replica, notes, 1.0, weights=1.0, version=5)
+    replica, port = make("ssgd(backup=1)")
+    step(replica, port, 1.0, weights=1.0, version=5)
     replica.locate(Origin())
     assert replica.step == 5
 
 
 def test_after_a_restart_the_shards_clock_counts() -> None:
-    replica, notes = make("asgd")
-    step(replica, notes, 1.0, weights=1.0, version=5)
+    replica, port = make("asgd")
+    step(replica, port, 1.0, weights=1.0, version=5)
     replica.restart()
-    for index in replica.fetch(0, notes):
-        notes.land(index, 2.0, version=8, clock=4)
-    notes.taken()
-    push_all(replica, notes, grads(replica, 1.0))
-    assert {push.step for _, push, _ in notes.pushes} == {4}
+    for index in replica.fetch(0, port):
+        port.land(index, 2.0, version=8, clock=4)
+    port.taken()
+    push_all(replica, port, grads(replica, 1.0))
+    assert {push.step for _, push, _ in port.pushes} == {4}
     assert replica.weights[0].item() == 2.0
 
 
 def test_in_rounds_the_way_of_the_weights_is_pushed_with_the_mean_of_the_samples() -> None:
     """Two steps of the user's own optimizer a round: from 1 to 0.25, with 2 and 4 samples."""
-    replica, notes = make("local(steps=2)")
+    replica, port = make("local(steps=2)")
     moves = grads(replica, 0.0)
     for weight, samples in ((0.5, 2.0), (0.25, 4.0)):
         assert replica.plan().inner
         replica.weights.fill_(weight)
-        notes.run(replica.finish(moves, notes, samples), 9.0, 1)
-    assert {(push.role, push.step, push.samples) for _, push, _ in notes.pushes} == {
+        port.run(replica.finish(moves, port, samples), 9.0, 1)
+    assert {(push.role, push.step, push.samples) for _, push, _ in port.pushes} == {
         (Role.DELTA, 0, 3.0)
     }
-    assert {value for _, _, value in notes.pushes} == {0.75}
+    assert {value for _, _, value in port.pushes} == {0.75}
     assert replica.weights[0].item() == 9.0
     assert replica.drifts
     replica.weights.fill_(float("nan"))
-    assert list(replica.finish(moves, notes)) == []
+    assert list(replica.finish(moves, port)) == []
     with pytest.raises(GradientError, match="weights of slice 0 hold NaN or Inf at step 3"):
-        list(replica.finish(moves, notes))
+        list(replica.finish(moves, port))
     # The round is given up: one step of the next one is left, and it begins where this one did.
     assert (replica.weights[0].item(), replica.num_inner, replica.is_ending) == (9.0, 0, False)
     replica.weights.fill_(8.0)
-    notes.run(replica.finish(moves, notes, 5.0), 7.0, 2)
-    assert {(push.step, push.samples, value) for _, push, value in notes.pushes[2:]} == {
+    port.run(replica.finish(moves, port, 5.0), 7.0, 2)
+    assert {(push.step, push.samples, value) for _, push, value in port.pushes[2:]} == {
         (1, 5.0, 1.0)
     }
 
 
 def test_a_round_that_is_not_over_is_pushed_at_the_end() -> None:
-    replica, notes = make("local(steps=3)")
+    replica, port = make("local(steps=3)")
     moves = grads(replica, 0.0)
-    replica.end_round(moves, notes)
-    assert notes.pushes == []
+    replica.end_round(moves, port)
+    assert port.pushes == []
     replica.weights.fill_(0.5)
-    assert list(replica.finish(moves, notes)) == []
-    replica.end_round(moves, notes)
-    assert {(push.role, value) for _, push, value in notes.pushes} == {(Role.DELTA, 0.5)}
+    assert list(replica.finish(moves, port)) == []
+    replica.end_round(moves, port)
+    assert {(push.role, value) for _, push, value in port.pushes} == {(Role.DELTA, 0.5)}
     assert replica.clocks == [1, 1]
 
 
 def test_local_updates_are_counted_over_pulls_and_anew_after_a_restart() -> None:
-    replica, notes = make("ssd(steps=2, warmup=1, local=sgd)")
+    replica, port = make("ssd(steps=2, warmup=1, local=sgd)")
     for number in range(5):
-        step(replica, notes, 1.0, 1.0, version=number + 1)
+        step(replica, port, 1.0, 1.0, version=number + 1)
     assert [part.num_made for part in replica.parts] == [4, 4]
     replica.restart()
     assert [part.num_made for part in replica.parts] == [0, 0]
@@ -484,50 +488,50 @@ def test_local_updates_are_counted_over_pulls_and_anew_after_a_restart() -> None
 
 def test_a_step_has_one_number_in_all_slices() -> None:
     """Slice 0 was at version 5, slice 1 at 7 already: step 5 is the oldest that is still open."""
-    replica, notes = make("ssgd(backup=1)")
+    replica, port = make("ssgd(backup=1)")
     replica.restart()
-    for index in replica.fetch(0, notes):
-        notes.land(index, 1.0, version=5 + 2 * index)
-    push_all(replica, notes, grads(replica, 1.0))
-    assert {push.step for _, push, _ in notes.pushes} == {5}
-    assert [push.base_version for _, push, _ in notes.pushes] == [7, 5]
+    for index in replica.fetch(0, port):
+        port.land(index, 1.0, version=5 + 2 * index)
+    push_all(replica, port, grads(replica, 1.0))
+    assert {push.step for _, push, _ in port.pushes} == {5}
+    assert [push.base_version for _, push, _ in port.pushes] == [7, 5]
 
 
 def test_a_worker_begins_with_the_newest_step_of_all_slices() -> None:
     """Slice 1 has step 5 from a former life of this worker; slice 0 is told not to wait for it."""
-    replica, notes = make("ssgd")
+    replica, port = make("ssgd")
     replica.restart()
     asked = []
-    for index in replica.begin(notes):
-        is_told = notes.landings[index].begins
-        asked.append((index, notes.pulls[-1][1:3], is_told))
+    for index in replica.begin(port):
+        is_told = port.pull_buffers[index].begins
+        asked.append((index, port.pulls[-1][1:3], is_told))
         if is_told:
-            notes.land(index, 3.0, version=6, clock=6)
+            port.land(index, 3.0, version=6, clock=6)
         else:
-            notes.land(index, 1.0, version=5, clock=5 + index)
+            port.land(index, 1.0, version=5, clock=5 + index)
     assert asked[-2:] == [(1, (6, 6), True), (0, (6, 6), True)]
     assert bool((replica.weights == 3.0).all())
-    push_all(replica, notes, grads(replica, 1.0))
-    assert [(i, push.step, push.base_version) for i, push, _ in notes.pushes] == [
+    push_all(replica, port, grads(replica, 1.0))
+    assert [(i, push.step, push.base_version) for i, push, _ in port.pushes] == [
         (1, 6, 6),
         (0, 6, 6),
     ]
 
 
 def test_slices_that_are_all_at_one_step_are_asked_once() -> None:
-    replica, notes = make("ssgd")
+    replica, port = make("ssgd")
     replica.restart()
-    for index in replica.begin(notes):
-        notes.land(index, 1.0, version=7, clock=7)
-    assert [pull[0] for pull in notes.pulls] == [1, 0]
+    for index in replica.begin(port):
+        port.land(index, 1.0, version=7, clock=7)
+    assert [pull[0] for pull in port.pulls] == [1, 0]
     assert (replica.next_push, replica.clocks) == (7, [7, 7])
 
 
 def test_in_an_asynchronous_mode_each_slice_goes_on_counting_by_itself() -> None:
-    replica, notes = make("asgd")
+    replica, port = make("asgd")
     replica.restart()
-    for index in replica.begin(notes):
-        notes.land(index, 1.0, version=9 + index, clock=3 + index)
-    assert len(notes.pulls) == 2
-    push_all(replica, notes, grads(replica, 1.0))
-    assert sorted((index, push.step) for index, push, _ in notes.pushes) == [(0, 3), (1, 4)]
+    for index in replica.begin(port):
+        port.land(index, 1.0, version=9 + index, clock=3 + index)
+    assert len(port.pulls) == 2
+    push_all(replica, port, grads(replica, 1.0))
+    assert sorted((index, push.step) for index, push, _ in port.pushes) == [(0, 3), (1, 4)]

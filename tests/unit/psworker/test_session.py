@@ -22,13 +22,12 @@ from pscore.errors import (
 )
 from pscore.net import wire
 from pscore.net.credentials import ANYONE, Credentials
-from pscore.optimizers.sgd import SGD
-from pscore.partition import make_layout
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, TensorSpec
+from psworker.connection import places
 from psworker.connection import session as module
-from psworker.connection import waits
 from psworker.connection.session import Session
 from psworker.job.context import open_session
 from psworker.job.environment import Environment
@@ -81,7 +80,7 @@ class FakeLink:
             raise answer
         return answer
 
-    def beat(self, request: Any, timeout_s: float) -> list[pb.Owing]:
+    def beat(self, request: Any, timeout_s: float) -> list[pb.ResidualRequest]:
         self.beaten.set()
         self.beaten_as.append((request.worker, request.incarnation))
         if self.beats:
@@ -233,13 +232,30 @@ def test_a_rank_that_is_not_free_everywhere_yet_is_asked_for_again(
     session.leave()
 
 
+def test_a_worker_that_waits_for_one_shard_keeps_its_lease_at_those_before(
+    links: list[FakeLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait may take a whole lease, and the threads that send heartbeats start after it."""
+    taken, joined = RankTakenError("rank 3 is held"), pb.JoinReply(rank=3, lease_s=LEASE_S)
+
+    def answers(made: list[FakeLink]) -> None:
+        made[1].answers["Join"] = [taken, taken, joined]
+
+    prepare(answers, monkeypatch)
+    monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
+    session = begin()
+    assert links[0].beaten_as == [(3, session.incarnation)] * 2
+    assert links[1].beaten_as == []
+    session.leave()
+
+
 def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_the_time(
     links: list[FakeLink], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not links
     seconds = itertools.count(0, 4)
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
-    monkeypatch.setattr(waits, "time", clock)
+    monkeypatch.setattr(places, "time", clock)
     monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
 
     def answers(made: list[FakeLink]) -> None:
@@ -335,9 +351,17 @@ def test_a_rank_of_a_fixed_number_is_not_given_up(links: list[FakeLink]) -> None
 
 
 def define(session: Session, again: bool = False) -> tuple[int, Origin]:
-    layout = make_layout([TensorSpec(name="weight", shape=(2, 3), dtype="bfloat16", group=1)], 2)
-    rule = SSD(steps=3)
-    return session.define("model", layout, rule, NoCompression(), SGD(), 2, again=again)
+    tensor = TensorSpec(name="weight", shape=(2, 3), dtype="bfloat16", group=1)
+    spec = TableSpec(
+        name="model",
+        tensors=(tensor,),
+        num_shards=2,
+        rule=SSD(steps=3),
+        compressor=NoCompression(),
+        optimizer="sgd",
+        num_groups=2,
+    )
+    return session.define(spec, again=again)
 
 
 def test_a_table_is_declared_alike_at_every_shard(links: list[FakeLink]) -> None:

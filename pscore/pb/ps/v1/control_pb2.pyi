@@ -217,20 +217,20 @@ class LeftOut(_message.Message):
     def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "owing", "live", "uneven")
+    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    OWING_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     UNEVEN_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
-    owing: _containers.RepeatedCompositeFieldContainer[Owing]
+    residual_requests: _containers.RepeatedCompositeFieldContainer[ResidualRequest]
     live: _containers.RepeatedScalarFieldContainer[int]
     uneven: str
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., owing: _Optional[_Iterable[_Union[Owing, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ...) -> None: ...
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ...) -> None: ...
 
-class Owing(_message.Message):
+class ResidualRequest(_message.Message):
     __slots__ = ("table", "step", "slices")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -248,7 +248,7 @@ class Array(_message.Message):
     data: bytes
     def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
-class OweRequest(_message.Message):
+class SendResidualRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "table", "slice", "step", "arrays")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -266,11 +266,11 @@ class OweRequest(_message.Message):
     arrays: _containers.RepeatedCompositeFieldContainer[Array]
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
 
-class OweReply(_message.Message):
+class SendResidualReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ClaimRequest(_message.Message):
+class FetchResidualRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "table", "slice")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -284,7 +284,7 @@ class ClaimRequest(_message.Message):
     slice: int
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., table: _Optional[int] = ..., slice: _Optional[int] = ...) -> None: ...
 
-class ClaimReply(_message.Message):
+class FetchResidualReply(_message.Message):
     __slots__ = ("slices", "arrays")
     SLICES_FIELD_NUMBER: _ClassVar[int]
     ARRAYS_FIELD_NUMBER: _ClassVar[int]

@@ -59,15 +59,15 @@ class ControlStub(object):
                 request_serializer=ps_dot_v1_dot_control__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_control__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
-        self.Owe = channel.unary_unary(
-                '/ps.v1.Control/Owe',
-                request_serializer=ps_dot_v1_dot_control__pb2.OweRequest.SerializeToString,
-                response_deserializer=ps_dot_v1_dot_control__pb2.OweReply.FromString,
+        self.SendResidual = channel.unary_unary(
+                '/ps.v1.Control/SendResidual',
+                request_serializer=ps_dot_v1_dot_control__pb2.SendResidualRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_control__pb2.SendResidualReply.FromString,
                 _registered_method=True)
-        self.Claim = channel.unary_unary(
-                '/ps.v1.Control/Claim',
-                request_serializer=ps_dot_v1_dot_control__pb2.ClaimRequest.SerializeToString,
-                response_deserializer=ps_dot_v1_dot_control__pb2.ClaimReply.FromString,
+        self.FetchResidual = channel.unary_unary(
+                '/ps.v1.Control/FetchResidual',
+                request_serializer=ps_dot_v1_dot_control__pb2.FetchResidualRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_control__pb2.FetchResidualReply.FromString,
                 _registered_method=True)
         self.Barrier = channel.unary_unary(
                 '/ps.v1.Control/Barrier',
@@ -129,13 +129,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Owe(self, request, context):
+    def SendResidual(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Claim(self, request, context):
+    def FetchResidual(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,15 +199,15 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=ps_dot_v1_dot_control__pb2.HeartbeatRequest.FromString,
                     response_serializer=ps_dot_v1_dot_control__pb2.HeartbeatReply.SerializeToString,
             ),
-            'Owe': grpc.unary_unary_rpc_method_handler(
-                    servicer.Owe,
-                    request_deserializer=ps_dot_v1_dot_control__pb2.OweRequest.FromString,
-                    response_serializer=ps_dot_v1_dot_control__pb2.OweReply.SerializeToString,
+            'SendResidual': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendResidual,
+                    request_deserializer=ps_dot_v1_dot_control__pb2.SendResidualRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_control__pb2.SendResidualReply.SerializeToString,
             ),
-            'Claim': grpc.unary_unary_rpc_method_handler(
-                    servicer.Claim,
-                    request_deserializer=ps_dot_v1_dot_control__pb2.ClaimRequest.FromString,
-                    response_serializer=ps_dot_v1_dot_control__pb2.ClaimReply.SerializeToString,
+            'FetchResidual': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchResidual,
+                    request_deserializer=ps_dot_v1_dot_control__pb2.FetchResidualRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_control__pb2.FetchResidualReply.SerializeToString,
             ),
             'Barrier': grpc.unary_unary_rpc_method_handler(
                     servicer.Barrier,
@@ -381,7 +381,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def Owe(request,
+    def SendResidual(request,
             target,
             options=(),
             channel_credentials=None,
@@ -394,9 +394,9 @@ class Control(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ps.v1.Control/Owe',
-            ps_dot_v1_dot_control__pb2.OweRequest.SerializeToString,
-            ps_dot_v1_dot_control__pb2.OweReply.FromString,
+            '/ps.v1.Control/SendResidual',
+            ps_dot_v1_dot_control__pb2.SendResidualRequest.SerializeToString,
+            ps_dot_v1_dot_control__pb2.SendResidualReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -408,7 +408,7 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
-    def Claim(request,
+    def FetchResidual(request,
             target,
             options=(),
             channel_credentials=None,
@@ -421,9 +421,9 @@ class Control(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ps.v1.Control/Claim',
-            ps_dot_v1_dot_control__pb2.ClaimRequest.SerializeToString,
-            ps_dot_v1_dot_control__pb2.ClaimReply.FromString,
+            '/ps.v1.Control/FetchResidual',
+            ps_dot_v1_dot_control__pb2.FetchResidualRequest.SerializeToString,
+            ps_dot_v1_dot_control__pb2.FetchResidualReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,14 +68,14 @@ class PushHeader(_message.Message):
     def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., slice: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., compressor: _Optional[str] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., shared: bool = ..., may_wait: bool = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("verdict", "version", "owe")
+    __slots__ = ("verdict", "version", "send_residual")
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    OWE_FIELD_NUMBER: _ClassVar[int]
+    SEND_RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     verdict: Verdict
     version: int
-    owe: bool
-    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., version: _Optional[int] = ..., owe: bool = ...) -> None: ...
+    send_residual: bool
+    def __init__(self, verdict: _Optional[_Union[Verdict, str]] = ..., version: _Optional[int] = ..., send_residual: bool = ...) -> None: ...
 
 class PullHeader(_message.Message):
     __slots__ = ("sender", "slice", "clock", "min_version", "with_state", "wait_ms", "shared", "estimate", "held", "begins", "look")

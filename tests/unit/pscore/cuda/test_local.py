@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pscore.cuda import local as device
-from pscore.cuda.encoders import Launch
+from pscore.cuda.local import DeviceKernels
 from pscore.local import LocalSlice
 from pscore.local.dc import DC, AdaptiveDC
 from pscore.local.glu import GLU
@@ -23,8 +22,8 @@ COLUMNS = {"weight_decay": 0.01, "momentum": 0.9, "lr": 0.05}
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    return launcher(build(Path(tmp_path_factory.mktemp("shim"))))
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> DeviceKernels:
+    return DeviceKernels(launcher(build(Path(tmp_path_factory.mktemp("shim")))))
 
 
 def normal(seed: int) -> torch.Tensor:
@@ -61,16 +60,16 @@ def assert_same(first: Any, second: Any) -> None:
     assert np.array_equal(first.numpy().view(np.uint32), second.numpy().view(np.uint32))
 
 
-def test_plain_steps_are_the_cpus(launch: Launch) -> None:
+def test_plain_steps_are_the_cpus(kernels: DeviceKernels) -> None:
     host, other = parts()
     for step in range(3):
         PlainSGD(lr_scale=0.7).update(host, normal(step + 1))
-        device.sgd(launch, other, normal(step + 1), 0.7, *hyper_columns(other))
+        kernels.sgd(other, normal(step + 1), 0.7, *hyper_columns(other))
         assert_same(host.weights, other.weights)
 
 
 @pytest.mark.parametrize("divisor", [0.0, 0.3])
-def test_glu_steps_are_the_cpus(launch: Launch, divisor: float) -> None:
+def test_glu_steps_are_the_cpus(kernels: DeviceKernels, divisor: float) -> None:
     host, other = parts()
     update = GLU(alpha=2.0, beta=0.5, lr_scale=0.9, steps=3, divisor=divisor)
     before = normal(0)
@@ -80,12 +79,12 @@ def test_glu_steps_are_the_cpus(launch: Launch, divisor: float) -> None:
             other.weights.copy_(normal(5))
         update.update(host, normal(step + 1))
         factors = (2.0, 0.5, 0.9), update._inverse(other), hyper_columns(other)
-        device.glu(launch, other, normal(step + 1), before, *factors)
+        kernels.glu(other, normal(step + 1), before, *factors)
         assert_same(host.weights, other.weights)
         assert_same(host.state["weights_before"], before)
 
 
-def test_secant_steps_and_pulls_are_the_cpus(launch: Launch) -> None:
+def test_secant_steps_and_pulls_are_the_cpus(kernels: DeviceKernels) -> None:
     host, other = parts()
     update = Secant(alpha=2.0, beta=0.5, lr_scale=0.9)
     update.rebase(host, normal(5), [], 0)
@@ -97,15 +96,15 @@ def test_secant_steps_and_pulls_are_the_cpus(launch: Launch) -> None:
         host.version = 4 * (step + 1)
         columns = hyper_columns(other)
         other.weights.copy_(normal(6 + step))  # The kernel leaves what lies between segments.
-        device.secant_rebase(launch, other, normal(6 + step), old, sync, *passed(other, 4))
+        kernels.secant_rebase(other, normal(6 + step), old, sync, *passed(other, 4))
         update.update(host, normal(step + 1))
-        device.secant(launch, other, normal(step + 1), sync, (2.0, 0.5, 0.9), columns)
+        kernels.secant(other, normal(step + 1), sync, (2.0, 0.5, 0.9), columns)
         assert_same(host.weights, other.weights)
         assert_same(host.state["grad_sync"], sync)
 
 
 @pytest.mark.parametrize("update", [DC(0.9), AdaptiveDC(0.9, decay=0.5)], ids=["dc", "adaptive"])
-def test_delay_compensated_steps_are_the_cpus(launch: Launch, update: DC) -> None:
+def test_delay_compensated_steps_are_the_cpus(kernels: DeviceKernels, update: DC) -> None:
     host, other = parts()
     old, square = normal(9), torch.zeros(NUMEL)
     host.state = {"weights_before": normal(9), "mean_square": torch.zeros(NUMEL)}
@@ -115,14 +114,16 @@ def test_delay_compensated_steps_are_the_cpus(launch: Launch, update: DC) -> Non
         arrays, columns = (old, square), hyper_columns(other)
         is_adaptive = update.is_adaptive
         grad = normal(step + 1)
-        device.dc(launch, other, grad, arrays, factors, columns, is_adaptive=is_adaptive)
+        kernels.dc(other, grad, arrays, factors, columns, is_adaptive=is_adaptive)
         assert_same(host.weights, other.weights)
         assert_same(host.state["weights_before"], old)
         assert_same(host.state["mean_square"], square)
 
 
 @pytest.mark.parametrize(("nesterov", "momentum"), [(0.0, 0.9), (1.0, 0.9), (0.0, 0.0)])
-def test_a_mirrored_sgd_step_is_the_cpus(launch: Launch, nesterov: float, momentum: float) -> None:
+def test_a_mirrored_sgd_step_is_the_cpus(
+    kernels: DeviceKernels, nesterov: float, momentum: float
+) -> None:
     host, other = parts(nesterov, momentum)
     buffers = [torch.zeros(NUMEL), torch.zeros(NUMEL)]
     for step in range(3):
@@ -139,7 +140,7 @@ def test_a_mirrored_sgd_step_is_the_cpus(launch: Launch, nesterov: float, moment
             host.hyper,
         )
         rest = (other.segments, other.counts, other.active, other.hyper)
-        device.sgd_step(launch, other.weights, grad, buffers[1], *rest)
+        kernels.sgd_step(other.weights, grad, buffers[1], *rest)
         assert_same(host.weights, other.weights)
         assert_same(buffers[0], buffers[1])
     assert host.counts.tolist() == other.counts.tolist() == [3, 3, 0]

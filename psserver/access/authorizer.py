@@ -1,8 +1,8 @@
-"""Who may do what on a shard: tokens, compared in constant time, before anything else is read.
+"""Authorization on a shard: tokens, compared in constant time before anything else is read.
 
 A token is for one job (its weights), or for everything (every job, and control: status, drain).
 Health is open to all. A method that is not listed here as one of the workers' needs a token for
-everything, so that a new one is closed until somebody decides.
+everything, so that a new method is closed until it is listed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,18 @@ if TYPE_CHECKING:
 HEALTH = "/grpc.health.v1.Health/"
 CONTROL = "/ps.v1.Control/"
 DATA = f"/{DATA_SERVICE}/"
-# What a worker calls, and who ends its job; all but Describe name one, which has to be the token's.
-JOINED = ("Describe", "Join", "Define", "Change", "Heartbeat", "Owe", "Claim", "Barrier", "Leave")
+# Methods of a worker, and of `psserver forget`; all but Describe name a job: the token's.
+JOINED = (
+    "Describe",
+    "Join",
+    "Define",
+    "Change",
+    "Heartbeat",
+    "SendResidual",
+    "FetchResidual",
+    "Barrier",
+    "Leave",
+)
 WORKERS_METHODS = {
     *(CONTROL + name for name in (*JOINED, "Forget")),
     *(DATA + name for name in ("Push", "Pull")),
@@ -41,25 +51,25 @@ HOW = "set PACELINE_TOKEN_FILE (or token_file=) to a file with the token"
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """What one who has been let in may do."""
+class Grant:
+    """The rights of an admitted peer."""
 
     job: str  # `EVERY` for everything.
 
     def require(self, job: str) -> None:
-        """Refuses what belongs to another job.
+        """Refuses access to another job.
 
         Raises:
-            AccessError: It does.
+            AccessError: The token is of another job.
         """
         if self.job not in (EVERY, job):
             raise AccessError(f"the token is of job {self.job!r}, not of {job!r}; {HOW} of that")
 
     def require_control(self, method: str) -> None:
-        """Refuses a token of one job for what concerns all of them.
+        """Refuses a method that concerns all jobs to a token of one job.
 
         Raises:
-            AccessError: It is one.
+            AccessError: The token is of one job.
         """
         if self.job != EVERY:
             raise AccessError(
@@ -68,16 +78,16 @@ class Pass:
             )
 
 
-class Gate:
-    """The tokens of one shard; without any, everybody may do everything."""
+class Authorizer:
+    """The tokens of one shard; without any, every peer may do everything."""
 
     def __init__(self, tokens: Iterable[Token] = ()) -> None:
-        """Keeps digests, which have one length whatever the tokens have."""
+        """Keeps digests of the tokens, which all have the same length."""
         self._known = [(_digest(token.secret), token.job) for token in tokens]
 
     @classmethod
-    def of(cls, token_file: str | None) -> Gate:
-        """Returns the gate of a token file, if there is one.
+    def of(cls, token_file: str | None) -> Authorizer:
+        """Returns the authorizer of a token file; without a file, one that admits all.
 
         Raises:
             ConfigError: The file cannot be used.
@@ -86,34 +96,34 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether no token is asked for."""
+        """Whether peers need no token."""
         return not self._known
 
-    def admit(self, secret: str) -> Pass:
-        """Returns what the bearer of a token may do.
+    def admit(self, secret: str) -> Grant:
+        """Returns the rights of the bearer of a token.
 
         Raises:
-            AccessError: There is none, or it is not known here.
+            AccessError: The token is empty, or not known here.
         """
         if self.is_open:
-            return Pass(EVERY)
+            return Grant(EVERY)
         if not secret:
             raise AccessError(f"a token is needed, and none came; {HOW}")
         digest, found = _digest(secret), ""
-        for known, job in self._known:  # All of them, so that the time says nothing.
+        for known, job in self._known:  # All of them, so that the time reveals nothing.
             found = job if hmac.compare_digest(known, digest) else found
         if not found:
             raise AccessError(f"the token that came is none of this shard's; {HOW} that it has")
-        return Pass(found)
+        return Grant(found)
 
-    def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Pass:
-        """Returns what the caller of a gRPC method may do.
+    def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:
+        """Returns the rights of the caller of a gRPC method.
 
         Raises:
             AccessError: Its token is missing or wrong.
         """
         if self.is_open:
-            return Pass(EVERY)
+            return Grant(EVERY)
         shown = [value for key, value in metadata or () if key == TOKEN_KEY]
         return self.admit(str(shown[0]) if len(shown) == 1 else "")
 
@@ -126,16 +136,16 @@ class Gate:
 Heard = Callable[[str, int, int], object]  # Job, rank, incarnation; raises if there is none.
 
 
-class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Admits calls by their token, before their message is read.
 
-    A push or pull also names its worker beside the message, which may be of many megabytes: one of
-    a worker that is not live here is refused unread, where no token is asked for too.
+    A push or pull also names its worker beside the message, which may be of many megabytes. The
+    message of a worker that is not live here is refused unread, also where no token is needed.
     """
 
-    def __init__(self, gate: Gate, heard: Heard) -> None:
-        """Asks `gate`, and `heard` whether a worker is live."""
-        self._gate = gate
+    def __init__(self, authorizer: Authorizer, heard: Heard) -> None:
+        """Asks `authorizer` for rights, and `heard` whether a worker is live."""
+        self._authorizer = authorizer
         self._heard = heard
         self._handlers: dict[str, Handler] = {}
 
@@ -150,7 +160,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return cast("Handler", await continuation(handler_call_details))
         try:
             metadata = cast("Metadata", handler_call_details.invocation_metadata)
-            visitor = self._gate.admit_call(metadata)
+            visitor = self._authorizer.admit_call(metadata)
             if method not in WORKERS_METHODS:
                 visitor.require_control(method.rpartition("/")[2])
             if method.startswith(DATA):
@@ -159,9 +169,9 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 self._heard(sender.job, sender.worker, sender.incarnation)
         except PacelineError as error:
             if not method.startswith(DATA) or isinstance(error, AccessError | DecodeError):
-                self._gate.refused(error, method)
+                self._authorizer.refused(error, method)
             return _refusal(error)
-        if self._gate.is_open:
+        if self._authorizer.is_open:
             return cast("Handler", await continuation(handler_call_details))
         if method not in self._handlers:
             handler = await continuation(handler_call_details)
@@ -177,10 +187,10 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def call(request: Any, context: Any) -> object:
             if hasattr(request, "job"):
                 try:
-                    self._gate.admit_call(context.invocation_metadata()).require(request.job)
+                    self._authorizer.admit_call(context.invocation_metadata()).require(request.job)
                 except AccessError as error:
-                    self._gate.refused(error, method)
-                    await _abort(context, error)
+                    self._authorizer.refused(error, method)
+                    await abort(context, error)
             return await inner(request, context)
 
         return grpc.unary_unary_rpc_method_handler(
@@ -189,7 +199,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _sender(metadata: Metadata) -> data_pb2.Sender:
-    """Returns the worker that a push or pull is of.
+    """Returns the sender of a push or pull.
 
     Raises:
         RemoteProtocolError: The call does not name one.
@@ -207,18 +217,19 @@ def _sender(metadata: Metadata) -> data_pb2.Sender:
 
 
 def _refusal(error: PacelineError) -> Handler:
-    """Returns a handler that ends the call and reads nothing.
+    """Returns a handler that ends the call without reading its message.
 
-    As one of a stream, because a unary one is only called with the message, all of it.
+    It is a stream's handler, since a unary one is called only with the whole message.
     """
 
     async def refuse(messages: AsyncIterator[object], context: Any) -> None:
-        await _abort(context, error)
+        await abort(context, error)
 
     return grpc.stream_unary_rpc_method_handler(cast("Any", refuse))
 
 
-async def _abort(context: Any, error: PacelineError) -> None:
+async def abort(context: Any, error: PacelineError) -> None:
+    """Ends a call with the status code and the class name of `error`."""
     await context.abort(
         code_of(error), printable(str(error), keep="\n"), ((ERROR_KEY, type(error).__name__),)
     )

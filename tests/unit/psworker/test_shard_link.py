@@ -18,7 +18,7 @@ from pscore.net import rpc
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.shard_link import Link
 from psworker.transports import retry
-from psworker.transports.retry import Patience
+from psworker.transports.retry import RetryPolicy
 
 ADDRESS = "127.0.0.1:1"  # Nobody may listen there.
 
@@ -94,7 +94,7 @@ DOWN = Failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
 
 
 def test_a_call_is_repeated_while_nobody_answers_less_and_less_often(clock: Clock) -> None:
-    assert Patience(ADDRESS, 30.0).insist(fails(*[DOWN] * 7)) == "answer"
+    assert RetryPolicy(ADDRESS, 30.0).call(fails(*[DOWN] * 7)) == "answer"
     assert clock.slept == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
 
 
@@ -102,21 +102,21 @@ def test_a_call_is_repeated_while_nobody_answers_less_and_less_often(clock: Cloc
     "failure", [Failure(grpc.StatusCode.DEADLINE_EXCEEDED), TransportError("connection broke")]
 )
 def test_a_connection_that_broke_is_tried_again(clock: Clock, failure: BaseException) -> None:
-    assert Patience(ADDRESS, 30.0).insist(fails(failure)) == "answer"
+    assert RetryPolicy(ADDRESS, 30.0).call(fails(failure)) == "answer"
 
 
 def test_a_call_may_wait_for_as_long_as_the_shard_is_heard(clock: Clock) -> None:
     """A push waits until there is room, or more workers, however long that takes."""
-    patience, left = Patience(ADDRESS, 30.0), [True] * 20 + [False] * 20
+    policy, left = RetryPolicy(ADDRESS, 30.0), [True] * 20 + [False] * 20
 
     def waits() -> str:
         clock.now_s += 20.0
         if left.pop(0):
-            patience.heard_s = clock.now_s - 1.0
+            policy.heard_s = clock.now_s - 1.0
         raise Failure(grpc.StatusCode.DEADLINE_EXCEEDED)
 
     with pytest.raises(ServerUnavailableError, match=r"no shard answers at .* after \d\d.\d s"):
-        patience.insist(waits)
+        policy.call(waits)
     assert len(left) == 18
 
 
@@ -126,14 +126,14 @@ def test_patience_ends_and_says_where_how_long_and_what_to_do(clock: Clock) -> N
         r"start one with `psserver start --port 1`, or set PACELINE_SERVERS or servers= to "
     )
     with pytest.raises(ServerUnavailableError, match=message):
-        Patience(ADDRESS, 2.0).insist(fails(*[DOWN] * 100))
+        RetryPolicy(ADDRESS, 2.0).call(fails(*[DOWN] * 100))
 
 
 def test_a_silence_is_told_before_patience_ends(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ServerUnavailableError):
-        Patience(ADDRESS, 24.0).insist(fails(*[DOWN] * 100))
+        RetryPolicy(ADDRESS, 24.0).call(fails(*[DOWN] * 100))
     said = [record.message for record in caplog.records]
     assert said[0] == "127.0.0.1:1 has not answered for 5 s"
     assert len(said) == 3
@@ -142,15 +142,15 @@ def test_a_silence_is_told_before_patience_ends(
 def test_a_refusal_is_raised_at_once_as_what_it_is(clock: Clock) -> None:
     refused = Failure(grpc.StatusCode.ALREADY_EXISTS, "rank 0 is held", "RankTakenError")
     with pytest.raises(RankTakenError, match="rank 0 is held"):
-        Patience(ADDRESS, 30.0).insist(fails(refused))
+        RetryPolicy(ADDRESS, 30.0).call(fails(refused))
     assert clock.slept == []
 
 
 def test_nothing_is_repeated_when_the_link_is_closed(clock: Clock) -> None:
-    patience = Patience(ADDRESS, 30.0)
-    patience.is_over = True
+    policy = RetryPolicy(ADDRESS, 30.0)
+    policy.is_over = True
     with pytest.raises(ServerUnavailableError, match="connection refused"):
-        patience.insist(fails(DOWN))
+        policy.call(fails(DOWN))
     assert clock.slept == []
 
 

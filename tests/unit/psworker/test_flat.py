@@ -6,7 +6,7 @@ import torch
 
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout, make_layout
-from psworker.model.flat import Bucket, describe
+from psworker.model.flat import FlatModel, describe
 
 
 def make_parameters() -> dict[str, torch.nn.Parameter]:
@@ -23,9 +23,9 @@ def layout_of(parameters: dict[str, torch.nn.Parameter], num_shards: int = 1) ->
     return make_layout(describe(list(parameters.items()), [0] * len(parameters)), num_shards)
 
 
-def make_bucket() -> tuple[dict[str, torch.nn.Parameter], Bucket]:
+def make_bucket() -> tuple[dict[str, torch.nn.Parameter], FlatModel]:
     parameters = make_parameters()
-    return parameters, Bucket(list(parameters.values()), layout_of(parameters))
+    return parameters, FlatModel(list(parameters.values()), layout_of(parameters))
 
 
 def test_a_declaration_has_name_shape_type_and_group() -> None:
@@ -34,62 +34,64 @@ def test_a_declaration_has_name_shape_type_and_group() -> None:
 
 
 def test_the_weights_are_those_of_the_model_in_their_places() -> None:
-    parameters, bucket = make_bucket()
+    parameters, flat_model = make_bucket()
     for index, parameter in enumerate(parameters.values()):
-        assert bucket.weight(index).tolist() == parameter.detach().float().flatten().tolist()
+        assert flat_model.weight(index).tolist() == parameter.detach().float().flatten().tolist()
     values = sum(parameter.numel() for parameter in parameters.values())
-    assert int(bucket.weights.count_nonzero()) == values - 2  # Two zeros; the gaps are zeros too.
+    assert (
+        int(flat_model.weights.count_nonzero()) == values - 2
+    )  # Two zeros; the gaps are zeros too.
 
 
 def test_contiguous_float32_parameters_are_views_on_the_weights() -> None:
-    parameters, bucket = make_bucket()
-    bucket.weights.fill_(5.0)
+    parameters, flat_model = make_bucket()
+    flat_model.weights.fill_(5.0)
     assert parameters["matrix"].tolist() == [[5.0] * 3] * 2
     assert parameters["scalar"].item() == 5.0
     assert parameters["half"].tolist() == [1.0, 2.0]
-    assert bucket.has_casts
+    assert flat_model.has_casts
 
 
 def test_other_parameters_are_cast_when_weights_are_scattered() -> None:
-    parameters, bucket = make_bucket()
-    bucket.weights.copy_(torch.arange(float(len(bucket.weights))) + 0.001)
-    bucket.scatter_weights()
-    start = bucket.layout.offsets[2]
+    parameters, flat_model = make_bucket()
+    flat_model.weights.copy_(torch.arange(float(len(flat_model.weights))) + 0.001)
+    flat_model.scatter_weights()
+    start = flat_model.layout.offsets[2]
     assert not parameters["transposed"].is_contiguous()
     expected = torch.arange(8.0).view(2, 4) + start + 0.001
     torch.testing.assert_close(parameters["transposed"].detach(), expected)
     assert parameters["half"].dtype == torch.bfloat16
-    half = bucket.weight(3).bfloat16()
+    half = flat_model.weight(3).bfloat16()
     assert torch.equal(parameters["half"].detach(), half)
 
 
 def test_weights_that_were_loaded_into_the_model_are_gathered() -> None:
-    parameters, bucket = make_bucket()
+    parameters, flat_model = make_bucket()
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.fill_(3.0)
-    bucket.gather_weights()
+    flat_model.gather_weights()
     for index in range(4):
-        assert bucket.weight(index).unique().tolist() == [3.0]  # type: ignore[no-untyped-call]
+        assert flat_model.weight(index).unique().tolist() == [3.0]  # type: ignore[no-untyped-call]
 
 
 def test_gradients_of_any_layout_and_type_are_gathered() -> None:
-    parameters, bucket = make_bucket()
+    parameters, flat_model = make_bucket()
     for number, parameter in enumerate(parameters.values()):
         parameter.grad = torch.full_like(parameter, 1.0 + number)
     parameters["transposed"].grad = torch.arange(8.0).view(4, 2).t()
     parameters["matrix"].grad = torch.arange(6.0).view(3, 2).t()
-    bucket.gather_grads(range(4), step=0)
+    flat_model.gather_grads(range(4), step=0)
 
     def part(index: int) -> list[float]:
-        values: list[float] = bucket.state_view(bucket.grads, index).flatten().tolist()
+        values: list[float] = flat_model.state_view(flat_model.grads, index).flatten().tolist()
         return values
 
     assert part(0) == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
     assert part(1) == [2.0]
     assert part(2) == [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0]
     assert part(3) == [4.0, 4.0]
-    bucket.clear_grad(0)
+    flat_model.clear_grad(0)
     assert part(0) == [0.0] * 6
     assert part(1) == [2.0]
 
@@ -98,9 +100,9 @@ def test_gradients_lie_in_the_memory_that_is_given() -> None:
     parameters = make_parameters()
     layout = layout_of(parameters)
     given = np.zeros(layout.numel, np.float32)
-    bucket = Bucket(list(parameters.values()), layout, given)
+    flat_model = FlatModel(list(parameters.values()), layout, given)
     parameters["scalar"].grad = torch.tensor(9.0)
-    bucket.gather_grads([1], step=0)
+    flat_model.gather_grads([1], step=0)
     assert given[layout.offsets[1]] == 9.0
     assert np.count_nonzero(given) == 1
 
@@ -108,50 +110,50 @@ def test_gradients_lie_in_the_memory_that_is_given() -> None:
 def test_the_gradient_of_a_slice_is_a_view() -> None:
     parameters = {"wide": torch.nn.Parameter(torch.zeros(10_000))}
     layout = layout_of(parameters, num_shards=2)
-    bucket = Bucket(list(parameters.values()), layout)
-    bucket.grads.copy_(torch.arange(float(layout.numel)))
+    flat_model = FlatModel(list(parameters.values()), layout)
+    flat_model.grads.copy_(torch.arange(float(layout.numel)))
     for spec in layout.slices:
-        part = bucket.grads_of(spec.index)
+        part = flat_model.grads_of(spec.index)
         assert part[0].item() == spec.start
         assert len(part) == spec.numel
-        assert part.data_ptr() == bucket.grads[spec.start :].data_ptr()
+        assert part.data_ptr() == flat_model.grads[spec.start :].data_ptr()
 
 
 @pytest.mark.parametrize("name", ["matrix", "transposed", "half"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_is_refused_by_name(name: str, value: float) -> None:
-    parameters, bucket = make_bucket()
+    parameters, flat_model = make_bucket()
     grad = torch.zeros_like(parameters[name])
     grad[(-1,) * grad.ndim] = value
     parameters[name].grad = grad
     message = f"gradient of '{name}' holds 1 NaN or Inf of {grad.numel()} elements at step 4"
     with pytest.raises(GradientError, match=message):
-        bucket.gather_grads([list(parameters).index(name)], step=4)
+        flat_model.gather_grads([list(parameters).index(name)], step=4)
 
 
 def test_of_several_gradients_the_one_that_is_not_finite_is_named() -> None:
-    parameters, bucket = make_bucket()
+    parameters, flat_model = make_bucket()
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     grad = parameters["transposed"].grad
     assert grad is not None
     grad[0, 0] = float("nan")
     with pytest.raises(GradientError, match="gradient of 'transposed' holds 1 NaN or Inf of 8"):
-        bucket.gather_grads(range(4), step=0)
+        flat_model.gather_grads(range(4), step=0)
 
 
 def test_a_negated_view_is_gathered_as_what_it_stands_for() -> None:
-    parameters, bucket = make_bucket()
+    parameters, flat_model = make_bucket()
     parameters["scalar"].grad = torch._neg_view(torch.tensor(4.0))
-    bucket.gather_grads([1], step=0)
-    assert bucket.state_view(bucket.grads, 1).item() == -4.0
+    flat_model.gather_grads([1], step=0)
+    assert flat_model.state_view(flat_model.grads, 1).item() == -4.0
 
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
-    parameters, bucket = make_bucket()
+    parameters, flat_model = make_bucket()
     parameters["matrix"].grad = torch.zeros(2, 3).to_sparse()
     with pytest.raises(GradientError, match="gradient of 'matrix' is sparse"):
-        bucket.gather_grads([0], step=0)
+        flat_model.gather_grads([0], step=0)
 
 
 @pytest.mark.parametrize(("devices", "listed"), [(["meta"] * 4, "meta"), (["cpu", "meta"], "cpu")])
@@ -161,31 +163,31 @@ def test_parameters_must_be_on_one_device_that_holds_numbers(
     parameters = [torch.nn.Parameter(torch.zeros(2, device=device)) for device in devices]
     layout = layout_of({str(index): weight for index, weight in enumerate(parameters)})
     with pytest.raises(ConfigError, match=f"the parameters are on {listed}.*, must be on one"):
-        Bucket(parameters, layout)
+        FlatModel(parameters, layout)
 
 
 def test_a_parameter_that_was_given_other_memory_is_refused_by_name() -> None:
-    parameters, bucket = make_bucket()
-    bucket.check_weights()
+    parameters, flat_model = make_bucket()
+    flat_model.check_weights()
     with torch.no_grad():
         parameters["matrix"].fill_(2.0)
         parameters["half"].data = torch.zeros(2).bfloat16()  # It is cast anyway.
-    bucket.check_weights()
+    flat_model.check_weights()
     parameters["scalar"].data = torch.tensor(1.0)
     with pytest.raises(ConfigError, match="parameter 'scalar' was given other memory"):
-        bucket.check_weights()
+        flat_model.check_weights()
 
 
 def test_a_change_in_place_by_others_is_seen_and_ones_own_is_not() -> None:
-    parameters, bucket = make_bucket()
-    bucket.weights.add_(1.0)
-    bucket.weights.numpy()[:] = 3.0
-    assert bucket.changed_weights() is None
-    bucket.scatter_weights()
-    bucket.note_weights()
-    assert bucket.changed_weights() is None
+    parameters, flat_model = make_bucket()
+    flat_model.weights.add_(1.0)
+    flat_model.weights.numpy()[:] = 3.0
+    assert flat_model.changed_weights() is None
+    flat_model.scatter_weights()
+    flat_model.note_weights()
+    assert flat_model.changed_weights() is None
     with torch.no_grad():
         parameters["transposed"].clamp_(-1.0, 1.0)
-    assert bucket.changed_weights() == "transposed"
-    bucket.note_weights()
-    assert bucket.changed_weights() is None
+    assert flat_model.changed_weights() == "transposed"
+    flat_model.note_weights()
+    assert flat_model.changed_weights() is None

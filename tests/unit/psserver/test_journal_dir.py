@@ -1,4 +1,4 @@
-"""The vault: one process at a time, one boot of the machine, and nothing left behind."""
+"""The journals: one process at a time, one boot of the machine, and nothing left behind."""
 
 import json
 from pathlib import Path
@@ -8,20 +8,20 @@ import pytest
 
 from psserver.decisions.lifetime import digest
 from psserver.durability import journal_dir
-from psserver.durability.journal_dir import JobVault, ShortLived, Vault
+from psserver.durability.journal_dir import JobJournal, JournalDir, TemporaryJournalDir
 from psserver.durability.sealed import read_json, write_json
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
-    first = Vault(tmp_path / "v")
+    first = JournalDir(tmp_path / "v")
     with pytest.raises(BlockingIOError):
-        Vault(tmp_path / "v")
+        JournalDir(tmp_path / "v")
     first.close()
-    assert Vault(tmp_path / "v").instance == first.instance
+    assert JournalDir(tmp_path / "v").instance == first.instance
 
 
 def test_what_was_written_is_found_again(tmp_path: Path) -> None:
-    first = Vault(tmp_path / "v")
+    first = JournalDir(tmp_path / "v")
     job = first.make("a")
     job.write_job({"name": "a"})
     job.write_table(0, {"spec": 1})
@@ -31,8 +31,8 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
     place = job.arena.allocate(64)
     job.arena.integers_at(place, 1)[0] = 9
     first.close()
-    (folder,) = Vault(tmp_path / "v").found()
-    found = JobVault(folder)
+    (folder,) = JournalDir(tmp_path / "v").found()
+    found = JobJournal(folder)
     assert found.read_job() == {"name": "a", "seal": job.seal}
     assert found.read_tables(1) == [{"spec": 1}]
     weights = found.open_weights(0, 4096, 1)
@@ -45,13 +45,13 @@ def test_the_newest_job_is_found_first_whatever_the_clock_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.time_ns", iter(range(100, 0, -1)).__next__)
-    first = Vault(tmp_path / "v")
+    first = JournalDir(tmp_path / "v")
     for name in "abc":
         first.make(name).write_job({"name": name})
     first.close()
-    second = Vault(tmp_path / "v")
+    second = JournalDir(tmp_path / "v")
     second.make("d").write_job({"name": "d"})
-    found = [JobVault(folder).read_job()["name"] for folder in second.found()]
+    found = [JobJournal(folder).read_job()["name"] for folder in second.found()]
     assert found == ["d", "c", "b", "a"]
 
 
@@ -59,14 +59,14 @@ def test_the_newest_job_is_found_first_whatever_the_clock_says(
 def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
     tmp_path: Path, is_over: bool
 ) -> None:
-    first = Vault(tmp_path / "v")
+    first = JournalDir(tmp_path / "v")
     job = first.make("a")
     job.write_job({"name": "a", "num_tables": 1, "ended": is_over})
     job.make_weights(0, 4096, 1)
     first.close()
     stamp = tmp_path / "v" / "stamp.json"
     write_json(stamp, {**read_json(stamp), "boot": "another"})
-    second = Vault(tmp_path / "v")
+    second = JournalDir(tmp_path / "v")
     assert second.instance != first.instance
     if is_over:
         assert second.found() == []
@@ -74,19 +74,19 @@ def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
     (folder,) = second.found()
     assert sorted(path.name for path in folder.iterdir()) == ["job.json", "lost.json"]
     with pytest.raises(ValueError, match="machine was started anew"):
-        JobVault(folder)
+        JobJournal(folder)
     second.forget("a")
     assert second.found() == []
 
 
 def test_a_job_that_is_given_up_changes_what_workers_know_the_shard_by(tmp_path: Path) -> None:
-    first = Vault(tmp_path / "v")
+    first = JournalDir(tmp_path / "v")
     job = first.make("a")
     job.write_job({"name": "a", "num_tables": 1, "ended": False})
     key, name, reason = first.give_up(job.folder, ValueError("it is damaged"))
     assert (key, name, "it is damaged" in reason) == (digest("a"), "a", True)
     first.close()
-    second = Vault(tmp_path / "v")
+    second = JournalDir(tmp_path / "v")
     assert second.instance == first.instance
     assert second.found() == [job.folder]
 
@@ -95,11 +95,11 @@ def test_a_job_that_is_given_up_changes_what_workers_know_the_shard_by(tmp_path:
     "content", ["", "{", "[]", '{"meta": 1, "sha256": 2}', '{"format": "x"}', "[" * 100_000]
 )
 def test_a_stamp_that_is_damaged_is_written_anew(tmp_path: Path, content: str) -> None:
-    first = Vault(tmp_path / "v")
+    first = JournalDir(tmp_path / "v")
     first.make("a").write_job({"name": "a", "num_tables": 0, "ended": False})
     first.close()
     (tmp_path / "v" / "stamp.json").write_text(content)
-    second = Vault(tmp_path / "v")
+    second = JournalDir(tmp_path / "v")
     assert second.found() == []
     assert second.instance != first.instance
 
@@ -109,22 +109,22 @@ def test_journals_of_another_format_are_left_alone(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "arena").write_bytes(b"PLARENA1")
     (tmp_path / "v" / "stamp.json").write_text(json.dumps({"format": 1, "boot": "b"}))
-    assert Vault(tmp_path / "v").found() == [folder]
+    assert JournalDir(tmp_path / "v").found() == [folder]
     assert (folder / "arena").read_bytes() == b"PLARENA1"
 
 
 def test_what_workers_owe_is_found_again_or_refused(tmp_path: Path) -> None:
-    job = Vault(tmp_path / "v").make("a")
-    assert job.read_owed() == {}
-    job.write_owed({"0/1/2/owed.0.residual": np.ones(3, np.float32)})
-    assert job.read_owed()["0/1/2/owed.0.residual"].tolist() == [1, 1, 1]
+    job = JournalDir(tmp_path / "v").make("a")
+    assert job.read_residuals() == {}
+    job.write_residuals({"0/1/2/owed.0.residual": np.ones(3, np.float32)})
+    assert job.read_residuals()["0/1/2/owed.0.residual"].tolist() == [1, 1, 1]
     path = job.folder / "owed"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match="damaged"):
-        job.read_owed()
-    job.write_owed({})
+        job.read_residuals()
+    job.write_residuals({})
     assert not path.exists()
 
 
@@ -132,11 +132,11 @@ def test_what_killed_starts_have_left_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_dir, "SHM", tmp_path)
-    killed, running = ShortLived("killed"), ShortLived("running")
+    killed, running = TemporaryJournalDir("killed"), TemporaryJournalDir("running")
     assert killed.path is not None
     assert running.path is not None
     killed._lock.close()  # As when its process is gone.
-    third = ShortLived("third")
+    third = TemporaryJournalDir("third")
     assert not killed.path.exists()
     assert running.path.exists()
     assert third.path is not None

@@ -10,7 +10,7 @@ import pytest
 
 from pscore.pb.ps.v1 import checkpoint_pb2 as cp
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.durability.journal_dir import Vault
+from psserver.durability.journal_dir import JournalDir
 from tests.unit.psserver.front import (
     JOB,
     LEASE_S,
@@ -33,34 +33,36 @@ DECLARED: dict[str, Any] = {
 
 async def push(front: Front, rank: int, step: int) -> bool:
     """Pushes, in full as a push may be; returns whether what is owed is asked for."""
-    return (await front.push(push_header(rank, step), grad(1.0))).owe
+    return (await front.push(push_header(rank, step), grad(1.0))).send_residual
 
 
-async def owe(front: Front, rank: int, step: int, value: float, name: str = "residual") -> None:
-    request = pb.OweRequest(
+async def send_residual(
+    front: Front, rank: int, step: int, value: float, name: str = "residual"
+) -> None:
+    request = pb.SendResidualRequest(
         job=JOB,
         worker=rank,
         incarnation=100 + rank,
         step=step,
         arrays=[pb.Array(name=name, data=grad(value).tobytes())],
     )
-    await front.control.Owe(request, Context())
+    await front.control.SendResidual(request, Context())
 
 
 async def asked(front: Front, rank: int) -> list[tuple[int, list[int]]]:
     """Returns what a heartbeat is answered with: steps and slices."""
     request = pb.HeartbeatRequest(job=JOB, worker=rank, incarnation=100 + rank)
     reply = await front.control.Heartbeat(request, Context())
-    return [(owing.step, list(owing.slices)) for owing in reply.owing]
+    return [(asked.step, list(asked.slices)) for asked in reply.residual_requests]
 
 
-async def claim(front: Front, job: str, rank: int) -> dict[int, float]:
+async def fetch_residuals(front: Front, job: str, rank: int) -> dict[int, float]:
     """Returns the first element of what is kept for a rank, by slice."""
-    request = pb.ClaimRequest(job=job, worker=rank, incarnation=100 + rank)
+    request = pb.FetchResidualRequest(job=job, worker=rank, incarnation=100 + rank)
     found = {}
-    for index in (await front.control.Claim(request, Context())).slices:
+    for index in (await front.control.FetchResidual(request, Context())).slices:
         request.slice = index
-        (array,) = (await front.control.Claim(request, Context())).arrays
+        (array,) = (await front.control.FetchResidual(request, Context())).arrays
         found[index] = float(np.frombuffer(array.data, "<f4")[0])
     return found
 
@@ -84,7 +86,7 @@ async def restored(front: Front) -> Desk:
     await desk.capture("a", 1)
     for rank in (0, 1):
         await push(front, rank, 0)
-        await owe(front, rank, 0, 1.0 + rank)
+        await send_residual(front, rank, 0, 1.0 + rank)
     reply = await desk.capture("a", 1)
     await desk.prepare(json.loads(reply.about), counts=[1])
     for array in json.loads(reply.about)["slices"]["0"]["arrays"]:
@@ -108,14 +110,14 @@ def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> N
         assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
         assert [await push(front, rank, 1) for rank in (0, 1)] == [True, True]
         assert await push(front, 0, 1)  # A repeated one too, as the answer may have been lost.
-        await owe(front, 0, 0, 9.0)  # Of another step: not wanted.
-        await owe(front, 0, 1, 0.5)
+        await send_residual(front, 0, 0, 9.0)  # Of another step: not wanted.
+        await send_residual(front, 0, 1, 0.5)
         assert not await push(front, 0, 1)
         reply = await desk.capture("a", 2)
         assert (reply.state, list(reply.owing)) == (cp.CAPTURE_OWED, [1])
-        await owe(front, 1, 1, 0.25)
+        await send_residual(front, 1, 1, 0.25)
         assert await residuals(desk, "a") == {"owed.0.residual": 0.5, "owed.1.residual": 0.25}
-        assert not front.engine.requests.debts._asks
+        assert not front.engine.jobs[JOB].residuals.is_collecting
 
     play(scene)
 
@@ -128,7 +130,7 @@ def test_who_has_stopped_is_asked_by_heartbeat_and_who_goes_on_has_passed() -> N
             assert not await push(front, rank, 0)
         assert (await desk.capture("a", 1)).state == cp.CAPTURE_OWED
         assert await asked(front, 0) == [(0, [0])]
-        await owe(front, 0, 0, 0.5)
+        await send_residual(front, 0, 0, 0.5)
         assert await asked(front, 0) == []
         assert await asked(front, 1) == [(0, [0])]
         await push(front, 1, 1)
@@ -146,14 +148,14 @@ def test_who_may_leave_a_step_out_sends_what_it_owes_after_its_last() -> None:
         desk = Desk(front)
         await desk.capture("a", 3)
         assert await push(front, 1, 0)  # Each could be its last one up to step 2.
-        await owe(front, 1, 0, 9.0)
+        await send_residual(front, 1, 0, 9.0)
         for step in range(3):
             assert await push(front, 0, step)
-            await owe(front, 0, step, step)
+            await send_residual(front, 0, step, step)
         assert await push(front, 1, 1)  # Too late, and now its last one.
         assert list((await desk.capture("a", 3)).owing) == [1]
         assert await asked(front, 1) == [(2, [0])]
-        await owe(front, 1, 1, 0.5)
+        await send_residual(front, 1, 1, 0.5)
         assert not await push(front, 1, 3)
         assert await residuals(desk, "a") == {"owed.0.residual": 2.0, "owed.1.residual": 0.5}
 
@@ -191,19 +193,16 @@ def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
         desk = await restored(front)
         for rank in (0, 1):
             await front.join(rank, job="again")
-            assert await claim(front, "again", rank) == {0: 1.0 + rank}
-            assert await claim(front, JOB, rank) == {}
+            assert await fetch_residuals(front, "again", rank) == {0: 1.0 + rank}
+            assert await fetch_residuals(front, JOB, rank) == {}
         at_first = cp.CaptureRequest(job="again", table="model", id="b", version=3)
         assert (await desk.service.Capture(at_first, Context())).state == cp.CAPTURE_DONE
         await push_again(front, 1)
-        assert await claim(front, "again", 0) == {0: 1.0}
-        assert await claim(front, "again", 1) == {}
+        assert await fetch_residuals(front, "again", 0) == {0: 1.0}
+        assert await fetch_residuals(front, "again", 1) == {}
         found = await desk.service.Capture(at_first, Context())
         arrays = json.loads(found.about)["slices"]["0"]["arrays"]
         assert {"owed.0.residual", "owed.1.residual"} < set(arrays)
-        with front.engine.lock:
-            front.engine.requests.forget_job(id(front.engine.shard.jobs["again"]))
-        assert await claim(front, "again", 0) == {}
 
     play(scene)
 
@@ -216,7 +215,7 @@ def test_a_push_that_is_parked_has_not_used_what_was_kept() -> None:
         header.sender.job = "again"
         parked = asyncio.ensure_future(front.push(header, grad(1.0)))
         await settle()
-        assert await claim(front, "again", 0) == {0: 1.0}
+        assert await fetch_residuals(front, "again", 0) == {0: 1.0}
         parked.cancel()
 
     play(scene)
@@ -224,18 +223,20 @@ def test_a_push_that_is_parked_has_not_used_what_was_kept() -> None:
 
 def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
     async def scene(_: Front) -> None:
-        vault = Vault(tmp_path)
-        front = Front(vault)
+        journals = JournalDir(tmp_path)
+        front = Front(journals)
         await restored(front)
         for rank in (0, 1):
             await front.join(rank, job="again")
         await push_again(front, 1)
         front.engine.tick()
-        vault.close()
-        after = Front(Vault(tmp_path))
+        journals.close()
+        after = Front(JournalDir(tmp_path))
         assert sorted(after.engine.recover()) == ["again", JOB]
-        assert await claim(after, "again", 0) == {0: 1.0}
-        assert await claim(after, "again", 1) == {}  # It has pushed, so it has had its own.
+        assert await fetch_residuals(after, "again", 0) == {0: 1.0}
+        assert (
+            await fetch_residuals(after, "again", 1) == {}
+        )  # It has pushed, so it has had its own.
         after.engine.tick()
         assert len(list(tmp_path.glob("*/owed"))) == 1
         await push_again(after, 0)
@@ -260,6 +261,6 @@ def test_what_is_not_owed_is_refused(fields: dict[str, Any], said: str) -> None:
         await front.ready(**DECLARED)
         values: dict[str, Any] = {"job": JOB, "incarnation": 100}
         with pytest.raises(Refused, match=said):
-            await front.control.Owe(pb.OweRequest(**values | fields), Context())
+            await front.control.SendResidual(pb.SendResidualRequest(**values | fields), Context())
 
     play(scene)

@@ -1,9 +1,10 @@
-"""File descriptors of one shard: how many it may have, and what happens when there are no more.
+"""File descriptors of a listening process: its limit, and its behaviour when none is left.
 
-A shard takes as many as the system lets it have (up to `WANTED`). Some are kept from newcomers, so
-that what runs already (journals, segments, connections of gRPC) still gets the few that it needs.
-Where there are none at all, `Spare` gives up one that it holds for this, so that whoever waits at a
-listener can be accepted and closed; else he would wait there, and the listener would never be idle.
+A process raises its limit as far as the system allows (up to `WANTED`). Some descriptors are kept
+from new connections, so that what already runs (journals, segments, connections of gRPC) still
+gets the few that it needs. If there are none at all, `SpareDescriptor` gives up one that it holds
+for this purpose: the first connection in the queue is accepted and closed. Otherwise it would stay
+in the queue, and the listener would never be idle.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import resource
 import socket
 
 WANTED = 1 << 16
-KEPT_MAX = 64  # From newcomers; a quarter of them where there are few.
+KEPT_MAX = 64  # Descriptors kept from new connections; a quarter of all where there are few.
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def raise_limit() -> int:
-    """Takes as many as this process may have; returns how many."""
+    """Raises this process's limit of descriptors to `WANTED` if it may; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -31,19 +32,19 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """Returns how many this process may have."""
+    """Returns the number of descriptors that this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WANTED if soft == resource.RLIM_INFINITY else soft
 
 
 def is_scarce(number: int) -> bool:
-    """Whether a new descriptor is one of the last: the system gives the lowest that is free."""
+    """Returns whether a new descriptor is one of the last; the system gives the lowest free one."""
     most = limit()
     return number >= most - min(KEPT_MAX, most // 4)
 
 
 def are_there_any() -> bool:
-    """Whether this process can open anything now."""
+    """Returns whether this process can open a file now."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as problem:
@@ -51,22 +52,22 @@ def are_there_any() -> bool:
     return True
 
 
-class Spare:
-    """One descriptor that is held in order to be given up."""
+class SpareDescriptor:
+    """One descriptor in reserve, to be given up when no other is left."""
 
     def __init__(self) -> None:
         """Opens it."""
         self._number = -1
-        self._take()
+        self._open()
 
     def turn_away(self, listener: socket.socket) -> bool:
-        """Accepts and closes the first who waits at a listener; returns whether that was possible.
+        """Accepts and closes the first connection in a queue; returns whether that was possible.
 
         Raises:
             OSError: The listener is closed.
         """
         if self._number < 0:
-            self._take()
+            self._open()
         self.close()
         try:
             listener.accept()[0].close()
@@ -75,7 +76,7 @@ class Spare:
                 raise
             return False
         finally:
-            self._take()
+            self._open()
         return True
 
     def close(self) -> None:
@@ -84,6 +85,6 @@ class Spare:
             os.close(self._number)
             self._number = -1
 
-    def _take(self) -> None:
+    def _open(self) -> None:
         with contextlib.suppress(OSError):
             self._number = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -23,7 +23,6 @@ from psserver.decisions import shard as shard_module
 from psserver.decisions.membership import Member, Presence
 from psserver.decisions.orders import Acknowledge, Answer, Update
 from psserver.decisions.shard import (
-    GROUPS_MAX,
     JOBS_MAX,
     NAME_LENGTH_MAX,
     Actions,
@@ -31,6 +30,7 @@ from psserver.decisions.shard import (
     Job,
     Shard,
 )
+from psserver.decisions.table import GROUPS_MAX
 
 LEASE_S = 10.0
 HYPER = np.zeros((1, 6))

@@ -1,6 +1,6 @@
 """Counting: bounds are inclusive, and times move into the histogram once."""
 
-from psserver.engine.counters import STALENESS_BOUNDS, Histogram, Tally
+from psserver.engine.counters import STALENESS_BOUNDS, Counters, Histogram
 
 
 def test_a_value_at_a_bound_counts_below_it() -> None:
@@ -12,12 +12,12 @@ def test_a_value_at_a_bound_counts_below_it() -> None:
 
 
 def test_times_are_settled_once() -> None:
-    tally = Tally()
-    tally.times_s.extend([2e-5, 0.5])
-    tally.settle()
-    tally.settle()
-    assert sum(tally.apply_s.counts) == 2
-    assert tally.apply_s.total == 0.5 + 2e-5
+    counters = Counters()
+    counters.times_s.extend([2e-5, 0.5])
+    counters.settle()
+    counters.settle()
+    assert sum(counters.apply_s.counts) == 2
+    assert counters.apply_s.total == 0.5 + 2e-5
 
 
 def test_no_staleness_has_a_bucket_of_its_own() -> None:

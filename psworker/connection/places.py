@@ -1,4 +1,4 @@
-"""Why a process has no part in a job: it was forked from a worker, or no place is free."""
+"""Refusals of a place in a job: none is free, or this process was forked from a worker."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class PlaceWait:
     """A worker's wait for a free place in a job."""
 
     def __init__(self, job: str, patience_s: float) -> None:
-        """Begins now; ends by an error after `patience_s` seconds."""
+        """Starts the wait, which ends with an error after `patience_s` seconds."""
         self._job = job
         self._patience_s = patience_s
         self._started_s, self._say_s = time.monotonic(), SAY_AFTER_S
 
     def wait(self, problem: RankTakenError) -> None:
-        """Reports the wait now and then.
+        """Reports the wait in growing intervals.
 
         Raises:
-            RankTakenError: It has been too long; names the job and the time.
+            RankTakenError: The wait was too long; names the job and the time.
         """
         waited_s = time.monotonic() - self._started_s
         if waited_s >= self._patience_s:
@@ -45,8 +45,8 @@ def refuse_forked(pid: int, rank: int, job: str) -> None:
     """Refuses a process that was forked from a worker: both would write to one connection.
 
     Args:
-        pid: The worker's process.
-        rank: Of the worker.
+        pid: Process id of the worker.
+        rank: Its rank.
         job: Its job.
 
     Raises:

@@ -5,11 +5,13 @@ import pytest
 from pscore.errors import AccessError
 from pscore.net.credentials import EVERY, TOKEN_KEY, Token
 from pscore.pb.ps.v1 import control_pb2
-from psserver.access.gate import CONTROL, WORKERS_METHODS, Gate, Pass
+from psserver.access.authorizer import CONTROL, WORKERS_METHODS, Authorizer, Grant
 
 A, B, BOTH = "a" * 16, "b" * 16, "c" * 16
 SERVICE = control_pb2.DESCRIPTOR.services_by_name["Control"]
-GATE = Gate([Token(job="a", secret=A), Token(job="b", secret=B), Token(job=EVERY, secret=BOTH)])
+AUTHORIZER = Authorizer(
+    [Token(job="a", secret=A), Token(job="b", secret=B), Token(job=EVERY, secret=BOTH)]
+)
 
 
 @pytest.mark.parametrize("method", SERVICE.methods_by_name)
@@ -20,33 +22,33 @@ def test_a_method_that_names_a_job_is_the_workers_and_no_other_but_describe(meth
 
 
 def test_a_token_opens_its_job_and_nothing_else() -> None:
-    assert GATE.admit(A) == Pass("a")
-    GATE.admit(A).require("a")
+    assert AUTHORIZER.admit(A) == Grant("a")
+    AUTHORIZER.admit(A).require("a")
     with pytest.raises(AccessError, match="the token is of job 'a', not of 'b'"):
-        GATE.admit(A).require("b")
+        AUTHORIZER.admit(A).require("b")
     with pytest.raises(AccessError, match="of job 'a', and Drain concerns every job"):
-        GATE.admit(A).require_control("Drain")
+        AUTHORIZER.admit(A).require_control("Drain")
 
 
 def test_a_token_for_everything_opens_everything() -> None:
-    GATE.admit(BOTH).require("a")
-    GATE.admit(BOTH).require_control("Drain")
+    AUTHORIZER.admit(BOTH).require("a")
+    AUTHORIZER.admit(BOTH).require_control("Drain")
 
 
 @pytest.mark.parametrize("secret", ["", "x", A[:-1], A + "a", A.upper(), "\0" * 16, "\u00e4" * 16])
 def test_nothing_else_opens_anything(secret: str) -> None:
     with pytest.raises(AccessError, match="PACELINE_TOKEN_FILE"):
-        GATE.admit(secret)
+        AUTHORIZER.admit(secret)
 
 
 def test_a_call_shows_one_token() -> None:
-    assert GATE.admit_call([("x", "y"), (TOKEN_KEY, A)]) == Pass("a")
+    assert AUTHORIZER.admit_call([("x", "y"), (TOKEN_KEY, A)]) == Grant("a")
     for metadata in (None, [], [("x", A)], [(TOKEN_KEY, A), (TOKEN_KEY, BOTH)]):
         with pytest.raises(AccessError, match="none came"):
-            GATE.admit_call(metadata)
+            AUTHORIZER.admit_call(metadata)
 
 
 def test_without_tokens_everything_is_open() -> None:
-    assert Gate().is_open
-    Gate().admit("").require_control("Drain")
-    Gate().admit_call(None).require("any")
+    assert Authorizer().is_open
+    Authorizer().admit("").require_control("Drain")
+    Authorizer().admit_call(None).require("any")

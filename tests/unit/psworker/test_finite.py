@@ -8,7 +8,7 @@ import torch
 from pscore.errors import GradientError
 from pscore.partition import make_layout
 from pscore.types import TensorSpec
-from psworker.model.finite import Screen
+from psworker.model.finite import FiniteCheck
 
 TENSORS = [
     TensorSpec(name="weight", shape=(5000,), dtype="float32"),
@@ -17,30 +17,30 @@ TENSORS = [
 LAYOUT = make_layout(TENSORS, 2)  # Slice 0 has the bias and the weight's begin, slice 1 its end.
 
 
-def screen_of(index: int) -> tuple[Screen, torch.Tensor]:
+def screen_of(index: int) -> tuple[FiniteCheck, torch.Tensor]:
     grad = torch.linspace(-1.0, 1.0, LAYOUT.slices[index].numel) * 3e38
-    return Screen(LAYOUT, index, torch.device("cpu")), grad
+    return FiniteCheck(LAYOUT, index, torch.device("cpu")), grad
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_numbers_pass(index: int) -> None:
-    screen, grad = screen_of(index)
-    assert screen.start(grad).tolist() == [0]
-    screen.require_finite(grad, 3)
+    check, grad = screen_of(index)
+    assert check.start(grad).tolist() == [0]
+    check.require_finite(grad, 3)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("index", "tensor"), [(0, 0), (0, 1), (1, 0)])
 def test_what_is_no_number_is_named(index: int, tensor: int, value: float) -> None:
-    screen, grad = screen_of(index)
+    check, grad = screen_of(index)
     (segment,) = (part for part in LAYOUT.slices[index].segments if part.tensor == tensor)
     numel = segment.stop - segment.start
     for position in (segment.start, segment.stop - 1, segment.start + numel // 2):
         broken = grad.clone()
         broken[position] = value
-        assert screen.start(broken).tolist() == [1]
+        assert check.start(broken).tolist() == [1]
         message = f"{TENSORS[tensor].name!r} holds 1 NaN or Inf of {numel} elements at step 3; "
         with pytest.raises(GradientError, match=message):
-            screen.require_finite(broken, 3)
-    assert screen.start(grad).tolist() == [0]  # The next gradient is judged by itself.
-    screen.require_finite(grad, 4)
+            check.require_finite(broken, 3)
+    assert check.start(grad).tolist() == [0]  # The next gradient is judged by itself.
+    check.require_finite(grad, 4)

@@ -9,7 +9,7 @@ from pscore.rules import ASGD, SSGD
 from pscore.types import Pull, Push, Role
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Address, Job, Shard
-from tests.unit.psserver.test_shard import LEASE_S, SPEC, member, push
+from tests.unit.psserver.test_jobs_and_tables import LEASE_S, SPEC, member, push
 
 
 def elastic(least: int, most: int, *ranks: int) -> tuple[Shard, Job, Address]:

@@ -13,8 +13,8 @@ from pscore.optimizers import from_torch
 from pscore.partition import make_layout
 from pscore.rules.ssgd import SSGD
 from pscore.types import Role
-from psworker.model.flat import Bucket, describe
-from psworker.replica.ports import Landing
+from psworker.model.flat import FlatModel, describe
+from psworker.replica.ports import PullBuffer
 from psworker.training.state_dict import read_state, restore, torch_state
 from psworker.training.table import TrainingTable
 
@@ -26,7 +26,7 @@ class FakeShards:
         self.layout, self.num_state, self.counts = layout, num_state, counts
         self.step = 4
         self.rank = 0
-        self.rule, self.compressor = SSGD(), "none"
+        self.rule, self.spec = SSGD(), SimpleNamespace(compressor="none")
         self.session = self
         self.log: list[str] = []
         self.loads: list[tuple[Role, list[np.ndarray], list[int], int]] = []
@@ -41,20 +41,22 @@ class FakeShards:
         self.log.append("settle")
         return iter(())
 
-    def fetch(self, min_version: int, outbox: Any) -> Iterator[int]:
+    def fetch(self, min_version: int, push_pull: Any) -> Iterator[int]:
         self.log.append("fetch")
         return iter(())
 
     def barrier(self, name: str) -> None:
         self.log.append("barrier")
 
-    def peek(self, landings: Sequence[Landing], outbox: Any, *, with_state: bool) -> Iterator[int]:
+    def peek(
+        self, pull_buffers: Sequence[PullBuffer], push_pull: Any, *, with_state: bool
+    ) -> Iterator[int]:
         assert with_state
-        for spec, landing in zip(self.layout.slices, landings, strict=True):
-            for number, array in enumerate(landing.state):
+        for spec, pull_buffer in zip(self.layout.slices, pull_buffers, strict=True):
+            for number, array in enumerate(pull_buffer.state):
                 values = torch.arange(float(spec.start), float(spec.stop)) / 1000
                 array.copy_(10 * number + values)
-            landing.counts = np.array([self.counts[s.tensor] for s in spec.segments], np.int64)
+            pull_buffer.counts = np.array([self.counts[s.tensor] for s in spec.segments], np.int64)
         return iter(())
 
     def load(
@@ -92,7 +94,7 @@ class FakeTable(TrainingTable):
         trained = [self.model["a"], self.model["b"]]
         specs = describe(list(zip("ab", trained, strict=True)), [1, 0])
         self.layout = layout = make_layout(specs, 2)
-        self.flat = Bucket(trained, layout)
+        self.flat = FlatModel(trained, layout)
         self.shards = FakeShards(layout, len(self.optimizer.state_names), counts)
         self.exchange = self.replica = cast(Any, self.shards)
         self.progress = cast(Any, self)

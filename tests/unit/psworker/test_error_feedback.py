@@ -8,9 +8,9 @@ import pytest
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
-from pscore.optimizers import OPTIMIZERS
 from pscore.partition import make_layout
 from pscore.rules import parse_mode
+from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Origin, Push, TensorSpec, Verdict
 from psworker.compression.error_feedback import Feedback, choose
 from psworker.connection.exchange import Exchange
@@ -136,11 +136,23 @@ def test_no_slice_holds_both_kinds(num_shards: int) -> None:
 
 def exchange_of(num_shards: int) -> Exchange:
     session: Any = SimpleNamespace(
-        job="job", rank=0, links=[], define=lambda *_: (0, Origin()), timeline=None, debtors={}
+        job="job",
+        rank=0,
+        links=[],
+        define=lambda *_: (0, Origin()),
+        timeline=None,
+        residual_senders={},
     )
-    layout, optimizer = make_layout(chosen(), num_shards), OPTIMIZERS["sgd"]()
-    compressor, rule = parse_compressor("dgc"), parse_mode("ssgd")
-    return Exchange(session, "model", layout, rule, compressor, optimizer, 1)
+    spec = TableSpec(
+        name="model",
+        tensors=tuple(chosen()),
+        num_shards=num_shards,
+        rule=parse_mode("ssgd"),
+        compressor=parse_compressor("dgc"),
+        optimizer="sgd",
+        num_groups=1,
+    )
+    return Exchange(session, spec)
 
 
 def test_the_state_survives_a_change_of_the_number_of_shards() -> None:

@@ -17,18 +17,18 @@ from pscore.partition import make_layout
 from pscore.types import TensorSpec, Verdict
 from psworker.compression.error_feedback import Feedback
 from psworker.compression.on_gpu import DeviceFeedback, DeviceSide
-from psworker.model.finite import Screen
+from psworker.model.finite import FiniteCheck
 from tests.unit.pscore.cuda.shim import build, launcher
 from tests.unit.pscore.cuda.test_kernels import aligned
-from tests.unit.psworker.test_feedback import NUMEL, gradient, push
+from tests.unit.psworker.test_error_feedback import NUMEL, gradient, push
 
 CPU = torch.device("cpu")
 TENSORS = [TensorSpec(name="weight", shape=(NUMEL // 2, 2), dtype="float32", compress=True)]
 LAYOUT = make_layout(TENSORS, 1)
 
 
-def screen() -> Screen:
-    return Screen(LAYOUT, 0, CPU)
+def check() -> FiniteCheck:
+    return FiniteCheck(LAYOUT, 0, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_device_sends_and_owes_what_the_host_does(name: str) -> None:
         if step == 4:
             payloads = [bytes(item.flush(push(step), grad)) for item in (host, other)]
         else:
-            ready = other.start(push(step), aligned(grad), screen())
+            ready = other.start(push(step), aligned(grad), check())
             payloads = [bytes(host.encode(push(step), grad)), bytes(ready())]
             assert bytes(ready()) == payloads[1]
         assert payloads[0] == payloads[1]

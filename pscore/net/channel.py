@@ -1,0 +1,176 @@
+"""The requesting half of the socket plane; connection.py is the answering half.
+
+A request is remembered until its reply has come. When the connection breaks, the channel connects
+again and repeats the requests that have no reply yet, in order. So every request may arrive twice,
+and the answering side must not count it twice.
+
+A channel knows frames and ids. The meaning of a reply is a function given to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar
+
+from pscore.errors import DecodeError, PacelineError, TransportError
+from pscore.net import faults, sockets, tls
+from pscore.net.endpoint import error_of, parse_envelope
+from pscore.pb.ps.v1 import data_pb2 as pb
+
+JOIN_TIMEOUT_S = 5.0
+
+
+class Call(Protocol):
+    """One request of the caller's."""
+
+    @property
+    def done(self) -> Future[Any]:
+        """The reply, or the error."""
+
+
+C = TypeVar("C", bound=Call)
+
+
+class FrameChannel(Generic[C]):
+    """One connection to a listener, made again when it breaks; used from any thread."""
+
+    def __init__(
+        self,
+        connect: Callable[[], tls.Stream],
+        on_reply: Callable[[pb.Envelope, C, sockets.Incoming], pb.Envelope | None],
+        name: str,
+    ) -> None:
+        """Does not connect yet.
+
+        Args:
+            connect: Returns a connection that has been admitted (`endpoint.connect`). It repeats
+                failed attempts itself; if it raises a `PacelineError`, the channel ends with that.
+            on_reply: Reads the payload of a reply and completes its call, on the reading thread.
+                It returns None, or a further request of the same call.
+            name: Of the thread, and of the point at which faults strike.
+        """
+        self._connect = connect
+        self._on_reply = on_reply
+        self._numbers = itertools.count(1)
+        self._open: dict[int, tuple[C, bytes, Sequence[memoryview]]] = {}  # Requests, by id.
+        self._lock = threading.Lock()  # Guards `_open` and `_failure`.
+        self._sending = threading.Lock()  # Guards `_stream`; held while a frame is sent.
+        self._stream: tls.Stream | None = None
+        self._is_closed = False
+        self._failure: PacelineError | None = None
+        self._send_all = faults.sender(faults.from_environment().at(name), sockets.send_all)
+        self._thread = threading.Thread(target=self._run, name=f"bulk-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread that connects and reads."""
+        self._thread.start()
+
+    def request(self, call: C, envelope: pb.Envelope, payload: Sequence[memoryview] = ()) -> None:
+        """Sends a request, now or when there is a connection.
+
+        Args:
+            call: Completed when the reply has come.
+            envelope: The header; its id is set here.
+            payload: Must not change until `call.done` is set.
+        """
+        number = envelope.id = next(self._numbers)
+        header = envelope.SerializeToString()
+        with self._lock:
+            if self._failure is None:
+                self._open[number] = (call, header, payload)
+        if self._failure is not None:
+            call.done.set_exception(self._failure)
+            return
+        with self._sending:
+            if self._stream is not None:
+                self._send(header, payload)
+
+    def close(self) -> None:
+        """Closes the connection; calls without a reply fail."""
+        self._is_closed = True
+        with self._sending:
+            self._shut()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    def _send(self, header: bytes, payload: Sequence[memoryview]) -> None:
+        """Sends under the lock; the reading thread replaces a connection that breaks."""
+        assert self._stream is not None
+        try:
+            self._send_all(self._stream, sockets.frame_parts(header, payload))
+        except TransportError:
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._stream is not None:
+            try:
+                self._stream.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                self._stream.close()
+
+    # ----- the reading thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closed:
+                stream = self._connect()
+                with stream:
+                    self._resume(stream)
+                    self._read(stream)
+                with self._sending:
+                    self._stream = None
+            self._fail(TransportError("the connection was closed"))
+        except PacelineError as error:
+            self._fail(error)
+
+    def _resume(self, stream: tls.Stream) -> None:
+        """Sends the requests without a reply again, in order."""
+        with self._sending:
+            self._stream = stream
+            with self._lock:
+                unanswered = [item for _, item in sorted(self._open.items())]
+            for _, header, payload in unanswered:
+                self._send(header, payload)
+
+    def _read(self, stream: tls.Stream) -> None:
+        reader = sockets.ReadAhead(stream)
+        try:
+            while (incoming := sockets.read_header(reader)) is not None:
+                self._dispatch(incoming)
+        except (TransportError, DecodeError):
+            return  # The caller connects again and repeats the requests.
+
+    def _dispatch(self, incoming: sockets.Incoming) -> None:
+        envelope = parse_envelope(incoming.header)
+        with self._lock:
+            item = self._open.get(envelope.id)
+        if item is None:
+            incoming.skip()
+            return
+        call = item[0]
+        if envelope.WhichOneof("body") == "failed":
+            incoming.read_into()
+            self._forget(envelope.id)
+            call.done.set_exception(error_of(envelope.failed))
+            return
+        further = self._on_reply(envelope, call, incoming)
+        self._forget(envelope.id)
+        if further is not None:
+            self.request(call, further)
+
+    def _forget(self, number: int) -> None:
+        with self._lock:
+            self._open.pop(number, None)
+
+    def _fail(self, error: PacelineError) -> None:
+        with self._lock:
+            self._failure = error
+            unanswered = list(self._open.values())
+            self._open.clear()
+        for call, _, _ in unanswered:
+            if not call.done.done():
+                call.done.set_exception(error)

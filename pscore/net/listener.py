@@ -1,0 +1,297 @@
+"""Accepts connections on TCP, with or without TLS, and on Unix sockets of the same host.
+
+A new connection has a few seconds for the TLS handshake and for its first message. If too many are
+still at that, the oldest is closed, so that slow peers cannot exhaust the listener. If there is no
+file descriptor or thread for one more, new connections are refused, which is logged sparsely, and
+the listener continues: it ends when its owner stops it, and in no other way.
+
+A connection to a Unix socket is accepted only from a process of the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from pscore.net import connection as connections
+from pscore.net import descriptors, sockets, tls
+from pscore.net.budget import Budget
+from pscore.net.connection import Connection, Service
+from pscore.net.endpoint import peer_user
+
+CONNECTIONS_MAX = 4096
+PENDING_MAX = 256  # Connections before their first message.
+PENDING_SHARE = 4  # They get at most one of so many descriptors.
+UNKNOWN_NBYTES = 32 << 20  # Of long headers from all peers that are not known yet.
+RECOVERED_S = 3.0  # Without a refusal for lack of resources; then the listener is well again.
+PAUSE_S = 0.1
+STOP_TIMEOUT_S = 1.0  # For the threads of all connections together.
+
+Serve = Callable[[socket.socket], None]
+
+
+class PendingConnections:
+    """Connections before their first message; the oldest is closed when there are too many."""
+
+    def __init__(self, num_max: int) -> None:
+        """Keeps at most `num_max`."""
+        self.num_max = num_max
+        self._lock = threading.Lock()
+        self._pending: dict[socket.socket, None] = {}  # In order of arrival.
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, accepted: socket.socket) -> None:
+        """Adds a new connection; closes the oldest one if that is one too many."""
+        with self._lock:
+            self._pending[accepted] = None
+            is_full = len(self._pending) > self.num_max
+        if is_full:
+            self.drop_oldest()
+
+    def remove(self, accepted: socket.socket) -> None:
+        """Removes a connection whose first message has come, or that has ended."""
+        with self._lock:
+            self._pending.pop(accepted, None)
+
+    def drop_oldest(self) -> bool:
+        """Shuts the oldest connection down; returns whether there was one."""
+        with self._lock:
+            if not self._pending:
+                return False
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            with contextlib.suppress(OSError):  # It may have ended by itself.
+                oldest.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+class Listener:
+    """Listens for connections of peers and gives each one a thread.
+
+    Attributes:
+        port: TCP port.
+        local: Name of the abstract Unix socket, without its leading zero byte.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        host: str,
+        port: int,
+        local: str,
+        *,
+        context: ssl.SSLContext | None = None,
+        others: Mapping[str, Serve] | None = None,
+    ) -> None:
+        """Binds all sockets; nothing is accepted yet.
+
+        Args:
+            service: Admits peers and handles their frames.
+            host: Address to listen on.
+            port: Port to listen on; 0 for a free one.
+            local: Name of the abstract Unix socket.
+            context: TLS of the TCP port; None: none.
+            others: Further Unix sockets for messages that are not frames on a stream (such as file
+                descriptors): suffix of the name, and the function that serves one connection. A
+                call has `HELLO_TIMEOUT_S` for each read and write, and the connection is closed
+                when it returns.
+
+        Raises:
+            OSError: An address is not available.
+        """
+        self._service = service
+        self._context = context
+        share = PENDING_SHARE if context is None else 2 * PENDING_SHARE  # TLS needs a copy.
+        self._pending = PendingConnections(min(PENDING_MAX, descriptors.limit() // share))
+        self._threads: list[threading.Thread] = []
+        self._is_closing = False
+        self._refused_s = -math.inf  # Time of the last refusal for lack of resources.
+        self._unknown = Budget(UNKNOWN_NBYTES, "")
+        self._connections: dict[Connection, threading.Thread] = {}  # With their reading threads.
+        self.local = local
+        self._listeners: list[tuple[socket.socket, Serve]] = []
+        with contextlib.ExitStack() as undo:
+            listener, self._congestion = sockets.listen(host, port)
+            self._listeners.append((undo.enter_context(listener), self._serve))
+            self.port = int(listener.getsockname()[1])
+            served: dict[str, Serve] = {"": self._serve}
+            for suffix, serve in (others or {}).items():
+                served[suffix] = _served_within(self._pending, serve)
+            for suffix, serve in served.items():
+                listener = undo.enter_context(_listen_locally(local + suffix))
+                self._listeners.append((listener, serve))
+            undo.pop_all()
+
+    def start(self) -> None:
+        """Starts to accept."""
+        for listener, serve in self._listeners:
+            poll = select.poll()  # Made here: `stop` may close the listener before a thread runs.
+            poll.register(listener, select.POLLIN)
+            thread = threading.Thread(
+                target=self._accept, args=(listener, poll, serve), name="bulk-accept", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether connections are accepted, and none was refused just now for lack of resources."""
+        is_late = time.monotonic() - self._refused_s >= RECOVERED_S
+        return is_late and all(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """Closes the listeners and all connections, and waits a moment for their handlers."""
+        self._is_closing = True
+        for listener, _ in self._listeners:
+            with contextlib.suppress(OSError):  # Closing alone would not wake `accept`.
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        served = list(self._connections.items())
+        for connection, _ in served:
+            connection.close()
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        for _, thread in served:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _accept(self, listener: socket.socket, poll: select.poll, serve: Serve) -> None:
+        spare = descriptors.SpareDescriptor()
+        while not self._is_closing:
+            poll.poll()  # `accept` would not wait if there is no descriptor left.
+            try:
+                accepted, _ = listener.accept()
+            except OSError as problem:
+                self._on_accept_failed(problem, listener, spare)
+                continue
+            self._start_serving(accepted, serve)
+        spare.close()
+
+    def _on_accept_failed(
+        self, problem: OSError, listener: socket.socket, spare: descriptors.SpareDescriptor
+    ) -> None:
+        """Turns a connection away if no descriptor is left; else it has ended by itself."""
+        if self._is_closing:
+            return
+        if problem.errno not in descriptors.EXHAUSTED:
+            time.sleep(PAUSE_S)
+            return
+        self._note_refusal(problem.strerror or str(problem))
+        with contextlib.suppress(OSError):
+            if not spare.turn_away(listener):
+                time.sleep(PAUSE_S)
+
+    def _start_serving(self, accepted: socket.socket, serve: Serve) -> None:
+        """Starts a thread for a new connection, or closes it."""
+        if len(self._connections) >= CONNECTIONS_MAX:
+            self._note_refusal(f"{CONNECTIONS_MAX} connections are there already")
+        elif descriptors.is_scarce(accepted.fileno()) and not self._pending.drop_oldest():
+            self._note_refusal(f"few of the {descriptors.limit()} file descriptors are left")
+        elif _is_of_this_user(accepted):
+            self._pending.add(accepted)
+            try:
+                threading.Thread(
+                    target=serve, args=(accepted,), name="bulk-read", daemon=True
+                ).start()
+            except RuntimeError as problem:
+                self._pending.remove(accepted)
+                self._note_refusal(str(problem))
+            else:
+                return
+        accepted.close()
+
+    def _note_refusal(self, reason: str) -> None:
+        self._refused_s = time.monotonic()
+        self._service.log("bulk connection refused, there is no room for it", reason=reason)
+
+    def _serve(self, accepted: socket.socket) -> None:
+        """Serves one connection to its end."""
+        deadline_s = time.monotonic() + connections.HELLO_TIMEOUT_S
+        peer = peer_of(accepted)
+        with accepted:
+            try:
+                sockets.tune(accepted, self._congestion)
+                stream = self._secured(accepted, deadline_s)
+            except OSError as problem:
+                self._pending.remove(accepted)
+                event, reason = "bulk handshake failed", str(problem)
+                self._service.log(event, peer, level=logging.INFO, reason=reason)
+                return
+            connection = Connection(
+                stream,
+                self._service,
+                peer=peer,
+                on_admitted=lambda: self._pending.remove(accepted),
+                unknown=self._unknown,
+            )
+            self._connections[connection] = threading.current_thread()
+            try:
+                connection.serve(deadline_s)
+            finally:
+                self._pending.remove(accepted)
+                del self._connections[connection]
+
+    def _secured(self, accepted: socket.socket, deadline_s: float) -> tls.Stream:
+        """Returns the connection, with TLS if it came over TCP and there is a context.
+
+        Raises:
+            OSError: The handshake failed.
+        """
+        if self._context is None or accepted.family == socket.AF_UNIX:
+            return accepted
+        # A copy: TLS detaches its socket, and this one must stay so that it can be shut down.
+        copied = accepted.dup()
+        try:
+            return tls.secure(copied, self._context, deadline_s=deadline_s)
+        except OSError:
+            copied.close()  # Without effect once TLS has detached it.
+            raise
+
+
+def peer_of(accepted: socket.socket) -> str:
+    """Returns the host at the other end, for the log."""
+    if accepted.family == socket.AF_UNIX:
+        return "this host"
+    try:
+        return str(accepted.getpeername()[0])
+    except OSError:
+        return "gone"
+
+
+def _served_within(pending: PendingConnections, serve: Serve) -> Serve:
+    """Returns a function that serves a connection of one short exchange, and closes it."""
+
+    def serve_once(accepted: socket.socket) -> None:
+        with accepted:
+            try:
+                accepted.settimeout(connections.HELLO_TIMEOUT_S)
+                serve(accepted)
+            finally:
+                pending.remove(accepted)
+
+    return serve_once
+
+
+def _listen_locally(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(b"\0" + name.encode())
+        listener.listen(256)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _is_of_this_user(accepted: socket.socket) -> bool:
+    """Returns whether the peer of a Unix socket is this user; True for TCP, where tokens decide."""
+    return accepted.family != socket.AF_UNIX or peer_user(accepted) == os.geteuid()

@@ -1,0 +1,226 @@
+"""A job at run time: all that the engine holds for it beside the decisions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pscore.memory.segment import Segment
+from pscore.pb.ps.v1 import data_pb2
+from pscore.types import ByteArray, FloatArray
+from psserver.decisions.membership import Member
+from psserver.decisions.orders import Action, Skip, Update
+from psserver.decisions.shard import Address, Job, Shard
+from psserver.decisions.slice_clock import SliceClock
+from psserver.decisions.table import Table
+from psserver.decisions.uneven import report
+from psserver.durability.recovery import JobRecorder
+from psserver.engine.barrier_waits import BarrierWaits
+from psserver.engine.residuals import Arrays, Residuals
+from psserver.engine.slice_queue import SliceQueue, Work
+from psserver.engine.views import HeartbeatView, ResidualRequest, Welcome
+from psserver.engine.waits import Waits
+from psserver.slices.base import Payload, Store
+
+
+class Reply(Protocol):
+    """Sends the answer of one request; called once, from any thread."""
+
+    def pushed(self, reply: data_pb2.PushReply) -> None:
+        """Answers a push."""
+
+    def pulled(
+        self,
+        reply: data_pb2.PullReply,
+        arrays: Sequence[FloatArray | ByteArray],
+        release: Callable[[], None] | None,
+    ) -> None:
+        """Answers a pull.
+
+        Args:
+            reply: The header.
+            arrays: The payload.
+            release: Called when the arrays have been sent. None: they are only valid during the
+                call.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One push or pull that is under way; it is its own token."""
+
+    job: RunningJob
+    address: Address
+    clock: SliceClock
+    worker: int
+    reply: Reply
+    payload: Payload | None = None
+    release: Callable[[], None] | None = None  # Frees the payload's memory.
+    step: int = -1  # Of a push of a gradient.
+    is_shared: bool = False  # Payload in the worker's segment, or answer in the shard's.
+    held: int | None = None  # Fingerprint of the worker's estimate, in a compressed pull.
+    deadline_s: float = 0.0  # Of a pull: the answer then says what it waits for.
+    taken_s: float = 0.0  # Time at which a queue began with the payload.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtVersion:
+    """Work to be done right behind one slice's update to a version."""
+
+    version: int
+    work: Work
+
+
+@dataclass(slots=True, eq=False)
+class RunningTable:
+    """A table at run time."""
+
+    table: Table
+    weights: Segment  # Of all slices, as workers of this host map them.
+    queues: Mapping[int, SliceQueue]  # By slice.
+    shared_grads: dict[int, FloatArray] = field(default_factory=dict)  # `(numel,)`, by rank.
+    _at_version: dict[int, list[AtVersion]] = field(default_factory=dict)  # By slice.
+
+    def do_at_version(self, index: int, entry: AtVersion) -> None:
+        """Schedules work behind a later update of a slice."""
+        self._at_version.setdefault(index, []).append(entry)
+
+    def cancel(self, index: int, entry: AtVersion) -> None:
+        """Cancels scheduled work, or forgets that it was done."""
+        entries = self._at_version[index]
+        entries.remove(entry)
+        if not entries:
+            del self._at_version[index]
+
+    def with_scheduled(self, index: int, batch: list[Action]) -> Sequence[Work]:
+        """Returns a slice's actions with the scheduled work behind its updates."""
+        entries = self._at_version.get(index)
+        if not entries:
+            return batch
+        works: list[Work] = []
+        for action in batch:
+            works.append(action)
+            if isinstance(action, Update | Skip):
+                former = action.former if isinstance(action, Skip) else action.version - 1
+                works += [e.work for e in entries if former < e.version <= action.version]
+        return works
+
+
+class RunningJob:
+    """One job, from its first worker until its numbers are freed."""
+
+    def __init__(
+        self, job: Job, shard: Shard, recorder: JobRecorder, lock: threading.RLock
+    ) -> None:
+        """Starts without tables.
+
+        Args:
+            job: The decisions about it; read and changed only under the lock.
+            shard: The decisions about all jobs.
+            recorder: Its journal.
+            lock: The engine's.
+        """
+        self.job = job
+        self.name = job.name
+        self.recorder = recorder
+        self.tables: dict[int, RunningTable] = {}
+        self.residuals = Residuals(job)
+        self.barriers = BarrierWaits(shard, job, lock, recorder.note)
+        self.waits = Waits(shard, job, self.barriers)
+        self._lock = lock
+
+    def table(self, index: int) -> RunningTable:
+        """Returns a table by its index.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        return self.tables[self.job.table(index).index]
+
+    def queue(self, address: Address) -> SliceQueue:
+        """Returns the queue of a slice."""
+        return self.tables[address.table].queues[address.slice]
+
+    def stores(self) -> list[Store]:
+        """Returns the numbers of all slices."""
+        with self._lock:
+            return [queue.store for table in self.tables.values() for queue in _queues(table)]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any queue has work; under the lock."""
+        return any(queue.is_busy for table in self.tables.values() for queue in _queues(table))
+
+    def part_with(self, rank: int) -> None:
+        """Unmaps the gradients that a worker has shared."""
+        for table in self.tables.values():
+            table.shared_grads.pop(rank, None)
+
+    def close(self) -> None:
+        """Frees the numbers and deletes the journal."""
+        self.tables.clear()
+        self.recorder.close()
+
+    # ----- answers to workers, each of one moment
+
+    def welcome(self, member: Member) -> Welcome:
+        """Returns the state of the job for a worker that has just joined."""
+        with self._lock:
+            return Welcome(
+                rank=member.rank,
+                num_workers=self.job.membership.num_workers,
+                lease_s=self.job.membership.lease_s,
+                rounds=self.job.barriers.next_rounds(),
+                news=member.news,
+                progress=self.job.progress,
+                life=self.job.life.number,
+            )
+
+    def heartbeat(
+        self, rank: int, waiting_for: str, left_out: Mapping[int, tuple[int, int, int]]
+    ) -> HeartbeatView:
+        """Records the report of a worker, and returns the state of the job for it.
+
+        Args:
+            rank: Of the worker.
+            waiting_for: The shard that does not answer it; empty if none.
+            left_out: By table: steps, count and first step of its pushes that came too late.
+        """
+        with self._lock:
+            self.waits.note(rank, waiting_for)
+            return HeartbeatView(
+                waiting_for=self.waits.longest,
+                residual_requests=tuple(
+                    ResidualRequest(table=table, step=step, slices=tuple(slices))
+                    for table, step, slices in self.residuals.requests(rank)
+                ),
+                live=tuple(self.job.membership.live()),
+                uneven=report(self.job.membership, rank, left_out),
+            )
+
+    def take_residual(
+        self, table: int, index: int, rank: int, step: int, arrays: Mapping[str, bytes]
+    ) -> None:
+        """Receives a worker's residual of a slice after `step`.
+
+        Raises:
+            PacelineError: There is no such slice, or it is not the state of its compressor.
+        """
+        with self._lock:
+            self.residuals.take(self.job.table(table), index, rank, step, arrays)
+
+    def residuals_for(self, table: int, rank: int) -> dict[int, Arrays]:
+        """Returns the residuals that a checkpoint had of a rank, by slice.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        with self._lock:
+            kept = self.residuals.kept(self.job.table(table).index, rank)
+            return {index: dict(arrays) for index, arrays in kept.items()}
+
+
+def _queues(table: RunningTable) -> Iterable[SliceQueue]:
+    return table.queues.values()

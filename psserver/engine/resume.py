@@ -1,0 +1,81 @@
+"""Resumes the clocks of slices from their journals after the shard's process was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pscore.compressors.base import Compressor
+from pscore.types import Push
+from psserver.decisions.open_step import OpenStep
+from psserver.decisions.progress import Token
+from psserver.decisions.shard import Actions, Address
+from psserver.decisions.table import Table
+from psserver.engine.job import Request, RunningJob
+from psserver.slices.base import Payload, Store
+from psserver.slices.journal import SliceJournal
+from psserver.slices.store import RAW
+
+
+def resume(running: RunningJob, table: Table, index: int, store: Store) -> Actions:
+    """Resumes the clock of a slice from its journal; returns the actions that were still due."""
+    journal = store.journal
+    if journal is None or journal.is_new:
+        return []
+    job, clock = running.job, table.clocks[index]
+    address = Address(job.name, table.index, index)
+    record, counted = journal.record, store.counted
+
+    def token_of(push: Push, payload: Payload) -> Request:
+        return Request(running, address, clock, push.worker, NullReply(), payload)
+
+    open_steps = open_steps_of(journal, table.spec.compressor, token_of)
+    for rank, steps in counted.items():
+        newest = max(steps.ahead, default=steps.clock - 1) + 1
+        job.steps[rank] = max(job.steps.get(rank, 0), newest)
+    if record.epoch == table.epoch or table.former is None:
+        actions = clock.resume(record.version, counted, open_steps)
+    else:  # Killed during a change of the mode, before this slice had made it.
+        clock.rule = table.former
+        table.participants.aside |= dict.fromkeys(job.membership.expected(), ())
+        actions = clock.resume(record.version, counted, open_steps) + clock.change(table.spec.rule)
+        table.participants.aside.clear()
+    return [(address, action) for action in actions]
+
+
+def open_steps_of(
+    journal: SliceJournal, compressor: Compressor, token_of: Callable[[Push, Payload], Token]
+) -> dict[int, OpenStep]:
+    """Returns the counted pushes that are in no update yet, by open step.
+
+    Args:
+        journal: Of the slice.
+        compressor: Of its pushes.
+        token_of: Returns a token for a push whose payload has not been added yet.
+    """
+    open_steps: dict[int, OpenStep] = {}
+    for bin_ in journal.record.bins:
+        added = [(journal.push_of(entry), entry.weight) for entry in bin_.added]
+        open_steps[bin_.bin] = OpenStep(bin_.bin, added=added)
+    for entry in journal.record.held:
+        push = journal.push_of(entry)
+        cell = journal.pool.at(entry.place)
+        payload = Payload(
+            data=cell.data[: entry.nbytes],
+            compressor=compressor if entry.is_compressed else RAW,
+            cell=cell,
+        )
+        open_step = open_steps.setdefault(entry.step, OpenStep(entry.step))
+        open_step.held[push.worker] = (push, token_of(push, payload))
+    return open_steps
+
+
+class NullReply:
+    """Discards answers to requests that the former process has answered already."""
+
+    def pushed(self, reply: object) -> None:
+        """Sends nothing."""
+
+    def pulled(self, reply: object, arrays: object, release: Callable[[], None] | None) -> None:
+        """Sends nothing."""
+        if release is not None:
+            release()

@@ -1,0 +1,64 @@
+"""Progress of the workers on one slice, as its journal has it.
+
+The clock of the slice (decisions/slice_clock.py) decides; this is the part of its decisions that is
+executed and written down. After a crash the clock resumes from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+from pscore.types import Push
+from psserver.decisions.progress import Progress
+from psserver.slices.journal import SliceJournal
+
+
+class JournaledProgress:
+    """The progress of each worker in the record of a journal; the caller commits."""
+
+    def __init__(self, journal: SliceJournal) -> None:
+        """Starts with the progress in the journal's record."""
+        self._journal = journal
+        self._workers = {
+            rank: Progress(steps.clock, set(steps.ahead), set(steps.late))
+            for rank, steps in journal.record.counted.items()
+        }
+
+    def copy(self) -> dict[int, Progress]:
+        """Returns a copy of each worker's progress, by rank."""
+        return deepcopy(self._workers)
+
+    def add(self, push: Push) -> None:
+        """Counts a push; one that was held is counted already."""
+        counted = self._workers.setdefault(push.worker, Progress())
+        if push.step not in counted:
+            counted.add(push.step)
+            self._journal.count(push.worker, counted)
+
+    def add_late(self, push: Push) -> None:
+        """Counts a push that came too late for its update."""
+        self.add(push)
+        self._workers[push.worker].add_late(push.step)
+        self._journal.count(push.worker, self._workers[push.worker])
+
+    def advance(self, worker: int, clock: int) -> bool:
+        """Raises a worker's clock; returns whether it was lower."""
+        counted = self._workers.get(worker, Progress())
+        if counted.clock >= clock:
+            return False
+        counted.clock = clock
+        counted.ahead.clear()
+        self._workers[worker] = counted
+        self._journal.count(worker, counted)
+        return True
+
+    def begin(self, epoch: int, clocks: Mapping[int, int]) -> None:
+        """Restarts each worker at its clock: the mode has changed.
+
+        Args:
+            epoch: Changes of the mode so far, with this one.
+            clocks: Clock of each worker, by rank.
+        """
+        self._workers = {rank: Progress(clock=clock) for rank, clock in clocks.items()}
+        self._journal.begin(epoch, self._workers)

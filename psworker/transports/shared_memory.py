@@ -1,0 +1,165 @@
+"""Pushes and pulls through shared memory, within one host and user; a Unix socket carries notices.
+
+The worker passes the file descriptor of its gradients to the shard and receives that of the table's
+weights (pscore/memory/segment.py). A push then says that a gradient is ready; an answer to a pull
+says which of a slice's two buffers holds the weights.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar
+
+from pscore.errors import RemoteProtocolError, TransportError
+from pscore.memory import streaming
+from pscore.memory.segment import Segment, WeightsMap
+from pscore.net import sockets, tls, wire
+from pscore.net.endpoint import (
+    CONNECT_TIMEOUT_S,
+    Endpoint,
+    connect,
+    connect_locally,
+    error_of,
+    parse_envelope,
+)
+from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.types import FloatArray, IntArray, SliceSpec
+from psworker.transports.base import PullCall
+from psworker.transports.retry import RetryPolicy
+from psworker.transports.socket_base import SocketTransport
+
+ATTACH_SUFFIX = ".attach"  # Of the Unix socket's name.
+ATTACHED_NBYTES_MAX = 1 << 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Attachment:
+    """A table whose gradients and weights lie in shared memory."""
+
+    sender: pb.Sender
+    grads: Segment
+    layout: WeightsMap
+    specs: Sequence[SliceSpec]
+    weights: Segment | None = None
+    # Each slice's two buffers and their versions. Both are of one segment, also for a thread that
+    # reads them while the table is attached again.
+    maps: dict[int, tuple[list[FloatArray], IntArray]] = field(default_factory=dict)
+    # Copies weights; the finiteness result is ignored.
+    copy: Callable[[FloatArray, FloatArray], bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copy = streaming.copier(4 * sum(spec.numel for spec in self.specs))
+
+
+class SharedMemoryTransport(SocketTransport):
+    """Shared memory, and a Unix socket for notices and for tables that are not attached."""
+
+    name: ClassVar[str] = "local"
+    shares_memory = True
+
+    def __init__(self, endpoint: Callable[[], Endpoint], policy: RetryPolicy) -> None:
+        """Starts to connect.
+
+        Args:
+            endpoint: Returns the shard's present addresses; asked again when a connection breaks.
+            policy: The repetition of attempts to connect.
+        """
+        self._attachments: dict[int, Attachment] = {}  # By table.
+        super().__init__(endpoint, policy)
+
+    def pull(self, call: PullCall) -> None:
+        """Asks for one slice."""
+        call.header.shared = call.header.sender.table in self._attachments
+        super().pull(call)
+
+    def attach(self, sender: pb.Sender, grads: Segment, specs: Sequence[SliceSpec]) -> None:
+        """Shares a table's gradients with the shard, and maps its weights.
+
+        Args:
+            sender: This worker, and the table.
+            grads: The gradients of the whole table, float32.
+            specs: The table's slices on this shard, in the order of their index.
+
+        Raises:
+            PacelineError: The shard cannot map them.
+        """
+        attachment = Attachment(sender=sender, grads=grads, layout=WeightsMap(specs), specs=specs)
+        attach(self._endpoint(), attachment)
+        self._attachments[sender.table] = attachment
+
+    def _connect(self) -> tls.Stream:
+        endpoint = self._endpoint()
+        connection = connect(endpoint, is_local=True)
+        for attachment in list(self._attachments.values()):
+            attach(endpoint, attachment)
+        return connection
+
+    def _land(self, call: PullCall, reply: pb.PullReply, incoming: sockets.Incoming) -> bool:
+        if reply.buffer:
+            incoming.read_into()
+            if not call.copy_on_wait:
+                return self._copy(call, reply)
+            call.fetch = partial(self._copy, call, reply)
+            return True
+        if call.copy_on_wait:  # Slow readers of other versions hold both mapped buffers.
+            payload = bytearray(incoming.payload_nbytes)
+            incoming.read_into(memoryview(payload))
+            call.fetch = partial(_land_on_wait, call, reply, memoryview(payload))
+            return True
+        return super()._land(call, reply, incoming)
+
+    def _copy(self, call: PullCall, reply: pb.PullReply) -> bool:
+        """Copies weights from shared memory; returns False if they changed meanwhile."""
+        attachment = self._attachments[call.header.sender.table]
+        buffers, versions = attachment.maps[call.header.slice]
+        number = reply.buffer - 1
+        attachment.copy(buffers[number], call.weights)
+        return bool(versions[number] == reply.version)
+
+
+def attach(endpoint: Endpoint, attachment: Attachment) -> None:
+    """Passes the gradients' descriptor to the shard and maps the weights of its answer.
+
+    Raises:
+        TransportError: The connection failed.
+        RemoteProtocolError: The shard refused, or answered something else.
+    """
+    request = pb.Envelope(
+        id=1,
+        attach=pb.Attach(
+            sender=attachment.sender, nbytes=attachment.grads.nbytes, token=endpoint.token
+        ),
+    )
+    try:
+        with connect_locally(endpoint.local + ATTACH_SUFFIX) as connection:
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            frame = wire.encode(request.SerializeToString())
+            socket.send_fds(connection, [frame], [attachment.grads.fd])
+            answer, fds, _, _ = socket.recv_fds(connection, ATTACHED_NBYTES_MAX, 1)
+    except OSError as problem:
+        raise TransportError(f"cannot share memory with the shard: {problem}") from problem
+    envelope = parse_envelope(bytes(wire.decode(answer)[0]))
+    if envelope.WhichOneof("body") == "failed":
+        raise error_of(envelope.failed)
+    if len(fds) != 1 or envelope.attached.nbytes != attachment.layout.nbytes:
+        for fd in fds:
+            os.close(fd)
+        raise RemoteProtocolError(
+            f"the shard shares {envelope.attached.nbytes} bytes of weights, "
+            f"{attachment.layout.nbytes} wanted"
+        )
+    weights = Segment.attach(fds[0], envelope.attached.nbytes)
+    attachment.weights = weights
+    for spec in attachment.specs:
+        layout = attachment.layout
+        maps = layout.buffers(weights, spec.index), layout.versions(weights, spec.index)
+        attachment.maps[spec.index] = maps
+
+
+def _land_on_wait(call: PullCall, reply: pb.PullReply, payload: memoryview) -> bool:
+    call.land(reply, payload)
+    return True

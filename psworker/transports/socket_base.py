@@ -1,0 +1,138 @@
+"""The part that TCP and shared memory have in common: pushes and pulls as frames on sockets.
+
+The other side is psserver/service/data_socket.py. Pushes and pulls have connections of their own,
+so that a small request never waits behind four megabytes going the other way. Requests without a
+reply are sent again when a connection has broken (pscore/net/channel.py): every request may arrive
+twice, and the second one changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+from pscore.errors import PacelineError
+from pscore.net import sockets, tls
+from pscore.net.channel import FrameChannel
+from pscore.net.endpoint import Endpoint
+from pscore.pb.ps.v1 import data_pb2 as pb
+from psworker.transports.base import PullCall, PushCall, Transport
+from psworker.transports.daemon_threads import DaemonExecutor
+from psworker.transports.retry import RetryPolicy
+
+
+class PushConnection(NamedTuple):
+    """A connection for pushes, and the thread that makes and sends them."""
+
+    channel: FrameChannel[PushCall]
+    sender: DaemonExecutor
+
+
+class SocketTransport(Transport):
+    """One connection for pulls, and one or more for pushes."""
+
+    def __init__(self, endpoint: Callable[[], Endpoint], policy: RetryPolicy) -> None:
+        """Starts to connect.
+
+        Args:
+            endpoint: Returns the shard's present addresses; asked again when a connection breaks.
+            policy: The repetition of attempts to connect.
+        """
+        self._endpoint = endpoint
+        self._reconnect = partial(policy.call, self._connect)
+        self._adding = threading.Lock()  # Guards `_push_connections` and `_is_closed`.
+        self._is_closed = False
+        self._push_connections: list[PushConnection] = []
+        self._add_push_connections(1)
+        self._pulls = FrameChannel[PullCall](self._reconnect, self._on_pulled, "pull")
+        self._pulls.start()
+
+    def push(self, call: PushCall) -> None:
+        """Sends one slice; a notice at once, unless a device has still to copy the gradient."""
+        if call.is_shared and not call.waits:
+            self._push_now(call)
+        else:
+            sender = self._push_connection(call).sender
+            sender.submit(lambda: self._push_now(call), Future())
+
+    def pull(self, call: PullCall) -> None:
+        """Asks for one slice."""
+        self._pulls.request(call, pb.Envelope(pull=call.header))
+
+    def close(self) -> None:
+        """Closes all connections; calls under way fail."""
+        with self._adding:
+            self._is_closed = True
+        for connection in self._push_connections:
+            connection.sender.close()
+        for connection in self._push_connections:
+            connection.channel.close()
+        self._pulls.close()
+        for connection in self._push_connections:
+            connection.sender.join()
+
+    # ----- of the planes
+
+    @abstractmethod
+    def _connect(self) -> tls.Stream:
+        """Returns a connection on which the shard has answered the hello.
+
+        Raises:
+            PacelineError: This attempt failed.
+        """
+
+    def _land(self, call: PullCall, reply: pb.PullReply, incoming: sockets.Incoming) -> bool:
+        """Stores the answer to a pull; returns False if the pull has to be repeated."""
+        incoming.read_into(*call.targets(reply, incoming.payload_nbytes))
+        return call.settle(reply)
+
+    # ----- inside
+
+    def _add_push_connections(self, num_wanted: int) -> None:
+        """Opens connections for pushes until there are `num_wanted`."""
+        with self._adding:
+            while len(self._push_connections) < num_wanted and not self._is_closed:
+                channel = FrameChannel[PushCall](self._reconnect, self._on_pushed, "push")
+                channel.start()
+                sender = DaemonExecutor(1, "bulk-send")
+                self._push_connections.append(PushConnection(channel, sender))
+
+    def _push_connection(self, call: PushCall) -> PushConnection:
+        """Returns the connection that a push takes: its slice's index decides.
+
+        Pushes of one slice come one by one, each after the acknowledgement of the one before. So
+        they stay in order, even if there are more connections by then.
+        """
+        return self._push_connections[call.slice % len(self._push_connections)]
+
+    def _push_now(self, call: PushCall) -> None:
+        try:
+            header, payload = call.make()
+        except PacelineError as problem:
+            call.done.set_exception(problem)
+            return
+        self._push_connection(call).channel.request(call, pb.Envelope(push=header), payload)
+
+    def _on_pushed(
+        self, envelope: pb.Envelope, call: PushCall, incoming: sockets.Incoming
+    ) -> pb.Envelope | None:
+        incoming.read_into()
+        call.done.set_result(envelope.pushed)
+        return None
+
+    def _on_pulled(
+        self, envelope: pb.Envelope, call: PullCall, incoming: sockets.Incoming
+    ) -> pb.Envelope | None:
+        reply = envelope.pulled
+        if not reply.ready:
+            incoming.read_into()
+            call.put_off(reply)
+            return pb.Envelope(pull=call.header)
+        if not self._land(call, reply, incoming):
+            return pb.Envelope(pull=call.header)
+        call.done.set_result(reply)
+        return None

@@ -1,0 +1,240 @@
+"""The socket plane between equal peers: both halves of pscore/net, without a shard or a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pscore.errors import AccessError, LimitError, TransportError
+from pscore.net import connection, sockets, tls, wire
+from pscore.net.budget import Budget
+from pscore.net.credentials import Credentials
+from pscore.net.endpoint import Endpoint, connect
+from pscore.net.listener import Listener
+from pscore.pb.ps.v1 import data_pb2 as pb
+from pscore.types import ByteArray
+from tests.house.source import ROOT
+from tests.unit.pscore.peers import TENSOR_NBYTES_MAX, Peer, Sender
+
+NAMES = itertools.count()
+TOKEN = "t" * 32
+WAIT_S = 20.0
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates, made by the command that a person would use."""
+    folder = tmp_path_factory.mktemp("certs") / "files"
+    subprocess.run([sys.executable, "-m", "psserver", "certs", str(folder)], check=True, cwd=ROOT)
+    return folder
+
+
+@contextlib.contextmanager
+def listening(peer: Peer, context: ssl.SSLContext | None = None) -> Iterator[Listener]:
+    local = f"paceline-peers-{os.getpid()}-{next(NAMES)}"
+    listener = Listener(peer, "127.0.0.1", 0, local, context=context)
+    listener.start()
+    try:
+        yield listener
+    finally:
+        listener.stop()
+
+
+def endpoint(
+    listener: Listener, token: str = "", context: ssl.SSLContext | None = None
+) -> Endpoint:
+    return Endpoint(
+        host="127.0.0.1", port=listener.port, local=listener.local, token=token, tls=context
+    )
+
+
+def eventually(is_true: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_free(budget: Budget) -> bool:
+    return budget.left == budget.nbytes
+
+
+def tensor(step: int, nbytes: int) -> ByteArray:
+    return np.random.default_rng(step).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("plane", ["tcp", "tls", "unix"])
+def test_two_peers_exchange_tensors_both_ways_at_once(files: Path, plane: str) -> None:
+    ours = theirs = None
+    if plane == "tls":
+        theirs = tls.server_context(files / "server.pem", files / "server.key", None)
+        ours = tls.client_context(Credentials(ca=files / "ca.pem"))
+    one, other = Peer(TOKEN), Peer(TOKEN)
+    with listening(one, theirs) as first, listening(other, theirs) as second:
+        senders = [
+            Sender(partial(endpoint, to, TOKEN, ours), is_local=plane == "unix")
+            for to in (second, first)
+        ]
+        data = [tensor(step, nbytes) for step, nbytes in enumerate((0, 1, 1000, MIB, 5 * MIB))]
+        sent = [[sender.send(n, part) for n, part in enumerate(data)] for sender in senders]
+        for tensors in sent:
+            for step, (part, one_sent) in enumerate(zip(data, tensors, strict=True)):
+                assert one_sent.done.result(WAIT_S) == step
+                assert np.array_equal(one_sent.answer, part + np.uint8(1))
+        for sender in senders:
+            sender.close()
+        assert [sender.num_connects for sender in senders] == [1, 1]
+        assert one.seen == other.seen == [0, 1, 2, 3, 4]
+        assert first.is_well
+        eventually(lambda: one.num_ended == other.num_ended == 1)
+    for peer in (one, other):
+        eventually(partial(is_free, peer.budget))
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_peer_without_the_token_is_told_so(token: str, is_local: bool) -> None:
+    peer = Peer(TOKEN)
+    with listening(peer) as listener:
+        with pytest.raises(AccessError, match="the token is wrong"):
+            connect(endpoint(listener, token), is_local=is_local)
+        connect(endpoint(listener, TOKEN), is_local=is_local).close()
+        sender = Sender(lambda: endpoint(listener, token), is_local=is_local)
+        with pytest.raises(AccessError, match="the token is wrong"):
+            sender.send(0, tensor(0, 10)).done.result(WAIT_S)
+        sender.close()
+    assert not peer.seen
+
+
+def test_nothing_is_read_before_the_hello() -> None:
+    """A first message that is long, or has a payload, is refused before memory is taken for it."""
+    with listening(Peer(TOKEN)) as listener:
+        for header_nbytes, payload_nbytes in ((connection.HELLO_NBYTES_MAX + 1, 0), (10, 1)):
+            with socket.create_connection(("127.0.0.1", listener.port), WAIT_S) as stranger:
+                start = wire.CHECKED.pack(wire.MAGIC, header_nbytes, payload_nbytes)
+                stranger.sendall(start + bytes(8))
+                assert stranger.recv(1) == b""
+
+
+def test_a_damaged_frame_ends_the_connection_and_is_sent_again() -> None:
+    peer = Peer()
+    with listening(peer) as listener:
+        header = pb.Envelope(id=1, push=pb.PushHeader(step=3)).SerializeToString()
+        frame = bytearray(wire.encode(header, b"tensor"))
+        frame[-1] ^= 1
+        with connect(endpoint(listener), is_local=False) as stream:
+            stream.sendmsg([memoryview(frame)])
+            assert sockets.read_header(stream) is None
+        eventually(lambda: peer.lines)
+        assert not peer.seen
+        assert "checksum of a frame of 6 bytes" in peer.lines[0]
+
+
+def test_a_request_is_repeated_on_a_new_connection() -> None:
+    """The first connection breaks before the reply; the channel connects again."""
+    peer = Peer()
+    with listening(peer) as listener, socket.create_server(("127.0.0.1", 0)) as broken:
+        ports = [broken.getsockname()[1], listener.port]
+
+        def where() -> Endpoint:
+            return Endpoint(host="127.0.0.1", port=ports.pop(0), local="")
+
+        sender = Sender(where, is_local=False)
+        sent = sender.send(7, tensor(7, 100))
+        accepted, _ = broken.accept()
+        with accepted:
+            incoming = sockets.read_header(accepted)  # The hello.
+            assert incoming is not None
+            hello = pb.Envelope(hello=pb.Hello()).SerializeToString()
+            sockets.send_all(accepted, sockets.frame_parts(hello, ()))
+            assert sockets.read_header(accepted) is not None
+        assert sent.done.result(WAIT_S) == 7
+        assert (peer.seen, sender.num_connects) == ([7], 2)
+        sender.close()
+
+
+def test_a_frame_beyond_the_limits_of_the_format_ends_the_connection() -> None:
+    peer = Peer()
+    with (
+        listening(peer) as listener,
+        socket.create_connection(("127.0.0.1", listener.port), WAIT_S) as stranger,
+    ):
+        start = wire.CHECKED.pack(wire.MAGIC, 10, wire.PAYLOAD_NBYTES_MAX + 1)
+        stranger.sendall(start + bytes(8))
+        assert stranger.recv(1) == b""
+    assert f"at most {wire.HEADER_NBYTES_MAX}" in peer.lines[0]
+
+
+def test_a_tensor_that_the_handler_refuses_is_skipped_and_the_connection_goes_on() -> None:
+    """Refused by the handler's own limit, then by the budget of memory."""
+    peer = Peer(budget_nbytes=MIB)
+    with listening(peer) as listener:
+        sender = Sender(lambda: endpoint(listener), is_local=True)
+        with pytest.raises(LimitError, match="tensor of"):
+            sender.send(0, tensor(0, TENSOR_NBYTES_MAX + 1)).done.result(WAIT_S)
+        with pytest.raises(LimitError, match="a tensor wants 2097152 bytes under way"):
+            sender.send(1, tensor(1, 2 * MIB)).done.result(WAIT_S)
+        assert sender.send(2, tensor(2, 100)).done.result(WAIT_S) == 2
+        assert (peer.seen, peer.num_refused, sender.num_connects) == ([2], 2, 1)
+        sender.close()
+
+
+def test_a_peer_that_stops_in_the_middle_of_a_frame_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "SILENCE_S", 0.1)
+    peer = Peer()
+    with listening(peer) as listener, connect(endpoint(listener), is_local=True) as stream:
+        header = pb.Envelope(id=1, push=pb.PushHeader(step=1)).SerializeToString()
+        stream.sendmsg([memoryview(wire.encode(header, bytes(1000))[:-1])])
+        eventually(lambda: peer.num_ended)
+    assert not peer.seen
+    assert "nothing came for long" in peer.lines[0]
+
+
+def test_calls_to_a_peer_that_is_gone_fail() -> None:
+    """What decides is `connect`: here it gives up at once."""
+    peer = Peer()
+    with listening(peer) as listener:
+        where = endpoint(listener)
+        sender = Sender(lambda: where, is_local=False)
+        assert sender.send(0, tensor(0, 10)).done.result(WAIT_S) == 0
+    with pytest.raises(TransportError):
+        sender.send(1, tensor(1, 10)).done.result(WAIT_S)
+    with pytest.raises(TransportError):  # And so does every later one.
+        sender.send(2, tensor(2, 10)).done.result(WAIT_S)
+    sender.close()
+
+
+def test_a_peer_in_another_process_needs_neither_psserver_nor_psworker() -> None:
+    local = f"paceline-peers-{os.getpid()}-process"
+    command = [sys.executable, "-m", "tests.unit.pscore.peers", local]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        where = Endpoint(host="", port=0, local=local)
+        sender = Sender(lambda: where, is_local=True)
+        data = tensor(1, 3 * MIB)
+        sent = sender.send(1, data)
+        assert sent.done.result(WAIT_S) == 1
+        assert np.array_equal(sent.answer, data + np.uint8(1))
+        output, _ = process.communicate()
+        assert not output  # The packages that it has loaded.
+        with pytest.raises(TransportError):
+            sender.send(2, data).done.result(WAIT_S)
+        sender.close()
