@@ -186,7 +186,8 @@ class TransportRun:
 
     def median_ms(self, plane: str, case: str, workers: int = 1) -> float:
         """Returns the median round of a case."""
-        return statistics.median(self.cases[plane, case, workers]["ms"])
+        times_ms: list[float] = self.cases[plane, case, workers]["ms"]
+        return statistics.median(times_ms)
 
     def copies(self, case: str, workers: int) -> float:
         """Returns the copies of the model through memory in one round over shared memory.

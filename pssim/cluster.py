@@ -18,14 +18,15 @@ from pssim.shard import Observer, SendLater, SimulatedShard
 
 
 @contextmanager
-def small_slices(numel: int) -> Iterator[None]:
+def small_slices(numel: int, alignment: int = partition.ALIGNMENT) -> Iterator[None]:
     """Cuts slices of `numel` elements, so that a tiny model has several of them on each shard."""
-    kept = partition.SLICE_NUMEL_MIN, partition.SLICE_NUMEL_MAX
+    kept = partition.SLICE_NUMEL_MIN, partition.SLICE_NUMEL_MAX, partition.ALIGNMENT
     partition.SLICE_NUMEL_MIN = partition.SLICE_NUMEL_MAX = numel
+    partition.ALIGNMENT = alignment
     try:
         yield
     finally:
-        partition.SLICE_NUMEL_MIN, partition.SLICE_NUMEL_MAX = kept
+        partition.SLICE_NUMEL_MIN, partition.SLICE_NUMEL_MAX, partition.ALIGNMENT = kept
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pscore.compressors.none import NoCompression
 from pscore.errors import PacelineError, ReplacedError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
@@ -163,6 +164,7 @@ class FaultyWorker(BookedWorker):
         self.start_process(
             self._train(),
             self._spec,
+            self.layout,
             self.optimizer,
             torch.zeros(self.layout.numel),
         )
@@ -493,7 +495,14 @@ class FaultyCluster(Cluster):
             self.ledger.books[spec.index] = SliceBook(
                 case, spec, self.optimizer, start[spec.start : spec.stop].copy()
             )
-        self.workers = [
+        with small_slices(NUMEL):
+            self.workers = self._make_workers(case)
+        for worker in self.workers:
+            worker.others = [other for other in self.workers if other is not worker]
+            worker.check = self.check
+
+    def _make_workers(self, case: Case) -> list[FaultyWorker]:
+        return [
             FaultyWorker(
                 rank,
                 case,
@@ -502,15 +511,12 @@ class FaultyCluster(Cluster):
                 self.optimizer,
                 self.shards,
                 self.ledger,
-                loop,
-                network,
+                self.loop,
+                self.network,
                 self.recorder,
             )
             for rank in range(case.num_workers)
         ]
-        for worker in self.workers:
-            worker.others = [other for other in self.workers if other is not worker]
-            worker.check = self.check
 
     def run(self) -> Outcome:
         """Runs until nothing is left to happen, and checks the end."""
@@ -597,9 +603,9 @@ class FaultyCluster(Cluster):
             self.check(shard)
             assert not shard.engine.requests.waiting
             for index, _, clock, store in shard.slices():
-                assert clock.num_waiting == 0
                 cells = store.nbytes // (4 * store.numel)
                 store.check_invariants(sums_max=0, cells_max=cells, buffers_max=cells, is_idle=True)
+                assert clock.num_waiting == 0
                 self.ledger.books[index].settled(store.weights)
         self.ledger.whole(may_be_late=getattr(self.case.rule, "backup", 0) > 0)
         for worker in self.workers:
@@ -636,7 +642,8 @@ class FaultyCluster(Cluster):
 
 
 def _spec_of(case: Case) -> TableSpec:
-    is_compressed = (case.compressor.name, case.pull_compressor.name) != ("none", "none")
+    compressors = (case.compressor, case.pull_compressor)
+    is_compressed = not all(isinstance(one, NoCompression) for one in compressors)
     return TableSpec(
         name="model",
         tensors=tuple(

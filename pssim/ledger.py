@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from pscore.compressors.none import NoCompression
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.decisions.membership import Member, Presence
@@ -95,7 +96,7 @@ class SliceBook:
         # A worker alone needs no weight: its mean is its gradient.
         assert action.weight in ((weight, 1.0) if rule.by_step else (weight,))
         payload, total = sent.payload, self._sums[action.open_step]
-        if payload.compressor.name == "none" and payload.data.nbytes:
+        if isinstance(payload.compressor, NoCompression) and payload.data.nbytes:
             total += payload.data.view("<f4") * np.float32(action.weight)
         elif payload.data.nbytes:
             payload.compressor.decode_add(
@@ -210,7 +211,8 @@ class SliceBook:
                 assert is_in, f"push {identity} was acknowledged and is lost"
             elif sent.verdict is Verdict.TOO_LATE:
                 assert not is_in, f"push {identity} was refused and is counted"
-        if self.is_exact and self.case.compressor.name == "none" and not self.case.quadratic:
+        is_raw = isinstance(self.case.compressor, NoCompression)
+        if self.is_exact and is_raw and not self.case.quadratic:
             self._check_units(left)
 
     def _check_units(self, left: FloatArray) -> None:

@@ -229,9 +229,8 @@ class SimulatedShard:
         self.engine.requests.admit(header, data.nbytes)
         if header.shared:  # A transport attaches the memory when it connects.
             rank = header.sender.worker
-            job = self.engine.jobs[JOB]
             segment = self.segments[rank, header.sender.incarnation]
-            self.engine.share(job, header.sender.table, rank, segment)
+            self.engine.share(self.engine.jobs[JOB], header.sender.table, rank, segment)
         reply = self._reply(respond, header.sender, header.step, Role(header.role))
         self.engine.requests.on_push(header, data, reply)
 
@@ -303,9 +302,10 @@ class SimulatedShard:
         """Yields index, table, clock and store of each slice."""
         for job in self.engine.jobs.values():
             for running in job.tables.values():
-                for index, queue in running.queues.items():
-                    assert isinstance(queue.store, SliceStore)
-                    yield index, running.table, running.table.clocks[index], queue.store
+                for index, clock in running.table.clocks.items():
+                    store = running.queues[index].store
+                    assert isinstance(store, SliceStore)
+                    yield index, running.table, clock, store
 
     # ----- inside
 

@@ -139,6 +139,7 @@ class TrainingWorker(Worker):
         self.start_process(
             self.train(),
             cluster.spec,
+            cluster.layout,
             cluster.optimizer,
             self.flat_model.weights,
         )
@@ -296,13 +297,17 @@ class TrainingCluster(Cluster):
             self.loop.after(0.0, worker.resume)
         with quiet():
             is_over = self.loop.run(until_s)
-        for shard in self.shards:
-            if shard.problem is not None:
-                raise shard.problem
+        self.require_sound()
         waiting = [worker.rank for worker in self.workers if not worker.is_over]
         if is_over and waiting and not self.loop.is_stopped:
             raise RuntimeError(f"workers {waiting} wait for ever at {self.now_s} s")
         return self
+
+    def require_sound(self) -> None:
+        """Raises what went wrong in a shard, which only a bug can cause."""
+        for shard in self.shards:
+            if shard.problem is not None:
+                raise shard.problem
 
     def stop(self) -> None:
         """Ends `run` after the current event."""

@@ -15,6 +15,7 @@ import torch
 from pscore.errors import PacelineError
 from pscore.net import wire
 from pscore.optimizers.base import Optimizer
+from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import TableSpec
 from pscore.types import Verdict
@@ -71,6 +72,7 @@ class Worker:
         self,
         program: Program,
         spec: TableSpec,
+        layout: Layout,
         optimizer: Optimizer,
         weights: torch.Tensor,
     ) -> None:
@@ -78,12 +80,13 @@ class Worker:
 
         Args:
             program: Its program.
-            spec: The declaration of the table.
+            spec: The table.
+            layout: Its slices.
             optimizer: The shards' optimizer.
             weights: `(layout.numel,) float32`, for the replica; changed in place.
         """
-        self.layout = spec.layout()
-        self.replica = Replica(self.layout, spec.rule, optimizer, 1, weights, self.rank)
+        self.layout = layout
+        self.replica = Replica(layout, spec.rule, optimizer, 1, weights, self.rank)
         links = [
             SimulatedLink(SimulatedTransport(self, shard), shard.name) for shard in self.shards
         ]

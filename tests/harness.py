@@ -1,83 +1,60 @@
-"""One table of a job in one thread: real replicas, clocks and stores, seeded order of arrival.
+"""One table of a job whose events happen in a random order, drawn from a seed.
 
 Messages of one worker about one slice arrive in the order in which they were sent, as on a
 connection; everything else is interleaved at random. What happened, in the order in which the
-shard saw it, is in `log`, so that a model of the equations can follow the same history.
+shard decided it, is in `log`, so that a model of the equations can follow the same history.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
-from pscore.optimizers import OPTIMIZERS
-from pscore.partition import Layout
 from pscore.rules.base import Rule
-from pscore.types import Pull, Push, Role, Segment, SliceSpec, TensorSpec, Verdict
-from psserver.decisions.orders import Acknowledge, Action, Answer
-from psserver.decisions.progress import Token
+from pscore.types import Verdict
+from psserver.decisions.orders import Acknowledge, Answer
 from psserver.decisions.slice_clock import SliceClock
-from psserver.engine.slice_queue import execute
-from psserver.slices.base import Payload, Store
+from psserver.engine.requests import LOADS
 from psserver.slices.store import SliceStore
+from pssim.cluster import quiet, small_slices
+from pssim.network import Loop, Message, Network
+from pssim.shard import Decision
+from pssim.training import TrainingCluster, TrainingJob, TrainingWorker
+from pssim.worker import Program
 from psworker.replica.ports import PullBuffer
-from psworker.replica.replica import Replica
-from tests.participants import Listed
 
 Vector = npt.NDArray[np.float64]
 Gradient = Callable[[int, int, Vector], Vector]  # Worker, step, weights.
 RAW: Compressor = NoCompression()
 
-TENSORS = (4, 5, 3)  # Elements of the tensors; the second one spans both slices.
+TENSORS = (3, 5, 4)  # Elements of the tensors as they lie; the second one spans both slices.
 CUTS = (0, 6, 12)
 NUMEL = CUTS[-1]
 SLICES = [slice(CUTS[0], CUTS[1]), slice(CUTS[1], CUTS[2])]
 
 
-def make_layout() -> Layout:
-    """Returns two slices of three tensors, smaller than those of the product."""
-    offsets = [sum(TENSORS[:index]) for index in range(len(TENSORS))]
-    slices = []
-    for index, part in enumerate(SLICES):
-        segments = []
-        for tensor, (offset, numel) in enumerate(zip(offsets, TENSORS, strict=True)):
-            low, high = max(offset, part.start), min(offset + numel, part.stop)
-            if low < high:
-                start, stop = low - part.start, high - part.start
-                segments.append(
-                    Segment(
-                        tensor=tensor, group=0, start=start, stop=stop, tensor_start=low - offset
-                    )
-                )
-        slices.append(
-            SliceSpec(
-                index=index, shard=0, start=part.start, stop=part.stop, segments=tuple(segments)
-            )
-        )
-    return Layout(
-        tensors=tuple(
-            TensorSpec(name=f"t{index}", shape=(numel,), dtype="float32")
-            for index, numel in enumerate(TENSORS)
-        ),
-        offsets=tuple(offsets),
-        numel=NUMEL,
-        num_shards=1,
-        slices=tuple(slices),
-        fingerprint="",
-    )
+class Tensors(nn.Module):
+    """A model of matrices; the flat vector has the last one first."""
+
+    def __init__(self, start: Vector) -> None:
+        super().__init__()
+        parts = np.split(start.astype(np.float32), np.cumsum(TENSORS)[:-1])
+        for index, part in enumerate(reversed(parts)):
+            self.register_parameter(f"t{index}", nn.Parameter(torch.from_numpy(part[None].copy())))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that the shard has seen, or that a worker has done."""
+    """Something that the shard has decided, or that a worker has done."""
 
     kind: str  # "compute", "push" (counted in time), "late", "answer" or "leave".
     worker: int
@@ -85,209 +62,96 @@ class Event:
     number: int = -1  # The worker's step, the push's step on the wire, or the answer's version.
 
 
-@dataclass(eq=False)
-class Message:
-    """A push or pull on its way, and its own token."""
+class RandomOrder(Loop):
+    """Events in random order; those of one queue in the order of their scheduling."""
 
-    worker: int
-    slice: int
-    push: Push | None = None
-    payload: Payload | None = None
-    pull: Pull | None = None
-    pull_buffer: PullBuffer | None = None
-    reply: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    version: int = -1
-    counts: npt.NDArray[np.int64] | None = None
+    def __init__(self, seed: int, speeds: tuple[float, ...]) -> None:
+        super().__init__()
+        self.speeds = speeds  # Of each worker's own events; messages have speed 1.
+        self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._rng = np.random.default_rng(seed)
 
+    def at(self, time_s: float, call: Callable[[], None], queue: Hashable = None) -> None:
+        self._queues.setdefault(queue, deque()).append(call)
 
-class Shard:
-    """The slices, and the desk that their actions are carried out at."""
-
-    def __init__(self, cluster: Cluster, layout: Layout, optimizer: str) -> None:
-        self.cluster = cluster
-        plugin = OPTIMIZERS[optimizer]()
-        rule, num_workers = cluster.rule, cluster.num_workers
-        self.clocks = [SliceClock(rule, Listed(cluster.live, num_workers)) for _ in layout.slices]
-        self.stores = [SliceStore(spec, rule, plugin) for spec in layout.slices]
-        self.most_open = 0
-
-    def submit(self, index: int, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Acknowledge):
-                message = self.message(action.token)
-                late = action.verdict is Verdict.TOO_LATE
-                step = message.push.step if message.push else -1
-                self.cluster.note("late" if late else "push", message.worker, index, step)
-            elif isinstance(action, Answer) and not action.is_look:
-                self.cluster.note("answer", action.worker, index, action.version)
-        execute(actions, self.stores[index], self)
-        self.most_open = max(self.most_open, len(self.stores[index]._sums))
-
-    def message(self, token: Token) -> Message:
-        assert isinstance(token, Message)
-        return token
-
-    def payload(self, token: Token) -> Payload:
-        payload = self.message(token).payload
-        assert payload is not None
-        return payload
-
-    def keep(self, token: Token, payload: Payload) -> None:
-        self.message(token).payload = payload
-
-    def done(self, token: Token) -> None:
-        self.message(token).payload = None
-
-    def acknowledge(self, action: Acknowledge) -> None:
-        message = self.message(action.token)
-        worker = self.cluster.workers[message.worker]
-        worker.unacknowledged[message.slice] = False
-        if action.verdict is Verdict.TOO_LATE:
-            worker.num_late += 1
-
-    def answer(self, action: Answer, store: Store) -> None:
-        message = self.message(action.token)
-        arrays = store.read(action)
-        message.reply = [array.copy() for array in arrays]
-        message.version = action.version
-        message.counts = store.counts.copy() if action.with_state else None
-        self.cluster.workers[message.worker].replies[message.slice].append(message)
-
-    def broke(self, problem: BaseException | None) -> None:
-        raise AssertionError(problem)
-
-
-class Worker:
-    """One replica, and its way to the shard."""
-
-    def __init__(self, cluster: Cluster, layout: Layout, rank: int, optimizer: str) -> None:
-        self.cluster = cluster
-        self.rank = rank
-        self.weights = torch.zeros(NUMEL)
-        self.flat = torch.zeros(NUMEL)
-        self.grads = [self.flat[part] for part in SLICES]
-        self.replica = Replica(layout, cluster.rule, OPTIMIZERS[optimizer](), 1, self.weights, rank)
-        count = len(SLICES)
-        # What error feedback keeps of each slice; the residual is under "residual".
-        self.kept = [
-            {
-                name: np.zeros(part.stop - part.start, np.float32)
-                for name in cluster.compressor.state_names
-            }
-            for part in SLICES
+    def queues(self, kinds: tuple[str, ...] = (), rank: int | None = None) -> list[Any]:
+        """Returns the queues that are not empty, of some kinds or of one worker."""
+        found: list[Any] = [queue for queue, calls in self._queues.items() if calls]
+        return [
+            queue
+            for queue in found
+            if (not kinds or queue[0] in kinds) and rank in (None, queue[1])
         ]
-        self.channels: list[deque[Message]] = [deque() for _ in range(count)]
-        self.replies: list[deque[Message]] = [deque() for _ in range(count)]
-        self.unacknowledged = [False] * count
-        self.landed = [True] * count
+
+    def happen(self, queue: Hashable) -> None:
+        """Lets the first event of a queue happen."""
+        call = self._queues[queue].popleft()
+        if not self._queues[queue]:
+            del self._queues[queue]
+        call()
+
+    def draw(self) -> bool:
+        """Lets one event happen, or none if a slow worker is drawn; False: there is none."""
+        found = self.queues()
+        if not found:
+            return False
+        queue = found[self._rng.integers(len(found))]
+        speed = self.speeds[queue[1]] if queue[0] == "worker" else 1.0
+        if speed >= 1.0 or self._rng.random() < speed:
+            self.happen(queue)
+        return True
+
+
+class QueuedNetwork(Network):
+    """A queue for each worker, slice and direction."""
+
+    def send(self, message: Message, deliver: Callable[[], None]) -> None:
+        kind = "answer" if message.is_answer else "request"
+        is_ack = message.nbytes is None  # Travels beside the answers to pulls.
+        self._loop.after(0.0, deliver, (kind, message.worker, message.slice, is_ack))
+
+
+class Worker(TrainingWorker):
+    """A worker that keeps what it has seen."""
+
+    cluster: Cluster
+
+    def __init__(self, cluster: Cluster, rank: int, model: nn.Module) -> None:
+        super().__init__(cluster, rank, model)
         self.seen: list[npt.NDArray[np.float32]] = []  # Weights of each step's gradient.
         self.looked = np.zeros(NUMEL, np.float32)  # What the last look has shown.
-        self.ready: Callable[[], bool] = lambda: True
-        self.num_late = 0
-        self.is_done = False
-        self.life = self._live()
 
-    # ----- PushPull
+    @property
+    def is_done(self) -> bool:
+        return self.is_over
 
-    def push(
-        self, index: int, push: Push, grad: torch.Tensor, *, compress: bool, flush: bool = False
-    ) -> None:
-        assert not self.unacknowledged[index]
-        self.unacknowledged[index] = True
-        values, kept, compressor = grad.numpy().copy(), self.kept[index], RAW
-        if flush and "residual" in kept:
-            values += kept["residual"]
-            kept["residual"][:] = 0.0
-        data = values.view(np.uint8)
-        if compress and self.cluster.compressor is not RAW:
-            compressor = self.cluster.compressor
-            data = np.zeros(compressor.payload_nbytes_max(len(values)), np.uint8)
-            data = data[: compressor.encode(values, kept, data, step=push.step)]
-        payload = Payload(data=data, compressor=compressor)
-        self.channels[index].append(Message(self.rank, index, push=push, payload=payload))
+    @property
+    def kept(self) -> list[dict[str, npt.NDArray[np.float32]]]:
+        """What error feedback keeps of each slice."""
+        return [dict(it.state) for it in self.exchange.payloads.feedback if it is not None]
 
-    def pull(
-        self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
-    ) -> None:
-        pull = Pull(
-            worker=self.rank,
-            clock=clock,
-            min_version=min_version,
-            with_state=with_state,
-            is_look=pull_buffer.is_look,
-        )
-        self.landed[index] = False
-        self.channels[index].append(Message(self.rank, index, pull=pull, pull_buffer=pull_buffer))
+    @property
+    def num_unacknowledged(self) -> int:
+        return sum(not push.done() for push in self.pushes.values())
 
-    def maps_weights(self, index: int) -> bool:
-        """Nothing is shared."""
-        return False
+    def end(self) -> None:
+        self.cluster.note("leave", self.rank)
+        super().end()
 
-    # ----- events
+    def step(self, step: int) -> Program:
+        yield from super().step(step)
+        if self.cluster.looks:
+            yield from self._look(with_state=step % 2 == 1)
 
-    def deliver(self, index: int) -> None:
-        message = self.channels[index].popleft()
-        clock = self.cluster.shard.clocks[index]
-        if message.push is not None:
-            actions = clock.push(message.push, message)
-        else:
-            assert message.pull is not None
-            actions = clock.pull(message.pull, message)
-        self.cluster.shard.submit(index, actions)
+    def inner_step(self, step: int) -> None:
+        grad = self.flat_model.grads.numpy().astype(np.float64)
+        self.cluster.inner(self.rank, step, self.flat_model.weights, grad)
 
-    def land(self, index: int) -> None:
-        message = self.replies[index].popleft()
-        assert message.pull_buffer is not None
-        weights, *state = message.reply
-        message.pull_buffer.weights.copy_(torch.from_numpy(weights))
-        for target, array in zip(message.pull_buffer.state, state, strict=False):
-            target.copy_(torch.from_numpy(array))
-        message.pull_buffer.version, message.pull_buffer.counts = message.version, message.counts
-        self.landed[index] = True
-
-    def resume(self) -> None:
-        try:
-            self.ready = next(self.life)
-        except StopIteration:
-            self.is_done = True
-            self.cluster.leave(self.rank)
-
-    # ----- what a training script and `DistributedOptimizer` do
-
-    def _live(self) -> Generator[Callable[[], bool], None, None]:
-        cluster, replica = self.cluster, self.replica
-        yield from self._wait(replica.begin(self))
-        for step in range(cluster.steps):
-            cluster.note("compute", self.rank, -1, step)
-            self.seen.append(self.weights.numpy().copy())
-            grad = cluster.gradient(self.rank, step, self.weights.numpy().astype(np.float64))
-            for part in replica.parts:
-                part.hyper = cluster.rows(replica.step)
-            samples = cluster.samples(self.rank, step)
-            plan = replica.plan()
-            if plan.push is not None:
-                yield lambda: not any(self.unacknowledged)
-            if plan.push is not Role.DELTA:
-                self.flat.copy_(torch.from_numpy(grad.astype(np.float32)))
-            for index in replica.front_first():
-                yield from self._wait(replica.land(index))
-                replica.push(index, self.grads[index], -1, samples, self)
-            if plan.inner:
-                cluster.inner(self.rank, step, self.weights, grad)
-            yield from self._wait(replica.finish(self.grads, self, samples))
-            if cluster.looks:
-                yield from self._look(with_state=step % 2 == 1)
-            yield lambda: True
-        yield lambda: not any(self.unacknowledged)
-        replica.end_round(self.grads, self)
-        yield lambda: not any(self.unacknowledged)
-        yield from self._wait(replica.settle())
-
-    def _look(self, *, with_state: bool) -> Generator[Callable[[], bool], None, None]:
+    def _look(self, *, with_state: bool) -> Program:
         """Looks at the weights, and at each second time at the optimizer's state too."""
-        yield lambda: not any(self.unacknowledged)
-        num_state = len(self.cluster.shard.stores[0].state) if with_state else 0
-        pull_buffers = [
+        yield from self.wait_for_pushes()
+        num_state = len(self.cluster.optimizer.state_names) if with_state else 0
+        buffers = [
             PullBuffer(
                 weights=torch.zeros(part.stop - part.start),
                 state=[torch.zeros(part.stop - part.start) for _ in range(num_state)],
@@ -295,16 +159,26 @@ class Worker:
             )
             for part in SLICES
         ]
-        yield from self._wait(self.replica.peek(pull_buffers, self, with_state=with_state))
-        self.looked = torch.cat([pull_buffer.weights for pull_buffer in pull_buffers]).numpy()
-
-    def _wait(self, waits: Any) -> Generator[Callable[[], bool], None, None]:
-        for index in waits:
-            yield lambda index=index: self.landed[index]  # type: ignore[misc]
+        peek = self.replica.peek(buffers, self.exchange, with_state=with_state)
+        yield from self.wait_for_pulls(peek)
+        self.looked = torch.cat([buffer.weights for buffer in buffers]).numpy()
 
 
-class Cluster:
+class Shard:
+    """The slices of the one shard."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        parts = sorted(cluster.shards[0].slices(), key=lambda part: part[0])
+        self.clocks: list[SliceClock] = [clock for _, _, clock, _ in parts]
+        self.stores: list[SliceStore] = [store for _, _, _, store in parts]
+        self.most_open = 0
+
+
+class Cluster(TrainingCluster):
     """Workers and one shard; `run` lets them train."""
+
+    loop: RandomOrder
+    workers: list[Worker]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -319,91 +193,107 @@ class Cluster:
         lr: Callable[[int], float] | None = None,
         optimizer: str = "sgd",
         compressor: Compressor = RAW,
-        samples: Callable[[int, int], float] = lambda worker, step: 1.0,
+        samples: Callable[[int, int], float] | None = None,
         inner: Callable[[int, int, torch.Tensor, Vector], None] | None = None,
         speeds: tuple[float, ...] = (),
         looks: bool = False,
     ) -> None:
         self.rule = rule
-        self.looks = looks  # Each worker, behind each step.
+        self.looks = looks  # Each worker, after each step.
         self.gradient = gradient
         self.num_workers = num_workers
         self.steps = steps
         self.group = {**SGD_GROUP, **(group or {})}
-        self.lr = lr
         self.compressor = compressor
-        self.samples = samples
         self.inner = inner or (lambda worker, step, weights, grad: None)
-        self.speeds = speeds or (1.0,) * num_workers
         self.log: list[Event] = []
-        self.gone: set[int] = set()
-        self._rng = np.random.default_rng(seed)
-        self._plugin = OPTIMIZERS[rule.outer_optimizer or optimizer]()
-        layout = make_layout()
-        self.shard = Shard(self, layout, self._plugin.name)
-        self.workers = [
-            Worker(self, layout, rank, self._plugin.name) for rank in range(num_workers)
-        ]
-        begin = (np.zeros(NUMEL) if start is None else start).astype(np.float32)
-        for index, part in enumerate(SLICES):
-            push = Push(worker=0, step=0, base_version=0, role=Role.WEIGHTS)
-            payload = Payload(data=begin[part].view(np.uint8), compressor=RAW)
-            message = Message(0, index, push=push, payload=payload)
-            self.shard.submit(index, self.shard.clocks[index].push(push, message))
-        self.log.clear()
+        self._has_begun = False
+        self.shard: Shard
+        begin = np.zeros(NUMEL) if start is None else start
+        job = TrainingJob(
+            rule=rule,
+            make_model=lambda: Tensors(begin),
+            gradient=self._gradient,
+            group=self.group,
+            optimizer=optimizer,
+            lr=lr,
+            num_workers=num_workers,
+            num_shards=1,
+            steps=steps,
+            compressor=compressor,
+            compress_min_nbytes=0,
+            samples=samples,
+        )
+        loop = RandomOrder(seed, speeds or (1.0,) * num_workers)
+        with small_slices(CUTS[1], alignment=1):
+            super().__init__(job, loop=loop, network=QueuedNetwork(loop), observers=(self,))
+        self.shard, self._has_begun = Shard(self), True
+        for worker in self.workers:
+            loop.after(0.0, worker.resume, ("worker", worker.rank))
 
-    # ----- what workers and shard ask for
+    def make_worker(self, rank: int, model: nn.Module) -> Worker:
+        return Worker(self, rank, model)
 
-    def live(self) -> list[int]:
-        return [rank for rank in range(self.num_workers) if rank not in self.gone]
+    def _gradient(self, model: nn.Module, rank: int, step: int) -> float:
+        worker = self.workers[rank]
+        weights = worker.flat_model.weights.numpy()
+        self.note("compute", rank, -1, step)
+        worker.seen.append(weights.copy())
+        grad = self.gradient(rank, step, weights.astype(np.float64))
+        worker.flat_model.grads.copy_(torch.from_numpy(grad.astype(np.float32)))
+        return 0.0
 
-    def leave(self, rank: int) -> None:
-        self.gone.add(rank)
-        self.note("leave", rank)
-        for index, clock in enumerate(self.shard.clocks):
-            self.shard.submit(index, clock.recheck())
+    # ----- what has happened
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        return self.loop.speeds
+
+    @speeds.setter
+    def speeds(self, speeds: tuple[float, ...]) -> None:
+        self.loop.speeds = speeds
+
+    def decided(self, decision: Decision) -> None:
+        """Called with what the shard decides."""
+        if not self._has_begun:
+            return
+        self.shard.most_open = max(self.shard.most_open, len(decision.clock.open_steps))
+        action, sender, index = decision.action, decision.sender, decision.slice
+        if sender is None or sender.role in LOADS:
+            return
+        if isinstance(action, Acknowledge):
+            kind = "late" if action.verdict is Verdict.TOO_LATE else "push"
+            self.note(kind, sender.worker, index, sender.step)
+        elif isinstance(action, Answer) and not action.is_look:
+            self.note("answer", action.worker, index, action.version)
 
     def note(self, kind: str, worker: int, index: int = -1, number: int = -1) -> None:
         self.log.append(Event(kind=kind, worker=worker, slice=index, number=number))
 
     def rows(self, step: int) -> npt.NDArray[np.float64]:
-        group = dict(self.group)
-        if self.lr is not None:
-            group["lr"] = self.lr(step)
-        row = self._plugin.hyper_from_torch(self.rule.outer_group(step, group))
-        return np.array([row])
+        return self.hyper(step)
 
     # ----- time
 
-    def choices(self) -> list[tuple[Callable[..., None], tuple[int, ...], float]]:
-        found: list[tuple[Callable[..., None], tuple[int, ...], float]] = []
-        for worker in self.workers:
-            if not worker.is_done and worker.ready():
-                found.append((worker.resume, (), self.speeds[worker.rank]))
-            for index in range(len(SLICES)):
-                if worker.channels[index]:
-                    found.append((worker.deliver, (index,), 1.0))
-                if worker.replies[index]:
-                    found.append((worker.land, (index,), 1.0))
-        return found
-
-    def run(self, events: int = 1_000_000) -> Cluster:
+    def train(self, events: int = 1_000_000) -> Cluster:
         """Lets everything happen, at most so many events; a standstill is an error."""
-        for _ in range(events):
-            found = self.choices()
-            if not found:
-                break
-            act, arguments, speed = found[self._rng.integers(len(found))]
-            if speed >= 1.0 or self._rng.random() < speed:
-                act(*arguments)
+        with quiet():
+            for _ in range(events):
+                if not self.loop.draw():
+                    break
+        self.require_sound()
         stuck = [worker.rank for worker in self.workers if not worker.is_done]
-        assert events < 1_000_000 or not stuck, (stuck, [c.missing() for c in self.shard.clocks])
+        clocks = [clock for _, _, clock, _ in self.shards[0].slices()]
+        assert events < 1_000_000 or not stuck, (stuck, [clock.missing() for clock in clocks])
         return self
 
-    @property
-    def weights(self) -> npt.NDArray[np.float32]:
-        """The global weights."""
-        return np.concatenate([store.weights for store in self.shard.stores])
+    def turn(self, rank: int, *kinds: str) -> bool:
+        """Lets one event of one worker happen; False: there is none."""
+        found = self.loop.queues(kinds, rank)
+        if found:
+            with quiet():
+                self.loop.happen(found[0])
+        return bool(found)
 
     def seen(self) -> npt.NDArray[np.float32]:
         """Returns `(workers, steps, numel)`: the weights that gradients were computed from."""
@@ -432,4 +322,4 @@ def quadratic(worker: int, step: int, weights: Vector) -> Vector:
 def assert_follows(cluster: Cluster, seen: Vector, weights: Vector) -> None:
     """Compares what every worker saw at every step, and where the shard ended, with a model."""
     np.testing.assert_allclose(cluster.seen(), seen, rtol=2e-4, atol=2e-5)
-    np.testing.assert_allclose(cluster.weights, weights, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(cluster.flat_weights(), weights, rtol=2e-4, atol=2e-5)

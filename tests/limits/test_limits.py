@@ -39,7 +39,7 @@ def run(rule: Rule, seed: int = 1, **arguments: Any) -> Cluster:
         "num_workers": 4, "steps": 60, "group": GROUP, "speeds": SPEEDS, **arguments,
     }  # fmt: skip
     gradient = settings.pop("gradient", quadratic)
-    return Cluster(rule, gradient, seed=seed, **settings).run()
+    return Cluster(rule, gradient, seed=seed, **settings).train()
 
 
 def bits(array: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
@@ -49,9 +49,9 @@ def bits(array: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
 
 def assert_same(one: Cluster, other: Cluster, *, same_events: bool = True) -> None:
     np.testing.assert_array_equal(bits(one.seen()), bits(other.seen()))
-    np.testing.assert_array_equal(bits(one.weights), bits(other.weights))
-    assert np.isfinite(one.weights).all()
-    assert np.abs(one.weights).max() > 0.01
+    np.testing.assert_array_equal(bits(one.flat_weights()), bits(other.flat_weights()))
+    assert np.isfinite(one.flat_weights()).all()
+    assert np.abs(one.flat_weights()).max() > 0.01
     if same_events:
         assert one.log == other.log
 
@@ -80,7 +80,7 @@ def test_no_backup_workers_are_the_mean_of_all_in_the_order_of_ranks(seed: int) 
         for worker in range(4):
             total += quadratic(worker, step, weights.astype(np.float64)).astype(np.float32)
         weights = weights - np.float32(0.05) * (total * np.float32(0.25))
-    np.testing.assert_array_equal(cluster.weights, weights)
+    np.testing.assert_array_equal(cluster.flat_weights(), weights)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -118,25 +118,13 @@ def alternate(rule: Rule) -> Cluster:
     cluster = Cluster(rule, quadratic, num_workers=2, steps=60, group={"lr": 0.05})
     for worker in cluster.workers:  # Both have the initial weights.
         while worker.replica.parts[0].version < 0:
-            turn(cluster, worker.rank)
+            cluster.turn(worker.rank)
     while not all(worker.is_done for worker in cluster.workers):
         for worker in cluster.workers:
             begun = len(worker.seen)
             while not worker.is_done and len(worker.seen) == begun:
-                turn(cluster, worker.rank)
+                cluster.turn(worker.rank)
     return cluster
-
-
-def turn(cluster: Cluster, rank: int) -> None:
-    """Lets everything happen that one worker can bring about."""
-    worker = cluster.workers[rank]
-    for index in range(len(worker.channels)):
-        while worker.channels[index]:
-            worker.deliver(index)
-        while worker.replies[index]:
-            worker.land(index)
-    if worker.ready() and not worker.is_done:
-        worker.resume()
 
 
 def test_staleness_of_one_at_most_is_asgd() -> None:
@@ -209,7 +197,9 @@ def test_a_round_is_the_mean_of_the_moves_in_the_order_of_ranks() -> None:
         for step in range(3):
             alone(worker, step, weights, quadratic(worker, step, weights.double().numpy()))
         total += np.float32(0.0) - weights.numpy()
-    np.testing.assert_array_equal(cluster.weights, np.float32(0.0) - total * np.float32(0.25))
+    np.testing.assert_array_equal(
+        cluster.flat_weights(), np.float32(0.0) - total * np.float32(0.25)
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

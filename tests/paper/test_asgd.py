@@ -36,15 +36,13 @@ def test_by_hand() -> None:
     cluster = Cluster(ASGD(), lambda worker, step, w: w, num_workers=2, steps=1,
                       start=np.ones(12), group={"lr": 0.5}, speeds=(1.0, 0.0))  # fmt: skip
     late = cluster.workers[1]
-    late.resume()
-    for index in (0, 1):
-        late.deliver(index)
-        late.land(index)
-    cluster.run(events=200)
-    assert cluster.weights.tolist() == [0.5] * 12
+    while not late.seen:
+        cluster.turn(1)
+    cluster.train(events=200)
+    assert cluster.flat_weights().tolist() == [0.5] * 12
     cluster.speeds = (1.0, 1.0)
-    cluster.run()
-    assert cluster.weights.tolist() == [0.0] * 12
+    cluster.train()
+    assert cluster.flat_weights().tolist() == [0.0] * 12
 
 
 class Model(History):
@@ -56,7 +54,7 @@ class Model(History):
 def test_it_follows_the_equation_for_200_steps(seed: int) -> None:
     cluster = Cluster(
         ASGD(), quadratic, num_workers=4, group=GROUP, seed=seed, speeds=(1.0, 1.0, 0.6, 0.2)
-    ).run()
+    ).train()
     model = Model(cluster)
     assert_follows(cluster, *model.follow())
     assert max(model.staleness) > 3

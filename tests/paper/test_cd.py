@@ -37,10 +37,10 @@ def test_by_hand(correction: str, weights: list[float], owed: float) -> None:
         steps=4,
         group={"lr": 1.0},
         compressor=TwoBit(threshold=0.5),
-    ).run()
+    ).train()
     # Without a local update a worker sees W one step late: w^{t+1} = W^t.
     assert cluster.seen()[0, :, 0].tolist() == [0.0, *weights[:3]]
-    assert cluster.weights.tolist() == [weights[4]] * NUMEL
+    assert cluster.flat_weights().tolist() == [weights[4]] * NUMEL
     assert cluster.workers[0].kept[0]["residual"].tolist() == [owed] * (NUMEL // 2)
 
 
@@ -53,9 +53,9 @@ def test_the_local_update_takes_the_uncompressed_gradient() -> None:
         steps=2,
         group={"lr": 1.0},
         compressor=TwoBit(threshold=8.0),
-    ).run()
+    ).train()
     assert cluster.seen()[0, :, 0].tolist() == [0.0, -0.25]
-    assert cluster.weights.tolist() == [0.0] * NUMEL
+    assert cluster.flat_weights().tolist() == [0.0] * NUMEL
 
 
 def model(rule: CD) -> tuple[Vector, Vector]:
@@ -94,7 +94,7 @@ def test_it_follows_the_equation_for_200_steps(correction: str, seed: int) -> No
         seed=seed,
         speeds=(1.0, 1.0, 0.6, 0.2),
         compressor=TwoBit(threshold=THRESHOLD),
-    ).run()
+    ).train()
     assert_follows(cluster, *model(rule))
 
 
@@ -109,9 +109,9 @@ def test_what_is_sent_and_what_is_owed_is_what_was_computed(correction: str) -> 
         steps=37,
         group={"lr": 1.0},
         compressor=TwoBit(threshold=0.25),
-    ).run()
+    ).train()
     owed = np.concatenate([kept["residual"] for kept in cluster.workers[0].kept])
-    np.testing.assert_array_equal(owed - cluster.weights, grads.sum(axis=0))
+    np.testing.assert_array_equal(owed - cluster.flat_weights(), grads.sum(axis=0))
 
 
 def test_arguments_out_of_range_are_refused() -> None:

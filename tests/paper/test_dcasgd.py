@@ -114,7 +114,7 @@ class Model(History):
 def test_it_follows_the_equation_for_200_steps(rule: DCASGD) -> None:
     cluster = Cluster(
         rule, quadratic, num_workers=4, group=GROUP, seed=5, speeds=(1.0, 1.0, 0.6, 0.2)
-    ).run()
+    ).train()
     assert_follows(cluster, *Model(cluster, rule).follow())
 
 

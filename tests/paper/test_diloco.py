@@ -22,9 +22,9 @@ def test_by_hand() -> None:
         num_workers=2,
         steps=4,
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
-    ).run()
+    ).train()
     assert cluster.seen()[:, :, 0].tolist() == [[0, 1, 1.5, 2.5], [0, 3, 1.5, 4.5]]
-    assert cluster.weights.tolist() == [3.25] * NUMEL
+    assert cluster.flat_weights().tolist() == [3.25] * NUMEL
 
 
 def test_without_nesterov_by_hand() -> None:
@@ -35,8 +35,8 @@ def test_without_nesterov_by_hand() -> None:
         num_workers=2,
         steps=4,
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
-    ).run()
-    assert cluster.weights.tolist() == [2.5] * NUMEL
+    ).train()
+    assert cluster.flat_weights().tolist() == [2.5] * NUMEL
 
 
 def test_the_warm_up_is_the_mean_and_leaves_the_outer_momentum_alone() -> None:
@@ -47,8 +47,8 @@ def test_the_warm_up_is_the_mean_and_leaves_the_outer_momentum_alone() -> None:
         num_workers=2,
         steps=3,
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
-    ).run()
-    assert cluster.weights.tolist() == [2.5] * NUMEL
+    ).train()
+    assert cluster.flat_weights().tolist() == [2.5] * NUMEL
 
 
 @pytest.mark.parametrize("warmup", [0, 16])
@@ -65,7 +65,7 @@ def test_it_follows_the_equation_for_200_steps(warmup: int) -> None:
         inner=make(),
         seed=2,
         speeds=(1.0, 1.0, 0.6, 0.2),
-    ).run()
+    ).train()
     velocity = np.zeros(NUMEL)
 
     def outer(step: int, start: Vector, mean: Vector) -> Vector:

@@ -41,9 +41,9 @@ def test_by_hand() -> None:
         num_workers=2,
         steps=4,
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
-    ).run()
+    ).train()
     assert cluster.seen()[:, :, 0].tolist() == [[0, 1, 4, 7], [0, 5, 4, 5]]
-    assert cluster.weights.tolist() == [8.0] * NUMEL  # 4 + (7 + 1) / 2.
+    assert cluster.flat_weights().tolist() == [8.0] * NUMEL  # 4 + (7 + 1) / 2.
     assert [clock.version for clock in cluster.shard.clocks] == [2, 2]
 
 
@@ -56,8 +56,8 @@ def test_a_round_is_weighed_by_the_mean_samples_of_its_steps() -> None:
         steps=2,
         samples=lambda worker, step: (1.0, 5.0)[step] if worker == 0 else 1.0,
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
-    ).run()
-    assert cluster.weights.tolist() == [3.0] * NUMEL
+    ).train()
+    assert cluster.flat_weights().tolist() == [3.0] * NUMEL
 
 
 def test_the_last_round_is_pushed_although_it_is_not_over() -> None:
@@ -67,8 +67,8 @@ def test_the_last_round_is_pushed_although_it_is_not_over() -> None:
         num_workers=2,
         steps=6,
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
-    ).run()
-    assert cluster.weights.tolist() == [6.0] * NUMEL
+    ).train()
+    assert cluster.flat_weights().tolist() == [6.0] * NUMEL
 
 
 def test_weights_that_are_not_finite_are_not_pushed() -> None:
@@ -80,8 +80,8 @@ def test_weights_that_are_not_finite_are_not_pushed() -> None:
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
     )
     with pytest.raises(GradientError, match="weights of slice 0 hold NaN or Inf at step 1"):
-        cluster.run()
-    assert cluster.weights.tolist() == [0.0] * NUMEL
+        cluster.train()
+    assert cluster.flat_weights().tolist() == [0.0] * NUMEL
 
 
 def average(step: int, start: Vector, mean: Vector) -> Vector:
@@ -98,7 +98,7 @@ def test_it_follows_the_equation_for_200_steps(make: Maker, steps: int, warmup: 
         inner=Inner(make),
         seed=steps,
         speeds=(1.0, 1.0, 0.6, 0.2),
-    ).run()
+    ).train()
 
     def is_round(step: int) -> bool:
         return step < warmup or (step - warmup + 1) % steps == 0
@@ -119,12 +119,12 @@ def test_a_round_closes_without_the_slowest_and_what_that_brings_later_is_droppe
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
         speeds=(1.0, 1.0, 0.2),
     )
-    cluster.run(events=8_000)
+    cluster.train(events=8_000)
     assert cluster.workers[2].num_late > 10
     pushed = [event for event in cluster.log if event.kind == "push" and event.worker == 2]
     for index, part in enumerate(SLICES):
         in_time = sum(event.slice == index for event in pushed)
-        np.testing.assert_array_equal(cluster.weights[part], -1.5 * in_time)
+        np.testing.assert_array_equal(cluster.flat_weights()[part], -1.5 * in_time)
 
 
 def backup_model(cluster: Cluster, steps: int, num_needed: int) -> tuple[Vector, Vector]:
@@ -167,7 +167,7 @@ def test_rounds_with_backup_workers_follow_the_equation_for_200_steps(seed: int)
         inner=Inner(sgd),
         seed=seed,
         speeds=(1.0, 1.0, 1.0, 0.5, 0.1),
-    ).run()
+    ).train()
     assert sum(worker.num_late for worker in cluster.workers) > 20
     assert_follows(cluster, *backup_model(cluster, 5, 3))
 

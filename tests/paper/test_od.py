@@ -89,7 +89,7 @@ def test_by_hand() -> None:
         steps=4,
         start=np.ones(NUMEL),
         group={"lr": 0.5},
-    ).run()
+    ).train()
     # Warm-up: w^1 = W^1 = 1/2. w^2 = W^1 - 1/2 * w^1 = 1/4 = W^2. w^3 = W^2 - 1/2 * w^2 = 1/8.
     assert cluster.seen()[0, :, 0].tolist() == [1.0, 0.5, 0.25, 0.125]
 
@@ -102,7 +102,7 @@ def test_the_gradients_of_others_are_seen_one_step_late() -> None:
         num_workers=2,
         steps=3,
         group={"lr": 1.0},
-    ).run()
+    ).train()
     assert cluster.seen()[:, :, 0].tolist() == [[0.0, 2.0, 4.0], [0.0, 6.0, 4.0]]
 
 
@@ -113,7 +113,7 @@ def test_a_local_rate_of_its_own() -> None:
         num_workers=1,
         steps=3,
         group={"lr": 1.0},
-    ).run()
+    ).train()
     assert cluster.seen()[0, :, 0].tolist() == [0.0, 0.5, 1.5]
 
 
@@ -158,7 +158,7 @@ def test_it_follows_the_equation_for_200_steps(rule: OD) -> None:
         cluster = Cluster(
             rule, quadratic, num_workers=4, group=GROUP, lr=lr, seed=seed,
             speeds=(1.0, 1.0, 0.6, 0.2),
-        ).run()  # fmt: skip
+        ).train()  # fmt: skip
         assert_follows(cluster, *model(rule, 4, 200))
 
 

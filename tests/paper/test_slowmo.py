@@ -79,7 +79,7 @@ def test_it_follows_the_equation_for_200_steps(warmup: int) -> None:
     cluster = Cluster(
         rule, quadratic, num_workers=WORKERS, inner=make(), lr=lr, seed=1,
         speeds=(1.0, 1.0, 0.6, 0.2),
-    ).run()  # fmt: skip
+    ).train()  # fmt: skip
     slow = np.zeros(NUMEL)
 
     def outer(step: int, start: Vector, mean: Vector) -> Vector:

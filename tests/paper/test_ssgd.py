@@ -52,10 +52,10 @@ def test_by_hand() -> None:
         steps=3,
         start=np.full(NUMEL, 5.0),
         group={"lr": 0.5},
-    ).run()
+    ).train()
     # Step 0: 5 - (5 + 3) / 4 = 3; step 1: 3 - (2 + 0) / 4 = 2.5; step 2: 2.5 - (0.5 - 1.5) / 4.
     assert cluster.seen()[0, :, 0].tolist() == [5.0, 3.0, 2.5]
-    assert cluster.weights.tolist() == [2.75] * NUMEL
+    assert cluster.flat_weights().tolist() == [2.75] * NUMEL
 
 
 def model(num_workers: int, steps: int) -> tuple[Vector, Vector]:
@@ -72,17 +72,17 @@ def model(num_workers: int, steps: int) -> tuple[Vector, Vector]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_it_follows_the_equation_for_200_steps(seed: int) -> None:
-    cluster = Cluster(SSGD(), quadratic, num_workers=4, group=GROUP, seed=seed).run()
+    cluster = Cluster(SSGD(), quadratic, num_workers=4, group=GROUP, seed=seed).train()
     assert_follows(cluster, *model(4, 200))
 
 
 def test_the_order_of_arrival_does_not_change_a_bit() -> None:
     first, second = (
-        Cluster(SSGD(), quadratic, num_workers=4, steps=50, group=GROUP, seed=seed).run()
+        Cluster(SSGD(), quadratic, num_workers=4, steps=50, group=GROUP, seed=seed).train()
         for seed in (1, 2)
     )
     assert first.log != second.log
-    np.testing.assert_array_equal(first.weights, second.weights)
+    np.testing.assert_array_equal(first.flat_weights(), second.flat_weights())
 
 
 def test_samples_weigh_the_mean() -> None:
@@ -94,8 +94,8 @@ def test_samples_weigh_the_mean() -> None:
         steps=1,
         samples=lambda worker, step: (3.0, 1.0)[worker],
         group={"lr": 1.0},
-    ).run()
-    assert cluster.weights.tolist() == [1.75] * NUMEL
+    ).train()
+    assert cluster.flat_weights().tolist() == [1.75] * NUMEL
 
 
 # ----- backup workers
@@ -122,12 +122,12 @@ def test_a_late_gradient_never_enters_the_weights() -> None:
         speeds=(1.0, 1.0, 0.05),
         group={"lr": 1.0},
     )
-    cluster.run(events=4_000)
+    cluster.train(events=4_000)
     assert cluster.workers[2].num_late > 10
     pushed = [e for e in cluster.log if e.kind == "push" and e.worker == 2]
     for index, part in enumerate(SLICES):
         in_time = sum(event.slice == index for event in pushed)
-        np.testing.assert_array_equal(cluster.weights[part], -0.5 * in_time)
+        np.testing.assert_array_equal(cluster.flat_weights()[part], -0.5 * in_time)
 
 
 def test_fewer_workers_than_a_step_waits_for_are_enough() -> None:
@@ -143,10 +143,10 @@ def test_fewer_workers_than_a_step_waits_for_are_enough() -> None:
 def test_a_worker_that_was_late_goes_on_with_the_newest_step() -> None:
     """Else it would be late for ever, and its gradients would be of no use."""
     cluster = Cluster(SSGD(backup=1), quadratic, steps=100, speeds=(1.0, 1.0, 0.0), group=GROUP)
-    cluster.run(events=500)
+    cluster.train(events=500)
     behind = cluster.shard.clocks[0].version
     cluster.speeds = (1.0, 1.0, 1.0)
-    cluster.run()
+    cluster.train()
     counted = [e.number for e in cluster.log if e.kind == "push" and e.worker == 2]
     in_time = [number for number in counted if number < 100]
     assert min(in_time) >= behind > 10
@@ -214,7 +214,7 @@ def test_backup_workers_follow_the_equation_for_200_steps(seed: int) -> None:
         group=GROUP,
         seed=seed,
         speeds=(1.0, 1.0, 1.0, 0.5, 0.1),
-    ).run()
+    ).train()
     assert sum(worker.num_late for worker in cluster.workers) > 50
     assert_follows(cluster, *backup_model(cluster, 3))
 

@@ -45,7 +45,7 @@ def test_a_read_waits_for_the_slowest_within_the_bound() -> None:
 
 
 def test_the_lead_reaches_the_bound_and_does_not_pass_it() -> None:
-    cluster = Cluster(SSP(bound=3), quadratic, steps=40, speeds=(1.0, 1.0, 0.02), seed=1).run()
+    cluster = Cluster(SSP(bound=3), quadratic, steps=40, speeds=(1.0, 1.0, 0.02), seed=1).train()
     clocks, leads = [0] * 3, []
     for event in cluster.log:
         if event.kind == "push" and event.slice == 0:
@@ -105,7 +105,7 @@ class Model(History):
 def test_it_follows_the_equation_for_200_steps(seed: int) -> None:
     cluster = Cluster(
         SSP(bound=2), quadratic, num_workers=4, group=GROUP, seed=seed, speeds=(1.0, 1.0, 0.5, 0.1)
-    ).run()
+    ).train()
     model = Model(cluster)
     assert_follows(cluster, *model.follow())
     assert max(model.leads) == 2

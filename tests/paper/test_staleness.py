@@ -74,9 +74,9 @@ def test_a_gradient_is_scaled_before_the_momentum() -> None:
     worker = cluster.workers[0]
     for step, base in ((0, 0), (1, 1), (2, 0)):
         message = Push(worker=0, step=step, base_version=base, samples=1.0, hyper=cluster.rows(0))
-        worker.unacknowledged[0] = False
-        worker.push(0, message, worker.grads[0].fill_(1.0), compress=False)
-        worker.deliver(0)
+        worker.exchange.push(0, message, worker.grads[0].fill_(1.0), compress=False)
+        while cluster.turn(0, "request", "answer"):
+            pass
     # V: 1, 3/2, then tau = 2: 3/4 + 1/2 = 5/4; W = -(1 + 3/2 + 5/4).
     assert shard.stores[0].weights.tolist() == [-3.75] * 6
 
@@ -121,7 +121,7 @@ def test_it_follows_the_equation_for_200_steps(splits: int) -> None:
         group=GROUP,
         seed=splits,
         speeds=(1.0, 1.0, 1.0, 0.5, 0.2),
-    ).run()
+    ).train()
     model = Model(cluster, splits)
     assert_follows(cluster, *model.follow())
     assert max(model.staleness) > 1

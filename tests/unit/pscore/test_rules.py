@@ -148,9 +148,9 @@ def moved(rule: Rule, **arguments: Any) -> float:
         group=GROUP,
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=0.5)),
         **{"steps": 1, **arguments},
-    ).run()
-    assert len(set(cluster.weights.tolist())) == 1
-    return float(cluster.weights[0])
+    ).train()
+    assert len(set(cluster.flat_weights().tolist())) == 1
+    return float(cluster.flat_weights()[0])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_local_rate_follows_the_schedule_of_the_global_one() -> None:
         num_workers=1,
         steps=3,
         lr=lambda step: (1.0, 0.25, 0.25)[step],
-    ).run()
+    ).train()
     assert cluster.seen()[0, :, 0].tolist() == [0.0, 0.5, 1.0 + 0.125]
 
 
@@ -209,8 +209,8 @@ def test_a_residual_has_the_rate_of_the_step_that_sends_it() -> None:
         steps=2,
         lr=lambda step: (1.0, 0.25)[step],
         compressor=TwoBit(threshold=0.5),
-    ).run()
-    assert cluster.weights.tolist() == [0.5 + 0.125] * NUMEL
+    ).train()
+    assert cluster.flat_weights().tolist() == [0.5 + 0.125] * NUMEL
 
 
 @pytest.mark.parametrize("name", RULES)
