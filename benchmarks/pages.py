@@ -227,7 +227,8 @@ def transport() -> str:
     for row in rows:
         row[0] = names.get(row[0], row[0])
     socket_gbps = 2 * run.result["nbytes"] / run.median_ms("socket", "flat") / 1e6
-    fixed = ", ".join(f"{run.median_ms(plane, 'tiny'):.2f} ({PATHS[plane]})" for plane in PATHS)
+    planes = [plane for plane in PATHS if (plane, "tiny", 1) in run.cases]
+    fixed = ", ".join(f"{run.median_ms(plane, 'tiny'):.2f} ({PATHS[plane]})" for plane in planes)
     return "\n".join(
         [
             f"**A round through shared memory reaches {_range(shares['local'])} of its floor, a "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import psserver.decisions
-from tests.house.source import PACKAGES, ROOT, modules, parse
+from tests.house.source import PACKAGES, ROOT, modules, name, parse
 
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
@@ -64,6 +64,19 @@ def test_the_table_of_threads_is_that_of_the_code() -> None:
     assert code - patterns <= shown
     assert shown <= (code - patterns) | made
     assert made or not patterns
+
+
+def test_every_lock_stands_in_the_table() -> None:
+    page = section("Threads and locks").partition("| lock | file |")[2]
+    shown = sorted(re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \|", page, re.MULTILINE))
+    code = [
+        name(path)
+        for path in modules(*PACKAGES)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("threading.")
+        if called(node) in ("Lock", "RLock", "Condition", "Semaphore")
+    ]
+    assert sorted(set(shown)) == sorted(set(code))
 
 
 def test_a_thread_without_a_name_is_found() -> None:
