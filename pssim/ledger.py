@@ -1,6 +1,6 @@
-"""What must hold, checked at every event: each push once, in the right update, in the right order.
+"""Invariants, checked at every event: each push once, in the right update, in the right order.
 
-The ledger sees what the shards decide and what the workers send and receive, keeps books of its own
+The ledger sees the shards' decisions and the workers' messages, keeps books of its own
 and replays every update from the payloads as they were sent. It knows nothing of how a shard works.
 """
 
@@ -153,7 +153,7 @@ class SliceBook:
             assert identity not in self.entered
             assert not held, f"push {identity} is too late and in a sum"
 
-    # ----- what a worker is told
+    # ----- answers to workers
 
     def landed(
         self,
@@ -168,7 +168,7 @@ class SliceBook:
         """A pull that a worker made after `clock` pushes brings these weights, or an estimate."""
         assert version <= self.version, f"version {version} is not made yet"
         wanted = self.weights[version]
-        if is_estimate:  # All workers have the same one, whoever was first.
+        if is_estimate:  # All workers have the same one.
             wanted = self.estimates.setdefault(version, weights)
         assert np.array_equal(weights, wanted), (
             f"worker {worker} got other weights than those of version {version} of slice "
@@ -216,7 +216,7 @@ class SliceBook:
             self._check_units(left)
 
     def _check_units(self, left: FloatArray) -> None:
-        """To the unit, from what the workers were told alone: each element has one owner."""
+        """To the unit, from the answers to workers alone: each element has one owner."""
         steps: dict[int, float] = {}
         for identity in self.entered:
             steps[identity[1]] = steps.get(identity[1], 0.0) + self.sent[identity].samples

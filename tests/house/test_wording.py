@@ -32,10 +32,10 @@ HEADLESS = re.compile(
     re.IGNORECASE,
 )
 LEFT = {
-    "pscore": {"openings": 2, "headless": 35},
+    "pscore": {"openings": 2, "headless": 5},
     "psserver": {"openings": 46, "headless": 112},
     "psworker": {"openings": 5, "headless": 16},
-    "pssim": {"openings": 7, "headless": 18},
+    "pssim": {"openings": 0, "headless": 1},
 }
 
 
