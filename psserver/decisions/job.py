@@ -1,9 +1,9 @@
-"""What one shard knows of a job: its workers, its tables, how far it has come, and its state.
+"""One shard's record of a job: its workers, its tables, its progress and its state.
 
-restored      it comes from a checkpoint, and nobody has joined yet
+restored      it comes from a checkpoint, and no worker has joined yet
 live          workers take part
-interrupted   all workers were lost before the last of them said that its part was done
-ended         the last worker to go has said so; or all are lost and no update was ever made
+interrupted   all workers were lost before the last of them reported the end of its part
+ended         the last worker has reported its end; or all are lost and no update was ever made
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class JobCounters:
-    """What a job has done on this shard since it began."""
+    """Counts of a job's pushes, updates and bytes on this shard since it began."""
 
     num_pushes: int = 0
     num_updates: int = 0
@@ -40,17 +40,17 @@ class JobCounters:
 
 @dataclass(slots=True, kw_only=True)
 class Life:
-    """The time of a job from its begin, or from when new workers went on with it."""
+    """The time of a job from its start, or from the join of the workers that continued it."""
 
     number: int = 1
     first_step: int = 0
-    is_restored: bool = False  # It has come from a checkpoint, whatever its step is.
-    over_s: float | None = None  # When it was first seen to be over.
+    is_restored: bool = False  # From a checkpoint, at any step.
+    over_s: float | None = None  # Time at which it was first seen to be over.
     news: str = ""  # For each worker, when it joins for the first time.
     told: dict[int, int] = field(default_factory=dict)  # By rank: the incarnation that was told.
 
     def news_for(self, rank: int, incarnation: int) -> str:
-        """Returns what a worker that joins has to know; nothing if its rank was told before.
+        """Returns the news for a worker that joins; empty if its rank has had them before.
 
         Args:
             rank: Of the worker.
@@ -95,7 +95,7 @@ class Job:
 
     @property
     def progress(self) -> dict[str, int]:
-        """The step of each table that would be missed if a shard did not have it."""
+        """The step of each table whose loss would matter: it has updates or was restored."""
         return {
             name: table.step
             for name, table in self.tables.items()
@@ -104,12 +104,12 @@ class Job:
 
     @property
     def has_progress(self) -> bool:
-        """Whether anything would be lost with it: an update, or what a checkpoint held."""
+        """Whether it holds an update or a restored checkpoint."""
         return self.life.is_restored or self.step > 0
 
     @property
     def state(self) -> State:
-        """Whether workers take part, may go on with it, or have ended it."""
+        """Whether workers take part, may continue it, or have ended it."""
         members = self.membership
         if not members.members:
             return State.RESTORED if self.life.is_restored else State.LIVE
@@ -119,11 +119,11 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended: who joins begins it anew, unless that worker belongs to it."""
+        """Whether it has ended: a worker that does not belong to it starts a new job."""
         return self.state is State.ENDED
 
     def end_in_words(self) -> str:
-        """Returns how far it came: `ended at step 70 (table 'model' of 4 tensors in ssgd)`."""
+        """Returns its end in words: `ended at step 70 (table 'model' of 4 tensors in ssgd)`."""
         listed = [
             f"table {table.spec.name!r} of {len(table.spec.tensors)} tensors in {table.spec.rule}"
             for table in self.tables.values()
@@ -132,7 +132,7 @@ class Job:
         return f"ended at step {self.step} ({', '.join(listed[:TABLES_NAMED])}{more})"
 
     def hint(self) -> str:
-        """Returns what else a worker can do that does not fit; nothing if nothing went on here."""
+        """Returns advice for a worker that does not fit; empty if the job was not interrupted."""
         if self.state is not State.INTERRUPTED and not self.life.first_step:
             return ""
         return (

@@ -1,10 +1,11 @@
-"""When a job goes on, begins anew, or is forgotten, as one shard decides it; no I/O, no clock.
+"""One shard's decisions to continue a job, to restart it, or to forget it; no I/O, no clock.
 
-An interrupted job (job.py) keeps all it has until somebody goes on with it: new workers under its
-name do, from its newest step, and it waits for all of them as at its start. Only a person throws
-it away (`psserver forget`). A job that has ended is kept for a while, so that its weights can still
-be exported, and makes room for others before; who joins under its name begins anew. Both are said
-to the workers and in the log. A job whose numbers cannot be used is not begun in silence either.
+An interrupted job (job.py) keeps its memory until new workers join under its name. They continue
+from its newest step, and the job waits for all of them as at its start. Only a person deletes it
+(`psserver forget`). A job that has ended is kept for a while, so that its weights can still be
+exported; it is freed earlier if another job needs the room. Workers that join under its name start
+a new job at step 0. The workers and the log are informed of a continued and of a restarted job. A
+job whose numbers cannot be used is refused with an error.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from psserver.decisions.job import Job, Life, State
 from psserver.decisions.limits import Limits
 from psserver.decisions.membership import Member
 
-FORMER_MAX = 1024  # Ended jobs whose numbers are freed, but not the memory of how they ended.
+FORMER_MAX = 1024  # Freed jobs whose ends are remembered.
 
 
 class Lifetimes:
-    """The jobs of one shard, and what it remembers of those that it no longer has.
+    """The jobs of one shard, and the ends of the jobs that it has freed.
 
     Attributes:
         lost: Jobs whose numbers cannot be used, by `digest` of the name: the name or, where that
@@ -33,11 +34,11 @@ class Lifetimes:
 
         Args:
             index: Of the shard, for messages.
-            limits: What it may use.
+            limits: Bounds on memory and on the time that ended jobs are kept.
         """
         self.jobs: dict[str, Job] = {}
         self.lost: dict[str, tuple[str, str]] = {}
-        self._ends: dict[str, str] = {}  # How jobs ended that were freed, the newest last.
+        self._ends: dict[str, str] = {}  # Ends of freed jobs in words, by name; the newest last.
         self._index = index
         self._limits = limits
 
@@ -56,7 +57,7 @@ class Lifetimes:
         return is_dead and not is_back and not job.has_progress
 
     def begins_anew(self, name: str) -> str:
-        """Returns what workers are told that begin a job of this name; nothing if it is the first.
+        """Returns the news for workers that begin a job of this name; empty if it is the first.
 
         Raises:
             StateLostError: The job was here, and its numbers cannot be used.
@@ -78,12 +79,12 @@ class Lifetimes:
     def meet(self, job: Job, member: Member, life: int) -> None:
         """Begins another life of a job if the worker that joins is the first of it.
 
-        The first shard finds out whether anybody takes part any more; the others follow it, though
-        they may not have noticed the deaths: a job begins another life on all of them or on none.
+        The first shard decides whether any worker still takes part. The others follow it, even if
+        they have not noticed the deaths: a job begins another life on all shards or on none.
 
         Args:
             job: It has not ended.
-            member: The worker, not taken in yet.
+            member: The worker, not yet a member.
             life: Number of the life on the first shard; 0: this is the first shard.
         """
         if member.returns or is_repeated(job, member):
@@ -113,11 +114,11 @@ class Lifetimes:
         job.life = Life(number=number, first_step=step, is_restored=restored, news=news)
 
     def _belongs(self, job: Job, num_workers: int, member: Member) -> bool:
-        """Returns whether a worker goes on with a job that is over.
+        """Returns whether a worker continues a job that is over.
 
-        It does if it comes back, and if it has not been there yet: in an asynchronous mode the
-        others may have come to their end before it began. To an elastic job that has had as many
-        as it needs nobody is yet to come.
+        A worker that returns does. So does one that has never joined: in an asynchronous mode the
+        others may have finished before it began. An elastic job that has had as many workers as it
+        needs expects no more.
         """
         was_there = member.returns and member.rank in job.membership.members
         is_awaited = (
@@ -130,7 +131,7 @@ class Lifetimes:
     # ----- how long it is kept
 
     def tick(self, now_s: float) -> None:
-        """Notes when jobs have ended, and forgets the numbers of those that did so long ago."""
+        """Records when jobs have ended, and frees those that ended `keep_ended_s` ago."""
         for job in self.jobs.values():
             job.life.over_s = (job.life.over_s or now_s) if job.is_over else None
         for job in self._ended():
@@ -139,14 +140,14 @@ class Lifetimes:
                 self._free(job)
 
     def free_one(self) -> bool:
-        """Forgets the numbers of the job that ended first; returns whether any has ended."""
+        """Frees the job that ended first; returns whether any has ended."""
         ended = self._ended()
         if ended:
             self._free(ended[0])
         return bool(ended)
 
     def make_room(self, name: str, most: int) -> None:
-        """Forgets the numbers of the job that ended first if there are `most` beside this one.
+        """Frees the job that ended first if there are `most` jobs beside this one.
 
         Raises:
             LimitError: None of them has ended.
@@ -158,7 +159,7 @@ class Lifetimes:
             )
 
     def forget(self, name: str, *, is_forced: bool) -> tuple[bool, int]:
-        """Forgets a job and all that is known of it; returns whether it was here, and its memory.
+        """Deletes a job and its records; returns whether it was here, and its memory in bytes.
 
         Raises:
             ConfigError: Workers take part in it, and it is not forced.
@@ -179,7 +180,7 @@ class Lifetimes:
         return any(entry is not None for entry in found), nbytes
 
     def _ended(self) -> list[Job]:
-        """Returns the jobs that have ended, the first to do so first."""
+        """Returns the jobs that have ended, in the order of their ends."""
 
         def since(job: Job) -> float:
             return math.inf if job.life.over_s is None else job.life.over_s
@@ -203,5 +204,5 @@ def is_repeated(job: Job, member: Member) -> bool:
 
 
 def digest(name: str) -> str:
-    """Returns what stands for a job's name in the name of a file: the name may hold anything."""
+    """Returns a name for files of a job, 16 hex digits: a job's name may hold any character."""
     return hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -1,12 +1,12 @@
 """Arenas: memory in a file, which outlives the process that wrote it.
 
-A file is mapped and shared, so the kernel has what was written as soon as it was written: after a
-SIGKILL the next process finds all of it, without a system call per write. It is not safe from the
-death of the machine; checkpoints are for that. Room is reserved before it is used: a full disk is
-an error when memory is asked for, and never a signal when it is touched.
+The file is mapped and shared, so each write reaches the kernel at once, without a system call:
+after a SIGKILL the next process finds all of it. A crash of the machine loses it; checkpoints
+survive that. Disk space is reserved before it is used, so a full disk raises an error at the
+allocation and no SIGBUS at a write.
 
     offset 0     magic and format, 8 bytes; bytes in use, int64; seal of the journal, int64
-    offset 4096  what was allocated, each at a multiple of 64 bytes
+    offset 4096  the allocations, each at a multiple of 64 bytes
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pscore.types import ByteArray, FloatArray, IntArray
 MAGIC = b"PLARENA2"
 PAGE = 4096
 LINE = 64
-GROWTH_NBYTES = 1 << 20  # The least by which a file grows.
+GROWTH_NBYTES = 1 << 20  # Smallest growth of a file.
 
 
 class Arena(Descriptor):
-    """Arrays in one file; any thread may ask for more."""
+    """Arrays in one file; any thread may allocate more."""
 
     def __init__(self, path: Path, seal: int | None = None) -> None:
-        """Opens the file, or makes it.
+        """Opens the file, or creates it.
 
         Args:
             path: The file.
-            seal: Number of the journal for which it is made; None: it is there.
+            seal: Number of the journal for which it is created; None: opens an existing one.
 
         Raises:
-            OSError: It cannot be made or is not there, or there is no room for it.
-            ValueError: It is not an arena, or not whole.
+            OSError: It cannot be created or does not exist, or the disk is full.
+            ValueError: It is not an arena, or is cut off.
         """
         self.path = path
         self._lock = threading.Lock()
@@ -66,23 +66,23 @@ class Arena(Descriptor):
 
     @property
     def seal(self) -> int:
-        """Number of the journal for which it was made."""
+        """Number of the journal for which it was created."""
         return int(self._used[1])
 
     def reserve(self, nbytes: int) -> None:
         """Makes room for allocations of `nbytes` in all, in one piece.
 
         Raises:
-            OSError: There is no room on the disk.
+            OSError: The disk is full.
         """
         with self._lock:
             self._reserve(nbytes)
 
     def allocate(self, nbytes: int) -> int:
-        """Returns the place of `nbytes` of zeros.
+        """Allocates `nbytes` of zeros and returns their place, a byte offset.
 
         Raises:
-            OSError: There is no room on the disk.
+            OSError: The disk is full.
         """
         nbytes = _round_up(nbytes, LINE)
         with self._lock:
@@ -115,7 +115,7 @@ class Arena(Descriptor):
         if self._size - int(self._used[0]) < nbytes:
             size = self._size
             self._grow_to(size + max(_round_up(nbytes, PAGE), GROWTH_NBYTES))
-            self._used[0] = size  # What was left of the last part is too small for this.
+            self._used[0] = size  # The rest of the last part is too small.
 
     def _grow_to(self, size: int) -> None:
         os.posix_fallocate(self.fd, self._size, size - self._size)

@@ -1,10 +1,10 @@
-"""The journal of one slice: all that it needs to resume after a SIGKILL, written at every change.
+"""The journal of one slice: its state for a restart after a SIGKILL, written at every change.
 
-A slice's arrays lie in an arena; its record (proto/ps/v1/state.proto) says which of them count, and
-what has been counted of each worker. A change never writes to an array that the last record names:
-it makes the new numbers elsewhere, writes the new record beside the old one, and then one word that
-says which of the two is meant. So at whatever instruction the process is killed, the next one finds
-the slice before the change or after it, and what is acknowledged only after it is never lost.
+A slice's arrays lie in an arena. Its record (proto/ps/v1/state.proto) names the arrays in use and
+holds the progress of each worker. A change never writes to an array that the last record names: it
+writes the new numbers elsewhere, then the new record beside the old one, and then one word that
+selects the new record. So a process killed at any instruction leaves the slice as it was before
+the change or after it. A push is acknowledged after its change, so no acknowledged push is lost.
 
     root   eight int64: which record counts: its number, 48 bits, which is in half number % 2, and a
            check of the number, 16 bits (-1: none yet; -2: none any more); place, room and length of
@@ -44,7 +44,7 @@ class SliceJournal:
     """Writes the record of one slice.
 
     Attributes:
-        record: What the next `commit` writes.
+        record: The record that the next `commit` writes.
         pool: The slice's arrays.
     """
 
