@@ -109,7 +109,7 @@ class OpenSteps:
     # ----- state
 
     def missing(self, step: int, parking: Parking) -> list[int]:
-        """Returns the ranks that a step waits for and whose push is neither in nor parked."""
+        """Returns the ranks that a step waits for, without those whose push is in or parked."""
         arrived = parking.ranks(step)
         if step in self.steps:
             arrived |= self.steps[step].ranks()

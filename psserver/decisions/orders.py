@@ -1,4 +1,4 @@
-"""What a slice's clock (slice_clock.py) orders, and its queue (slice_queue.py) does in order."""
+"""The orders of a slice's clock (slice_clock.py), which its queue (slice_queue.py) executes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Add:
 
     @property
     def worker(self) -> int:
-        """Whose gradient it is."""
+        """Rank of the worker that computed the gradient."""
         return self.push.worker
 
 

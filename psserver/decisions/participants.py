@@ -1,4 +1,4 @@
-"""The workers that take part in a table: whose pushes its steps wait for."""
+"""The workers that take part in a table: its steps wait for their pushes."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-Token = Hashable  # Names a request: whoever drives the clock finds its payload and reply by it.
+Token = Hashable  # Names a request: the clock's driver finds its payload and reply by it.
 LATE_KEPT = 1024  # Late steps remembered per worker, so that a repeated push gets the same answer.
 
 

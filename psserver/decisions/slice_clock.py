@@ -1,4 +1,4 @@
-"""One slice: every rule about what a push changes and when a pull is answered starts here.
+"""One slice: the decisions on the effect of each push and on the time of each answer to a pull.
 
 Theory of operation. A `SliceClock` is a state machine without I/O, threads or a clock: a message
 goes in, actions come out (orders.py), in the order in which they must be executed for this slice.
@@ -7,7 +7,7 @@ executes the actions of one slice one after the other, and may work on many slic
 answer to a pull stands in the same order behind the update that it waits for, so "decided" and
 "done" need not be told apart in here.
 
-A push is counted once: by (worker, step), whatever the network repeats or reorders. In a mode that
+A push is counted once: by (worker, step), even if it arrives twice or late. In a mode that
 collects by step, each open step collects its own pushes (open_steps.py). Gradients are added in the
 order of the ranks, so that the sum has the same bits in every run; one that arrives before a lower
 rank's is held, and acknowledged all the same. Steps close in order, and closing step t makes

@@ -1,4 +1,4 @@
-"""What one table of a job is on a shard: the declaration, and this shard's slices."""
+"""One table of a job on one shard: the declaration, and this shard's slices."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class SliceJournal:
             num_segments: Of the slice.
 
         Raises:
-            ValueError: What is there is not a record.
+            ValueError: The root or its record is damaged.
             OSError: There is no room on the disk.
         """
         self._arena = arena
@@ -255,7 +255,7 @@ def _checked_word(number: int) -> int:
 
 
 def _checked(data: bytes, number: int) -> bytes:
-    """Returns the record in what was written as number `number`.
+    """Returns the record in data that was written under a number.
 
     Raises:
         ValueError: It is not that, to the bit.

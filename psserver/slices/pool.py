@@ -76,7 +76,7 @@ class Pool:
         return cell
 
     def give(self, cell: Cell) -> None:
-        """Takes a cell back."""
+        """Returns a cell to the pool."""
         self._free.append(cell)
 
     def poison_free(self) -> None:

@@ -1,4 +1,4 @@
-"""What a rule remembers of one slice between pushes: backups of weights, running means."""
+"""The memory of a rule for one slice between pushes: backups of weights, running means."""
 
 from __future__ import annotations
 

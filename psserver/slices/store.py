@@ -32,7 +32,7 @@ from psserver.slices.rule_memory import RuleMemory
 from psserver.slices.weights import Weights
 
 RAW = NoCompression()
-SCRATCH = Scratch()  # For sums of this process, whatever their slice.
+SCRATCH = Scratch()  # For sums of all slices of this process.
 
 
 class SliceStore:

@@ -1,4 +1,4 @@
-"""The weights of one slice: where they are, what reads them, and where the next ones are written.
+"""The weights of one slice: their copies, the readers of each, and the place of the next ones.
 
 An update is made in place if nothing reads the newest weights: it then reads and writes the same
 memory once, two passes over the weights less than an update from one copy to another. A buffer has
