@@ -20,7 +20,6 @@ LONG_CLASSES = {
     "psworker/connection/exchange.py:Exchange": 309,
     "psworker/training/optimizer.py:DistributedOptimizer": 309,
     "psworker/replica/replica.py:Replica": 469,
-    "psworker/connection/session.py:Session": 422,
 }
 MANY_NAMES: dict[str, int] = {}
 OUTSIDE_PACKAGES = ("tests", "examples", "benchmarks", "scripts")
