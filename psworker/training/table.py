@@ -139,6 +139,19 @@ class TrainingTable:
             self.exchange.load(spec.index, role, arrays, steps, step)
         self.exchange.flush()
 
+    def start(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Starts training: rank 0 uploads its weights, and every worker pulls them.
+
+        Args:
+            param_groups: Parameter groups with the hyper-parameters of the first step.
+        """
+        if self.session.rank == 0:
+            self.upload(Role.WEIGHTS)
+        self.set_hyper(param_groups)
+        self.begin()
+        if not self.rule.by_step:  # No worker may end before all have come: the job would be over.
+            self.session.barrier("begin")
+
     def begin(self, step: int | None = None) -> None:
         """Pulls the global weights and the step to begin with, and shows the weights.
 
