@@ -9,7 +9,7 @@ backup workers, section 3.
 Every worker waits for the update of its own step. Without backup workers its gradients are added in
 the order of the ranks, so that the same seed gives the same bits whatever the order of arrival;
 with them they are added as they come. A gradient that comes after its step has closed never enters
-the weights: its worker is told TOO_LATE, pulls, and goes on with the oldest step still open.
+the weights: its worker gets TOO_LATE, pulls, and continues with the oldest step still open.
 
 Differs from the paper: the first N are chosen slice by slice, so that the late gradient of a large
 model may still count in the slices that were in time. Where fewer than N workers are left, a step
