@@ -1,4 +1,4 @@
-r"""2-bit: each element as +threshold, 0 or -threshold; what is left waits in the residual.
+r"""2-bit: each element as +threshold, 0 or -threshold; the rest stays in the residual.
 
 MXNet's 2-bit compressor (Apache MXNet, "Gradient Compression", 2018; its code at b84609d3,
 `gradient_compression-inl.h`); the idea goes back to Nikko Strom, "Scalable distributed DNN training

@@ -44,7 +44,7 @@ class Synchronous(Rule):
         return 1
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:
-        """The update asked for is there; the worker's own push may have been too late for it."""
+        """The requested update is there; the worker's own push may have been too late for it."""
         return clocks.version >= min_version
 
 
@@ -79,7 +79,7 @@ class WithBackup(Synchronous):
 
 @dataclass(frozen=True)
 class SSGD(WithBackup):
-    """Synchronous SGD, with backup workers if asked for.
+    """Synchronous SGD, with backup workers if configured.
 
     Attributes:
         backup: b, workers whose gradient a step need not wait for, 0 to the number of workers

@@ -143,7 +143,7 @@ class Launch:
     """The workers of one job, from their start to their end.
 
     Attributes:
-        is_ending: The workers were asked to end; what they still say is of little use.
+        is_ending: The workers were asked to end; their further output is of little use.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class Launch:
             return SIGNAL_BASE - status
         silent = unreachable(self.plan.servers) if status == Exit.FAILED else []
         if silent:
-            self._tell(f"nobody listens at {', '.join(silent)}; start shards with psserver start")
+            self._tell(f"no shard listens at {', '.join(silent)}; start shards with psserver start")
             return Exit.NO_SHARDS
         return status
 

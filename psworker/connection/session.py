@@ -156,7 +156,7 @@ class Session:
         self._change(pb.ChangeRequest(table=table, number=number, step=step))
 
     def change(self, table: int, number: int, rule: Rule) -> None:
-        """Gives a table another mode; every worker calls it, after all have stepped aside.
+        """Changes the mode of a table; every worker calls it, after all have stepped aside.
 
         Raises:
             JobMismatchError: Another worker has named another mode.

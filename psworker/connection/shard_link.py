@@ -61,7 +61,7 @@ class Link:
         """Renews this worker's lease once; a network failure is left to the next heartbeat.
 
         Returns:
-            The residuals that the shard asks for.
+            The residuals that the shard requests.
 
         Raises:
             RemoteProtocolError: The shard no longer counts this worker in.

@@ -152,7 +152,7 @@ class Replica:
     def finish(
         self, grads: Sequence[torch.Tensor], push_pull: PushPull, samples: float = 1.0
     ) -> Waits:
-        """Ends the step: local update, pulls, and the waits that the plan asks for.
+        """Ends the step: local update, pulls, and the waits of the plan.
 
         Args:
             grads: This step's gradient of each slice, `(numel,) float32`. In a mode that pushes the

@@ -33,7 +33,7 @@ class GlobalState:
     """A copy of the shards' weights and of their optimizer's state."""
 
     weights: torch.Tensor  # (layout.numel,) float32, on the host.
-    state: list[torch.Tensor]  # State arrays of the optimizer, likewise; empty unless asked for.
+    state: list[torch.Tensor]  # State arrays of the optimizer, likewise; empty unless requested.
     counts: list[IntArray]  # With state: optimizer steps of each segment, by slice.
 
 
@@ -163,7 +163,7 @@ class TrainingTable:
         self.show_weights()
 
     def finish_step(self) -> None:
-        """Ends a step: local updates and pulls, and the waits that the mode asks for."""
+        """Ends a step: local updates and pulls, and the waits of the mode."""
         if self.replica.plan().push is Role.DELTA:
             self.exchange.flush()  # The moves overwrite those of the last round.
         samples = self.progress.samples
