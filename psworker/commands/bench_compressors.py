@@ -9,8 +9,8 @@ then two pipelines over the model's slices, as long as the slowest stage and one
 
 With N workers and S shards of equal links a shard's link carries N / S times what a worker's does,
 if that is more than one, and its core adds N / S payloads. Time hidden behind computing is not
-counted: `compute_s` of each step is free. The model knows no losses of accuracy: of compressors that
-save nearly the same the mildest is advised, and none if nothing is saved.
+counted: `compute_s` of each step is free. The model knows no losses of accuracy: of compressors
+that save nearly the same the mildest is advised, and none if nothing is saved.
 """
 
 from __future__ import annotations
