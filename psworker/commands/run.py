@@ -1,8 +1,8 @@
 """Runs the workers of one machine as one job: starts them, passes on their output, ends them.
 
 Each worker is the leader of a process group of its own, so a signal reaches it once and together
-with what it has started. What happens (a worker ended, a signal came) is put into one queue, and
-one loop decides what to do about it.
+with its children. Events (a worker ended, a signal came) are put into one queue, and one loop
+handles them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ SIGNAL_BASE = 128  # As in a shell: a process that signal N ended has status 128
 
 
 class OnFailure(enum.StrEnum):
-    """What happens to the other workers when one fails."""
+    """The fate of the other workers when one fails."""
 
     STOP = "stop"
     CONTINUE = "continue"

@@ -70,7 +70,7 @@ class Exchange:
             share: Whether gradients and weights are in shared memory where that is possible.
 
         Raises:
-            JobMismatchError: The job's table of this name is another one; says in what.
+            JobMismatchError: The job's table of this name is another one; names the difference.
         """
         self.session = session
         self.spec = spec

@@ -9,7 +9,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Push, Role, SliceSpec
 from psworker.replica.ports import PullBuffer
 
-WAIT_MS = 5_000  # A pull that cannot be answered by then is answered with what is missing.
+WAIT_MS = 5_000  # A pull that cannot be answered by then is answered with the reason.
 
 
 def push_header(
@@ -77,7 +77,7 @@ def upload_header(
 
     Args:
         index: Index of the slice.
-        role: What is uploaded.
+        role: `WEIGHTS` or `STATE`.
         counts: Optimizer steps of each segment.
         step: The step of the weights.
         sender: This worker and the table.

@@ -146,7 +146,7 @@ class Session:
         return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of the table.
 
     def step_aside(self, table: int, number: int, step: int) -> None:
-        """Tells the shards not to wait for this worker's pushes until mode change `number` is done.
+        """Asks the shards not to wait for this worker's pushes until mode change `number` is done.
 
         Args:
             table: Index of the table.

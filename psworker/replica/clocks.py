@@ -1,4 +1,4 @@
-"""Counts one worker's pushes, slice by slice: the step of its next push, and what a pull needs."""
+"""Counts one worker's pushes by slice, for the step of its next push and for its pulls."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class Replica:
         self._round.record()
 
     def fetch(self, min_version: int | None, push_pull: PushPull) -> Waits:
-        """Pulls the exact global weights, whatever the plan.
+        """Pulls the exact global weights, regardless of the plan.
 
         Args:
             min_version: The oldest version that will do; None: one with this worker's last push.
