@@ -32,9 +32,9 @@ HEADLESS = re.compile(
     re.IGNORECASE,
 )
 LEFT = {
-    "pscore": {"openings": 2, "headless": 5},
+    "pscore": {"openings": 2, "headless": 4},
     "psserver": {"openings": 46, "headless": 112},
-    "psworker": {"openings": 5, "headless": 16},
+    "psworker": {"openings": 0, "headless": 0},
     "pssim": {"openings": 0, "headless": 1},
 }
 
