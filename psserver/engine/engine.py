@@ -33,9 +33,9 @@ from psserver.engine.job import RunningJob, RunningTable
 from psserver.engine.requests import Requests
 from psserver.engine.resume import resume
 from psserver.engine.slice_queue import SliceQueue, SwitchRule
-from psserver.engine.trace import TimedStore
+from psserver.engine.trace import Tracer
 from psserver.engine.views import DefinedTable, Figures, JobView, figures_of, view_of
-from psserver.slices.base import Store
+from psserver.slices.base import NO_OBSERVER, Store
 from psserver.slices.store import SliceStore
 
 log = structlog.get_logger()
@@ -258,7 +258,9 @@ class Engine:
         layout = WeightsMap(list(table.specs.values()))
         queues: dict[int, SliceQueue] = {}
         for index, part in table.specs.items():
-            what = (
+            address = Address(job.name, table.index, index)
+            timeline = self._timeline
+            store = SliceStore(
                 part,
                 table.spec.rule,
                 table.optimizer,
@@ -266,12 +268,8 @@ class Engine:
                 layout.versions(memory.weights, index),
                 memory.journals.get(index),
                 memory.stamps.get(index),
+                NO_OBSERVER if timeline is None else Tracer(timeline, address, part.numel),
             )
-            if self._timeline is None:
-                store = SliceStore(*what)
-            else:
-                address = Address(job.name, table.index, index)
-                store = TimedStore(*what, timeline=self._timeline, address=address)
             queues[index] = SliceQueue(store, self.requests, self._executor)
         job.tables[table.index] = RunningTable(table, memory.weights, queues)
 

@@ -23,7 +23,7 @@ from pscore.rules.base import Rule
 from pscore.types import FloatArray, IntArray, Role, SegmentTable, SliceSpec
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.decisions.progress import Progress
-from psserver.slices.base import NO_CLOCKS, Payload, WeightedGrad
+from psserver.slices.base import NO_CLOCKS, NO_OBSERVER, Observer, Payload, WeightedGrad
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
 from psserver.slices.pool import Buffer, Cell, Pool, Scratch
@@ -53,6 +53,7 @@ class SliceStore:
         versions: IntArray | None = None,
         journal: SliceJournal | None = None,
         stamps: IntArray | None = None,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         """Starts with zeros, or with the contents of the journal.
 
@@ -64,6 +65,7 @@ class SliceStore:
             versions: `(2,) int64`, where the versions of these buffers are published.
             journal: Where every change is recorded; needs `buffers`, which outlive the process too.
             stamps: `(2,) int64`, `versions` again, at the end of the file that the buffers lie in.
+            observer: Sees additions, steps and publications, for a timeline.
         """
         self.numel = spec.numel
         self._segments = SegmentTable.of(spec)
@@ -71,6 +73,7 @@ class SliceStore:
         self._rule = rule
         self._optimizer = optimizer
         self._journal = journal
+        self._observer = observer
         self._pool = Pool(spec.numel, 0) if journal is None else journal
         self._sums: dict[int, Cell] = {}  # By open step. Invariant: none without an `Add` to it.
         self._progress = None if journal is None else JournaledProgress(journal)
@@ -230,7 +233,9 @@ class SliceStore:
         former = self._sums.get(action.open_step)
         assert (former is None) == action.is_first
         target = self._pool.take() if former is None or self._journal is not None else former
-        self._sum(former, [(action, payload)], target.array)
+        grads = [(action, payload)]
+        with self._observer.adding(grads):
+            self._sum(former, grads, target.array)
         self._sums[action.open_step] = target
         if self._journal is not None:
             self._note_added(action)
@@ -258,7 +263,8 @@ class SliceStore:
             self._step(grads[0][1].data.view("<f4"), update)
         else:
             with SCRATCH.borrow(self.numel) as sum_:
-                self._sum(former, grads, sum_)
+                with self._observer.adding(grads):
+                    self._sum(former, grads, sum_)
                 self._step(sum_, update)
         self._give(former, *(payload.cell for _, payload in grads))
 
@@ -329,6 +335,10 @@ class SliceStore:
     # ----- optimizer steps
 
     def _step(self, grad: FloatArray, update: Update) -> None:
+        with self._observer.stepping(update):
+            self._take_step(grad, update)
+
+    def _take_step(self, grad: FloatArray, update: Update) -> None:
         spare = self._spare()
         state = self._state
         if self._journal is not None and not self._optimizer.keeps_state(update.hyper):
@@ -369,6 +379,10 @@ class SliceStore:
 
     def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
         """Makes new weights and state the ones that count, in the journal first."""
+        with self._observer.publishing(version):
+            self._commit(buffer, version, state)
+
+    def _commit(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
         self.copies.stamp(buffer, version)  # A record names no weights that are not stamped.
         if self._journal is not None:
             record = self._journal.record
