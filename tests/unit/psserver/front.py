@@ -24,7 +24,7 @@ from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.refusals import refusing
-from tests.unit.psserver.owned import owned
+from tests.unit.psserver.owned import Engines, owned
 
 T = TypeVar("T")
 LEASE_S = 10.0
@@ -33,7 +33,7 @@ NUMEL = 32  # Of the model below: one slice of two segments.
 HYPER = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # Plain SGD with learning rate 1.
 
 
-engines: list[Engine] = []  # Of the scene that is being played.
+engines = Engines()  # Of the scene that is being played.
 
 
 class Refused(Exception):  # noqa: N818 - it is what the peer is told, not an error of ours
@@ -77,7 +77,7 @@ class Front:
             journals=journals,
             broke=self.problems.append,
         )
-        engines.append(self.engine)
+        engines.add(self.engine)
         servicer = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
         self.control: Any = Refusing(servicer)
         handler: Any = data_handler(self.engine)
@@ -194,7 +194,7 @@ def play(scene: Callable[[Front], Awaitable[T]]) -> T:
         front = Front()
         with owned(engines) as unguarded:
             result = await scene(front)
-        engines.clear()
+        engines.end_scene()
         assert not front.problems, front.problems
         assert not unguarded, "\n".join(sorted(set(unguarded)))
         front.executor.shutdown()
