@@ -30,6 +30,7 @@ from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
 from psserver.engine.counters import Counters
 from psserver.engine.host_memory import require_host_memory
 from psserver.engine.job import RunningJob, RunningTable
+from psserver.engine.placement import Placement
 from psserver.engine.requests import Requests
 from psserver.engine.resume import resume
 from psserver.engine.slice_queue import SliceQueue, SwitchRule
@@ -50,7 +51,7 @@ class Engine:
         *,
         now: Callable[[], float],
         executor: Executor | None = None,
-        step_on_receive_thread: bool = False,
+        placement: Placement | None = None,
         journals: JournalDir | None = None,
         broke: Callable[[BaseException], None] | None = None,
         on_decided: Callable[[Job, Actions], None] | None = None,
@@ -66,8 +67,7 @@ class Engine:
             now: The clock, in seconds, never falling: of leases, waits and measured times.
             executor: Does the numeric work of large slices. None: the thread whose call leads to
                 the work does it, before the call returns.
-            step_on_receive_thread: Whether a thread that has received a gradient also adds it and
-                makes the step that follows (`Requests.on_push`).
+            placement: Decides which thread does which work; None: the default thresholds.
             journals: The folder of all data that outlives the process.
             broke: Called from any thread when a slice's queue fails, which only a bug can cause.
             on_decided: Called under the lock with each job's actions, in the order in which they
@@ -79,6 +79,11 @@ class Engine:
         self.started_s = now()
         self.counters = Counters()
         self.budget = Budget(shard.limits.under_way_nbytes)
+        self.placement = Placement() if placement is None else placement
+        # Order of a shard's locks: engine, slice queue, weights, connection, budget. A thread takes
+        # one only if it holds none that comes later. All other locks of a shard (arena, pending
+        # connections, floods of log lines, captures, timeline, TLS) come last: no lock of the order
+        # is taken under them. tests/unit/psserver/ordered.py checks it.
         self.lock = threading.RLock()
         self.jobs: dict[str, RunningJob] = {}
         self.recovery = Recovery(journals, shard)
@@ -94,7 +99,7 @@ class Engine:
             counters=self.counters,
             on_decided=on_decided,
             timeline=timeline,
-            step_on_receive_thread=step_on_receive_thread,
+            placement=self.placement,
         )
 
     # ----- jobs
@@ -270,7 +275,7 @@ class Engine:
                 memory.stamps.get(index),
                 NO_OBSERVER if timeline is None else Tracer(timeline, address, part.numel),
             )
-            queues[index] = SliceQueue(store, self.requests, self._executor)
+            queues[index] = SliceQueue(store, self.requests, self._executor, self.placement)
         job.tables[table.index] = RunningTable(table, memory.weights, queues)
 
     # ----- memory that workers of this host share

@@ -41,6 +41,7 @@ from psserver.access.authorizer import AuthInterceptor
 from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import JournalDir, Lock
 from psserver.engine.engine import Engine
+from psserver.engine.placement import Placement
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
 from psserver.process.checkpoint_loading import bring, load
@@ -61,7 +62,6 @@ from psserver.service.refusals import ErrorInterceptor
 log = structlog.get_logger()
 
 TICK_S = 1.0
-FEW_THREADS = 2  # No more than the connections of one worker have already.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No queue at work for so long: what is still unanswered waits for others.
 POLL_S = 0.05
@@ -90,7 +90,7 @@ class Daemon:
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             now=time.monotonic,
             executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="lane"),
-            step_on_receive_thread=plan.num_threads <= FEW_THREADS,
+            placement=Placement.for_cores(plan.num_threads),
             journals=self._journals,
             broke=self.broke,
             timeline=self._timeline,
