@@ -42,6 +42,7 @@ from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import JournalDir, Lock
 from psserver.engine.engine import Engine
 from psserver.engine.placement import Placement
+from psserver.engine.resume import recover
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
 from psserver.process.checkpoint_loading import bring, load
@@ -266,7 +267,7 @@ class Daemon:
 
     def _restore(self) -> None:
         """Takes up the jobs that a former process of this shard has left."""
-        for name in self.engine.recover():
+        for name in recover(self.engine):
             log.warning("job taken up where it was", job=name)
         if self._journals is not None:
             self._instance = self._journals.instance

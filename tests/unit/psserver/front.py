@@ -22,6 +22,7 @@ from psserver.decisions.shard import Job, Shard
 from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
+from psserver.engine.placement import Placement
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.refusals import refusing
 from tests.unit.psserver.owned import Engines, owned
@@ -64,6 +65,8 @@ class Refusing:
 class Front:
     """A shard, its services, and time."""
 
+    placement = Placement()
+
     def __init__(self, journals: JournalDir | None = None) -> None:
         """Must be made inside an event loop."""
         self.now_s = 0.0
@@ -74,6 +77,7 @@ class Front:
             shard,
             now=lambda: self.now_s,
             executor=self.executor,
+            placement=self.placement,
             journals=journals,
             broke=self.problems.append,
         )

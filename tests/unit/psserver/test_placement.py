@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pscore.pb.ps.v1 import data_pb2
-from psserver.engine.engine import Engine
 from psserver.engine.placement import Placement
 from psserver.service.data_socket import DataService
 from tests.unit.psserver.front import Front, grad, play, push_header
@@ -49,10 +48,11 @@ class Noting:
     ],
 )
 def test_a_gradient_is_added_on_the_thread_that_the_placement_names(
-    placement: Placement, is_here: bool
+    placement: Placement, is_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Front, "placement", placement)
+
     async def scene(front: Front) -> None:
-        front.engine.placement = front.engine.requests.placement = placement
         await front.ready(num_workers=1)
         reply = Noting()
         data = grad(1.0).view(np.uint8)
@@ -63,10 +63,10 @@ def test_a_gradient_is_added_on_the_thread_that_the_placement_names(
     play(scene)
 
 
-def test_connections_get_the_shards_threshold() -> None:
+def test_connections_get_the_shards_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Front, "placement", dataclasses.replace(SMALL, queued_nbytes_min=7))
+
     async def scene(front: Front) -> None:
-        engine: Engine = front.engine
-        engine.placement = dataclasses.replace(SMALL, queued_nbytes_min=7)
-        assert DataService(engine).queued_nbytes_min == 7
+        assert DataService(front.engine).queued_nbytes_min == 7
 
     play(scene)
