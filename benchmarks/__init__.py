@@ -1,1 +1,1 @@
-"""What is measured, one program each; `python -m benchmarks` lists them."""
+"""The benchmarks, one program each; `python -m benchmarks` lists them."""

@@ -42,7 +42,7 @@ KEPT_EVERY = 10  # Steps from one point of a curve to the next.
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What came of one mode."""
+    """The result of one mode."""
 
     mode: str  # As `mode=` takes it.
     lr: float
@@ -55,7 +55,7 @@ class Result:
 
 
 def run(name: str, mode: str, args: argparse.Namespace) -> Result:
-    """Trains in one mode and returns what the workers said."""
+    """Trains in one mode and returns the workers' output."""
     words = [sys.executable, "-m", "psworker", "run", "--workers", str(args.workers)]
     words += ["--shards", str(args.shards), "--quiet", "--", "-m", "psworker.commands.demo.train"]
     words += ["--mode", mode, "--epochs", str(args.epochs), "--lr", str(args.lr)]

@@ -10,13 +10,13 @@ the bytes that the method has to move, per second, over the bytes that the copy 
 
     copy       read 4 n, write 4 n
     encode     read gradient 4 n, read and write each state array 8 n, write the payload
-    decode     read the payload, read and write the accumulator 8 n (sparse: what is touched)
-    update     read and write what the formula reads and writes
+    decode     read the payload, read and write the accumulator 8 n (sparse: the touched part)
+    update     read and write the arrays of the formula
 
 So 1.0 is as fast as memory goes; more than 1 is possible, because reading is faster than writing.
 `x copy` is the plain ratio of times. Beside them is what one would write in torch, as it is and
 through torch.compile. On a GPU, if there is one, encode and update are measured
-alike with what encodes there (`pscore/cuda/choice.py`), against a copy on the device.
+alike with that device's encoder (`pscore/cuda/choice.py`), against a copy on the device.
 """
 
 from __future__ import annotations

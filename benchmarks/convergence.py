@@ -52,7 +52,7 @@ class Watch:
         self._at = {int(share * steps) for share in POINTS}
 
     def __call__(self, cluster: TrainingCluster, rank: int, step: int, loss: float) -> None:
-        """Is told of each step of each worker."""
+        """Records each step of each worker."""
         self._recent.append(loss)
         if not math.isfinite(loss):
             self.failure = f"NaN at step {step}"
@@ -200,9 +200,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="in the place of --epochs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--only", nargs="+", help="these runs of the sweep only")
-    parser.add_argument("--show", action="store_true", help="run nothing, show what there is")
+    parser.add_argument("--show", action="store_true", help="run nothing, show the kept results")
     parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
-    parser.add_argument("--results", type=Path, help="JSON lines; what is there is not run again")
+    parser.add_argument(
+        "--results", type=Path, help="JSON lines; runs that are in it are not repeated"
+    )
     parser.add_argument(
         "--test-images", type=int, help="of CIFAR-10, at the end; a multiple of 500"
     )

@@ -27,7 +27,7 @@ STYLES = {5: "-", 16: "--"}  # By k.
 
 
 def draw(sweep: str, rows: dict[str, Row], folder: Path) -> list[Path]:
-    """Draws what there is for a sweep; returns the files."""
+    """Draws the plots of a sweep; returns the files."""
     if not rows:
         return []
     if sweep == "full":
@@ -51,7 +51,7 @@ def draw(sweep: str, rows: dict[str, Row], folder: Path) -> list[Path]:
 
 
 def over_k(rows: dict[str, Row], path: Path) -> Path:
-    """Draws accuracy over k, one line for each local update; what is lost is a cross below."""
+    """Draws accuracy over k, one line for each local update; a lost run is a cross below."""
     figure = curves.new_figure(7, 4.2)
     axes = figure.subplots()
     base = next(row for name, row in rows.items() if name.endswith("ssgd"))

@@ -1,4 +1,4 @@
-"""What the plots of the benchmarks have in common."""
+"""Common parts of the plots."""
 
 from __future__ import annotations
 

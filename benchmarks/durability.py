@@ -1,4 +1,4 @@
-"""What journals cost: `python -m benchmarks.durability [--json]`.
+"""The cost of journals: `python -m benchmarks.durability [--json]`.
 
 ssgd with SGD and momentum over shared memory, by turns with `--durability memory` and with journals
 in memory and on the disk of the temporary directory. `flat` are rounds of 25.6 million float32 with

@@ -25,7 +25,7 @@ from benchmarks.sweeps import Setting
 
 NUM_WORKERS = 2
 MODES = {"ssgd": "ssgd", "cd": "cd(warmup=100)"}
-# Of what is pushed, and of what is pulled.
+# Of pushes, and of pulls.
 PAIRS = {
     "none": ("none", "none"),
     "fp16": ("fp16", "none"),
@@ -125,7 +125,7 @@ def rows(figures: dict[str, dict[str, Any]]) -> list[list[Any]]:
 
 
 def main() -> None:
-    """Runs what is missing, and shows everything."""
+    """Runs the missing settings, and shows all."""
     args = parse_args()
     torch.set_num_threads(1)
     found = run_all(args)
@@ -152,7 +152,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--only", nargs="+", choices=list(PAIRS), default=list(PAIRS))
     parser.add_argument("--min-nbytes", type=int, default=1 << 16, help="smaller tensors stay")
-    parser.add_argument("--results", type=Path, help="JSON lines; what is there is not run again")
+    parser.add_argument(
+        "--results", type=Path, help="JSON lines; runs that are in it are not repeated"
+    )
     parser.add_argument("--compute-ms", type=float, default=8.0, help="of a step, simulated")
     parser.add_argument("--gbit", type=float, default=1.0, help="of each link, per second")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")

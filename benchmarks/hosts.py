@@ -8,8 +8,8 @@ the same links and the same model:
 
     four_hosts   4 hosts, 500 Mbit/s, 6.4 million parameters in 40 tensors, 300 ms of computing
 
-`link_mb` is what the busiest link carried in one step, counted by the kernel at the host's end, the
-busier way. `bound_ms` is max(compute, bytes / bandwidth) with these bytes and the nominal
+`link_mb` is the traffic of the busiest link in one step, counted by the kernel at the host's end,
+the busier way. `bound_ms` is max(compute, bytes / bandwidth) with these bytes and the nominal
 bandwidth: no schedule is faster. It cannot quite be reached by a synchronous mode, which has
 nothing to send while forward runs.
 """
@@ -112,7 +112,7 @@ def train(
     for _ in range(2 * ROUND_STEPS):
         one_step()
     measured.await_go()
-    for _ in range(ROUND_STEPS):  # While this waited, what was under way has landed.
+    for _ in range(ROUND_STEPS):  # All messages under way have landed by the end of this wait.
         one_step()
     before, times_s = _link_nbytes(), []
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""What the benchmarks of the data plane share: processes that measure, models, tables and plots.
+"""Common parts of the data plane's benchmarks: measuring processes, models, tables and plots.
 
 A measuring program starts itself again as `python -m benchmarks.X --role NAME '{json}'` for each
 process of a case; that process prints its result as the last line of its standard output.
@@ -30,6 +30,7 @@ from psworker.commands import model_plan
 ROOT = Path(__file__).resolve().parents[1]
 ROLE_TIMEOUT_S = 300.0
 FLAT_NUMEL = 25_600_000
+CASES_NUMEL = {"flat": FLAT_NUMEL, "tiny": 1024}
 PR_SET_PDEATHSIG = 1
 
 
@@ -39,8 +40,8 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 def shapes_of(case: str) -> list[tuple[int, ...]]:
-    """Returns the tensors of a case: `flat` is one of 25.6 million elements."""
-    return [(FLAT_NUMEL,)] if case == "flat" else resnet50_shapes()
+    """Returns the tensors of a case: `flat` is one of 25.6 million elements, `tiny` of 1,024."""
+    return resnet50_shapes() if case == "keys" else [(CASES_NUMEL[case],)]
 
 
 def numel_of(shapes: Sequence[tuple[int, ...]]) -> int:
@@ -58,7 +59,7 @@ def numel_of(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent dies, however that does."""
+    """Asks the kernel to kill this process when its parent dies for any reason."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -141,14 +142,14 @@ class Cpu:
         self._processes = psutil.Process().children()[-num_shards:]
 
     def seconds(self) -> float:
-        """Returns what they have used so far."""
+        """Returns the CPU seconds used so far."""
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
 
 def worker_environment(
     servers: Sequence[str], rank: int, num_workers: int, plane: str, job: str
 ) -> dict[str, str]:
-    """Returns what a launcher would set for one worker."""
+    """Returns the variables that a launcher would set for one worker."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_workers),
@@ -227,7 +228,7 @@ def make_trust(folder: str) -> Trust:
 
 
 def client_variables(folder: str) -> dict[str, str]:
-    """Returns what workers of such shards need."""
+    """Returns the variables that workers of such shards need."""
     return {
         "PACELINE_TLS_CA": f"{folder}/ca.pem",
         "PACELINE_TLS_CERT": f"{folder}/client.pem",
@@ -245,13 +246,20 @@ def median(values: Sequence[float]) -> float:
 
 
 def machine() -> str:
-    """Returns what the figures were taken on, in one line."""
+    """Returns the machine that the figures were taken on, in one line."""
     memory = psutil.virtual_memory().total >> 30
     load = os.getloadavg()[0]
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, {memory} GiB, Linux {platform.release()}, "
         f"Python {platform.python_version()}, load {load:.1f}"
     )
+
+
+def commit() -> str:
+    """Returns the commit of this checkout, with a `+` if its files differ from it."""
+    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What a process of a case needs to measure itself; the standard library only.
+"""Measurement inside a process of a case, with the standard library only.
 
 A peer has an environment of its own, in which nothing of ours is installed (benchmarks/peers).
 """
@@ -32,7 +32,7 @@ def report(value: Mapping[str, Any]) -> None:
 
 
 def await_go() -> None:
-    """Tells the measuring process that this one is warm, and waits for all others."""
+    """Reports to the measuring process that this one is warm, and waits for all others."""
     print("{}", flush=True)
     sys.stdin.readline()
 

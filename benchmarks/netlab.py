@@ -4,7 +4,7 @@
         subprocess.run([*lab.inside(0), "ping", "-c", "1", lab.address(1)])
 
     python -m benchmarks.netlab --hosts 2 --rate 100mbit   # until Enter; says how to get inside
-    python -m benchmarks.netlab --clean                    # what a killed process has left behind
+    python -m benchmarks.netlab --clean                    # remove the remains of a killed process
 
 Every host is a namespace `paceline-PID-I` with one link to a switch, a namespace of its own, so
 that nothing of the machine's own network is touched; addresses are 10.77.0.1 and on, inside only.
@@ -60,11 +60,11 @@ class Lab:
         return f"10.77.0.{host + 1}"
 
     def inside(self, host: int) -> list[str]:
-        """Returns what goes in front of a command that shall run on a host."""
+        """Returns the words in front of a command that run it on a host."""
         return ["ip", "netns", "exec", self.name(host)]
 
     def cut(self, host: int, *, mend: bool = False) -> None:
-        """Takes a host's link away, or gives it back: packets are lost, nobody is told."""
+        """Cuts a host's link, or restores it: packets are lost without notice."""
         _ip("-n", self.name("switch"), "link", "set", f"port{host}", "up" if mend else "down")
 
     def slow(self, host: int, rate: str | None = None) -> None:
@@ -90,7 +90,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Removes the namespaces, and with them the links; what still runs inside loses both."""
+        """Removes the namespaces, and with them the links; processes inside lose both."""
         while self._names:
             subprocess.run(["ip", "netns", "delete", self._names.pop()], check=False)
 
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--delay", help="of each link, each way")
-    parser.add_argument("--clean", action="store_true", help="only remove what is left behind")
+    parser.add_argument("--clean", action="store_true", help="only remove remains")
     options = parser.parse_args()
     if options.clean:
         clean()

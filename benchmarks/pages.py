@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,153 @@ def _shown(item: Any) -> str:
     return f"`{(item.name or '').upper()}`"
 
 
+# ----- the data planes: docs/dataplane.md
+
+RESULTS = ROOT / "docs" / "results" / "transport.jsonl"
+PATHS = {"local": "shared memory", "tcp": "TCP", "grpc": "gRPC"}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A case of `benchmarks.transport`, beside the floor that the same run gives it."""
+
+    plane: str
+    case: str
+    workers: int
+    times_ms: list[float]
+    floor_ms: float | None  # None: nothing to compare with.
+    fixed_ms: float  # A round of one small slice.
+    gbytes: float
+    cpu_s: float
+
+    @property
+    def median_ms(self) -> float:
+        """Median round."""
+        return statistics.median(self.times_ms)
+
+    @property
+    def share(self) -> float:
+        """The floor divided by the median round."""
+        return (self.floor_ms or 0.0) / self.median_ms
+
+    def cells(self) -> list[str]:
+        """Returns the row of the table."""
+        ordered = sorted(self.times_ms)
+        low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+        known = self.floor_ms is not None
+        return [
+            PATHS.get(self.plane, self.plane),
+            f"`{self.case}`",
+            f"{self.workers}x{self.workers}",
+            f"{self.floor_ms:.1f}" if self.floor_ms is not None else "",
+            f"{self.floor_ms + self.fixed_ms:.1f}" if self.floor_ms is not None else "",
+            f"{self.median_ms:.1f} ({low:.1f} to {high:.1f})",
+            f"**{100 * self.share:.0f} %**" if known else "",
+            f"{1e3 * self.gbytes / self.median_ms:.2f}",
+            f"{self.cpu_s / self.gbytes:.2f}",
+        ]
+
+
+class TransportRun:
+    """The last line of the result file of `benchmarks.transport`."""
+
+    def __init__(self, path: Path = RESULTS) -> None:
+        """Reads it."""
+        self.result = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        self.cases = {(c["plane"], c["case"], c["workers"]): c for c in self.result["cases"]}
+        self.copy_gbps = self.result["nbytes"] / statistics.median(self.result["copy_ms"]) / 1e6
+
+    def median_ms(self, plane: str, case: str, workers: int = 1) -> float:
+        """Returns the median round of a case."""
+        times_ms: list[float] = self.cases[plane, case, workers]["ms"]
+        return statistics.median(times_ms)
+
+    def copies(self, case: str, workers: int) -> float:
+        """Returns the copies of the model through memory in one round over shared memory.
+
+        A copy reads and writes each byte once. Each worker copies the weights out, and gathers its
+        gradients in `keys`. The shards read each gradient, and read and write weights and momentum.
+        """
+        return workers * (2 if case == "keys" else 1) + (workers + 4) / 2
+
+    def round(self, plane: str, case: str, workers: int) -> Round:
+        """Returns a case with its floor: memory copies, or a plain-socket round for each worker."""
+        found = self.cases[plane, case, workers]
+        floor_ms, fixed_ms = None, 0.0
+        if plane in PATHS:
+            fixed_ms = self.median_ms(plane, "tiny")
+            floor_ms = workers * self.median_ms("socket", case)
+        if plane == "local":
+            floor_ms = self.copies(case, workers) * self.result["nbytes"] / self.copy_gbps / 1e6
+        return Round(
+            plane, case, workers, found["ms"], floor_ms, fixed_ms, found["gbytes"], found["cpu_s"]
+        )
+
+    def rounds(self) -> list[Round]:
+        """Returns all cases but the small ones."""
+        return [self.round(*key) for key in self.cases if key[1] != "tiny"]
+
+
+def transport() -> str:
+    """Returns the one run: its headline, its constants, its table."""
+    run = TransportRun()
+    names = {"socket": "plain TCP sockets", "gloo": "Gloo all-reduce"}
+    shares = {
+        plane: [round_.share for round_ in run.rounds() if round_.plane == plane]
+        for plane in ("local", "tcp")
+    }
+    rows = [round_.cells() for round_ in run.rounds()]
+    for row in rows:
+        row[0] = names.get(row[0], row[0])
+    socket_gbps = 2 * run.result["nbytes"] / run.median_ms("socket", "flat") / 1e6
+    planes = [plane for plane in PATHS if (plane, "tiny", 1) in run.cases]
+    fixed = ", ".join(f"{run.median_ms(plane, 'tiny'):.2f} ({PATHS[plane]})" for plane in planes)
+    return "\n".join(
+        [
+            f"**A round through shared memory reaches {_range(shares['local'])} of its floor, a "
+            f"round over TCP {_range(shares['tcp'])} of plain sockets.**",
+            "",
+            f"{run.result['date']}, commit {run.result['commit']}, {run.result['machine']}, "
+            f"{len(run.result['copy_ms'])} rounds a case. Constants of this run: M = "
+            f"{run.copy_gbps:.1f} GB/s, K = {socket_gbps:.1f} GB/s, m = {fixed} ms.",
+            "",
+            table(
+                ["path", "case", "workers x shards", "floor, ms", "model, ms",
+                 "measured, ms (10 to 90 %)", "floor / measured", "GB/s", "CPU s/GB"],
+                rows, "lllrrrrrr",
+            ),
+        ]
+    )  # fmt: skip
+
+
+def _range(shares: list[float]) -> str:
+    low, high = (f"{100 * share:.0f}" for share in (min(shares), max(shares)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def targets() -> str:
+    """Returns the targets, each beside the figure of the run."""
+    run = TransportRun()
+    lines = []
+    for case in ("flat", "keys"):
+        local, tcp = run.round("local", case, 1), run.round("tcp", case, 1)
+        gloo_ms = run.median_ms("gloo", case, 2)
+        pair_ms = run.median_ms("local", case, 2)
+        gbps = 1e3 * local.gbytes / local.median_ms
+        lines += [
+            f"- `{case}`: 6 GB/s through shared memory: {_met(gbps >= 6)}, {gbps:.1f} GB/s.",
+            f"- `{case}`: two workers through shared memory faster than Gloo: "
+            f"{_met(pair_ms < gloo_ms)}, {pair_ms:.0f} ms for {gloo_ms:.0f} ms.",
+            f"- `{case}`: 85 % of plain sockets over TCP: {_met(tcp.share >= 0.85)}, "
+            f"{100 * tcp.share:.0f} %.",
+        ]
+    return "\n".join(lines)
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "**not met**"
+
+
 # ----- the blocks, and their pages
 
 
@@ -133,8 +282,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "exit codes": exit_codes,
     "commands": commands,
+    "transport": transport,
+    "targets": targets,
 }
-PAGES = ("docs/reference.md",)
+PAGES = ("docs/dataplane.md", "docs/reference.md")
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)
 
 

@@ -13,7 +13,7 @@ sent whole, and of which every push was answered, is in all slices or in none.
 After a power cut the shards go on from a checkpoint, which is older than the newest pushes. The
 books are then checked in two parts: up to the cut against the weights that were loaded, where the
 newest pushes may be missing, but none from the middle and none from some slices only; and behind
-the cut against what has been added since.
+the cut with the additions since.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEAR = 0.25
 
 
 class Entry(NamedTuple):
-    """What a worker has written down of one push."""
+    """A worker's record of one push."""
 
     kind: int
     slice: int
@@ -66,7 +66,7 @@ def elements(numel: int, num_workers: int, rank: int, ticket: int) -> list[int]:
 
 
 class Notebook:
-    """One worker's file: what it has sent, and what came back; goes on where its former self died.
+    """One worker's file: its pushes and their answers; continues the file of a killed process.
 
     The file is not synced: it has to outlive the process, not the machine.
     """
@@ -112,7 +112,7 @@ class Notebook:
 
 @dataclass(slots=True)
 class Proof:
-    """What the weights say about all pushes."""
+    """The account of all pushes that the weights give."""
 
     pushes: int = 0  # Acknowledged, counted by slice.
     lost: int = 0  # Acknowledged, and not in the weights.
@@ -172,7 +172,7 @@ def _check_era(
     by_step: bool,
     is_cut: bool,
 ) -> None:
-    """Compares what one stretch of the books holds with what the weights gained in it."""
+    """Compares the records of one period with the weights' gain in it."""
     counted: dict[Push, bool] = {}
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         entries = [[entry for entry in book if entry.slice == index] for book in books]

@@ -1,14 +1,14 @@
-"""A kill loop under load: seconds to recovery, and to the unit what was lost or counted twice.
+"""A kill loop under load: seconds to recovery, and the exact number of lost and double pushes.
 
     python -m benchmarks.recovery --seconds 60 --json
     python -m benchmarks.recovery --seconds 600 --mode ssgd --json
     python -m benchmarks.recovery --seconds 90 --numel 100000000 --workers 2 --kinds shard --json
 
-Workers push whole numbers to real shards (`stage.py`), without a pause but what stands for
+Workers push whole numbers to real shards (`stage.py`), without a pause except for simulated
 computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows links, fills
 the shards' disk, uses up their descriptors, polls their status, and kills everything at once
 (`strikes.py`); the next fault comes a while after the job has recovered from the last one. In the
-end the weights tell of every single push whether it is in them (`proof.py`).
+end the weights show for every single push whether it is in them (`proof.py`).
 
 Recovery is the time from a fault (where it lasts, from its end) until every worker that it concerns
 has had a push of every slice that it concerns acknowledged. Of a killed worker that includes the
@@ -44,7 +44,7 @@ FINISH_S = 4.0  # Of a run, for its end.
 
 
 def work(folder: str, rank: int, workers: int, numel: int, mode: str, think_s: float) -> None:
-    """Is a worker: pushes until told to stop; the first one then writes the weights down."""
+    """Runs a worker, which pushes until it is stopped; the first one then writes the weights."""
     import torch
 
     import psworker
@@ -74,7 +74,7 @@ def work(folder: str, rank: int, workers: int, numel: int, mode: str, think_s: f
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
     proof: proof.Proof
     faults: list[Fault]

@@ -1,4 +1,4 @@
-"""What came of the runs of `benchmarks.convergence`: kept in a file, and as tables."""
+"""Results of `benchmarks.convergence`, kept in a file and shown as tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLUMNS = (
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What came of one setting with one seed."""
+    """The result of one setting with one seed."""
 
     name: str
     setting: dict[str, Any]

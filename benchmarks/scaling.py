@@ -1,9 +1,9 @@
 """More workers and more shards on one machine: `python -m benchmarks.scaling [--quick] [--json]`.
 
-Two questions. What a step of a small model costs with 1 to 16 workers over 1 to 4 shards, in time
-and in CPU: on few cores the workers' own work adds up, so what counts is CPU per worker and step,
-which must not grow with the number of workers. And who keeps how much memory: a shard's in ssgd
-must not grow with the number of workers, and a worker's in ssd may be at most 3 copies of the
+Two measurements. The cost of a step of a small model with 1 to 16 workers over 1 to 4 shards, in
+time and in CPU: on few cores the workers' own work adds up, so the figure is CPU per worker and
+step, which must not grow with the number of workers. And the memory of each process: a shard's in
+ssgd must not grow with the number of workers, and a worker's in ssd may be at most 3 copies of the
 gradient above the same script in plain torch; the model is as large as ResNet-50, so that some
 50 MiB of libraries are not taken for a copy. Memory is the resident set without what others have
 made and this process only maps: workers map a shard's weights, shards map workers' gradients.
@@ -32,7 +32,7 @@ COPIES_MAX = 3.0
 
 
 def worker(widths: list[int], mode: str, steps: int) -> None:
-    """Is a worker, or plain torch where there is no mode."""
+    """Runs a worker, or plain torch where there is no mode."""
     import torch
 
     import psworker
@@ -104,7 +104,7 @@ def own_nbytes(pid: int, grad_nbytes: int, *, maps_weights: bool = False) -> int
 
 
 def plain(steps: int) -> dict[str, Any]:
-    """Returns what the large model takes in plain torch."""
+    """Returns the memory of the large model in plain torch."""
     arguments = {"widths": LARGE, "mode": "", "steps": steps}
     with kit.roles(kit.Role(MODULE, "worker", arguments)) as (role,):
         role.line()  # Warm.

@@ -124,7 +124,7 @@ class Trainer:
 
 
 def worker(name: str, mode: str, turns: int, steps: int, threads: int) -> None:
-    """Is the worker, and plain torch by turns."""
+    """Runs the worker and plain torch in turns."""
     import torch
 
     import psworker

@@ -1,4 +1,4 @@
-"""Hours of ordinary life: workers that join and leave, and what grows in the shards meanwhile.
+"""Hours of ordinary use: workers join and leave, and nothing may grow in the shards.
 
     python -m benchmarks.soak --seconds 1800 --json
 
@@ -8,8 +8,8 @@ mapped segments of each shard are counted, as each worker that is there has some
 the last count over that after a quarter of the time. In the end the weights tell whether any push
 was lost or counted twice (`proof.py`).
 
-glibc has an arena for each thread that comes upon a busy one, and gives back little of what is
-freed in them: shards have one arena here, so that what is counted is what they hold.
+glibc has an arena for each thread that comes upon a busy one, and gives back little of the memory
+freed in them: shards have one arena here, so that the count is the memory in use.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from benchmarks.stage import Setup, Stage
 
 COLUMNS = ("memory MB", "files", "threads", "segments")
 NUM_COUNTS = 8  # In a run, the first of them after an eighth of it.
-SETTLE_S = 5.0  # Longer than a lease: what belongs to the dead is gone.
+SETTLE_S = 5.0  # Longer than a lease: the memory of dead workers is free.
 TOLERANCE = {"memory MB": 8.0, "files": 4.0, "threads": 4.0, "segments": 2.0}
 
 
 def sample(pid: int) -> dict[str, float]:
-    """Returns what a shard holds now."""
+    """Returns a shard's memory, files and threads now."""
     process = psutil.Process(pid)
     maps = Path(f"/proc/{pid}/maps").read_text()
     return {
@@ -47,7 +47,7 @@ def sample(pid: int) -> dict[str, float]:
 
 
 def churn(stage: Stage, rng: random.Random, absent: dict[int, Path]) -> bool:
-    """Lets one worker leave or die, and those who have left come back; returns whether any went."""
+    """Stops or kills one worker and restarts those that left; returns whether one left."""
     for rank in [rank for rank in absent if stage.roles[rank].popen.poll() == 0]:
         absent.pop(rank).unlink()
         stage.revive(rank)
@@ -63,7 +63,7 @@ def churn(stage: Stage, rng: random.Random, absent: dict[int, Path]) -> bool:
 
 
 def count(stage: Stage, absent: dict[int, Path]) -> list[dict[str, float]]:
-    """Waits until all workers are there and push; returns what each shard holds then."""
+    """Waits until all workers push; returns each shard's memory, files and threads."""
     for rank in list(absent):
         stage.roles[rank].popen.wait(60.0)
         absent.pop(rank).unlink()
@@ -87,7 +87,7 @@ def count(stage: Stage, absent: dict[int, Path]) -> list[dict[str, float]]:
 def soak(
     stage: Stage, seconds: float, gap_s: float, seed: int
 ) -> tuple[list[list[dict[str, float]]], int]:
-    """Runs it; returns what was counted, of each shard, and how often somebody went."""
+    """Runs it; returns the counts of each shard, and the number of workers that left."""
     rng, absent = random.Random(seed), dict[int, Path]()
     counts = [count(stage, absent)]
     start_s, num_gone = time.monotonic(), 0
@@ -113,7 +113,7 @@ def growth(counts: list[list[dict[str, float]]]) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Runs it and says what has grown."""
+    """Runs it and prints what has grown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--workers", type=int, default=8)

@@ -44,12 +44,12 @@ JOB = "recovery"
 TCP_LISTEN = "0A"  # In /proc/net/tcp.
 PATIENCE_S = 120.0  # Until a cluster that was mended must have come to its end.
 POLL_S = 0.02
-SETTLE_S = 0.05  # What was under way when a fault struck has arrived by then.
+SETTLE_S = 0.05  # Messages under way when a fault struck have arrived by then.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is built."""
+    """The size of a stage."""
 
     workers: int = 4
     shards: int = 2
@@ -71,7 +71,7 @@ class Setup:
 
 @dataclass(slots=True)
 class Progress:
-    """What the workers' files say, read as they grow."""
+    """The workers' files, read as they grow."""
 
     books: list[Path]
     acknowledged: list[tuple[float, int, int]] = field(default_factory=list)  # When, who, slice.
@@ -86,7 +86,7 @@ class Progress:
         self.since_s = now_s + SETTLE_S
 
     def read(self) -> None:
-        """Takes in what has been written since."""
+        """Reads the lines written since."""
         for rank, path in enumerate(self.books):
             offset = self._offsets.get(path, 0)
             for entry in proof.read(path, offset):
@@ -109,7 +109,7 @@ class Stage:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.skipped: list[str] = []  # What cannot be done here, and why.
+        self.skipped: list[str] = []  # Faults that are impossible here, with reasons.
         self.failures: list[str] = []  # Of workers that ended with an error of their own.
         self.layout = setup.layout
         self.roles: list[kit.Role] = []
@@ -143,7 +143,7 @@ class Stage:
     ) -> None:
         self._undo.close()
 
-    # ----- what a fault needs
+    # ----- for faults
 
     def shard_pids(self) -> dict[int, int]:
         """Returns the process of each shard that runs, as the kernel lists them."""
@@ -220,14 +220,14 @@ class Stage:
     # ----- time
 
     def watch(self, seconds: float) -> None:
-        """Lets time pass, and starts workers again that have died."""
+        """Waits, and restarts workers that have died."""
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
             self.tend()
             time.sleep(min(POLL_S, left_s))
 
     def tend(self) -> None:
-        """Starts workers again that have died, and reads what all have written."""
+        """Restarts workers that have died, and reads all files."""
         self.progress.read()
         for rank, role in enumerate(self.roles):
             status = role.popen.poll()
@@ -258,10 +258,10 @@ class Stage:
         return max(self.progress.first[key] for key in wanted)
 
     def finish(self) -> list[np.ndarray]:
-        """Lets the workers end, the first of them last; returns the weights of each slice.
+        """Stops the workers, the first of them last; returns the weights of each slice.
 
         Raises:
-            TimeoutError: They do not end; says what stands in their logs.
+            TimeoutError: They do not end; the message has their logs.
         """
         (self.folder / "stop").touch()
         self._await_end(range(1, self.setup.workers))
@@ -271,7 +271,7 @@ class Stage:
         return [flat[spec.start : spec.stop] for spec in self.layout.slices]
 
     def shard_log(self) -> str:
-        """Returns what the shards and their supervisor have logged."""
+        """Returns the logs of the shards and their supervisor."""
         return (self.folder / "shards.log").read_text(errors="replace")
 
     def _await_end(self, ranks: Any) -> None:
@@ -317,7 +317,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _small_disk(self) -> Iterator[None]:
-        """Mounts a file system in memory that holds what the shards need a few times over."""
+        """Mounts a file system in memory that holds the shards' files a few times over."""
         nbytes = (64 << 20) + 64 * self.setup.numel
         command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "paceline", str(self.state)]
         if not self.setup.disk or os.geteuid() != 0:

@@ -3,7 +3,7 @@
 A worker and a shard on two hosts of `benchmarks.netlab`, ResNet-50's 161 tensors, and a GPU that is
 simulated by sleeping: a third of the compute time in forward, two thirds in backward, spread over
 the tensors by their size, so that gradients become ready one after the other. Bandwidth is measured
-first, on the same link, both ways at once. What is compared:
+first, on the same link, both ways at once. The comparison:
 
     hidden   max(compute, bytes / bandwidth), with the bytes really sent per step, the busier way
     ssgd     a slice leaves when its gradient is ready and comes back when it has arrived, each way
@@ -47,7 +47,7 @@ MODES = {
 
 
 def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap: bool) -> None:
-    """Is the worker."""
+    """Runs the worker."""
     import torch
 
     import psworker
@@ -68,7 +68,7 @@ def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap
         gpu.step(optimizer)
     traffic = optimizer.traffic
     measured.await_go()
-    for _ in range(ROUND_STEPS):  # While this waited, what was under way has landed.
+    for _ in range(ROUND_STEPS):  # All messages under way have landed by the end of this wait.
         gpu.step(optimizer)
     before = (traffic.pushed_nbytes, traffic.pulled_nbytes)
     times_s, cpu_s = [], measured.own_cpu_s()
@@ -151,7 +151,7 @@ def _sleep_until(moment_s: float) -> None:
 
 
 def serve(host: str) -> None:
-    """Is the shard's host."""
+    """Runs the shard's host."""
     from psserver.process.embedded import start_embedded
 
     with start_embedded(1, host=host) as servers:
@@ -162,7 +162,7 @@ def serve(host: str) -> None:
 
 
 def sink(host: str) -> None:
-    """Takes a connection, and sends and receives as fast as it can for a while."""
+    """Accepts a connection, and sends and receives as fast as it can for a while."""
     with socket.create_server((host, 0)) as listener:
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         connection, _ = listener.accept()
@@ -170,7 +170,7 @@ def sink(host: str) -> None:
 
 
 def probe(host: str, port: int) -> None:
-    """Is the other side of `sink`."""
+    """Runs the other side of `sink`."""
     measured.report({"bytes_per_s": _both_ways(socket.create_connection((host, port)))})
 
 
@@ -209,7 +209,7 @@ def measure_link(lab: Lab) -> float:
 def measure_mode(
     lab: Lab, name: str, compute_s: float, rounds: int, *, overlap: bool
 ) -> dict[str, Any]:
-    """Returns what the worker measured in one mode, with the shard's CPU seconds per step."""
+    """Returns the worker's figures in one mode, with the shard's CPU seconds per step."""
     mode, compression = MODES[name]
     shard = kit.Role(MODULE, "serve", {"host": lab.address(0)}, prefix=lab.inside(0))
     with kit.roles(shard):
@@ -243,7 +243,7 @@ def _ask(role: kit.Role, text: str) -> float:
     return float(role.line()["cpu_s"])
 
 
-# ----- what is possible
+# ----- the best possible
 
 
 def best_ssgd_s(compute_s: float, bytes_per_s: float) -> float:
@@ -261,7 +261,7 @@ def best_ssgd_s(compute_s: float, bytes_per_s: float) -> float:
 
 
 def best_s(name: str, compute_s: float, bytes_per_s: float, result: dict[str, Any]) -> float:
-    """Returns what the step time is measured against."""
+    """Returns the best possible step time."""
     if name == "ssgd":
         return best_ssgd_s(compute_s, bytes_per_s)
     return max(compute_s, max(result["up_nbytes"], result["down_nbytes"]) / bytes_per_s)

@@ -1,7 +1,7 @@
-"""The faults of the kill loop: each breaks a stage (`stage.py`), and says what has to recover.
+"""The faults of the kill loop: each breaks a stage (`stage.py`) and returns its consequences.
 
-A strike tells which processes it ended and which pushes must be acknowledged afterwards. Any other
-process that ends while a strike lasts has died of a fault that was not its own, and is reported.
+A strike names the processes that it ended and the pushes that must be acknowledged afterwards. Any
+other process that ends during a strike has died of a fault that was not its own: it is reported.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Fault:
 
 @dataclass(slots=True, kw_only=True)
 class Strike:
-    """What a strike did."""
+    """The result of a strike."""
 
     what: str  # Empty if there was nothing to strike.
     wanted: set[tuple[int, int]]  # `(worker, slice)` that must be acknowledged afterwards.

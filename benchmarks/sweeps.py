@@ -57,7 +57,7 @@ def quick() -> list[Setting]:
 
 
 def by_k() -> list[Setting]:
-    """Returns every local update at every k; what matters most comes first."""
+    """Returns every local update at every k, the most important first."""
     first = [ssd(local, k) for k in (5, 1, 16, 32) for local in LOCALS]
     rest = [ssd(local, k) for k in (8, 2, 4) for local in LOCALS]
     return [ssgd(), *first, *rest]
@@ -155,7 +155,7 @@ def with_adam() -> list[Setting]:
 
 
 def gap() -> list[Setting]:
-    """Returns attempts at what is left of the distance to ssgd at k=32."""
+    """Returns attempts at the remaining distance to ssgd at k=32."""
     return [
         ssgd(),
         ssd("mirror", 32),

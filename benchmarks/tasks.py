@@ -1,4 +1,4 @@
-"""What the in-process cluster trains: LeNet on Fashion-MNIST, ResNet-20 on CIFAR-10."""
+"""Tasks of the simulated cluster: LeNet on Fashion-MNIST, ResNet-20 on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ResNet20(nn.Sequential):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model, images, and who takes which of them at which step."""
+    """A model, images, and each worker's share of them at each step."""
 
     name: str
     model: type[nn.Module]
@@ -164,7 +164,7 @@ def moved(images: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 
 
 def fashion(folder: Path | None, seed: int, num_workers: int = 4) -> Task:
-    """Returns LeNet on Fashion-MNIST; without a folder on what a clone of the repository has."""
+    """Returns LeNet on Fashion-MNIST; without a folder, on the images of the repository."""
     train, test = data.load(data.find_folder(folder))
     return Task(
         name="LeNet, Fashion-MNIST",

@@ -1,21 +1,27 @@
 """Push and pull of a ResNet-50's worth of float32: `python -m benchmarks.transport [--json]`.
 
-One round = every worker pushes its gradient (25.6 million float32), the shards make one SGD step
-with momentum, every worker pulls the weights: ssgd, uncompressed. GB/s is the payload pushed and
-pulled by all workers over the median round. `flat` is one tensor whose gradient lies in the flat
-vector already; `keys` are ResNet-50's 161 tensors, whose gradients lie where a backward pass has
-left them, through `DistributedOptimizer.step`. Beside it, in the same run and by turns: a memory
-copy, a plain-socket round that only adds (two connections), and Gloo's all-reduce in two processes.
+In one round every worker pushes its gradient (25.6 million float32), the shards make one SGD step
+with momentum, and every worker pulls the weights: ssgd, uncompressed. GB/s is the payload pushed
+and pulled by all workers, divided by the median round. `flat` is one tensor whose gradient is in
+the flat vector already. `keys` are ResNet-50's 161 tensors, whose gradients are where a backward
+pass has left them, through `DistributedOptimizer.step`. `tiny` is one slice of 1,024 elements.
+
+Measured in the same run, in turns with these: a memory copy on all cores, a plain-socket round that
+only adds (two connections), and Gloo's all-reduce in two processes. `--results FILE` keeps
+everything as one line of JSON, from which `python -m benchmarks.pages` makes the table of
+docs/dataplane.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +30,7 @@ import numpy as np
 from benchmarks import kit, measured
 
 MODULE = "benchmarks.transport"
-SUFFIXES = {"flat": "", "keys": "_keys"}
+SUFFIXES = {"flat": "", "keys": "_keys", "tiny": "_tiny"}
 PIECE_NUMEL = 1 << 20
 HYPER = {"lr": 0.01, "momentum": 0.9}
 
@@ -33,14 +39,17 @@ HYPER = {"lr": 0.01, "momentum": 0.9}
 
 
 def exchange_rounds(case: str, rounds: int) -> None:
-    """Is one worker."""
+    """Runs one worker."""
     import torch
 
     torch.set_num_threads(1)
-    (_flat_rounds if case == "flat" else _keys_rounds)(rounds)
+    if case == "keys":
+        _keys_rounds(rounds)
+    else:
+        _flat_rounds(kit.shapes_of(case)[0], rounds)
 
 
-def _flat_rounds(rounds: int) -> None:
+def _flat_rounds(shape: tuple[int, ...], rounds: int) -> None:
     import torch
 
     from pscore.compressors.none import NoCompression
@@ -53,7 +62,7 @@ def _flat_rounds(rounds: int) -> None:
     from psworker.replica.replica import Replica
 
     session = context.join().session
-    spec = TensorSpec(name="flat", shape=(kit.FLAT_NUMEL,), dtype="float32")
+    spec = TensorSpec(name="flat", shape=shape, dtype="float32")
     table = TableSpec(
         name="model",
         tensors=(spec,),
@@ -125,20 +134,21 @@ def measure_ours(
 # ----- what it is compared with
 
 
-def copy_rounds(rounds: int) -> list[float]:
-    """Returns the seconds of each copy of a flat gradient."""
-    source = np.ones(kit.FLAT_NUMEL, np.float32)
-    target = np.zeros_like(source)
+def copy_rounds(rounds: int, num_threads: int = 1) -> list[float]:
+    """Returns the seconds of each copy of a flat gradient, of which each thread copies a part."""
+    sources = np.array_split(np.ones(kit.FLAT_NUMEL, np.float32), num_threads)
+    targets = np.array_split(np.zeros(kit.FLAT_NUMEL, np.float32), num_threads)
     times_s = []
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        np.copyto(target, source)
-        times_s.append(time.perf_counter() - start_s)
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(rounds):
+            start_s = time.perf_counter()
+            list(pool.map(np.copyto, targets, sources))
+            times_s.append(time.perf_counter() - start_s)
     return times_s
 
 
 def gloo_rounds(case: str, rank: int, port: int, rounds: int) -> dict[str, Any]:
-    """Is one of two processes that all-reduce the same tensors."""
+    """Runs one of two processes that all-reduce the same tensors."""
     import torch
     import torch.distributed as dist
 
@@ -279,8 +289,9 @@ def free_port() -> int:
 class Case:
     """One line of the table: rounds from several turns."""
 
-    def __init__(self, name: str, workers: int, case: str, measure: Any) -> None:
+    def __init__(self, name: str, plane: str, workers: int, case: str, measure: Any) -> None:
         self.name = name
+        self.plane = plane  # Or `socket` or `gloo`.
         self.workers = workers
         self.case = case
         self.times_s: list[float] = []
@@ -308,6 +319,11 @@ class Case:
         """Payload over the median round."""
         return self.gbytes / self.seconds
 
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of all processes per round."""
+        return kit.median(self._cpu_s)
+
     def row(self) -> list[Any]:
         """Returns the line of the table."""
         return [
@@ -317,34 +333,39 @@ class Case:
             1e3 * self.seconds,
             1e3 * min(self.times_s),
             self.gbps,
-            kit.median(self._cpu_s) / self.gbytes,
+            self.cpu_s / self.gbytes,
         ]
 
 
 def cases_of(planes: list[str], kinds: list[str], compare: bool) -> dict[str, Case]:
-    """Returns what is measured, by name."""
+    """Returns the cases, by name."""
     cases: dict[str, Case] = {}
     for kind in kinds:
         for plane in planes:
-            for num in (1, 2):
+            for num in (1,) if kind == "tiny" else (1, 2):
                 cases[f"{plane} {num} {kind}"] = Case(
                     f"paceline {plane}",
+                    plane,
                     num,
                     kind,
                     lambda rounds, p=plane, k=kind, n=num: measure_ours(p, k, n, rounds),
                 )
-        if compare:
+        if compare and kind != "tiny":
             cases[f"socket 1 {kind}"] = Case(
-                "plain TCP sockets", 1, kind, lambda rounds, k=kind: measure_socket(k, rounds)
+                "plain TCP sockets",
+                "socket",
+                1,
+                kind,
+                lambda rounds, k=kind: measure_socket(k, rounds),
             )
             cases[f"gloo 2 {kind}"] = Case(
-                "gloo all-reduce", 2, kind, lambda rounds, k=kind: measure_gloo(k, rounds)
+                "gloo all-reduce", "gloo", 2, kind, lambda rounds, k=kind: measure_gloo(k, rounds)
             )
     return cases
 
 
 def summary(cases: dict[str, Case], memcpy_gbps: float) -> dict[str, float]:
-    """Returns the figures that issue 5 names."""
+    """Returns the main figures, by name."""
     figures: dict[str, float] = {}
     for kind, suffix in SUFFIXES.items():
         wanted = {
@@ -362,22 +383,56 @@ def summary(cases: dict[str, Case], memcpy_gbps: float) -> dict[str, float]:
     return figures
 
 
+def result(cases: dict[str, Case], copies_s: list[float]) -> dict[str, Any]:
+    """Returns everything that was measured, for a file of results."""
+    return {
+        "program": "transport",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": kit.commit(),
+        "machine": kit.machine(),
+        "nbytes": 4 * kit.FLAT_NUMEL,
+        "copy_threads": num_cores(),
+        "copy_ms": _milliseconds(copies_s),
+        "cases": [
+            {
+                "plane": case.plane,
+                "case": case.case,
+                "workers": case.workers,
+                "gbytes": case.gbytes,
+                "ms": _milliseconds(case.times_s),
+                "cpu_s": round(case.cpu_s, 5),
+            }
+            for case in cases.values()
+        ],
+    }
+
+
+def _milliseconds(times_s: list[float]) -> list[float]:
+    return [round(1e3 * seconds, 3) for seconds in times_s]
+
+
+def num_cores() -> int:
+    """Returns the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rounds", type=int, default=9, help="of each case, per turn")
     parser.add_argument("--turns", type=int, default=3, help="through all cases")
     parser.add_argument("--planes", default="local,tcp,grpc", help="also tcp+tls, grpc+tls")
-    parser.add_argument("--cases", default="flat,keys")
+    parser.add_argument("--cases", default="flat,keys,tiny")
     parser.add_argument("--only-ours", action="store_true", help="without Gloo and sockets")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the plot")
+    parser.add_argument("--results", type=Path, help="file that gets the run as a line of JSON")
     options = parser.parse_args()
     cases = cases_of(
         options.planes.split(","), options.cases.split(","), compare=not options.only_ours
     )
     copies_s: list[float] = []
     for turn in range(options.turns):
-        copies_s += copy_rounds(options.rounds)
+        copies_s += copy_rounds(options.rounds, num_cores())
         for key, case in cases.items():
             case.turn(options.rounds)
             if sys.stderr.isatty():
@@ -396,6 +451,8 @@ def main() -> None:
         "GB/s of payload, both ways, all workers",
         {f"{c.name} {c.case} {c.workers}x{c.workers}": c.gbps for c in cases.values()},
     )
+    if options.results is not None:
+        options.results.write_text(json.dumps(result(cases, copies_s)) + "\n")
     if options.json:
         print(json.dumps(summary(cases, memcpy_gbps)))
 

@@ -1,6 +1,6 @@
 """Two checkouts by turns: `python -m benchmarks.versions FOLDER [--plane tcp] [--case flat]`.
 
-What another version of Paceline, checked out in FOLDER, takes for the round of
+Measures another version of Paceline, checked out in FOLDER, in the round of
 `benchmarks.transport`, beside this one and plain sockets. This hardware is noisy, so the versions
 take turns, and their medians are compared within one run.
 """

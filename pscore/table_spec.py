@@ -1,4 +1,4 @@
-"""The declaration of a table: what a worker sends, a shard compares, and a record keeps.
+"""The declaration of a table: a worker sends it, a shard compares it, and a record keeps it.
 
 Both sides use the one class. It travels as `pb.Table` when a worker declares its table, and as JSON
 in checkpoints and journals.

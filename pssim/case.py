@@ -1,4 +1,4 @@
-"""What is simulated: a job, its faults and its mode, all drawn from one seed.
+"""A simulated job, its faults and its mode, all drawn from one seed.
 
 The modes come from the registry, and their arguments from the names of their fields, so that a new
 rule is covered as soon as it is registered.
@@ -29,7 +29,7 @@ GRADIENT = 5040.0  # Divided by every number of samples up to ten it is a whole 
 SAMPLES = (1.0, 2.0)
 SELDOM, SOMETIMES, HALF, MOSTLY, USUALLY = 0.12, 0.3, 0.5, 0.7, 0.8  # Probabilities.
 
-# What is tried for a field of this name, whatever the rule; other fields keep their defaults.
+# Values tried for a field of this name in every rule; other fields keep their defaults.
 CHOICES: dict[str, Sequence[Any]] = {
     "adaptive": (False, True),
     "backup": (0, 1, 2),
@@ -69,7 +69,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...] = SHAPES
     min_workers: int = 0  # Of an elastic job.
     comes_s: tuple[float, ...] = ()  # When each worker starts; empty: all at once.
-    shares: tuple[bool, ...] = ()  # Whose gradients lie where the shards can read them.
+    shares: tuple[bool, ...] = ()  # Whether a worker's gradients are in memory that the shards map.
     quadratic: bool = False  # Gradients depend on the weights; else each has an element of its own.
 
     @property

@@ -1,4 +1,4 @@
-"""What every simulated job has: shards, a layout, virtual time and a network."""
+"""Parts of every simulated job: shards, a layout, virtual time and a network."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ def quiet() -> Iterator[None]:
 
 
 class Cluster:
-    """The shards of one job with one table, and what connects them with workers.
+    """The shards of one job with one table, and their connections to workers.
 
     Attributes:
         spec: The table.

@@ -1,4 +1,4 @@
-"""Events of a simulated run: what happened at which worker or shard, and when."""
+"""Events of a simulated run, each with its worker or shard and its time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

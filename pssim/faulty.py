@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pscore.compressors.none import NoCompression
 from pscore.errors import PacelineError, ReplacedError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
@@ -641,7 +642,8 @@ class FaultyCluster(Cluster):
 
 
 def _spec_of(case: Case) -> TableSpec:
-    is_compressed = (case.compressor.name, case.pull_compressor.name) != ("none", "none")
+    compressors = (case.compressor, case.pull_compressor)
+    is_compressed = not all(isinstance(one, NoCompression) for one in compressors)
     return TableSpec(
         name="model",
         tensors=tuple(

@@ -1,6 +1,6 @@
-"""What must hold, checked at every event: each push once, in the right update, in the right order.
+"""Invariants, checked at every event: each push once, in the right update, in the right order.
 
-The ledger sees what the shards decide and what the workers send and receive, keeps books of its own
+The ledger sees the shards' decisions and the workers' messages, keeps books of its own
 and replays every update from the payloads as they were sent. It knows nothing of how a shard works.
 """
 
@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from pscore.compressors.none import NoCompression
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role, SegmentTable, SliceSpec, Verdict
 from psserver.decisions.membership import Member, Presence
@@ -95,7 +96,7 @@ class SliceBook:
         # A worker alone needs no weight: its mean is its gradient.
         assert action.weight in ((weight, 1.0) if rule.by_step else (weight,))
         payload, total = sent.payload, self._sums[action.open_step]
-        if payload.compressor.name == "none" and payload.data.nbytes:
+        if isinstance(payload.compressor, NoCompression) and payload.data.nbytes:
             total += payload.data.view("<f4") * np.float32(action.weight)
         elif payload.data.nbytes:
             payload.compressor.decode_add(
@@ -152,7 +153,7 @@ class SliceBook:
             assert identity not in self.entered
             assert not held, f"push {identity} is too late and in a sum"
 
-    # ----- what a worker is told
+    # ----- answers to workers
 
     def landed(
         self,
@@ -167,7 +168,7 @@ class SliceBook:
         """A pull that a worker made after `clock` pushes brings these weights, or an estimate."""
         assert version <= self.version, f"version {version} is not made yet"
         wanted = self.weights[version]
-        if is_estimate:  # All workers have the same one, whoever was first.
+        if is_estimate:  # All workers have the same one.
             wanted = self.estimates.setdefault(version, weights)
         assert np.array_equal(weights, wanted), (
             f"worker {worker} got other weights than those of version {version} of slice "
@@ -210,11 +211,12 @@ class SliceBook:
                 assert is_in, f"push {identity} was acknowledged and is lost"
             elif sent.verdict is Verdict.TOO_LATE:
                 assert not is_in, f"push {identity} was refused and is counted"
-        if self.is_exact and self.case.compressor.name == "none" and not self.case.quadratic:
+        is_raw = isinstance(self.case.compressor, NoCompression)
+        if self.is_exact and is_raw and not self.case.quadratic:
             self._check_units(left)
 
     def _check_units(self, left: FloatArray) -> None:
-        """To the unit, from what the workers were told alone: each element has one owner."""
+        """To the unit, from the answers to workers alone: each element has one owner."""
         steps: dict[int, float] = {}
         for identity in self.entered:
             steps[identity[1]] = steps.get(identity[1], 0.0) + self.sent[identity].samples

@@ -61,7 +61,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What a network knows of a message.
+    """A message as the network sees it.
 
     Attributes:
         worker: Rank at one end.
@@ -147,7 +147,7 @@ class LinkNetwork(Network):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What a network does to each message until `until_s`; later it only delays."""
+    """Faults on each message until `until_s`; later messages are only delayed."""
 
     drop: float = 0.0  # Probability.
     drop_first: float = 0.0  # The same for messages of a worker's start.

@@ -1,8 +1,8 @@
 """One simulated shard: the engine of a shard's process, in virtual time and without threads.
 
-What the process puts around its engine is here as far as a simulation needs it: requests arrive as
-calls, answers leave through a function, and a crash ends one engine and starts the next one on the
-journals that it left.
+The parts of a process around its engine are here as far as a simulation needs them: requests
+arrive as calls, answers leave through a function, and a crash ends one engine and starts the next
+one on the journals that it left.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -128,7 +128,7 @@ class SimulatedShard:
         index: Its number.
         name: `shard 0`.
         engine: The engine of its process; another one after a crash.
-        problem: What went wrong in a slice's queue, which only a bug can cause.
+        problem: Error in a slice's queue, which only a bug can cause.
         segments: Shared gradients of workers on its host, `(numel,) float32`, by rank and
             incarnation.
     """
@@ -263,7 +263,8 @@ class SimulatedShard:
         Answers of the killed process that are not on the network yet are never sent.
 
         Args:
-            poison: Called with each slice before it resumes, to overwrite what no journal names.
+            poison: Called with each slice before it resumes, to overwrite memory that is in no
+                journal.
         """
         assert self._journals is not None
         instance = self._journals.instance
@@ -285,7 +286,7 @@ class SimulatedShard:
         who = Sender(worker=sender.worker, step=step, incarnation=sender.incarnation, role=role)
         return SimulatedReply(respond_if_alive, who, self._send_later)
 
-    # ----- what there is
+    # ----- the state
 
     @property
     def is_over(self) -> bool:

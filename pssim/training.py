@@ -69,7 +69,7 @@ ETHERNET, STEADY = Link(), Compute()
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What is trained, by which workers, and for how long.
+    """A training run: the model, its workers, and its length.
 
     Attributes:
         rule: The mode.
@@ -304,7 +304,7 @@ class TrainingCluster(Cluster):
         return self
 
     def require_sound(self) -> None:
-        """Raises what went wrong in a shard, which only a bug can cause."""
+        """Raises a shard's error, which only a bug can cause."""
         for shard in self.shards:
             if shard.problem is not None:
                 raise shard.problem

@@ -58,7 +58,7 @@ def transcript(
 
 
 def text(events: list[Event]) -> str:
-    """Returns events as lines: time in seconds, place and what happened."""
+    """Returns events as lines: time in seconds, place and kind."""
     lines = []
     for event in events:
         parts = {"worker": event.worker, "step": event.step, "version": event.version}

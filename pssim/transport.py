@@ -108,7 +108,7 @@ class SimulatedSession:
     timeline = None
 
     def __init__(self, rank: int, incarnation: int, links: Sequence[SimulatedLink]) -> None:
-        """Takes part as `rank`; the table is declared before."""
+        """Connects rank `rank`; the table is declared before."""
         self.rank = rank
         self.incarnation = incarnation
         self.links = links

@@ -76,7 +76,7 @@ class Worker:
         optimizer: Optimizer,
         weights: torch.Tensor,
     ) -> None:
-        """Makes what a process has when it starts.
+        """Creates the objects of a starting process.
 
         Args:
             program: Its program.

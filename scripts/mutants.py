@@ -22,7 +22,7 @@ FOLDERS = ("pscore", "psserver", "psworker", "pssim", "tests")
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One term, and what stands there without it."""
+    """One term, and the text that replaces it."""
 
     rule: str
     what: str

@@ -1,1 +1,1 @@
-"""Drivers for what else moves gradients: peers, measured beside Paceline in one run."""
+"""Drivers for other systems that move gradients: peers, measured beside Paceline in one run."""

@@ -1,6 +1,6 @@
 """MXNet's KVStore (ps-lite): `dist_sync` and `dist_async`, SGD with momentum on the servers.
 
-Runs in MXNet's environment. What a process is, MXNet takes from DMLC_* variables.
+Runs in MXNet's environment. MXNet reads a process's role from DMLC_* variables.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def load() -> Any:
 
 
 def serve() -> None:
-    """Is the scheduler or a server: importing MXNet serves, and exits when the job is over."""
+    """Runs the scheduler or a server: importing MXNet serves, and exits when the job is over."""
     load()
 
 
 def work(kind: str, shapes: Sequence[Sequence[int]], rounds: int, num: int) -> None:
-    """Is a worker."""
+    """Runs a worker."""
     mx = load()
     store = mx.kv.create(kind)
     mean = 1.0 / num if kind == "dist_sync" else 1.0

@@ -17,7 +17,7 @@ LR, MOMENTUM = 0.1, 0.9
 
 
 def serve(cluster: Mapping[str, Sequence[str]], index: int) -> None:
-    """Is a server, until it is killed."""
+    """Runs a server until it is killed."""
     import tensorflow as tf
 
     tf.distribute.Server(dict(cluster), job_name="ps", task_index=index).join()
@@ -30,7 +30,7 @@ def work(
     is_sync: bool,
     rounds: int,
 ) -> None:
-    """Is a worker; `parts` are the shapes of each server's tensors."""
+    """Runs a worker; `parts` are the shapes of each server's tensors."""
     import tensorflow as tf
 
     v1: Any = tf.compat.v1

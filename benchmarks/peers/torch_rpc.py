@@ -56,12 +56,12 @@ _served: dict[str, Server] = {}
 
 @rpc.functions.async_execution
 def push_pull(index: int, grad: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Is called by workers, in the server's process."""
+    """Adds a worker's gradient; runs in the server's process."""
     return _served["server"].push_pull(index, grad)
 
 
 def node(kind: str, rank: int, parts: Parts, port: int, rounds: int) -> None:
-    """Is a server or a worker; the first ranks are servers, each with its part of the shapes."""
+    """Runs a server or a worker; the first ranks are servers, each with its part of the shapes."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     num = len(parts)

@@ -4,10 +4,10 @@ Dhiraj Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", arXiv:
 
     u = g + r;  b = bfloat16(u), to the nearest, ties to even;  r = u - float(b)
 
-Payload of n elements: 2 * n bytes, none of them NaN or Inf. What would round to Inf is sent as the
-largest finite number, 0x7f7f.
+Payload of n elements: 2 * n bytes, none of them NaN or Inf. A number that would round to Inf is
+sent as the largest finite number, 0x7f7f.
 
-Differs from the paper: what rounding cuts off stays in the residual (arXiv:1901.09847), which makes
+Differs from the paper: the rounding error stays in the residual (arXiv:1901.09847), which makes
 up for the 8 bits of precision; sums are made in float32.
 """
 

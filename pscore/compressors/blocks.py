@@ -1,4 +1,4 @@
-"""Blocks of 2048 elements: what the compressors with a scale for each block share. Paceline's own.
+"""Blocks of 2048 elements: shared by the compressors with a scale for each block. Paceline's own.
 
 Tim Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, has this
 size. A block fits the first-level cache, so that it is read from memory once although statistics,

@@ -8,7 +8,7 @@ halves of the seed mixed in before each of its two multiplications.
 
 What rounds at random draws 16 bits for each element, two elements from one hash: the noise of
 element i is the lower half of `bits_32(i / 2)` for an even i, the upper half for an odd one. So a
-probability is a multiple of 2^-16, which is finer than what float32 keeps of a block's sum, and
+probability is a multiple of 2^-16, which is finer than float32's rounding of a block's sum, and
 half as many hashes are made: they, and not memory, are what an encoder waits for.
 
 Numba widens an integer operation to 64 bits; each cast back lets the compiler fill a SIMD register

@@ -7,7 +7,7 @@ its range); as a compressor in Horovod and BytePS.
 
 Payload of n elements: 2 * n bytes, none of them NaN or Inf.
 
-Differs from Horovod and BytePS: what rounding and the range cut off stays in the residual (error
+Differs from Horovod and BytePS: the error of rounding and range stays in the residual (error
 feedback, arXiv:1901.09847), so that no loss scale is needed, and sums are made in float32.
 """
 

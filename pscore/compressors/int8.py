@@ -10,7 +10,7 @@ Payload of n elements, little-endian: ceil(n / 2048) float32 scales s, then n by
 refused, and so is an s of which float32 does not hold 127. A block with m below 2^-100 is sent as
 zeros.
 
-Differs from the paper: the levels are linear and not "dynamic", and what rounding cuts off stays in
+Differs from the paper: the levels are linear and not "dynamic", and the rounding error stays in
 the residual (arXiv:1901.09847).
 """
 

@@ -11,8 +11,8 @@ zero, is refused. The exponent goes up where the noise of the element (`draw.py`
 seed), times 2^7, and the 23 bits of the fraction, added, carry.
 
 Differs from the paper: exponents take 7 bits as in GRACE's code and not 8, which makes a byte with
-the sign: what is above 2^17 is sent as 2^17, what rounds below 2^-109 as zero. With `feedback=True`
-what rounding cuts off is kept and sent later (arXiv:1901.09847).
+the sign: numbers above 2^17 are sent as 2^17, those that round below 2^-109 as zero. With
+`feedback=True` the rounding error is kept and sent later (arXiv:1901.09847).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Natural(Compressor):
     """Powers of two, one byte an element.
 
     Attributes:
-        feedback: Whether what rounding cuts off is kept and sent later.
+        feedback: Whether the rounding error is kept and sent later.
     """
 
     name: ClassVar[str] = "natural"

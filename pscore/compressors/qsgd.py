@@ -15,7 +15,7 @@ is less than 2^23 and floats are closer there than its rounding errors add up to
 
 Differs from the paper: scaled by the bucket's largest magnitude and not by its L2 norm, which is
 never smaller, so that the same number of levels has less variance; buckets are 2048 elements; a
-level takes a byte and no Elias code. With `feedback=True` what rounding cuts off is kept and sent
+level takes a byte and no Elias code. With `feedback=True` the rounding error is kept and sent
 later, as in arXiv:1901.09847; without, as in the paper, it is left to the mean over steps and
 workers.
 """
@@ -50,7 +50,7 @@ class QSGD(Compressor):
 
     Attributes:
         levels: Steps between zero and a block's largest magnitude, 1 to 127.
-        feedback: Whether what rounding cuts off is kept and sent later.
+        feedback: Whether the rounding error is kept and sent later.
     """
 
     name: ClassVar[str] = "qsgd"

@@ -1,4 +1,4 @@
-"""The largest elements of a slice by index and value: what `topk` and `dgc` share. Paceline's own.
+"""The largest elements of a slice by index and value: shared by `topk` and `dgc`. Paceline's own.
 
 Payload, little-endian: count k, uint32; k indices, uint32, strictly increasing and below the number
 of elements; k values, float32, finite. Its length is exactly 4 + 8 * k, and k is at most the

@@ -13,7 +13,7 @@ noise (`draw.py`) with the push's seed. Squares are added as float32 if that hol
 (`blocks.py`).
 
 Differs from the paper: blocks of 2048 elements stand for layers; sigma is taken around zero; scales
-are not shared between workers. With `feedback=True` what is cut off is kept and sent later, which
+are not shared between workers. With `feedback=True` the error is kept and sent later, which
 the paper does not do: rounding to 0 or s adds more error than it removes, so that it helps only
 where the gradient is small against the noise.
 """
@@ -42,7 +42,7 @@ class TernGrad(Compressor):
     """Two bits an element, at random.
 
     Attributes:
-        feedback: Whether what is cut off is kept and sent later.
+        feedback: Whether the error is kept and sent later.
     """
 
     name: ClassVar[str] = "terngrad"

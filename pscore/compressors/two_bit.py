@@ -1,4 +1,4 @@
-r"""2-bit: each element as +threshold, 0 or -threshold; what is left waits in the residual.
+r"""2-bit: each element as +threshold, 0 or -threshold; the rest waits in the residual.
 
 MXNet's 2-bit compressor (Apache MXNet, "Gradient Compression", 2018; its code at b84609d3,
 `gradient_compression-inl.h`); the idea goes back to Nikko Strom, "Scalable distributed DNN training
@@ -23,7 +23,7 @@ and so are its block's elements. Squares are added as float32 if that holds them
 
 Differs from MXNet: gradients are means over a batch and not sums, so that MXNet's default of 0.5
 would be about 0.5 / batch. With a fixed threshold an element that stays beyond it owes more and
-more; v is there so that what is large leaves at once.
+more; with v, large elements leave at once.
 """
 
 from __future__ import annotations

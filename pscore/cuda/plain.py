@@ -94,7 +94,7 @@ class TorchEncoder(Encoder):
         return torch.nn.functional.pad(u, (0, behind)).view(self._num_blocks, BLOCK)
 
     def flat(self, values: Tensor) -> Tensor:
-        """Returns `(numel,)` of what `in_blocks` gave."""
+        """Returns the output of `in_blocks` as `(numel,)`."""
         return values.reshape(-1)[: self.numel]
 
     def like(self, value: float, of: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Paceline's own, after the GLU of Yemao Xu et al., "SSD-SGD: Communication Sparsification for
 Distributed Deep Learning Training", arXiv:2012.05396: the shape of the step and the factors are
-theirs (`glu.py` is what they have released); what stands for the global gradient is not.
+theirs (`glu.py` is what they have released); the estimate of the global gradient is not.
 
     pull of W, after k updates of W_old with the rates lr_1 ... lr_k:
         G_sync = ((1 - lr_1 * wd) ... (1 - lr_k * wd) * W_old - W) / (lr_1 + ... + lr_k)

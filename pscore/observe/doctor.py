@@ -45,7 +45,7 @@ DISK_NBYTES_MIN, DISK_NBYTES_WANTED = 64 << 20, 1 << 30
 class Finding:
     """The result of one check."""
 
-    check: str  # What was looked at: address, certificate, ...
+    check: str  # Subject of the check: address, certificate, ...
     about: str  # Whose: host:port, a path, or "here".
     state: str  # OK, WARNING or WRONG.
     what: str
@@ -77,7 +77,7 @@ def examine(
 
     Args:
         addresses: `host:port` each.
-        credentials: What to connect with.
+        credentials: Certificate, key and token of this client.
         job: Look at this job too.
         fingerprint: That its model must have; empty: the shards are only compared.
     """

@@ -8,7 +8,7 @@ Times are those of the monotonic clock, which all processes of a Linux host shar
 so that their spans fit to the nanosecond. Between hosts, or boots, what the wall clocks say
 decides, and spans fit as well as those are set.
 
-Spans of one thread nest, as its calls do. What is under way while its thread does something else (a
+Spans of one thread nest, as its calls do. A span that lasts while its thread does other work (a
 push) is on a track of its own name: as many rows as there were at once.
 """
 
@@ -44,7 +44,7 @@ class Timeline:
 
         Args:
             path: The file that `write` makes.
-            process: What the process is called: `worker 0`.
+            process: Name of the process: `worker 0`.
             spans_max: So many of the last spans are kept.
         """
         self.path = path
@@ -65,11 +65,11 @@ class Timeline:
         """Records a span that has just ended.
 
         Args:
-            name: What it was.
+            name: Kind of the span.
             begin_ns: `now_ns` at its begin.
             end_ns: `now_ns` at its end, if that is not now.
             track: Where it is shown; by default with the calling thread.
-            **args: What else a reader sees: numbers and strings.
+            **args: Further fields for a reader: numbers and strings.
         """
         end_ns = time.monotonic_ns() if end_ns is None else end_ns
         thread = threading.get_ident()
@@ -96,7 +96,8 @@ class Timeline:
             "otherData": {
                 "process": self._process,
                 "dropped": num_dropped,
-                "host": boot_id() or socket.gethostname(),  # What shares a monotonic clock.
+                "host": boot_id()
+                or socket.gethostname(),  # Processes of one host share a monotonic clock.
                 "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
             },
         }
@@ -128,11 +129,11 @@ def join(paths: Sequence[Path], out: Path) -> list[str]:
     Each push of a worker points to where a shard decodes it.
 
     Args:
-        paths: What `Timeline.write` wrote.
+        paths: Files that `Timeline.write` wrote.
         out: The file to make.
 
     Returns:
-        What is in it, a line for each process.
+        A description of the file, a line for each process.
 
     Raises:
         ConfigError: A file is not a timeline, or `out` cannot be written.

@@ -159,7 +159,7 @@ def _step(
     keeps = mean.ctypes.data != mean_out.ctypes.data
     written = 0
     for index in range(groups.size + 1):
-        # What lies between the segments, and inactive ones, is copied.
+        # Elements between the segments, and inactive segments, are copied.
         last = index == groups.size
         start = weights.size if last else bounds[index, 0]
         stop = weights.size if last else bounds[index, 1]

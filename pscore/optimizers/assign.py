@@ -1,4 +1,4 @@
-"""Assignment: the weights become the mean of what was pushed. For named tensors and buffers.
+"""Assignment: the weights become the mean of the pushed tensors. For named tensors and buffers.
 
 Paceline's own: it has no learning rate and no state.
 

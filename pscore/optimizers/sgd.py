@@ -153,7 +153,7 @@ def _step(
     keeps = buffer.ctypes.data != buffer_out.ctypes.data
     written = 0
     for index in range(groups.size + 1):
-        # What lies between the segments, and inactive ones, is copied.
+        # Elements between the segments, and inactive segments, are copied.
         last = index == groups.size
         start = weights.size if last else bounds[index, 0]
         stop = weights.size if last else bounds[index, 1]

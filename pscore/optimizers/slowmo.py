@@ -3,7 +3,7 @@
 Jianyu Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
 ICLR 2020, arXiv:1910.00643, algorithm 1.
 
-    d = scale * g                      g: sum of what the workers' weights moved by in the round
+    d = scale * g                      g: sum of the workers' moves in the round
     u = slow_momentum * u + d / lr
     w = w - slow_lr * lr * u           slow_momentum = 0: w - slow_lr * d, and u is left alone
 

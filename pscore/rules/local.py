@@ -13,7 +13,7 @@ and its state stays on the worker. In the warm-up every step is a round: with pl
 without momentum, that is synchronous SGD up to rounding; with Adam each worker keeps its own
 moments.
 
-Differs from the paper: what travels is the difference to the weights of the last pull and not the
+Differs from the paper: workers send the difference to the weights of the last pull and not the
 weights, so that a round can be weighed, compressed, or given to another outer optimizer. The
 warm-up is no different program, as it is in post-local SGD, but rounds of one step. With `backup`
 a round takes the first N of N + b workers (as arXiv:1604.00981 does for single steps); what comes

@@ -50,7 +50,7 @@ class SSD(Synchronous):
             `dc_adaptive` or `none`.
         lr_scale: Learning rate of the local update over the optimizer's.
         alpha: `glu`, `secant`: factor of the worker's own gradient.
-        beta: `glu`, `secant`: factor of what stands for the global gradient.
+        beta: `glu`, `secant`: factor of the estimate of the global gradient.
         local_warmup: `glu`, `secant`: local steps over which their rate rises to its full size.
         divisor: `glu`: D, of its global gradient; 8 as released, for the authors' rates. 0 is k
             times the largest local rate so far.

@@ -6,7 +6,7 @@ arXiv:1511.05950.
     c = floor(N / n)                                    gradients that make one update
     W <- opt(W, (1/c) sum_{l=1..c} g_l / max(1, tau_l))   tau_l = version now - version of g_l
 
-n=1 waits for about one gradient of each worker, from whomever they come; n=N is asynchronous SGD
+n=1 waits for about one gradient of each worker, from any of them; n=N is asynchronous SGD
 with a learning rate divided by the staleness. A worker waits for its own push only, not for the
 update that it goes into. A gradient is scaled before it enters the momentum.
 

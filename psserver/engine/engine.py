@@ -74,10 +74,9 @@ class Engine:
         self.counters = Counters()
         self.budget = Budget(shard.limits.under_way_nbytes)
         self.placement = Placement() if placement is None else placement
-        # Order of a shard's locks: engine, slice queue, weights, connection, budget. A thread takes
-        # one only if it holds none that comes later. All other locks of a shard (arena, pending
-        # connections, floods of log lines, captures, timeline, TLS) come last: no lock of the order
-        # is taken under them. tests/unit/psserver/ordered.py checks it.
+        # Order of a shard's locks: engine, slice queue, weights or capture, connection, budget. A
+        # thread takes one only if it holds none that comes later. All other locks are leaves: no
+        # lock is taken under them. tests/unit/psserver/test_lock_order.py checks it.
         self.lock = threading.RLock()
         self.jobs: dict[str, RunningJob] = {}
         self.recovery = Recovery(journals, shard)

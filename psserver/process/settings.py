@@ -53,7 +53,7 @@ class ServerSettings(BaseSettings):
     """Start only this one of the shards, on `port` itself: the others have machines or containers
     of their own. Needs `cluster`."""
     cluster: str | None = None
-    """Name that shards which belong together share. By default a new one for each start."""
+    """Name that the shards of one cluster share. By default a new one for each start."""
     threads: int | None = Field(default=None, ge=1, le=256)
     """Threads for the numeric work of each shard. By default cores divided by shards."""
     lease_s: float = Field(default=10.0, ge=0.5, le=3600.0)
@@ -71,32 +71,32 @@ class ServerSettings(BaseSettings):
     checkpoints where each shard is started by itself, with `shard_index`."""
     memory_mb: int | None = Field(default=None, ge=1, le=MB_MAX)
     """Memory of each shard for the tables of all jobs, in MiB; a table that would take more is
-    refused. By default what the host has."""
+    refused. By default the memory of the host."""
     keep_ended_s: float = Field(default=KEEP_ENDED_S, ge=0.0, le=1e9)
     """Seconds that the weights of an ended job are kept, for `psserver export` and the like; less
     if others need the memory. A job whose workers were all lost has not ended."""
     under_way_mb: int = Field(default=4096, ge=64, le=MB_MAX)
-    """Bytes on their way in each shard, in MiB: pushes that wait for their turn, answers that wait
-    for slow readers. A push beyond it is refused, a reader beyond it is cut off."""
+    """Bytes under way in each shard, in MiB: pushes that wait for their turn, answers that wait
+    for slow readers. A push beyond it is refused, a reader beyond it is disconnected."""
     durability: Literal["journal", "memory"] = "journal"
-    """What a killed shard comes back with. journal: everything it has acknowledged, from files in
-    `state_dir` or in memory; it costs the optimizer's state a second time. memory: nothing but the
-    newest checkpoint, if there is one."""
+    """State of a shard after a kill. journal: everything that it has acknowledged, from files in
+    `state_dir` or in memory; costs the optimizer's state a second time. memory: the newest
+    checkpoint alone, if there is one."""
     timeline: Path | None = None
-    """Where each shard writes at its end what it did when: `trace.json` becomes
-    `trace.shard0.json` and so on, for `psworker timeline`. By default nothing is recorded."""
+    """File for the trace that each shard writes at its end: `trace.json` becomes
+    `trace.shard0.json` and so on, for `psworker timeline`. By default no trace is recorded."""
     restart: bool = True
     """Whether a shard that dies is started again."""
     tls_cert: Path | None = None
     """Certificate of the shards, with `tls_key`: all connections are TLS then."""
     tls_key: Path | None = None
-    """Private key of `tls_cert`, readable by nobody else."""
+    """Private key of `tls_cert`, readable by its owner alone."""
     tls_client_ca: Path | None = None
-    """CA of the clients: who connects must show a certificate that it has signed."""
+    """CA of the clients: a client must show a certificate that it has signed."""
     token_file: Path | None = None
-    """File with a token for everything, or lines `job token`; readable by nobody else."""
+    """File with a token for everything, or lines `job token`; readable by its owner alone."""
     insecure: bool = False
-    """Whether others than this machine may connect without TLS and token."""
+    """Whether other machines may connect without TLS and token."""
 
     @property
     def trust(self) -> Trust:

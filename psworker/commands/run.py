@@ -237,7 +237,9 @@ class Launch:
             ) from problem
         self._running[rank] = process
         readers = [
-            threading.Thread(target=self._read, args=(rank, source, target), daemon=True)
+            threading.Thread(
+                target=self._read, args=(rank, source, target), name="output", daemon=True
+            )
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
         ]
         for reader in readers:
@@ -255,7 +257,7 @@ class Launch:
                 reader.join(READERS_TIMEOUT_S)
             self._events.put(Ended(rank, status))
 
-        threading.Thread(target=wait, daemon=True).start()
+        threading.Thread(target=wait, name="await-exit", daemon=True).start()
 
     def _read(self, rank: int, source: IO[str], target: IO[str]) -> None:
         """Passes on a worker's output to its end: a full pipe would block the worker."""

@@ -136,7 +136,7 @@ def test_the_outer_optimizer_is_one_of_the_shards(name: str) -> None:
         assert all(math.isfinite(value) for value in row)
 
 
-# ----- what a learning rate means: docs/rules.md, "What a learning rate means"
+# ----- what a learning rate means: docs/rules/README.md, "What a learning rate means"
 
 
 def moved(rule: Rule, **arguments: Any) -> float:

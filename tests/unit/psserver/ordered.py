@@ -24,7 +24,7 @@ RANKS: dict[str, tuple[int, str]] = {  # By module that makes the lock.
     "pscore.net.send_queue": (4, "connection"),
     "pscore.net.budget": (5, "budget"),
     "psserver.slices.arena": (LAST, "arena"),
-    "psserver.engine.capture": (LAST, "capture"),
+    "psserver.engine.capture": (3, "capture"),
     "pscore.net.listener": (LAST, "pending connections"),
     "pscore.net.tls": (LAST, "TLS"),
     "pscore.observe.timeline": (LAST, "timeline"),

@@ -1,0 +1,121 @@
+"""Plain English: how docstrings begin, and clauses that begin with *who* or *what* without a noun.
+
+Both are counted, since some are left. A number may only fall: lower it when you mend a sentence.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import PACKAGES, modules, name, parse
+
+# The first word says what the thing does: returns, sends, records. These say something else.
+OPENINGS = {
+    *("Is", "Are", "Has", "Have", "Lets", "Goes", "Gets", "Lends", "Comes", "Tells", "Told"),
+    *("What", "Who", "Whose", "Whom", "Whoever", "Wherever"),
+}
+TAKES = re.compile(r"Takes (?!(?:the|a|an|its|this|no)? ?(?:\w+ )?(?:lock|argument))")
+# A clause that begins with one of these words begins without a noun: it is at the begin of a
+# sentence, or behind a mark, a conjunction or a preposition. A question may begin so, and a clause
+# behind a noun and a comma: ", who send two values".
+BEFORE = (
+    r"(?:^|[.;:(] |\b(?:and|or|but|of|to|by|with|for|from|than|in|on|at|as|about|behind|beside) )"
+)
+HEADLESS = re.compile(
+    rf"(?:{BEFORE}(?:who|whom|whose|what)|(?:{BEFORE}|, )(?:whoever|whomever|whatever)|, what)"
+    r"\b(?!:)(?![^.;:]*\?)",
+    re.IGNORECASE,
+)
+LEFT = {
+    "pscore": {"openings": 2, "headless": 5},
+    "psserver": {"openings": 46, "headless": 112},
+    "psworker": {"openings": 5, "headless": 16},
+    "pssim": {"openings": 0, "headless": 1},
+}
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Yields the docstrings of a file, each in one line."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(parse(path)):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield " ".join(text.split())
+
+
+def comments(path: Path) -> Iterator[str]:
+    """Yields the comments of a file, those of following lines as one."""
+    text = ""
+    last = -2
+    reader = io.StringIO(path.read_text(encoding="utf-8")).readline
+    for token in tokenize.generate_tokens(reader):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1:
+                yield text
+                text = ""
+            text = f"{text} {token.string.lstrip('# ')}".strip()
+            last = token.start[0]
+    yield text
+
+
+def begins_badly(docstring: str) -> bool:
+    return docstring.partition(" ")[0] in OPENINGS or TAKES.match(docstring) is not None
+
+
+def openings(package: str) -> list[str]:
+    """Returns the docstrings of a package that begin with a word of the list."""
+    return [
+        f"{name(path)}: {text[:60]}"
+        for path in modules(package)
+        for text in docstrings(path)
+        if begins_badly(text)
+    ]
+
+
+def headless(package: str) -> list[str]:
+    """Returns the clauses of a package that begin without a noun, as far as a pattern can tell."""
+    return [
+        f"{name(path)}: {text[max(0, found.start() - 20) : found.end() + 30]}"
+        for path in modules(package)
+        for text in (*docstrings(path), *comments(path))
+        for found in HEADLESS.finditer(text)
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_docstring_begins_with_an_ordinary_verb(package: str) -> None:
+    found = openings(package)
+    assert len(found) <= LEFT[package]["openings"], "\n".join(found)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_clause_has_a_noun_before_who_and_what(package: str) -> None:
+    found = headless(package)
+    assert len(found) <= LEFT[package]["headless"], "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("Who holds a lease reads.", 1),
+        ("Returns what is left of it, and what was sent.", 1),
+        ("The worker who pushed last.", 0),
+        ("The authors, who send two values.", 0),
+        ("what: Its kind.", 0),
+        ("What is pushed here?", 0),
+        ("Sends the residuals of whoever asks.", 1),
+    ],
+)
+def test_the_pattern_finds_clauses_without_a_noun(text: str, count: int) -> None:
+    assert len(HEADLESS.findall(text)) == count
+
+
+def test_the_first_word_is_looked_at() -> None:
+    assert begins_badly("Has nobody wait.")
+    assert begins_badly("Takes one message off the wire.")
+    assert not begins_badly("Takes the engine lock and runs.")
+    assert not begins_badly("Returns what it has.")
