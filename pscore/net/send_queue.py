@@ -141,7 +141,7 @@ class SendQueue:
                 f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
             )
         if self._writer is None:
-            writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
+            writer = threading.Thread(target=self._write, name="data-write", daemon=True)
             try:
                 writer.start()
             except RuntimeError as problem:

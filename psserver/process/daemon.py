@@ -90,7 +90,7 @@ class Daemon:
         self.engine = Engine(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             now=time.monotonic,
-            executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="lane"),
+            executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="slice-queue"),
             placement=Placement.for_cores(plan.num_threads),
             journals=self._journals,
             broke=self.broke,
