@@ -32,7 +32,7 @@ class Allocation:
         placement: Placement,
         timeline: Timeline | None,
     ) -> None:
-        """Has made nothing yet.
+        """Starts without tables.
 
         Args:
             shard: The decisions.
