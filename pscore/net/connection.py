@@ -65,6 +65,10 @@ class Service(Protocol):
     def budget(self) -> Budget:
         """Bytes of payloads and replies that may be under way on all connections."""
 
+    @property
+    def queued_nbytes_min(self) -> int:
+        """Smallest payload of a reply that is left to a connection's writing thread, in bytes."""
+
     def admit(self, connection: Connection, token: str) -> FrameHandler:
         """Returns the handler of a new connection; called on its reading thread.
 
@@ -120,7 +124,9 @@ class Connection:
         self._unknown = unknown
         self._reserved_nbytes = 0  # Of `unknown`, for the header that is being read.
         self._reader = sockets.ReadAhead(stream)
-        self._queue = SendQueue(stream, service.budget, self._note_overflow)
+        self._queue = SendQueue(
+            stream, service.budget, service.queued_nbytes_min, self._note_overflow
+        )
         self._handler: FrameHandler | None = None
         self.buffers = ReceiveBuffers(service.budget)
         self.is_known = False

@@ -33,7 +33,7 @@ HEADLESS = re.compile(
 )
 LEFT = {
     "pscore": {"openings": 2, "headless": 4},
-    "psserver": {"openings": 46, "headless": 112},
+    "psserver": {"openings": 11, "headless": 59},
     "psworker": {"openings": 0, "headless": 0},
     "pssim": {"openings": 0, "headless": 1},
 }

@@ -11,6 +11,7 @@ import pytest
 from pscore.pb.ps.v1 import checkpoint_pb2 as cp
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.durability.journal_dir import JournalDir
+from psserver.engine.resume import recover
 from tests.unit.psserver.front import (
     JOB,
     LEASE_S,
@@ -232,7 +233,7 @@ def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
         front.engine.tick()
         journals.close()
         after = Front(JournalDir(tmp_path))
-        assert sorted(after.engine.recover()) == ["again", JOB]
+        assert sorted(recover(after.engine)) == ["again", JOB]
         assert await fetch_residuals(after, "again", 0) == {0: 1.0}
         assert (
             await fetch_residuals(after, "again", 1) == {}
