@@ -25,6 +25,7 @@ from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
 from psserver.engine.job import Request
+from psserver.engine.resume import recover
 from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 
@@ -270,7 +271,7 @@ class SimulatedShard:
         self._journals.close()
         self._process += 1
         self.engine = self._start()
-        self.engine.recover(poison)
+        recover(self.engine, poison)
         assert self._journals.instance == instance
 
     def _reply(

@@ -63,7 +63,7 @@ class FrameChannel(Generic[C]):
         self._is_closed = False
         self._failure: PacelineError | None = None
         self._send_all = faults.sender(faults.from_environment().at(name), sockets.send_all)
-        self._thread = threading.Thread(target=self._run, name=f"bulk-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"data-{name}", daemon=True)
 
     def start(self) -> None:
         """Starts the thread that connects and reads."""

@@ -65,11 +65,15 @@ class Service(Protocol):
     def budget(self) -> Budget:
         """Bytes of payloads and replies that may be under way on all connections."""
 
+    @property
+    def queued_nbytes_min(self) -> int:
+        """Smallest payload of a reply that is left to a connection's writing thread, in bytes."""
+
     def admit(self, connection: Connection, token: str) -> FrameHandler:
         """Returns the handler of a new connection; called on its reading thread.
 
         Raises:
-            AccessError: The token is missing or wrong; the peer is told why.
+            AccessError: The token is missing or wrong; the peer receives the reason.
         """
 
     def log(
@@ -120,7 +124,9 @@ class Connection:
         self._unknown = unknown
         self._reserved_nbytes = 0  # Of `unknown`, for the header that is being read.
         self._reader = sockets.ReadAhead(stream)
-        self._queue = SendQueue(stream, service.budget, self._note_overflow)
+        self._queue = SendQueue(
+            stream, service.budget, service.queued_nbytes_min, self._note_overflow
+        )
         self._handler: FrameHandler | None = None
         self.buffers = ReceiveBuffers(service.budget)
         self.is_known = False
@@ -168,7 +174,7 @@ class Connection:
         """Reads the first frame, which is a hello if a token is needed; None if the peer closed.
 
         Raises:
-            AccessError: The token is missing or wrong; the peer was told.
+            AccessError: The token is missing or wrong; the peer has received the reason.
             TransportError: The connection broke.
         """
         service = self._service

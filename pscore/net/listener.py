@@ -138,7 +138,7 @@ class Listener:
             poll = select.poll()  # Made here: `stop` may close the listener before a thread runs.
             poll.register(listener, select.POLLIN)
             thread = threading.Thread(
-                target=self._accept, args=(listener, poll, serve), name="bulk-accept", daemon=True
+                target=self._accept, args=(listener, poll, serve), name="data-accept", daemon=True
             )
             self._threads.append(thread)
             thread.start()
@@ -200,7 +200,7 @@ class Listener:
             self._pending.add(accepted)
             try:
                 threading.Thread(
-                    target=serve, args=(accepted,), name="bulk-read", daemon=True
+                    target=serve, args=(accepted,), name="data-read", daemon=True
                 ).start()
             except RuntimeError as problem:
                 self._pending.remove(accepted)

@@ -18,8 +18,6 @@ from pscore.errors import LimitError, TransportError
 from pscore.net import sockets, tls
 from pscore.net.budget import Budget
 
-LONG_NBYTES = 256 << 10  # About 50 us of checksum and copy: as long as a switch of threads.
-
 
 @dataclass(slots=True, kw_only=True)
 class Unsent:
@@ -44,7 +42,11 @@ class SendQueue:
     """Sends frames on one connection, in order, from any thread, without waiting for the peer."""
 
     def __init__(
-        self, stream: tls.Stream, budget: Budget, on_overflow: Callable[[LimitError], None]
+        self,
+        stream: tls.Stream,
+        budget: Budget,
+        long_nbytes: int,
+        on_overflow: Callable[[LimitError], None],
     ) -> None:
         """Sends on `stream`, which is closed by its owner.
 
@@ -52,11 +54,13 @@ class SendQueue:
             stream: The connection.
             budget: Bytes that may wait for peers. One connection may have half of them, so that
                 the others have the rest.
+            long_nbytes: Smallest payload of a long frame.
             on_overflow: Called once with the reason when the connection is cut off because its
                 peer does not read.
         """
         self._stream = stream
         self._budget = budget
+        self._long_nbytes = long_nbytes
         self._on_overflow = on_overflow
         self._lock = threading.Lock()
         self._unsent: deque[Unsent] = deque()
@@ -79,7 +83,7 @@ class SendQueue:
             release: Called when the payload is no longer read. Without it the payload is only valid
                 during this call: the part that the peer does not take at once is copied.
         """
-        if release is None or sum(part.nbytes for part in payload) < LONG_NBYTES:
+        if release is None or sum(part.nbytes for part in payload) < self._long_nbytes:
             self.send_parts(sockets.frame_parts(header, payload), release)
             return
         with self._lock, contextlib.suppress(LimitError):  # The peer may take it at once.
@@ -137,7 +141,7 @@ class SendQueue:
                 f"{self._unsent_nbytes} bytes wait for it, at most {budget.nbytes // 2} may"
             )
         if self._writer is None:
-            writer = threading.Thread(target=self._write, name="bulk-write", daemon=True)
+            writer = threading.Thread(target=self._write, name="data-write", daemon=True)
             try:
                 writer.start()
             except RuntimeError as problem:

@@ -1,1 +1,1 @@
-"""Who may connect, and what each may do."""
+"""Access: the peers that may connect, and their rights."""

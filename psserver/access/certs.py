@@ -1,7 +1,7 @@
 """`psserver certs`: a CA for development, certificates for shards and clients, and a token.
 
-Whoever has a CA of their own gives its files to `psserver start` instead: nothing here is special
-but the names in the certificates.
+Users with a CA of their own give its files to `psserver start` instead: only the names in the
+certificates matter.
 """
 
 from __future__ import annotations

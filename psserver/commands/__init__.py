@@ -1,1 +1,1 @@
-"""What a person types: the command `psserver`."""
+"""The command `psserver` and its subcommands."""

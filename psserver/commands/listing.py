@@ -1,4 +1,4 @@
-"""What `psserver rules` and `psserver config show` print."""
+"""The output of `psserver rules` and `psserver config show`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What outlives the process: journals and records."""
+"""Journals and records, which outlive the process."""

@@ -1,19 +1,19 @@
-"""The journals: the folder in which a shard keeps what outlives its process.
+"""The journals: the folder with the data of a shard that outlives its process.
 
     stamp.json          the boot of the machine, and the number that this shard has for its workers
     lock                held by the process that uses the folder
-    JOB/job.json        who takes part, who waits at which barrier, how many tables there are
+    JOB/job.json        members, waits at barriers, number of tables
     JOB/arena           the arrays of all tables, and the record of each slice (journal.py)
     JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
     JOB/0.weights       its weights, as workers of this host map them
-    JOB/owed            what workers have not claimed yet of a checkpoint's residuals
-    JOB/lost.json       why there is nothing of the job but its name
+    JOB/owed            residuals of a checkpoint that workers have not fetched yet
+    JOB/lost.json       why only the name of the job is left
 
-JOB is a number, larger than those of the jobs before it, and a digest of its name. Each file says
-whether it is whole, and the one that is meant (sealed.py). What is in memory-mapped files is
-complete after the death of a process, whatever it was doing, but not after that of the machine:
-after another boot, what is left of a job is that it was there, so that nobody begins it anew
-without knowing. What cannot be used is left where it is, until the job is restored or forgotten.
+JOB is a number, larger than those of the jobs before it, and a digest of its name. Each file has a
+check that it is whole and of this journal (sealed.py). Memory-mapped files are complete after the
+death of a process at any moment, but not after a crash of the machine. So after another boot only
+the name of a job is kept, and it does not start from zero unnoticed. A journal that cannot be used
+stays where it is, until the job is restored or forgotten.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ SHM = Path("/dev/shm")
 
 
 class JobJournal:
-    """What is kept of one job."""
+    """The journal of one job."""
 
     def __init__(self, folder: Path, *, is_new: bool = False) -> None:
-        """Makes the folder, or opens what a former process has left in it.
+        """Makes the folder, or opens that of a former process.
 
         Raises:
             OSError: It cannot be made, the disk is full, or something is not there.
-            ValueError: What is there is damaged, or there is nothing of the job but its name.
+            ValueError: A file is damaged, or only the name of the job is left.
         """
         self.folder = folder
-        self._noted: Meta | None = None  # What `write_job` wrote last.
+        self._noted: Meta | None = None  # Last argument of `write_job`.
         if is_new:
             folder.mkdir(mode=0o700)
             self.seal = secrets.randbits(63)
@@ -100,7 +100,7 @@ class JobJournal:
         return self.folder / f"{table}.weights"
 
     def write_table(self, table: int, meta: Meta) -> None:
-        """Notes a table, once all of it is there.
+        """Records a table, once all of its files are there.
 
         Raises:
             OSError: The disk is full.
@@ -108,17 +108,17 @@ class JobJournal:
         write_json(self.folder / f"{table}.json", meta)
 
     def write_job(self, meta: Meta) -> None:
-        """Notes who takes part; what is there already is not written again.
+        """Records the members of the job; an unchanged record is not written again.
 
         Raises:
-            OSError: The disk is full; what was noted before is still there.
+            OSError: The disk is full; the former record is still there.
         """
         if meta != self._noted:
             write_json(self.folder / JOB, {**meta, "seal": self.seal})
             self._noted = meta
 
     def read_job(self) -> Meta:
-        """Returns what `write_job` wrote.
+        """Returns the record of `write_job`.
 
         Raises:
             ValueError: It is damaged.
@@ -127,7 +127,7 @@ class JobJournal:
         return read_json(self.folder / JOB)
 
     def read_tables(self, count: int) -> list[Meta]:
-        """Returns what `write_table` wrote, in the order of the tables.
+        """Returns the records of `write_table`, in the order of the tables.
 
         Args:
             count: How many there are at least. One more may be there that `write_job` has not
@@ -143,7 +143,7 @@ class JobJournal:
         return tables
 
     def write_residuals(self, arrays: Mapping[str, FloatArray]) -> None:
-        """Notes what workers have still to claim; with nothing of it, none is kept.
+        """Records the residuals that workers have not fetched yet; none: deletes the file.
 
         Raises:
             OSError: The disk is full.
@@ -154,7 +154,7 @@ class JobJournal:
             (self.folder / RESIDUALS).unlink(missing_ok=True)
 
     def read_residuals(self) -> dict[str, FloatArray]:
-        """Returns what `write_residuals` wrote.
+        """Returns the arrays of `write_residuals`.
 
         Raises:
             ValueError: It is damaged.
@@ -167,7 +167,7 @@ class JobJournal:
             raise ValueError(f"{self.folder / RESIDUALS}: {problem}") from problem
 
     def remove(self) -> None:
-        """Deletes all of it."""
+        """Deletes the journal."""
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -176,7 +176,7 @@ class Lock(Descriptor):
     """Keeps other processes out of a folder, for as long as this one lives."""
 
     def __init__(self, folder: Path) -> None:
-        """Takes the lock.
+        """Acquires the lock.
 
         Raises:
             BlockingIOError: Another process has it.
@@ -190,11 +190,11 @@ class Lock(Descriptor):
 
 
 class JournalDir:
-    """What is kept of one shard.
+    """The journals of one shard.
 
     Attributes:
         instance: The number under which workers know this shard: the same as before for a process
-            that goes on where another one was killed.
+            that resumes from the journals of another one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -221,13 +221,13 @@ class JournalDir:
         self._try_stamp()
 
     def make(self, name: str) -> JobJournal:
-        """Returns a place for a new job; what there is of another one of its name is deleted.
+        """Returns the journal of a new job; a former one of its name is deleted.
 
         Raises:
             OSError: It cannot be made.
         """
         if not (self.folder / STAMP).exists():
-            self._write_stamp()  # Else nobody would believe the job.
+            self._write_stamp()  # Without it the journal would be ignored.
         self.forget(name)
         numbers = [folder.name.partition("-")[0] for folder in self.folder.glob("*/")]
         newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
@@ -244,7 +244,7 @@ class JournalDir:
         return sorted(self.folder.glob("*/"), reverse=True)
 
     def give_up(self, folder: Path, problem: Exception) -> tuple[str, str, str]:
-        """Leaves out a job that cannot be gone on with; its workers will know by the instance.
+        """Leaves out a job that cannot be resumed; the new instance tells its workers.
 
         Returns:
             A digest of its name, its name or else the digest, and the reason; the reason is empty
@@ -267,18 +267,18 @@ class JournalDir:
         return key, name or key, reason if is_worth_it else ""
 
     def forget(self, name: str) -> None:
-        """Deletes what there is of a job, also of one that was given up."""
+        """Deletes the journal of a job, also of one that was given up."""
         for folder in self.found():
             if folder.name.endswith(f"-{digest(name)}") or name_of(folder) == name:
                 self.remove_folder(folder)
 
     @staticmethod
     def remove_folder(folder: Path) -> None:
-        """Deletes what there is in one folder."""
+        """Deletes the journal in one folder."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets another process use the folder."""
+        """Releases the folder for another process."""
         self._lock.close()
 
     def remove(self) -> None:
@@ -287,7 +287,7 @@ class JournalDir:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _empty(self) -> None:
-        """Deletes the journals of another boot, but not what says that there were jobs."""
+        """Deletes the journals of another boot, but not the names of their jobs."""
         for folder in self.folder.glob("*/"):
             if not _is_worth_it(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -345,7 +345,7 @@ def _is_worth_it(folder: Path) -> bool:
 class TemporaryJournalDir:
     """A folder in memory for the journals of one start; gone with its last process.
 
-    What others have left that were all killed at once is deleted on the way.
+    Folders of former starts whose processes were all killed are deleted too.
 
     Attributes:
         path: The folder, or None if there is no place for it.

@@ -1,13 +1,13 @@
-"""Files of a journal that say by themselves whether they are whole, and the ones that are meant.
+"""Files of a journal, each with a check that it is whole and belongs to that journal.
 
     JSON       {"sha256": of the rest, "meta": ...}
-    bytes      SHA-256, 32 bytes, and what it is of
+    bytes      SHA-256, 32 bytes, and the bytes
     weights    the segment that workers map (pscore/memory/segment.py), filled up to whole
                pages; then magic and format, 8 bytes; seal, 8; length of the segment, int64; and the
                versions of all buffers once more, int64 (num_slices, 2)
 
 Small files are hashed. Weights change with every update, at the speed of memory, so they are not:
-the seal ties the file to its job, its length says that nothing is cut off, and the versions, which
+the seal ties the file to its job, its length shows that nothing is cut off, and the versions, which
 stand at its begin and again at its end, must be those that the journal's records name. So a file
 that is missing, empty, cut, of another job or of another time is refused, and so is a copy that was
 made while updates went on; bits that flip within the numbers are not noticed.
@@ -38,7 +38,7 @@ class WeightsFile:
     """The weights of one table in a file.
 
     Attributes:
-        segment: What workers map.
+        segment: The part that workers map.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class WeightsFile:
         """Makes the file, or opens one that is there.
 
         Args:
-            path: The file; a new one takes the place of what is there.
+            path: The file; a new one replaces a former one.
             nbytes: Of the segment.
             num_slices: Of the table on this shard.
             seal: Number of the job's journal.
@@ -55,7 +55,7 @@ class WeightsFile:
 
         Raises:
             OSError: There is no room for it, or it is not there.
-            ValueError: It is not whole, or not the one that is meant.
+            ValueError: It is not whole, or of another journal.
         """
         self._begin = -(-nbytes // PAGE) * PAGE
         length = WORD * (HEAD_WORDS + BUFFERS * num_slices)
@@ -94,7 +94,7 @@ def write_json(path: Path, meta: Mapping[str, object]) -> None:
     """Writes a JSON object with its hash, in one piece.
 
     Raises:
-        OSError: The disk is full; what was there before still is.
+        OSError: The disk is full; the former file is still there.
     """
     text = json.dumps(meta)
     _replace(path, f'{{"sha256": "{_hash(text.encode())}", "meta": {text}}}\n'.encode())
@@ -123,7 +123,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Writes bytes with their hash, in one piece.
 
     Raises:
-        OSError: The disk is full; what was there before still is.
+        OSError: The disk is full; the former file is still there.
     """
     _replace(path, hashlib.sha256(data).digest() + data)
 

@@ -96,7 +96,7 @@ class TableCapture:
         self._schedule()
 
     def _schedule(self) -> None:
-        """Has each slice copied now, or once it reaches the version."""
+        """Schedules a copy of each slice, now or at the version."""
         clocks, wanted = self._table.clocks, self._version
         if any(clock.version > wanted >= 0 for clock in clocks.values()):
             self._state = CaptureState.PASSED

@@ -13,8 +13,7 @@ from concurrent.futures import Executor
 
 import structlog
 
-from pscore.errors import LimitError, RemoteProtocolError
-from pscore.memory.segment import Segment, WeightsMap
+from pscore.memory.segment import Segment
 from pscore.net.budget import Budget
 from pscore.observe.timeline import Timeline
 from pscore.optimizers import warm_up
@@ -23,20 +22,16 @@ from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import Actions, Address, Job, Shard
+from psserver.decisions.shard import Actions, Job, Shard
 from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
+from psserver.engine.allocation import Allocation
 from psserver.engine.counters import Counters
-from psserver.engine.host_memory import require_host_memory
-from psserver.engine.job import RunningJob, RunningTable
+from psserver.engine.job import RunningJob
+from psserver.engine.placement import Placement
 from psserver.engine.requests import Requests
-from psserver.engine.resume import resume
-from psserver.engine.slice_queue import SliceQueue, SwitchRule
-from psserver.engine.trace import TimedStore
 from psserver.engine.views import DefinedTable, Figures, JobView, figures_of, view_of
-from psserver.slices.base import Store
-from psserver.slices.store import SliceStore
 
 log = structlog.get_logger()
 
@@ -50,7 +45,7 @@ class Engine:
         *,
         now: Callable[[], float],
         executor: Executor | None = None,
-        step_on_receive_thread: bool = False,
+        placement: Placement | None = None,
         journals: JournalDir | None = None,
         broke: Callable[[BaseException], None] | None = None,
         on_decided: Callable[[Job, Actions], None] | None = None,
@@ -58,16 +53,15 @@ class Engine:
     ) -> None:
         """Starts without jobs.
 
-        The owner calls `tick` about once a second, and `recover` before anything else if there are
-        journals.
+        The owner calls `tick` about once a second. If there are journals, it calls `recover`
+        (resume.py) before anything else.
 
         Args:
             shard: The decisions.
             now: The clock, in seconds, never falling: of leases, waits and measured times.
             executor: Does the numeric work of large slices. None: the thread whose call leads to
                 the work does it, before the call returns.
-            step_on_receive_thread: Whether a thread that has received a gradient also adds it and
-                makes the step that follows (`Requests.on_push`).
+            placement: Decides which thread does which work; None: the default thresholds.
             journals: The folder of all data that outlives the process.
             broke: Called from any thread when a slice's queue fails, which only a bug can cause.
             on_decided: Called under the lock with each job's actions, in the order in which they
@@ -79,12 +73,15 @@ class Engine:
         self.started_s = now()
         self.counters = Counters()
         self.budget = Budget(shard.limits.under_way_nbytes)
+        self.placement = Placement() if placement is None else placement
+        # Order of a shard's locks: engine, slice queue, weights or capture, connection, budget. A
+        # thread takes one only if it holds none that comes later. All other locks are leaves: no
+        # lock is taken under them. tests/unit/psserver/test_lock_order.py checks it.
         self.lock = threading.RLock()
         self.jobs: dict[str, RunningJob] = {}
         self.recovery = Recovery(journals, shard)
         self._broke = broke
         self._executor = executor
-        self._timeline = timeline
         self.requests = Requests(
             shard=shard,
             jobs=self.jobs,
@@ -94,7 +91,10 @@ class Engine:
             counters=self.counters,
             on_decided=on_decided,
             timeline=timeline,
-            step_on_receive_thread=step_on_receive_thread,
+            placement=self.placement,
+        )
+        self._allocation = Allocation(
+            shard, self._close_ended, self.requests, executor, self.placement, timeline
         )
 
     # ----- jobs
@@ -184,7 +184,7 @@ class Engine:
         with self.lock:
             table, is_new = self.shard.define(job.job, spec)
             if is_new:
-                self._allocate(job, table)
+                self._allocation.allocate(job, table)
             view = DefinedTable(
                 index=table.index,
                 is_new=is_new,
@@ -227,53 +227,9 @@ class Engine:
             self.requests.execute(job, actions)
             running = job.tables[index]
             for part in running.queues:
-                _switch_rule(running, part)
+                running.switch_rule(part)
             name = running.table.spec.name
         log.info("mode changed", job=job.name, table=name, mode=str(rule))
-
-    def _allocate(self, job: RunningJob, table: Table) -> None:
-        """Makes the stores of a new table.
-
-        Raises:
-            LimitError: There is no memory for them.
-        """
-        self._close_ended()  # Jobs that had to make room for it.
-        try:
-            what = f"table {table.spec.name!r} on shard {self.shard.index}"
-            require_host_memory(what, table.memory_nbytes, self._free_one)
-            memory = job.recorder.make_memory(table, self._free_one)
-        except LimitError:
-            del job.job.tables[table.spec.name]
-            raise
-        self._add_table(job, table, memory)
-
-    def _free_one(self) -> bool:
-        """Frees the memory of the job that ended first; returns whether any has ended."""
-        is_freed = self.shard.lifetimes.free_one()
-        self._close_ended()
-        return is_freed
-
-    def _add_table(self, job: RunningJob, table: Table, memory: TableMemory) -> None:
-        """Makes the stores of a table, their weights in memory that workers can map."""
-        layout = WeightsMap(list(table.specs.values()))
-        queues: dict[int, SliceQueue] = {}
-        for index, part in table.specs.items():
-            what = (
-                part,
-                table.spec.rule,
-                table.optimizer,
-                layout.buffers(memory.weights, index),
-                layout.versions(memory.weights, index),
-                memory.journals.get(index),
-                memory.stamps.get(index),
-            )
-            if self._timeline is None:
-                store = SliceStore(*what)
-            else:
-                address = Address(job.name, table.index, index)
-                store = TimedStore(*what, timeline=self._timeline, address=address)
-            queues[index] = SliceQueue(store, self.requests, self._executor)
-        job.tables[table.index] = RunningTable(table, memory.weights, queues)
 
     # ----- memory that workers of this host share
 
@@ -286,15 +242,7 @@ class Engine:
         with self.lock:
             job = self.heard(sender.job, sender.worker, sender.incarnation)
             running = job.table(sender.table)
-            numel = running.table.layout.numel
-            if nbytes != 4 * numel:
-                raise RemoteProtocolError(f"segment of {nbytes} bytes, {4 * numel} wanted")
-            try:
-                grads = Segment.attach(fd, nbytes)
-            except OSError as problem:
-                raise RemoteProtocolError(f"cannot map the worker's segment: {problem}") from None
-            self.share(job, sender.table, sender.worker, grads.floats(0, numel))
-            grads.close()
+            running.attach(sender.worker, fd, nbytes)
             return running.weights
 
     def share(self, job: RunningJob, index: int, rank: int, grads: FloatArray) -> None:
@@ -302,39 +250,16 @@ class Engine:
         with self.lock:
             job.table(index).shared_grads[rank] = grads
 
-    # ----- jobs that are not joined into being
+    # ----- jobs from a journal or a checkpoint
 
-    def recover(self, inspect: Callable[[Store], None] | None = None) -> list[str]:
-        """Resumes the jobs in the journals at the exact step of the crash; returns their names.
-
-        Args:
-            inspect: Called with each slice as its journal left it, before it resumes.
-        """
-        with self.lock:
-            self.recovery.recover(self.now(), self._begin_recovered)
-            for job in self.jobs.values():
-                for table in job.tables.values():
-                    for index, queue in table.queues.items():
-                        if inspect is not None:
-                            inspect(queue.store)
-                        self._resume(job, table, index)
-                job.residuals.recover(job.recorder.read_residuals())
-            return list(self.jobs)
-
-    def _begin_recovered(
+    def begin_recovered(
         self, decided: Job, recorder: JobRecorder, tables: list[tuple[Table, TableMemory]]
     ) -> None:
+        """Makes a job of its journal (resume.py)."""
         job = RunningJob(decided, self.shard, recorder, self.lock)
         for table, memory in tables:
-            self._add_table(job, table, memory)
+            self._allocation.add(job, table, memory)
         self.jobs[job.name] = job
-
-    def _resume(self, job: RunningJob, running: RunningTable, index: int) -> None:
-        table, store = running.table, running.queues[index].store
-        is_behind = store.journal is not None and store.journal.record.epoch < table.epoch
-        self.requests.execute(job, resume(job, table, index, store))
-        if is_behind:
-            _switch_rule(running, index)
 
     def begin_restored(self, name: str, num_workers: int, min_workers: int) -> RunningJob:
         """Makes a job without workers, whose tables come from a checkpoint (restore.py)."""
@@ -406,11 +331,3 @@ class Engine:
     def _report(self, problem: BaseException | None) -> None:
         if self._broke is not None and problem is not None:
             self._broke(problem)
-
-
-def _switch_rule(running: RunningTable, index: int) -> None:
-    """Gives a slice's store the rule of its table, behind all actions under the former one."""
-    table = running.table
-    clocks = {rank: steps.clock for rank, steps in table.clocks[index].counted.items()}
-    change = SwitchRule(rule=table.spec.rule, epoch=table.epoch, clocks=clocks)
-    running.queues[index].submit([change])

@@ -1,4 +1,4 @@
-"""What the host has left: it is asked before memory is taken, and not noticed by a kill later."""
+"""Checks the free memory of the host before a table is made, so that no process is killed later."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pscore.errors import LimitError
 
 
 def require_host_memory(what: str, wanted: int, free_one: Callable[[], bool]) -> None:
-    """Refuses what would take more memory than this host has.
+    """Refuses an allocation that is larger than the free memory of this host.
 
     Args:
-        what: It, for the message.
-        wanted: Bytes that it takes.
-        free_one: Frees the memory of something that is kept without need; returns whether it did.
+        what: The allocation, for the message.
+        wanted: Its size in bytes.
+        free_one: Frees memory that is kept without need; returns whether there was any.
 
     Raises:
-        LimitError: There is not so much, also when all of that is freed.
+        LimitError: It does not fit, even after `free_one` has freed all it can.
     """
     while wanted > (available := psutil.virtual_memory().available):
         if not free_one():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pscore.errors import RemoteProtocolError
 from pscore.memory.segment import Segment
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray, FloatArray
@@ -19,7 +20,7 @@ from psserver.decisions.uneven import report
 from psserver.durability.recovery import JobRecorder
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.residuals import Arrays, Residuals
-from psserver.engine.slice_queue import SliceQueue, Work
+from psserver.engine.slice_queue import SliceQueue, SwitchRule, Work
 from psserver.engine.views import HeartbeatView, ResidualRequest, Welcome
 from psserver.engine.waits import Waits
 from psserver.slices.base import Payload, Store
@@ -82,6 +83,28 @@ class RunningTable:
     queues: Mapping[int, SliceQueue]  # By slice.
     shared_grads: dict[int, FloatArray] = field(default_factory=dict)  # `(numel,)`, by rank.
     _at_version: dict[int, list[AtVersion]] = field(default_factory=dict)  # By slice.
+
+    def attach(self, rank: int, fd: int, nbytes: int) -> None:
+        """Maps the gradients of a worker, `(numel,) float32` in a segment of `nbytes`.
+
+        Raises:
+            RemoteProtocolError: The segment is not of the table's size, or cannot be mapped.
+        """
+        numel = self.table.layout.numel
+        if nbytes != 4 * numel:
+            raise RemoteProtocolError(f"segment of {nbytes} bytes, {4 * numel} wanted")
+        try:
+            grads = Segment.attach(fd, nbytes)
+        except OSError as problem:
+            raise RemoteProtocolError(f"cannot map the worker's segment: {problem}") from None
+        self.shared_grads[rank] = grads.floats(0, numel)
+        grads.close()
+
+    def switch_rule(self, index: int) -> None:
+        """Gives a slice's store the table's rule, behind all actions under the former one."""
+        clocks = {rank: steps.clock for rank, steps in self.table.clocks[index].counted.items()}
+        change = SwitchRule(rule=self.table.spec.rule, epoch=self.table.epoch, clocks=clocks)
+        self.queues[index].submit([change])
 
     def do_at_version(self, index: int, entry: AtVersion) -> None:
         """Schedules work behind a later update of a slice."""

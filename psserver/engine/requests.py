@@ -27,6 +27,7 @@ from psserver.decisions.shard import Actions, Address, Job, Shard
 from psserver.decisions.table import Table
 from psserver.engine.counters import Counters
 from psserver.engine.job import Reply, Request, RunningJob
+from psserver.engine.placement import Placement
 from psserver.engine.slice_queue import SliceQueue
 from psserver.engine.trace import note_push
 from psserver.slices.base import Payload, Store
@@ -52,7 +53,7 @@ class Requests:
     # Called with actions before they are executed.
     on_decided: Callable[[Job, Actions], None] | None = None
     timeline: Timeline | None = None
-    step_on_receive_thread: bool = False
+    placement: Placement = field(default_factory=Placement)
 
     # ----- requests
 
@@ -118,9 +119,8 @@ class Requests:
                 note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.job.counters.pushed_nbytes += data.nbytes
             self.counters.received_nbytes += data.nbytes
-            # Data that was just received is in this core's cache. Compressed data takes longer to
-            # add than to receive.
-            steps_here = here and self.step_on_receive_thread and not header.compressor
+            # Compressed data takes longer to add than to receive.
+            steps_here = here and self.placement.steps_on_receive_thread and not header.compressor
             self.execute(job, actions, idle if steps_here else None)
         for queue in idle:
             queue.run()

@@ -1,4 +1,4 @@
-"""Resumes the clocks of slices from their journals after the shard's process was killed."""
+"""Resumes jobs from their journals after the shard's process was killed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,38 @@ from psserver.decisions.open_step import OpenStep
 from psserver.decisions.progress import Token
 from psserver.decisions.shard import Actions, Address
 from psserver.decisions.table import Table
-from psserver.engine.job import Request, RunningJob
+from psserver.engine.engine import Engine
+from psserver.engine.job import Request, RunningJob, RunningTable
 from psserver.slices.base import Payload, Store
 from psserver.slices.journal import SliceJournal
 from psserver.slices.store import RAW
+
+
+def recover(engine: Engine, inspect: Callable[[Store], None] | None = None) -> list[str]:
+    """Resumes the jobs in the journals at the exact step of the crash; returns their names.
+
+    Args:
+        engine: A new one, before anything else happens to it.
+        inspect: Called with each slice as its journal left it, before it resumes.
+    """
+    with engine.lock:
+        engine.recovery.recover(engine.now(), engine.begin_recovered)
+        for job in engine.jobs.values():
+            for running in job.tables.values():
+                for index, queue in running.queues.items():
+                    if inspect is not None:
+                        inspect(queue.store)
+                    _resume_slice(engine, job, running, index)
+            job.residuals.recover(job.recorder.read_residuals())
+        return list(engine.jobs)
+
+
+def _resume_slice(engine: Engine, job: RunningJob, running: RunningTable, index: int) -> None:
+    table, store = running.table, running.queues[index].store
+    is_behind = store.journal is not None and store.journal.record.epoch < table.epoch
+    engine.requests.execute(job, resume(job, table, index, store))
+    if is_behind:
+        running.switch_rule(index)
 
 
 def resume(running: RunningJob, table: Table, index: int, store: Store) -> Actions:

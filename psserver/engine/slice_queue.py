@@ -2,8 +2,8 @@
 
 A queue owns one `Store`. Actions of large slices run on an executor, whose threads release the
 GIL in their loops, or on the thread that has just received the gradient (requests.py). Actions of
-small slices run at once on the caller's thread, since a switch of threads would cost more than the
-work. Results go back through `Completion`.
+small slices run at once on the caller's thread (placement.py). Results go back through
+`Completion`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import numpy as np
 from pscore.rules.base import Rule
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer, Hold, Load, Skip, Update
 from psserver.decisions.progress import Token
+from psserver.engine.placement import Placement
 from psserver.slices.base import Payload, Store
 
-INLINE_NUMEL_MAX = 1 << 15  # 128 KiB: about 20 microseconds of work, less than a switch of threads.
+DEFAULTS = Placement()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +71,27 @@ class Completion(Protocol):
 class SliceQueue:
     """The actions of one slice, in order."""
 
-    def __init__(self, store: Store, completion: Completion, executor: Executor | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        completion: Completion,
+        executor: Executor | None,
+        placement: Placement = DEFAULTS,
+    ) -> None:
         """Starts idle.
 
         Args:
             store: The slice's numbers; only this queue touches them.
             completion: Payloads and answers of requests.
             executor: Does the work of large slices; None: `submit` does it before it returns.
+            placement: Tells large slices from small ones.
         """
         self.store = store
         self._completion = completion
         self._queue: deque[Work] = deque()
         self._lock = threading.Lock()
         self._is_busy = False
-        self._executor = executor if store.numel > INLINE_NUMEL_MAX else None
+        self._executor = executor if store.numel > placement.inline_numel_max else None
 
     @property
     def is_busy(self) -> bool:

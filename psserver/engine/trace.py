@@ -1,61 +1,66 @@
-"""What a shard records in its timeline, if it has one (pscore/observe/timeline.py)."""
+"""Spans that a shard records in its timeline, if it has one (pscore/observe/timeline.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pscore.observe.timeline import Timeline
-from pscore.types import FloatArray, Push
+from pscore.types import Push
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Address
-from psserver.slices.base import WeightedGrad
-from psserver.slices.pool import Buffer, Cell
-from psserver.slices.store import SliceStore
+from psserver.slices.base import Observer, WeightedGrad
 
 
-class TimedStore(SliceStore):
-    """A slice whose additions, steps and publications are recorded."""
+class Tracer(Observer):
+    """Records the additions, optimizer steps and publications of one slice as spans."""
 
-    def __init__(self, *what: Any, timeline: Timeline, address: Address) -> None:
-        """Starts as `SliceStore(*what)`.
+    def __init__(self, timeline: Timeline, address: Address, numel: int) -> None:
+        """Records nothing yet.
 
         Args:
-            *what: Its arguments.
             timeline: Where spans are recorded.
-            address: Which slice it is.
+            address: The slice.
+            numel: Its elements.
         """
         self._timeline = timeline
+        self._nbytes = 4 * numel
         self._about: dict[str, Any] = {
             "job": address.job,
             "table": address.table,
             "slice": address.slice,
         }
-        super().__init__(*what)
 
-    def _sum(self, former: Cell | None, grads: Sequence[WeightedGrad], out: FloatArray) -> None:
+    @contextmanager
+    def adding(self, grads: Sequence[WeightedGrad]) -> Iterator[None]:
+        """Records the span `aggregate`, with the workers whose gradients are added."""
         begin_ns = self._timeline.now_ns()
-        super()._sum(former, grads, out)
+        yield
         add, payload = grads[0]
-        about: dict[str, Any] = {
-            "workers": [add.worker for add, _ in grads],
-            "step": add.push.step,
-            "nbytes": sum(payload.data.nbytes for _, payload in grads),
-        }
         self._timeline.span(
-            "aggregate", begin_ns, **self._about, **about, compressor=payload.compressor.name
+            "aggregate",
+            begin_ns,
+            **self._about,
+            workers=[add.worker for add, _ in grads],
+            step=add.push.step,
+            nbytes=sum(payload.data.nbytes for _, payload in grads),
+            compressor=payload.compressor.name,
         )
 
-    def _step(self, grad: FloatArray, update: Update) -> None:
+    @contextmanager
+    def stepping(self, update: Update) -> Iterator[None]:
+        """Records the span `step`, with the version that it makes."""
         begin_ns = self._timeline.now_ns()
-        super()._step(grad, update)
-        self._timeline.span(
-            "step", begin_ns, **self._about, version=update.version, nbytes=grad.nbytes
-        )
+        yield
+        version = update.version
+        self._timeline.span("step", begin_ns, **self._about, version=version, nbytes=self._nbytes)
 
-    def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[None]:
+        """Records the span `publish`."""
         begin_ns = self._timeline.now_ns()
-        super()._publish(buffer, version, state)
+        yield
         self._timeline.span("publish", begin_ns, **self._about, version=version)
 
 

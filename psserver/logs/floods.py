@@ -1,4 +1,4 @@
-"""Log lines about what peers do wrong: one of a kind and peer in a while, the others counted.
+"""Log lines about errors of peers: one of a kind and peer in a while, the others are counted.
 
 A peer may be refused as often as it connects; without this each refusal would be a line. A state
 machine: time is an argument (`setup.py` drives it).
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 EVERY_S = 10.0
 KINDS_MAX = 1024  # Beyond that many peers, those of one kind of line share one entry.
 
-Kind = tuple[str, str]  # What happened, and with whom.
+Kind = tuple[str, str]  # The event and the peer.
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class _Said:
 
 
 class Floods:
-    """Which lines were written lately, and how many were not."""
+    """Records the lines that were written lately, and counts those that were left out."""
 
     def __init__(self) -> None:
         """Starts with none."""
@@ -40,7 +40,7 @@ class Floods:
         return 0 if said is None else said.untold
 
     def settle(self, now_s: float) -> list[tuple[Kind, int]]:
-        """Forgets what was said long ago; returns the kinds of which lines were left out since."""
+        """Forgets old lines; returns the kinds of which lines were left out since."""
         over = {k: said for k, said in self._said.items() if now_s - said.since_s >= EVERY_S}
         for kind in over:
             del self._said[kind]

@@ -1,4 +1,4 @@
-"""Standard error that loses what has no room: a full disk ends nobody."""
+"""Standard error that drops lines when the disk is full, so that no process ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Patient:
     """A stream for log lines that drops what cannot be written, and says later how many."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Writes to what `stream` writes to, without keeping anything in memory."""
+        """Writes to the file of `stream`, without a buffer in memory."""
         buffer = getattr(stream, "buffer", None)
         self._raw: Any = getattr(buffer, "raw", None)
         self._stream = stream

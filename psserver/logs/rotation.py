@@ -1,7 +1,7 @@
-"""A log file of bounded size: when it is full it becomes `NAME.1`, and a new one is begun.
+"""A log file of bounded size: when it is full it becomes `NAME.1`, and a new one begins.
 
-The process that writes turns the file over by itself, between two lines. Its standard error is the
-file, so what C libraries write goes there too.
+The process that writes rotates the file itself, between two lines. Its standard error is the file,
+so lines of C libraries go there too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RotatingLog:
     """Standard error, which is a file; use it where a stream is wanted."""
 
     def __init__(self, path: Path, nbytes_max: int) -> None:
-        """Takes over standard error.
+        """Redirects standard error to the file.
 
         Args:
             path: The file that standard error is.
@@ -41,7 +41,7 @@ class RotatingLog:
         return len(text)
 
     def flush(self) -> None:
-        """Brings what was written into the file, and turns it over if it is full."""
+        """Flushes the file, and rotates it if it is full."""
         with contextlib.suppress(OSError):  # Where no file can be made, the old one grows on.
             sys.stderr.flush()
             held = os.fstat(STDERR)

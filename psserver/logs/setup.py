@@ -1,6 +1,6 @@
 """Log lines: structlog to standard error, as text for people or JSON for machines.
 
-What peers have written (names, reasons) is escaped and cut here, whichever line it stands in.
+Text from peers (names, reasons) is escaped and cut here, in every line.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Forward(logging.Handler):
 def sparsely(
     event: str, peer: str = "", *, level: int = logging.WARNING, kind: str = "", **fields: object
 ) -> None:
-    """Logs something that a peer can bring about as often as it likes.
+    """Logs an event that a peer can cause as often as it likes.
 
     Args:
-        event: What happened.
-        peer: With whom; of each one line in a while is written.
-        kind: What such lines have in common, if that is not the event.
-        level: Of the line.
-        fields: More of it.
+        event: The event.
+        peer: The peer; one line in a while is written for each.
+        kind: Name of the group of such lines, if that is not the event.
+        level: Level of the line.
+        fields: Further fields of the line.
     """
     with _floods_lock:
         left_out = _floods.admit(kind or event, peer, time.monotonic())

@@ -35,7 +35,7 @@ class Keeper:
         self._lock = threading.Lock()  # Of `_process`, the one that runs, and of its input.
 
     def start(self, plan: Callable[[], str]) -> None:
-        """Starts the process, unless that has been done; `plan` returns what it is told."""
+        """Starts the process, unless it runs already; `plan` returns its plan."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._keep, args=(plan(),), name="keeper", daemon=True
@@ -43,7 +43,7 @@ class Keeper:
             self._thread.start()
 
     def last(self) -> None:
-        """Takes the last checkpoints, of all that has changed, and ends the process."""
+        """Requests the last checkpoint of each job that has changed, and ends the process."""
         with self._lock:
             self._is_ending.set()
             process = self._process

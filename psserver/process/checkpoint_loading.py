@@ -1,8 +1,8 @@
-"""What a start finds in its state directory: the newest checkpoint of each job becomes that job.
+"""Loads the newest checkpoint of each job from the state directory when shards start.
 
-It is for what journals do not survive: a machine that went down, or a shard without a journal that
-was killed. A job that a journal has brought back is newer, and stays. One that had ended is not
-loaded: its name is free for another one.
+Journals do not survive a crash of the machine, and a shard may have none. A job that was resumed
+from a journal is newer than its checkpoint, and stays. A job that had ended is not loaded: its name
+is free for another one.
 
 Shards that are started one by one have folders of their own, and the checkpoints are with shard 0.
 It brings their parts to those that lack the job before it lets workers in.

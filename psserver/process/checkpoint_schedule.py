@@ -3,7 +3,7 @@
 Every few seconds each job that has changed is written as `psserver checkpoint` would write it. One
 process does it, one job after the other, so no two are ever taken at once. It is a process of its
 own because it holds a copy of a whole job: memory or disk that run out end a checkpoint here, and
-no shard and no supervisor. What cannot be taken is announced and tried again at the next turn.
+no shard and no supervisor. A checkpoint that fails is logged and tried again at the next turn.
 
 The supervisor (checkpoint_keeper.py) holds its standard input: the line `last` asks for a last
 checkpoint of each job, the end of the input ends the process at once.
@@ -43,7 +43,7 @@ class Schedule:
     """Checkpoints of the jobs of a cluster, taken in turn."""
 
     def __init__(self, plan: SchedulePlan) -> None:
-        """Takes nothing yet."""
+        """Starts without checkpoints."""
         self._plan = plan
         self._folder = Path(plan.folder)
         self._last = threading.Event()
@@ -51,7 +51,7 @@ class Schedule:
         self._lock_fd: int | None = None
 
     def run(self) -> None:
-        """Takes checkpoints until a last one is asked for."""
+        """Writes checkpoints until a last one is requested."""
         is_last = False
         while not is_last:
             is_last = self._last.wait(self._plan.every_s)
@@ -65,7 +65,7 @@ class Schedule:
         os._exit(Exit.OK)
 
     def take(self) -> None:
-        """Takes a checkpoint of each job that has changed since its last one."""
+        """Writes a checkpoint of each job that has changed since its last one."""
         try:
             self._claim()
             credentials = read_credentials(token_file=self._plan.token_file)

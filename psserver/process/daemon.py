@@ -23,7 +23,9 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # We say ourselves why a port cannot be had.
+os.environ.setdefault(
+    "GRPC_VERBOSITY", "NONE"
+)  # Our own message explains why a port cannot be bound.
 
 import grpc
 import structlog
@@ -41,6 +43,8 @@ from psserver.access.authorizer import AuthInterceptor
 from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import JournalDir, Lock
 from psserver.engine.engine import Engine
+from psserver.engine.placement import Placement
+from psserver.engine.resume import recover
 from psserver.exits import CommandError, Exit
 from psserver.logs import setup
 from psserver.process.checkpoint_loading import bring, load
@@ -61,9 +65,8 @@ from psserver.service.refusals import ErrorInterceptor
 log = structlog.get_logger()
 
 TICK_S = 1.0
-FEW_THREADS = 2  # No more than the connections of one worker have already.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
-QUIET_S = 0.3  # No queue at work for so long: what is still unanswered waits for others.
+QUIET_S = 0.3  # No queue at work for so long: an open request then waits for others.
 POLL_S = 0.05
 MOMENT_S = 0.002
 GRPC_SHARE = 4  # Connections of gRPC get one of so many file descriptors at most.
@@ -89,8 +92,8 @@ class Daemon:
         self.engine = Engine(
             Shard(plan.index, plan.num_shards, plan.lease_s, plan.limits),
             now=time.monotonic,
-            executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="lane"),
-            step_on_receive_thread=plan.num_threads <= FEW_THREADS,
+            executor=ThreadPoolExecutor(plan.num_threads, thread_name_prefix="slice-queue"),
+            placement=Placement.for_cores(plan.num_threads),
             journals=self._journals,
             broke=self.broke,
             timeline=self._timeline,
@@ -155,7 +158,7 @@ class Daemon:
         """Binds, and answers from then on.
 
         Raises:
-            CommandError: A port cannot be had; says which and why.
+            CommandError: A port cannot be bound; the message names it and the reason.
         """
         self._restore()
         self._bulk = self._make_bulk()
@@ -190,7 +193,7 @@ class Daemon:
             await self.end()
 
     async def end(self) -> None:
-        """Takes no new requests, and returns when those under way are answered."""
+        """Refuses new requests, and returns when those under way are answered."""
         log.info("shard draining", grace_s=self._grace_s)
         for name in ("", "readiness"):
             await self._health.set(name, STATUS.NOT_SERVING)
@@ -265,8 +268,8 @@ class Daemon:
             log.warning("shard ready again")
 
     def _restore(self) -> None:
-        """Takes up the jobs that a former process of this shard has left."""
-        for name in self.engine.recover():
+        """Resumes the jobs in the journals of this shard's previous process."""
+        for name in recover(self.engine):
             log.warning("job taken up where it was", job=name)
         if self._journals is not None:
             self._instance = self._journals.instance
@@ -407,7 +410,7 @@ def probe(host: str, port: int) -> OSError:
 
 
 def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandError:
-    """Returns what a person needs to know about a port that cannot be had."""
+    """Explains why a port cannot be bound, and what to do."""
     address = join_address(host, port)
     if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
         return CommandError(
@@ -462,13 +465,13 @@ def tell(report: Report) -> None:
 def log_crash(
     kind: type[BaseException], problem: BaseException, trace: TracebackType | None
 ) -> None:
-    """Is the last line of a process that nothing else has caught."""
+    """Logs an exception that no other code has caught, and ends the process."""
     log.error("shard crashed; this is a bug in Paceline", exc_info=problem)
     os._exit(Exit.BUG)
 
 
 def main(text: str) -> None:
-    """Is the process of one shard; `text` is its plan."""
+    """Runs the process of one shard; `text` is its plan."""
     plan = ShardPlan.from_json(text)
     stream = setup.rotating(plan.log_file, plan.log_max_mb)
     setup.configure(plan.log_format, plan.log_level, stream, shard=plan.index)

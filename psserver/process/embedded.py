@@ -28,7 +28,7 @@ class EmbeddedServers:
     """Shards that this process has started; a context manager."""
 
     def __init__(self, shards: list[ShardProcess]) -> None:
-        """Takes shards that are ready."""
+        """Represents shards that are ready."""
         self._shards = shards
         self.addresses = [
             join_address(shard.plan.host, shard.report.port)
@@ -79,9 +79,9 @@ def start_embedded(
         lease_s: Silence until a worker is declared lost, in seconds.
         log_format: `text` or `json`.
         log_level: The lowest level that is written.
-        trust: Who may connect; None: whoever is on this machine.
-        journal_dir: Where they keep journals; nobody starts a shard again here, so by default
-            nowhere.
+        trust: Peers that may connect; None: all of this machine.
+        journal_dir: Where they keep journals. By default nowhere, since a shard is not started
+            again here.
 
     Raises:
         ConfigError: The number of shards or the log level is not one that there can be.
@@ -126,7 +126,7 @@ def start_embedded(
 def serve_parent(
     num_shards: int, *, lease_s: float, log_level: str, has_token: bool = False
 ) -> None:
-    """Is `psserver embedded`: serves until standard input ends, or the parent is gone.
+    """Runs `psserver embedded`: serves until standard input ends, or the parent is gone.
 
     Args:
         num_shards: Shards to start.

@@ -1,6 +1,6 @@
 """The run directory: where a running `psserver start` can be found, and its logs.
 
-    DIR/7070/run.json       who runs: processes, addresses, log files
+    DIR/7070/run.json       processes, addresses, log files
     DIR/7070/shard-0.log    log lines of a detached shard; shard-0.log.1 has those before
     DIR/7070/supervisor.log
 

@@ -100,7 +100,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def trust(self) -> Trust:
-        """Who may connect, as absolute paths."""
+        """Files that decide which peers may connect, as absolute paths."""
 
         def absolute(path: Path | None) -> str | None:
             return None if path is None else str(path.absolute())
@@ -126,7 +126,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def takes_checkpoints(self) -> bool:
-        """Whether scheduled checkpoints are taken here: by who starts shard 0."""
+        """Whether this start takes scheduled checkpoints: the one that starts shard 0 does."""
         return bool(
             self.checkpoint_s
             and self.state_dir is not None
@@ -136,7 +136,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def why_no_checkpoints(self) -> str:
-        """Why scheduled checkpoints cannot be taken by who starts shard 0; empty if they can."""
+        """Why the start of shard 0 cannot take scheduled checkpoints; empty if it can."""
         if self.state_dir is None:
             return "there is no place for them: give --state-dir"
         if self.shard_index == 0 and self.shards > 1 and self.shard_addresses is None:

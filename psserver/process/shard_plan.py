@@ -1,4 +1,4 @@
-"""What one shard process is told, and what it reports: the seam between supervisor and daemon.
+"""The plan of one shard process, and its reports: the seam between supervisor and daemon.
 
 The plan travels as one JSON argument. The process reports one JSON line on its standard output,
 `Ready` or `Refused`, and ends when its standard input does. This module imports nothing of size,
@@ -49,7 +49,7 @@ class ShardPlan:
 
     @property
     def limits(self) -> Limits:
-        """What the shard may use."""
+        """Limits of the memory that the shard may use."""
         memory = None if self.memory_mb is None else self.memory_mb << 20
         return Limits(
             memory_nbytes=memory,

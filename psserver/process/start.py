@@ -35,7 +35,7 @@ WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What the person who started the shards is told."""
+    """The result of a start, for the person who started the shards."""
 
     servers: str  # `host:port,host:port`, as workers take it.
     hints: list[str]
@@ -54,7 +54,7 @@ class Launch:
     keeper: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
-        """Gives a cluster without a name one that no other has."""
+        """Sets a unique name for a cluster that has none."""
         self.cluster = self.settings.server.cluster or secrets.token_hex(4)
         self.keeper = Keeper(self.settings.server.grace_s)
 
@@ -137,7 +137,7 @@ class Launch:
         return str(server.state_dir.absolute() / FOLDER)
 
     def _say_without_checkpoints(self) -> None:
-        """Warns who has given a state directory and gets no checkpoints in it."""
+        """Warns if there is a state directory, but no checkpoints go into it."""
         server = self.settings.server
         is_wanted = server.state_dir is not None and server.checkpoint_s
         if is_wanted and server.shard_index in (None, 0) and server.why_no_checkpoints:
@@ -308,7 +308,7 @@ def show(started: Started) -> None:
 
 
 def _folder(directory: RunDirectory, settings: Settings, *, detach: bool) -> Path | None:
-    """Returns where the run file goes; None if that is only a convenience and cannot be had."""
+    """Returns where the run file goes; None if it is optional and cannot be written."""
     server = settings.server
     directory.clear()
     try:
@@ -346,7 +346,7 @@ def _detach(settings: Settings, folder: Path) -> Exit:
 
 
 def _be_supervisor(settings: Settings, folder: Path, write_fd: int) -> None:
-    """Is the detached process; does not return."""
+    """Runs the detached process; does not return."""
 
     def tell(started: Started) -> None:
         answer({"servers": started.servers, "hints": started.hints})

@@ -43,7 +43,7 @@ class ShardProcess:
         """Starts the process.
 
         Args:
-            plan: What the shard is told.
+            plan: The plan of the shard.
             log_file: Where its log lines go; None for our own standard error.
         """
         self.plan = plan
@@ -73,7 +73,7 @@ class ShardProcess:
         return self._popen.stdout.fileno()
 
     def read(self) -> bool:
-        """Takes in what the process has written; returns False if it has ended."""
+        """Reads the output of the process; returns False if it has ended."""
         chunk = os.read(self.fileno(), LINE_NBYTES_MAX)
         if self.report is None:
             self._line += chunk
@@ -95,7 +95,7 @@ class ShardProcess:
             return None
 
     def close(self) -> None:
-        """Lets the pipes go; a shard that still runs ends by itself."""
+        """Closes the pipes; a shard that still runs ends by itself."""
         for pipe in (self._popen.stdin, self._popen.stdout):
             assert pipe is not None
             pipe.close()

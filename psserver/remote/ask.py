@@ -138,7 +138,7 @@ def _ask_all(
     ask: Callable[[grpc.Channel], Any],
     silent: list[CommandError] | None = None,
 ) -> list[Any]:
-    """Returns all answers; for who gives none an error, which is raised without a list for it."""
+    """Returns all answers; a missing one becomes an error, which is raised if `silent` is None."""
     started_s = time.monotonic()
     channels = [credentials.channel(address) for address in addresses]
     try:

@@ -2,9 +2,9 @@
 
 A slice is copied right behind the update that makes the wanted version, in a mode that counts by
 steps; training goes on meanwhile. In an asynchronous mode slices have no step in common: they are
-copied at one moment, each with the steps of each worker that are in it. What error feedback owes is
-each worker's own, and is asked of it as it was after its last push in that step (residuals.py). How
-all this lies in files is said in checkpoint_files.py.
+copied at one moment, each with the steps of each worker that are in it. Residuals belong to each
+worker; the shards request them as of its last push in that step (residuals.py). checkpoint_files.py
+describes the files.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _capture_table(
 ) -> TableState:
     """Copies a table at the newest version, or at one soon to come if that is gone already."""
     version, margin = newest, 1
-    gone = -1  # The newest version that cannot be had any more.
+    gone = -1  # The newest version that is no longer available.
     for _ in range(ATTEMPTS):
         name = secrets.token_hex(8)
         try:
@@ -174,7 +174,7 @@ def _require_weights(state: TableState, job: str) -> None:
 
 
 def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
-    """Has all shards copy at one version; returns when they have, or one cannot.
+    """Requests a copy at one version from all shards; returns when they have it, or one cannot.
 
     Where nobody pushes it returns too, unless the version that all have is `gone`: somebody stands
     still, and others have pushed the step that it has not; what they owed before is theirs alone.

@@ -1,4 +1,4 @@
-"""`psserver jobs` and `psserver forget`: what jobs shards have, and how one is got rid of."""
+"""`psserver jobs` and `psserver forget`: list the jobs of shards, and free one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all shards together say about themselves and their jobs: one picture, as table or JSON."""
+"""Combines the status of all shards and their jobs into one view, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pscore.text import printable
 from psserver.exits import CommandError, Exit
 
 ENDED = 2  # The place of ended jobs in the list.
-WIDTH = 200  # Of tables that nobody reads on a terminal.
+WIDTH = 200  # Of tables outside of a terminal, in columns.
 LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
 
 

@@ -1,1 +1,1 @@
-"""What arrives over the network: control, pushes and pulls, checkpoints, metrics."""
+"""Messages from the network: control, pushes and pulls, checkpoints, metrics."""

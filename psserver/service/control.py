@@ -37,7 +37,7 @@ from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.shared_view import SharedView
 
-TEXT_LENGTH_MAX = 512  # Of what a worker says that it waits for, or why it leaves.
+TEXT_LENGTH_MAX = 512  # Of texts from workers: what they wait for, why they leave.
 HOST_LENGTH_MAX = 256
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def data_handler(
 
 
 def _faulty(method: Method, line: faults.Line | None) -> Method:
-    """Returns a method, whose answers are lost, late or damaged if that was asked for."""
+    """Returns a method; with PACELINE_FAULTS its answers are lost, late or damaged."""
     if line is None:
         return method
 
@@ -176,7 +176,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self.closed = ""  # Why workers cannot join yet; empty if they can.
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
-        """Says which shard of which cluster this is."""
+        """Returns the shard's index and cluster."""
         return self._describe()
 
     def _describe(self) -> pb.DescribeReply:
@@ -193,7 +193,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
-        """Takes a worker into a job."""
+        """Adds a worker to a job."""
         if self.closed:
             await context.abort(grpc.StatusCode.UNAVAILABLE, self.closed)
         if request.protocol != wire.PROTOCOL:
@@ -241,7 +241,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def Change(self, request: pb.ChangeRequest, context: Context) -> pb.ChangeReply:
-        """Lets a worker step aside, or changes the mode of a table."""
+        """Excludes a worker that waits for a mode change from open steps, or changes the mode."""
         job = self._heard(request)
         if request.HasField("rule"):
             rule = make_rule(*plugin_from_proto(request.rule))
@@ -305,7 +305,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.LeaveReply:
-        """Lets a worker go."""
+        """Removes a worker from its job."""
         self._engine.leave(
             request.job,
             request.worker,
@@ -316,7 +316,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return pb.LeaveReply()
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
-        """Says how the jobs of this shard go."""
+        """Returns the state of the jobs of this shard."""
         reply: pb.StatusReply = await self._status.get()
         return reply
 
@@ -331,13 +331,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetReply:
-        """Forgets a job and all that is kept of it."""
+        """Frees a job and its journal."""
         found, nbytes = self._engine.forget(request.job, is_forced=request.force)
         folder = await asyncio.to_thread(self._set_aside, request.job)
         return pb.ForgetReply(found=found, memory_nbytes=nbytes, checkpoints=folder)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
-        """Stops the shard after what is under way is answered."""
+        """Stops the shard after the requests under way are answered."""
         self._drain(request.grace_s)
         return pb.DrainReply()
 

@@ -76,6 +76,11 @@ class DataService:
         """Bytes under way in the shard."""
         return self._engine.budget
 
+    @property
+    def queued_nbytes_min(self) -> int:
+        """Smallest payload of an answer that is left to a connection's writing thread, in bytes."""
+        return self._engine.placement.queued_nbytes_min
+
     def admit(self, connection: Connection, token: str) -> DataHandler:
         """Returns the handler of a new connection.
 

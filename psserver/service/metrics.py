@@ -135,7 +135,7 @@ class MetricsPage:
         """Shows `engine`.
 
         Args:
-            engine: Whose numbers are shown.
+            engine: The shard.
             is_ready: Unless it is, `/healthz` says 503.
             authorizer: `/metrics` needs a bearer token for everything; `/healthz` needs none.
             context: TLS; None: none.
@@ -151,7 +151,7 @@ class MetricsPage:
         """Listens, and returns the port.
 
         Raises:
-            OSError: The port cannot be had.
+            OSError: The port cannot be bound.
         """
         limits = {} if self._context is None else {"ssl_handshake_timeout": REQUEST_S_MAX}
         self._server = await asyncio.start_server(
@@ -160,7 +160,7 @@ class MetricsPage:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         if self._server is not None:
             self._server.close()
 
@@ -204,7 +204,7 @@ class MetricsPage:
         return head.encode() + (b"" if method == b"HEAD" else body)
 
     def _refusal(self, request: bytes) -> bytes:
-        """Returns why somebody may not see the numbers; empty if they may."""
+        """Returns why a peer may not see the numbers; empty if it may."""
         secret = ""
         for line in request.decode("latin-1").split("\r\n")[1:]:
             name, _, value = line.partition(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,30 @@ class Payload:
 
 
 WeightedGrad = tuple[Add, Payload]  # One gradient of a sum; the order holds its weight.
+
+
+class Observer:
+    """Sees the stages of a store's orders begin and end; this one ignores them.
+
+    A stage lasts as long as the context that is returned for it. A publication lies within the
+    step that it ends.
+    """
+
+    def adding(self, grads: Sequence[WeightedGrad]) -> AbstractContextManager[None]:
+        """Returns the context in which gradients are added to a sum."""
+        return NOTHING
+
+    def stepping(self, update: Update) -> AbstractContextManager[None]:
+        """Returns the context in which one optimizer step is made."""
+        return NOTHING
+
+    def publishing(self, version: int) -> AbstractContextManager[None]:
+        """Returns the context in which weights of a new version become the newest."""
+        return NOTHING
+
+
+NOTHING = nullcontext()
+NO_OBSERVER = Observer()
 
 
 class Store(Protocol):

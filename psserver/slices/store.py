@@ -23,7 +23,7 @@ from pscore.rules.base import Rule
 from pscore.types import FloatArray, IntArray, Role, SegmentTable, SliceSpec
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.decisions.progress import Progress
-from psserver.slices.base import NO_CLOCKS, Payload, WeightedGrad
+from psserver.slices.base import NO_CLOCKS, NO_OBSERVER, Observer, Payload, WeightedGrad
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
 from psserver.slices.pool import Buffer, Cell, Pool, Scratch
@@ -53,6 +53,7 @@ class SliceStore:
         versions: IntArray | None = None,
         journal: SliceJournal | None = None,
         stamps: IntArray | None = None,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         """Starts with zeros, or with the contents of the journal.
 
@@ -64,6 +65,7 @@ class SliceStore:
             versions: `(2,) int64`, where the versions of these buffers are published.
             journal: Where every change is recorded; needs `buffers`, which outlive the process too.
             stamps: `(2,) int64`, `versions` again, at the end of the file that the buffers lie in.
+            observer: Sees additions, steps and publications, for a timeline.
         """
         self.numel = spec.numel
         self._segments = SegmentTable.of(spec)
@@ -71,6 +73,7 @@ class SliceStore:
         self._rule = rule
         self._optimizer = optimizer
         self._journal = journal
+        self._observer = observer
         self._pool = Pool(spec.numel, 0) if journal is None else journal
         self._sums: dict[int, Cell] = {}  # By open step. Invariant: none without an `Add` to it.
         self._progress = None if journal is None else JournaledProgress(journal)
@@ -80,7 +83,7 @@ class SliceStore:
         self._active: tuple[int, IntArray] = (0, np.zeros(len(self._segments), dtype=np.int64))
         self._state: list[Cell] = []  # Invariant: as many as the optimizer has state names.
         if journal is None or journal.is_new:
-            self._state = [self._zeros() for _ in optimizer.state_names]
+            self._state = [_zeros(self._pool) for _ in optimizer.state_names]
         else:
             self._recover(journal)
 
@@ -230,19 +233,21 @@ class SliceStore:
         former = self._sums.get(action.open_step)
         assert (former is None) == action.is_first
         target = self._pool.take() if former is None or self._journal is not None else former
-        self._sum(former, [(action, payload)], target.array)
+        grads = [(action, payload)]
+        with self._observer.adding(grads):
+            self._sum(former, grads, target.array)
         self._sums[action.open_step] = target
         if self._journal is not None:
             self._note_added(action)
             self._journal.add(action.open_step, action.push, action.weight, target)
             self._journal.commit()
-        self._give(former if former is not target else None, payload.cell)
+        _give(self._pool, former if former is not target else None, payload.cell)
 
     def update(self, action: Update) -> None:
         """Makes one optimizer step with an open step's mean, and frees its sum."""
         sum_ = self._sums.pop(action.open_step)
         self._step(sum_.array, action)
-        self._give(sum_)
+        _give(self._pool, sum_)
 
     def add_and_update(self, grads: Sequence[WeightedGrad], update: Update) -> None:
         """Makes the last additions of an update and its optimizer step: their sum is not kept.
@@ -254,13 +259,19 @@ class SliceStore:
                 self._note_added(add)
         former = self._sums.pop(update.open_step, None)
         assert (former is None) == grads[0][0].is_first
-        if former is None and len(grads) == 1 and grads[0][0].weight == 1.0 and self._is_raw(grads):
+        if (
+            former is None
+            and len(grads) == 1
+            and grads[0][0].weight == 1.0
+            and _is_raw(grads, self._rule)
+        ):
             self._step(grads[0][1].data.view("<f4"), update)
         else:
             with SCRATCH.borrow(self.numel) as sum_:
-                self._sum(former, grads, sum_)
+                with self._observer.adding(grads):
+                    self._sum(former, grads, sum_)
                 self._step(sum_, update)
-        self._give(former, *(payload.cell for _, payload in grads))
+        _give(self._pool, former, *(payload.cell for _, payload in grads))
 
     def skip(self, action: Skip) -> None:
         """Gives the weights another version; with a journal a copy of them, as an update does."""
@@ -291,15 +302,10 @@ class SliceStore:
 
     # ----- sums
 
-    def _is_raw(self, grads: Sequence[WeightedGrad]) -> bool:
-        """Returns whether each gradient is added as it lies there."""
-        is_raw = all(payload.compressor.is_raw and payload.data.nbytes for _, payload in grads)
-        return is_raw and not self._rule.compensates
-
     def _sum(self, former: Cell | None, grads: Sequence[WeightedGrad], out: FloatArray) -> None:
         """Sets `out` to a former sum, if there is one, plus gradients; `out` may be that sum's."""
         before = [] if former is None else [former.array]
-        if self._is_raw(grads):
+        if _is_raw(grads, self._rule):
             arrays = [payload.data.view("<f4") for _, payload in grads]
             scales = [add.weight for add, _ in grads]
             kernels.sum_all([*before, *arrays], [1.0] * len(before) + scales, out)
@@ -329,25 +335,26 @@ class SliceStore:
     # ----- optimizer steps
 
     def _step(self, grad: FloatArray, update: Update) -> None:
-        spare = self._spare()
-        state = self._state
-        if self._journal is not None and not self._optimizer.keeps_state(update.hyper):
-            state = self._next_state()
-        self._optimizer.step(
-            self.weights,
-            spare.array,
-            grad,
-            update.scale,
-            self.state,
-            self._segments,
-            self.counts,
-            self._active_in(update.present),
-            update.hyper,
-            state_out=None if state is self._state else [cell.array for cell in state],
-        )
-        if self._journal is not None:
-            self._journal.remove(update.open_step)
-        self._publish(spare, update.version, state)
+        with self._observer.stepping(update):
+            spare = self._spare()
+            state = self._state
+            if self._journal is not None and not self._optimizer.keeps_state(update.hyper):
+                state = self._next_state()
+            self._optimizer.step(
+                self.weights,
+                spare.array,
+                grad,
+                update.scale,
+                self.state,
+                self._segments,
+                self.counts,
+                self._active_in(update.present),
+                update.hyper,
+                state_out=None if state is self._state else [cell.array for cell in state],
+            )
+            if self._journal is not None:
+                self._journal.remove(update.open_step)
+            self._publish(spare, update.version, state)
 
     def _next_state(self) -> list[Cell]:
         """Returns where the next state is written: in place, unless the present one must stay."""
@@ -369,27 +376,18 @@ class SliceStore:
 
     def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
         """Makes new weights and state the ones that count, in the journal first."""
-        self.copies.stamp(buffer, version)  # A record names no weights that are not stamped.
-        if self._journal is not None:
-            record = self._journal.record
-            record.version, record.weights = version, buffer.place
-            record.state[:] = [cell.place for cell in state]
-            record.counts[:] = self.counts.tolist()
-            self._journal.commit()
-        if state is not self._state:
-            self._give(*self._state)
-            self._state = state
-        self.copies.publish(buffer)
-
-    def _give(self, *cells: Cell | None) -> None:
-        for cell in cells:
-            if cell is not None:
-                self._pool.give(cell)
-
-    def _zeros(self) -> Cell:
-        cell = self._pool.take()
-        cell.data.fill(0)
-        return cell
+        with self._observer.publishing(version):
+            self.copies.stamp(buffer, version)  # A record names no weights that are not stamped.
+            if self._journal is not None:
+                record = self._journal.record
+                record.version, record.weights = version, buffer.place
+                record.state[:] = [cell.place for cell in state]
+                record.counts[:] = self.counts.tolist()
+                self._journal.commit()
+            if state is not self._state:
+                _give(self._pool, *self._state)
+                self._state = state
+            self.copies.publish(buffer)
 
     # ----- answers, and the start after a crash
 
@@ -420,3 +418,21 @@ class SliceStore:
         self._sums = {step.key: journal.pool.at(step.place) for step in record.open_steps}
         self._memory.recover(self.weights)
         self.copies.recover(record.weights, record.version, journal.pool.at)
+
+
+def _give(pool: Pool | SliceJournal, *cells: Cell | None) -> None:
+    for cell in cells:
+        if cell is not None:
+            pool.give(cell)
+
+
+def _zeros(pool: Pool | SliceJournal) -> Cell:
+    cell = pool.take()
+    cell.data.fill(0)
+    return cell
+
+
+def _is_raw(grads: Sequence[WeightedGrad], rule: Rule) -> bool:
+    """Returns whether each gradient is added as it lies there."""
+    is_raw = all(payload.compressor.is_raw and payload.data.nbytes for _, payload in grads)
+    return is_raw and not rule.compensates

@@ -60,7 +60,7 @@ class SocketTransport(Transport):
             sender.submit(lambda: self._push_now(call), Future())
 
     def pull(self, call: PullCall) -> None:
-        """Asks for one slice."""
+        """Requests one slice."""
         self._pulls.request(call, pb.Envelope(pull=call.header))
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class SocketTransport(Transport):
             while len(self._push_connections) < num_wanted and not self._is_closed:
                 channel = FrameChannel[PushCall](self._reconnect, self._on_pushed, "push")
                 channel.start()
-                sender = DaemonExecutor(1, "bulk-send")
+                sender = DaemonExecutor(1, "data-send")
                 self._push_connections.append(PushConnection(channel, sender))
 
     def _push_connection(self, call: PushCall) -> PushConnection:

@@ -170,7 +170,7 @@ def test_many_connections_that_say_nothing_hold_nobody_up() -> None:
             for peer in (*silent, quick):
                 peer.socket.close()
         for thread in threading.enumerate():
-            if thread.name.startswith("bulk-read"):
+            if thread.name.startswith("data-read"):
                 thread.join(WAIT_S)
 
     play(scene)

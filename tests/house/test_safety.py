@@ -11,7 +11,7 @@ import pytest
 
 from tests.house.source import PACKAGES, ROOT, modules_or_skip, name, parse
 
-# The outermost handler of a request ends the process with a log line.
+# The first reports a bug in a method of the service; the process then ends with a log line.
 # The last one calls a module of the user's, which may raise anything.
 BROAD_EXCEPTS_ALLOWED = {
     "psserver/service/refusals.py": 1,

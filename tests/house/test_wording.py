@@ -32,9 +32,9 @@ HEADLESS = re.compile(
     re.IGNORECASE,
 )
 LEFT = {
-    "pscore": {"openings": 2, "headless": 5},
-    "psserver": {"openings": 35, "headless": 86},
-    "psworker": {"openings": 5, "headless": 16},
+    "pscore": {"openings": 2, "headless": 4},
+    "psserver": {"openings": 0, "headless": 33},
+    "psworker": {"openings": 0, "headless": 0},
     "pssim": {"openings": 0, "headless": 1},
 }
 

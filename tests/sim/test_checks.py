@@ -87,7 +87,7 @@ def test_more_open_steps_than_the_rule_allows_are_caught(
 ) -> None:
     """Workers keep to the bound by themselves, so one that does not wait for its pull is needed."""
     monkeypatch.setattr("psworker.replica.replica.Replica.land", lambda self, index: iter(()))
-    monkeypatch.setattr("psworker.replica.replica.Replica._has_landed", lambda self, index: True)
+    monkeypatch.setattr("psworker.replica.pulls.Pulls.has_landed", lambda self, index: True)
     clocks_with(steps_open=lambda: 1 << 30)
     assert first_failure("od")
 

@@ -62,6 +62,10 @@ class Peer:
         self.num_ended = 0
 
     @property
+    def queued_nbytes_min(self) -> int:
+        return 256 << 10
+
+    @property
     def needs_token(self) -> bool:
         return bool(self._token)
 

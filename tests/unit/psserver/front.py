@@ -22,9 +22,10 @@ from psserver.decisions.shard import Job, Shard
 from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
+from psserver.engine.placement import Placement
 from psserver.service.control import ControlServicer, data_handler
 from psserver.service.refusals import refusing
-from tests.unit.psserver.owned import owned
+from tests.unit.psserver.owned import Engines, owned
 
 T = TypeVar("T")
 LEASE_S = 10.0
@@ -33,7 +34,7 @@ NUMEL = 32  # Of the model below: one slice of two segments.
 HYPER = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # Plain SGD with learning rate 1.
 
 
-engines: list[Engine] = []  # Of the scene that is being played.
+engines = Engines()  # Of the scene that is being played.
 
 
 class Refused(Exception):  # noqa: N818 - it is what the peer is told, not an error of ours
@@ -64,6 +65,8 @@ class Refusing:
 class Front:
     """A shard, its services, and time."""
 
+    placement = Placement()
+
     def __init__(self, journals: JournalDir | None = None) -> None:
         """Must be made inside an event loop."""
         self.now_s = 0.0
@@ -74,10 +77,11 @@ class Front:
             shard,
             now=lambda: self.now_s,
             executor=self.executor,
+            placement=self.placement,
             journals=journals,
             broke=self.problems.append,
         )
-        engines.append(self.engine)
+        engines.add(self.engine)
         servicer = ControlServicer(self.engine, "cluster", 7, lambda grace_s: None)
         self.control: Any = Refusing(servicer)
         handler: Any = data_handler(self.engine)
@@ -194,7 +198,7 @@ def play(scene: Callable[[Front], Awaitable[T]]) -> T:
         front = Front()
         with owned(engines) as unguarded:
             result = await scene(front)
-        engines.clear()
+        engines.end_scene()
         assert not front.problems, front.problems
         assert not unguarded, "\n".join(sorted(set(unguarded)))
         front.executor.shutdown()

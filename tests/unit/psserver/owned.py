@@ -80,12 +80,41 @@ MACHINES = {
 }
 
 
+class Engines:
+    """The engines of one scene, and the locks of all engines so far.
+
+    A connection's thread may end after its scene, when another one is watched already. It reads
+    under its own engine's lock, which therefore stays known.
+
+    Attributes:
+        current: Engines of this scene; threads read the list, so it is replaced and not cleared.
+    """
+
+    def __init__(self) -> None:
+        """Starts without engines."""
+        self.current: list[Engine] = []
+        self._locks: list[Any] = []
+
+    def add(self, engine: Engine) -> None:
+        """Adds an engine, from any thread."""
+        self._locks.append(engine.lock)
+        self.current.append(engine)
+
+    def end_scene(self) -> None:
+        """Drops the engines of this scene; their locks stay known."""
+        self.current = []
+
+    def is_held(self) -> bool:
+        """Returns whether this thread has the lock of any engine."""
+        return any(lock._is_owned() for lock in self._locks)
+
+
 @contextmanager
-def owned(engines: Sequence[Engine]) -> Iterator[list[str]]:
-    """Yields what was read without the lock of a engine so far: which attribute, and where.
+def owned(engines: Engines) -> Iterator[list[str]]:
+    """Yields the reads without an engine's lock so far: which attribute, and where.
 
     Args:
-        engines: Those there are; more may be added meanwhile.
+        engines: The engines of this scene; more may be added meanwhile.
     """
     found: list[str] = []
     classes = [*FIXED, Requests]
@@ -98,12 +127,12 @@ def owned(engines: Sequence[Engine]) -> Iterator[list[str]]:
             del cls.__getattribute__
 
 
-def _watch(cls: Any, engines: Sequence[Engine], found: list[str]) -> None:
+def _watch(cls: Any, engines: Engines, found: list[str]) -> None:
     plain = object.__getattribute__
 
     def checked(self: object, name: str) -> Any:
-        is_held = any(engine.lock._is_owned() for engine in engines)  # type: ignore[attr-defined]
-        if not is_held and _is_guarded(cls, name) and not _is_copy(self, engines):
+        is_watched = _is_guarded(cls, name) and not engines.is_held()
+        if is_watched and not _is_copy(self, engines.current):
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and frame.f_code.co_filename in MACHINES:
                 frame = frame.f_back  # A test may play with a machine of its own.

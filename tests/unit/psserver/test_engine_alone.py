@@ -17,10 +17,12 @@ from psserver.decisions.membership import Member
 from psserver.decisions.orders import Update
 from psserver.decisions.shard import Actions, Job, Shard
 from psserver.engine.engine import Engine
-from psserver.engine.slice_queue import INLINE_NUMEL_MAX
+from psserver.engine.placement import Placement
 from tests.unit.psserver.front import HYPER
 
-NUMEL = 2 * INLINE_NUMEL_MAX  # A slice whose work a shard's process leaves to its executor.
+NUMEL = (
+    2 * Placement().inline_numel_max
+)  # A slice whose work a shard's process leaves to its executor.
 LEASE_S = 10.0
 SPEC = TableSpec(
     name="model",

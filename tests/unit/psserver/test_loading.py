@@ -16,6 +16,7 @@ from psserver.decisions.membership import Member
 from psserver.decisions.shard import Shard
 from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
+from psserver.engine.resume import recover
 from psserver.exits import CommandError
 from psserver.process.checkpoint_loading import MARKER, load
 from psserver.remote import checkpoint_files as files
@@ -30,7 +31,7 @@ def begin(journals: Path | None = None, limits: Limits | None = None) -> Engine:
     """Returns a shard that has taken up what its journals has."""
     kept = None if journals is None else JournalDir(journals)
     engine = Engine(Shard(0, 1, 10.0, limits), journals=kept, now=lambda: 5.0)
-    engine.recover()
+    recover(engine)
     return engine
 
 

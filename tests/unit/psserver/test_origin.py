@@ -11,6 +11,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import COUNT_MAX, TableSpec
 from pscore.types import Origin
 from psserver.durability.journal_dir import JournalDir
+from psserver.engine.resume import recover
 from tests.unit.psserver.front import (
     JOB,
     Context,
@@ -90,7 +91,7 @@ def test_it_outlives_a_killed_shard(tmp_path: Path, mode: str) -> None:
         await load(front, 40)
         journals.close()
         after = Front(JournalDir(tmp_path / "journals"))
-        after.engine.recover()
+        recover(after.engine)
         assert await origin(after, rule=rule) == (0, 40)
 
     play(scene)

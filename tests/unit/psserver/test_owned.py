@@ -138,6 +138,22 @@ def test_a_reader_without_the_lock_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         play(scene)
 
 
+def test_a_thread_that_outlives_its_scene_is_not_mistaken_for_a_careless_reader() -> None:
+    former: list[Front] = []
+
+    async def first(front: Front) -> None:
+        await front.ready()
+        former.append(front)
+
+    async def second(front: Front) -> None:
+        thread = threading.Thread(target=former[0].engine.suspect, args=(sender(0),))
+        thread.start()
+        thread.join()
+
+    play(first)
+    play(second)
+
+
 def test_a_view_does_not_change_with_its_job() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)

@@ -23,6 +23,7 @@ from psserver.durability.journal_dir import JobJournal, JournalDir
 from psserver.durability.recovery import Recovery
 from psserver.durability.sealed import read_json, write_json
 from psserver.engine.engine import Engine
+from psserver.engine.resume import recover
 from psserver.slices.base import Store
 from psserver.slices.journal import SliceJournal
 
@@ -53,7 +54,7 @@ class Process:
         self.journals = JournalDir(folder)
         shard = Shard(0, 1, 10.0, limits)
         self.engine = Engine(shard, journals=self.journals, now=lambda: 0.0)
-        self.names = self.engine.recover()
+        self.names = recover(self.engine)
 
     def train(self, name: str) -> None:
         """Makes a job with weights of version `STEPS`."""

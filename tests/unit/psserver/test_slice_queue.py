@@ -9,7 +9,8 @@ import pytest
 
 from pscore.types import Push, Role, Verdict
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Update
-from psserver.engine.slice_queue import INLINE_NUMEL_MAX, CopyOut, SliceQueue, Work, execute
+from psserver.engine.placement import Placement
+from psserver.engine.slice_queue import CopyOut, SliceQueue, Work, execute
 
 PUSH = Push(worker=0, step=0, base_version=0)
 LOAD = Load(token=1, role=Role.WEIGHTS, version=0)
@@ -47,14 +48,14 @@ def make_queue(numel: int, completion: Completion, pool: ThreadPoolExecutor) -> 
 def test_a_failure_on_the_callers_thread_is_told_and_raised() -> None:
     completion = Completion()
     with ThreadPoolExecutor(1) as pool, pytest.raises(AssertionError, match="an invariant"):
-        make_queue(INLINE_NUMEL_MAX, completion, pool).submit([LOAD])
+        make_queue(Placement().inline_numel_max, completion, pool).submit([LOAD])
     assert [str(problem) for problem in completion.problems] == ["an invariant"]
 
 
 def test_a_failure_on_the_pool_is_told() -> None:
     completion = Completion()
     with ThreadPoolExecutor(1) as pool:
-        queue = make_queue(INLINE_NUMEL_MAX + 1, completion, pool)
+        queue = make_queue(Placement().inline_numel_max + 1, completion, pool)
         queue.submit([LOAD])
     assert [str(problem) for problem in completion.problems] == ["an invariant"]
     assert queue.is_busy  # It is stuck for good: what waits for it must not be told otherwise.
@@ -231,7 +232,7 @@ def test_what_is_submitted_meanwhile_comes_behind() -> None:
 
 
 def test_who_queues_on_an_idle_lane_runs_it_and_nobody_else() -> None:
-    words: Any = Words(INLINE_NUMEL_MAX + 1)
+    words: Any = Words(Placement().inline_numel_max + 1)
     with ThreadPoolExecutor(1) as pool:
         queue = SliceQueue(words, words, pool)
         assert queue.append([ack("first")])
@@ -254,7 +255,7 @@ def test_nothing_submitted_is_nothing_done() -> None:
 
 def test_many_threads_submit_to_one_lane_and_each_finds_its_order() -> None:
     """Large slices run on the pool: no two actions of a slice at once, no action lost."""
-    words: Any = Words(INLINE_NUMEL_MAX + 1)
+    words: Any = Words(Placement().inline_numel_max + 1)
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as callers:
         queue = SliceQueue(words, words, pool)
         tokens = [[f"{caller}.{number}" for number in range(100)] for caller in range(4)]
