@@ -11,6 +11,7 @@ import pytest
 
 from pscore.rules.base import Rule
 from psserver.decisions.membership import Membership
+from psserver.decisions.open_steps import OpenSteps
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer
 from psserver.decisions.progress import Progress
 from psserver.decisions.slice_clock import SliceClock
@@ -130,9 +131,9 @@ def test_overwriting_weights_that_are_on_their_way_is_caught(
 def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = SliceClock._fill
+    original = OpenSteps.fill
 
-    def heavier(self: SliceClock, step: int) -> list[Action]:
+    def heavier(self: OpenSteps, step: int) -> list[Action]:
         return [
             Add(
                 token=action.token,
@@ -146,7 +147,7 @@ def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
             for action in original(self, step)
         ]
 
-    monkeypatch.setattr(SliceClock, "_fill", heavier)
+    monkeypatch.setattr(OpenSteps, "fill", heavier)
     assert first_failure("ssgd")
 
 
