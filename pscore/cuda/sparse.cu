@@ -63,7 +63,8 @@ extern "C" __global__ void select_begin(Select* select, int* bins, int k, int if
 }
 
 extern "C" __global__ void select_count(const float* residual, int n, int stride, int shift,
-                                        int width, const Select* select, int* bins, int if_exceeded) {
+                                        int width, const Select* select, int* bins,
+                                        int if_exceeded) {
   __shared__ int own[BINS];
   if (if_exceeded && !select->exceeded) return;
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) own[bin] = 0;
