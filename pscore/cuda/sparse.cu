@@ -62,8 +62,9 @@ extern "C" __global__ void select_begin(Select* select, int* bins, int k, int if
   }
 }
 
-extern "C" __global__ void select_count(const float* owed, int n, int stride, int shift, int width,
-                                        const Select* select, int* bins, int if_exceeded) {
+extern "C" __global__ void select_count(const float* residual, int n, int stride, int shift,
+                                        int width, const Select* select, int* bins,
+                                        int if_exceeded) {
   __shared__ int own[BINS];
   if (if_exceeded && !select->exceeded) return;
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) own[bin] = 0;
@@ -72,7 +73,7 @@ extern "C" __global__ void select_count(const float* owed, int n, int stride, in
   for (int k = 0; k < EACH; ++k) {
     int i = place(k);
     if (i >= num_samples) continue;
-    int m = magnitude_of(owed[(long long)i * stride]);
+    int m = magnitude_of(residual[(long long)i * stride]);
     if ((long long)m >> (shift + width) == select->prefix) atomicAdd(&own[m >> shift & mask], 1);
   }
   __syncthreads();
@@ -110,14 +111,14 @@ extern "C" __global__ void select_sampled(Select* select) {
 }
 
 // How many of each block are above the threshold, and how many equal it.
-extern "C" __global__ void count_blocks(const float* owed, int n, const Select* select, int* above,
-                                        int* equal, int if_exceeded) {
+extern "C" __global__ void count_blocks(const float* residual, int n, const Select* select,
+                                        int* above, int* equal, int if_exceeded) {
   __shared__ int sums[2];
   if (if_exceeded && !select->exceeded) return;
   if (threadIdx.x < 2) sums[threadIdx.x] = 0;
   __syncthreads();
   float u[EACH];
-  load8(owed, n, u);
+  load8(residual, n, u);
   for (int k = 0; k < EACH; ++k) {
     int m = magnitude_of(u[k]);
     if (m > select->prefix) atomicAdd(&sums[0], 1);
@@ -170,7 +171,7 @@ extern "C" __global__ void place_blocks(Select* select, int* above, int* equal, 
 }
 
 // Moves the selected elements to the payload in order. Thread t has elements 8t..8t+7 of its block.
-extern "C" __global__ void move(float* owed, float* momentum, int n, const Select* select,
+extern "C" __global__ void move(float* residual, float* momentum, int n, const Select* select,
                                 const int* above, const int* equal, u8* out, const int* bad) {
   if (is_refused(bad)) return;
   __shared__ int counts[THREADS];
@@ -179,7 +180,7 @@ extern "C" __global__ void move(float* owed, float* momentum, int n, const Selec
   int num_above = 0, num_equal = 0;
   for (int k = 0; k < EACH; ++k) {
     if (first + k >= n) break;
-    int m = magnitude_of(owed[first + k]);
+    int m = magnitude_of(residual[first + k]);
     num_above += m > select->prefix;
     num_equal += m == select->prefix && m > 0;
   }
@@ -206,14 +207,14 @@ extern "C" __global__ void move(float* owed, float* momentum, int n, const Selec
   float* values = reinterpret_cast<float*>(out + 4) + select->count;
   for (int k = 0; k < EACH; ++k) {
     if (first + k >= n) break;
-    float x = owed[first + k];
+    float x = residual[first + k];
     int m = magnitude_of(x);
     bool is_tie = m == select->prefix && m > 0 && allowed > 0;
     if (m <= select->prefix && !is_tie) continue;
     allowed -= is_tie;
     indices[to] = (u32)(first + k);
     values[to] = x;
-    owed[first + k] = 0.0f;
+    residual[first + k] = 0.0f;
     if (momentum) momentum[first + k] = 0.0f;
     ++to;
   }
@@ -225,12 +226,12 @@ __device__ inline int randomk_position(int j, int k, int n, u32 low, u32 high) {
   return (int)(first + (long long)draw_bits((u32)j, low, high) % (behind - first));
 }
 
-extern "C" __global__ void randomk(float* owed, int n, int k, u32 low, u32 high, float* values,
+extern "C" __global__ void randomk(float* residual, int n, int k, u32 low, u32 high, float* values,
                                    const int* bad) {
   if (is_refused(bad)) return;
   int j = blockIdx.x * THREADS + threadIdx.x;
   if (j >= k) return;
   int i = randomk_position(j, k, n, low, high);
-  values[j] = owed[i];
-  owed[i] = 0.0f;
+  values[j] = residual[i];
+  residual[i] = 0.0f;
 }
