@@ -33,7 +33,7 @@ HEADLESS = re.compile(
 )
 LEFT = {
     "pscore": {"openings": 2, "headless": 5},
-    "psserver": {"openings": 11, "headless": 59},
+    "psserver": {"openings": 11, "headless": 41},
     "psworker": {"openings": 5, "headless": 16},
     "pssim": {"openings": 0, "headless": 1},
 }
