@@ -56,7 +56,7 @@ def require_for_pulls(compressor: Compressor) -> None:
     if compressor.is_raw or compressor.bounds_residual:
         return
     raise ConfigError(
-        f"pull_compression is {str(compressor)!r}, must be a compressor that bounds what is owed: "
+        f"pull_compression is {str(compressor)!r}, must be a compressor with a bounded residual: "
         "fp16, bf16, int8, 2bit, 1bit, topk, randomk, natural(feedback=True), or "
         f"qsgd(feedback=True) with {CONTRACTING_MIN} levels or more"
     )

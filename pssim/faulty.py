@@ -42,15 +42,12 @@ PULL_WAIT_S = 1.0
 RETRY_S = 0.7
 
 
-def poison(store: Store) -> None:
+def poison_unreferenced(store: Store) -> None:
     """Fills memory that the journal does not name with NaN, as if it had been half written."""
     assert isinstance(store, SliceStore)
     assert store.journal is not None
-    for cell in store.journal.pool._free:
-        cell.array.fill(np.nan)
-    for buffer in store.copies._buffers:
-        if buffer is not store.copies._newest:
-            buffer.array.fill(np.nan)
+    store.journal.pool.poison_free()
+    store.copies.poison_others()
 
 
 class RepeatedRequest:
@@ -562,7 +559,7 @@ class FaultyCluster(Cluster):
 
     def _crash(self, shard: SimulatedShard) -> None:
         self.network.note(f"    {shard.name}: is killed, and starts again")
-        shard.crash(poison)
+        shard.crash(poison_unreferenced)
         self.check(shard)
 
     def _send_later(self, send: Callable[[], None], release: Callable[[], None]) -> None:

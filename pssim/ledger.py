@@ -77,7 +77,9 @@ class SliceBook:
 
     def added(self, action: Add, identity: Identity) -> None:
         """A gradient enters a sum."""
-        former = identity in self.entered or any(identity in bin_ for bin_ in self._open.values())
+        former = identity in self.entered or any(
+            identity in open_step for open_step in self._open.values()
+        )
         assert not former, f"push {identity} is counted twice"
         sent, rule = self.sent[identity], self.case.rule
         if rule.by_step:
@@ -88,9 +90,9 @@ class SliceBook:
         else:
             weight = rule.scale(self.version - sent.base_version)
             weight *= sent.samples if rule.fan_in(*[self.case.num_workers] * 2) > 1 else 1.0
-        bin_ = self._open.setdefault(action.open_step, [])
-        assert action.is_first == (not bin_)
-        bin_.append(identity)
+        open_step = self._open.setdefault(action.open_step, [])
+        assert action.is_first == (not open_step)
+        open_step.append(identity)
         if action.is_first:
             self._sums[action.open_step] = np.zeros_like(self.weights[0])
         # A worker alone needs no weight: its mean is its gradient.
@@ -141,7 +143,7 @@ class SliceBook:
 
     def acknowledged(self, action: Acknowledge, identity: Identity, clocks: SliceClock) -> None:
         """A push is answered: from here on its worker relies on it."""
-        held = any(identity in bin_ for bin_ in self._open.values())
+        held = any(identity in open_step for open_step in self._open.values())
         if action.verdict is Verdict.ACCEPTED:
             self.accepted[identity[0], identity[1]] = identity
             self.ahead_max = max(self.ahead_max, identity[1] + 1 - clocks.clock_min())

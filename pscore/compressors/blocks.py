@@ -104,19 +104,19 @@ def float_of(bits: np.uint32) -> np.float32:
 
 
 @kernel
-def take(grad: FloatArray, owed: FloatArray) -> None:
-    """Sets `owed += grad`."""
+def take(grad: FloatArray, residual: FloatArray) -> None:
+    """Sets `residual += grad`."""
     for i in range(grad.size):
-        owed[i] += grad[i]
+        residual[i] += grad[i]
 
 
 @kernel
-def take_max(grad: FloatArray, owed: FloatArray) -> np.int32:
-    """Sets `owed += grad`, and returns what `max_bits` does, in one pass."""
+def take_max(grad: FloatArray, residual: FloatArray) -> np.int32:
+    """Sets `residual += grad`, and returns what `max_bits` does, in one pass."""
     largest = np.int32(0)
     for i in range(grad.size):
-        u = owed[i] + grad[i]
-        owed[i] = u
+        u = residual[i] + grad[i]
+        residual[i] = u
         largest = max(largest, np.float32(u).view(np.int32) & ABS_BITS)
     return largest
 
@@ -129,9 +129,9 @@ def clear(out: FloatArray) -> None:
 
 
 @kernel
-def max_bits(owed: FloatArray) -> np.int32:
-    """Returns the largest `abs(owed)` as its bits, which order like the numbers; Inf is largest."""
-    bits = owed.view(np.int32)
+def max_bits(residual: FloatArray) -> np.int32:
+    """Returns the bits of the largest `abs(residual)`; they order like the numbers, Inf highest."""
+    bits = residual.view(np.int32)
     largest = np.int32(0)
     for i in range(bits.size):
         largest = max(largest, bits[i] & ABS_BITS)
@@ -139,29 +139,29 @@ def max_bits(owed: FloatArray) -> np.int32:
 
 
 @kernel
-def mean_abs(owed: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> Any:
+def mean_abs(residual: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> Any:
     """Returns the mean magnitude, added up in the order of the contract.
 
     Both kinds of lanes are scratch, `(256,)`.
     """
-    x = padded(owed)
+    x = padded(residual)
     for t in range(LANES):
         lanes[t] = ((abs(x[t]) + abs(x[t + 256])) + (abs(x[t + 512]) + abs(x[t + 768]))) + (
             (abs(x[t + 1024]) + abs(x[t + 1280])) + (abs(x[t + 1536]) + abs(x[t + 1792]))
         )
     total = _fold(lanes)
     if total < INFINITE:
-        return total / np.float32(owed.size)
+        return total / np.float32(residual.size)
     for t in range(LANES):
         wide_lanes[t] = (
             (_wide(x[t]) + _wide(x[t + 256])) + (_wide(x[t + 512]) + _wide(x[t + 768]))
         ) + ((_wide(x[t + 1024]) + _wide(x[t + 1280])) + (_wide(x[t + 1536]) + _wide(x[t + 1792])))
-    return np.float32(_fold(wide_lanes) / np.float64(owed.size))
+    return np.float32(_fold(wide_lanes) / np.float64(residual.size))
 
 
 @kernel
 def mean_beyond(
-    owed: FloatArray,
+    residual: FloatArray,
     threshold: np.float32,
     lanes: FloatArray,
     wide_lanes: np.ndarray,
@@ -172,7 +172,7 @@ def mean_beyond(
     The sample is elements 0 to 255 and 1024 to 1279. How many of the magnitudes are not zero is put
     into `count`, `(1,) int32`.
     """
-    x = padded(owed)
+    x = padded(residual)
     found = int32(0)
     for t in range(LANES):
         a, b = _if(x[t], threshold), _if(x[t + 1024], threshold)
@@ -188,9 +188,9 @@ def mean_beyond(
 
 
 @kernel
-def sample_squares(owed: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> float:
+def sample_squares(residual: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> float:
     """Returns the sum of the sample's squares, added as float32 if that holds it."""
-    x = padded(owed)
+    x = padded(residual)
     for t in range(LANES):
         lanes[t] = x[t] * x[t] + x[t + 1024] * x[t + 1024]
     total = _fold(lanes)
@@ -219,9 +219,9 @@ def _one(size: np.float32) -> np.int32:
 
 
 @kernel
-def sum_squares(owed: FloatArray, lanes: np.ndarray) -> Any:
+def sum_squares(residual: FloatArray, lanes: np.ndarray) -> Any:
     """Returns the sum of squares in the order of the contract; `lanes` is scratch, `(256,)`."""
-    x = padded(owed)
+    x = padded(residual)
     for t in range(LANES):
         lanes[t] = (
             (_square(x[t]) + _square(x[t + 256])) + (_square(x[t + 512]) + _square(x[t + 768]))
@@ -233,9 +233,9 @@ def sum_squares(owed: FloatArray, lanes: np.ndarray) -> Any:
 
 
 @kernel
-def squares(owed: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> float:
+def squares(residual: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> float:
     """Returns the sum of squares, added as float32 if that holds it."""
-    x = padded(owed)
+    x = padded(residual)
     for t in range(LANES):
         lanes[t] = (
             (x[t] * x[t] + x[t + 256] * x[t + 256])
@@ -247,16 +247,16 @@ def squares(owed: FloatArray, lanes: FloatArray, wide_lanes: np.ndarray) -> floa
     total = _fold(lanes)
     if SQUARES_MIN <= total <= SQUARES_MAX:
         return float(total)
-    return float(sum_squares(owed, wide_lanes))
+    return float(sum_squares(residual, wide_lanes))
 
 
 @kernel
-def padded(owed: FloatArray) -> FloatArray:
+def padded(residual: FloatArray) -> FloatArray:
     """Returns a block, or a copy of a short one with zeros behind it."""
-    if owed.size == BLOCK:
-        return owed
+    if residual.size == BLOCK:
+        return residual
     whole = np.zeros(BLOCK, np.float32)
-    whole[: owed.size] = owed
+    whole[: residual.size] = residual
     return whole
 
 

@@ -6,7 +6,7 @@ halves of the seed mixed in before each of its two multiplications.
     x = index * 0x9e3779b1 ^ low(seed);  x ^= x >> 16;  x *= 0x7feb352d;  x += high(seed)
     x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16                           (all modulo 2^32)
 
-What rounds at random draws 16 bits for each element, two elements from one hash: the noise of
+Random rounding draws 16 bits for each element, two elements from one hash: the noise of
 element i is the lower half of `bits_32(i / 2)` for an even i, the upper half for an odd one. So a
 probability is a multiple of 2^-16, which is finer than float32's rounding of a block's sum, and
 half as many hashes are made: they, and not memory, are what an encoder waits for.

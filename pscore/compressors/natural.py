@@ -91,11 +91,11 @@ def _encode(
         part, sent = grad[start : start + BLOCK], out[start : start + BLOCK]
         draw.fill(start, low, high, words)
         if residual.size:
-            owed = residual[start : start + BLOCK]
-            largest = max(largest, blocks.take_max(part, owed))
-            _round(owed, noise, sent)
-            for i in range(owed.size):
-                owed[i] -= _float_of(uint32(sent[i]))
+            u = residual[start : start + BLOCK]
+            largest = max(largest, blocks.take_max(part, u))
+            _round(u, noise, sent)
+            for i in range(u.size):
+                u[i] -= _float_of(uint32(sent[i]))
         else:
             largest = max(largest, blocks.max_bits(part))
             _round(part, noise, sent)

@@ -130,8 +130,8 @@ def _encode(
     noise = words.view(np.uint16)
     for start in range(0, grad.size, BLOCK):
         part, sent = grad[start : start + BLOCK], out[start : start + BLOCK]
-        owed = residual[start : start + BLOCK]
-        bits = blocks.take_max(part, owed) if residual.size else blocks.max_bits(part)
+        u = residual[start : start + BLOCK]
+        bits = blocks.take_max(part, u) if residual.size else blocks.max_bits(part)
         largest = max(largest, bits)
         limit.view(np.int32)[0] = bits
         is_sent = limit[0] >= SCALE_MIN
@@ -140,9 +140,9 @@ def _encode(
         inverse = levels * UNIT / limit[0] if is_sent else zero
         draw.fill(start, low, high, words)
         if residual.size:
-            _round(owed, inverse, noise, sent)
-            for i in range(owed.size):
-                owed[i] -= np.float32(sent[i]) * scale
+            _round(u, inverse, noise, sent)
+            for i in range(u.size):
+                u[i] -= np.float32(sent[i]) * scale
         else:
             _round(part, inverse, noise, sent)
     return largest

@@ -63,11 +63,11 @@ class RandomK(Compressor):
         self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
     ) -> int:
         """Gathers and clears."""
-        owed, nbytes = state[RESIDUAL], self.payload_nbytes_max(len(grad))
+        residual, nbytes = state[RESIDUAL], self.payload_nbytes_max(len(grad))
         self.require_room(grad, state)
-        note_largest(state, blocks.take_max(read_only(grad), owed), self.name)
+        note_largest(state, blocks.take_max(read_only(grad), residual), self.name)
         out[:SEED_NBYTES].view("<u8")[0] = seed
-        _gather(owed, *draw.halves(seed), out[SEED_NBYTES:nbytes].view("<f4"))
+        _gather(residual, *draw.halves(seed), out[SEED_NBYTES:nbytes].view("<f4"))
         return nbytes
 
     def decode_add(
@@ -88,11 +88,11 @@ def _position(j: int, k: int, numel: int, low: np.uint32, high: np.uint32) -> in
 
 
 @kernel
-def _gather(owed: FloatArray, low: np.uint32, high: np.uint32, values: FloatArray) -> None:
+def _gather(residual: FloatArray, low: np.uint32, high: np.uint32, values: FloatArray) -> None:
     for j in range(values.size):
-        position = _position(j, values.size, owed.size, low, high)
-        values[j] = owed[position]
-        owed[position] = np.float32(0.0)
+        position = _position(j, values.size, residual.size, low, high)
+        values[j] = residual[position]
+        residual[position] = np.float32(0.0)
 
 
 @kernel

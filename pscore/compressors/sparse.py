@@ -94,11 +94,11 @@ def parts(payload: ByteArray) -> tuple[np.ndarray, FloatArray]:
     return aligned(payload[HEAD_NBYTES:middle], "<u4"), aligned(payload[middle:], "<f4")
 
 
-def encode(owed: FloatArray, k: int, select: str, out: ByteArray) -> tuple[int, np.ndarray]:
-    """Moves the largest elements from `owed` to a payload, leaving zeros.
+def encode(residual: FloatArray, k: int, select: str, out: ByteArray) -> tuple[int, np.ndarray]:
+    """Moves the largest elements from `residual` to a payload, leaving zeros.
 
     Args:
-        owed: `(numel,) float32`, finite.
+        residual: `(numel,) float32`, finite.
         k: How many.
         select: `exact` or `sampled`.
         out: Receives the payload.
@@ -106,8 +106,8 @@ def encode(owed: FloatArray, k: int, select: str, out: ByteArray) -> tuple[int, 
     Returns:
         Its length in bytes, and the indices as a view on it.
     """
-    bits, rank, found = owed.view(np.int32), sample_rank(k, len(owed)), None
-    sample = bits[:: stride(len(owed))] & ABS_BITS
+    bits, rank, found = residual.view(np.int32), sample_rank(k, len(residual)), None
+    sample = bits[:: stride(len(residual))] & ABS_BITS
     if select == "sampled":
         threshold, _ = select_kth(sample, rank)
         found = reaching(bits, max(2, threshold), 2 * k)
@@ -116,7 +116,7 @@ def encode(owed: FloatArray, k: int, select: str, out: ByteArray) -> tuple[int, 
     count = len(found)
     out[:HEAD_NBYTES].view("<u4")[0] = count
     room = out[HEAD_NBYTES : payload_nbytes(count)].view("<u4")
-    _move(owed, found, room[:count], room[count:].view("<f4"))
+    _move(residual, found, room[:count], room[count:].view("<f4"))
     return payload_nbytes(count), room[:count]
 
 
@@ -221,9 +221,9 @@ def _chosen(bits: np.ndarray, threshold: int, ties: int, k: int) -> np.ndarray:
 
 
 @kernel
-def _move(owed: FloatArray, found: np.ndarray, indices: np.ndarray, values: FloatArray) -> None:
+def _move(residual: FloatArray, found: np.ndarray, indices: np.ndarray, values: FloatArray) -> None:
     for j in range(found.size):
         position = np.int64(found[j])
         indices[j] = found[j]
-        values[j] = owed[position]
-        owed[position] = np.float32(0.0)
+        values[j] = residual[position]
+        residual[position] = np.float32(0.0)

@@ -106,12 +106,12 @@ def _encode(
     limit, noise = np.empty(1, np.float32), words.view(np.uint16)
     largest, zero = np.int32(0), np.float32(0.0)
     for start in range(0, grad.size, BLOCK):
-        part, owed = grad[start : start + BLOCK], residual[start : start + BLOCK]
-        bits = blocks.take_max(part, owed) if residual.size else blocks.max_bits(part)
+        part, u = grad[start : start + BLOCK], residual[start : start + BLOCK]
+        bits = blocks.take_max(part, u) if residual.size else blocks.max_bits(part)
         largest = max(largest, bits)
         limit.view(np.int32)[0] = bits
         if residual.size:
-            squares = blocks.squares(owed, sums, lanes)
+            squares = blocks.squares(u, sums, lanes)
         else:
             squares = blocks.squares(part, sums, lanes)
         scale = min(limit[0], np.float32(CLIP * math.sqrt(squares / part.size)))
@@ -121,11 +121,11 @@ def _encode(
         inverse = UNIT / scale if is_sent else zero
         draw.fill(start, low, high, words)
         if residual.size:
-            _draw(owed, inverse, noise, codes)
-            for i in range(owed.size):
+            _draw(u, inverse, noise, codes)
+            for i in range(u.size):
                 code = codes[i]
                 up, down = code == np.uint8(3), code == np.uint8(2)
-                owed[i] -= scale if up else (-scale if down else zero)
+                u[i] -= scale if up else (-scale if down else zero)
         else:
             _draw(part, inverse, noise, codes)
         blocks.clear_tail(codes, part.size)

@@ -60,10 +60,12 @@ class TopK(Compressor):
         self, grad: FloatArray, state: State, out: ByteArray, *, seed: int = 0, step: int = 0
     ) -> int:
         """Selects and clears."""
-        owed = state[RESIDUAL]
+        residual = state[RESIDUAL]
         self.require_room(grad, state)
-        note_largest(state, blocks.take_max(read_only(grad), owed), self.name)
-        nbytes, _ = sparse.encode(owed, sparse.num_sent(self.ratio, len(grad)), self.select, out)
+        note_largest(state, blocks.take_max(read_only(grad), residual), self.name)
+        nbytes, _ = sparse.encode(
+            residual, sparse.num_sent(self.ratio, len(grad)), self.select, out
+        )
         return nbytes
 
     def decode_add(

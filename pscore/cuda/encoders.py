@@ -194,16 +194,16 @@ def _send_largest(encoder: KernelEncoder, k: int, select: str, momentum: np.uint
     limit = np.int32(min(encoder.numel, 2 * k))
 
     def choose(rank: int, stride: int, *, is_sample: bool, if_exceeded: bool) -> None:
-        flag, owed = np.int32(if_exceeded), encoder.residual
+        flag, residual = np.int32(if_exceeded), encoder.residual
         encoder.threads("select_begin", 1, state, bins, np.int32(rank), flag)
         for shift, width in DIGITS:
             digit = (np.int32(stride), np.int32(shift), np.int32(width), state, bins, flag)
             num_samples = -(-encoder.numel // stride)
-            encoder.threads("select_count", -(-num_samples // EACH), owed, n, *digit)
+            encoder.threads("select_count", -(-num_samples // EACH), residual, n, *digit)
             encoder.threads("select_digit", 1, state, bins, np.int32(width), flag)
         if is_sample:
             encoder.threads("select_sampled", 1, state)
-        encoder.blocks("count_blocks", owed, n, state, above, equal, flag)
+        encoder.blocks("count_blocks", residual, n, state, above, equal, flag)
         where = (above, equal, np.int32(num_blocks), limit, flag)
         encoder.threads("place_blocks", 1, state, *where)
 

@@ -63,8 +63,8 @@ class TorchEncoder(Encoder):
         """Bytes of the blocks' scales."""
         return 4 * self._num_blocks
 
-    def owed(self, grad: Tensor) -> Tensor:
-        """Returns gradient and residual together, and says what float32 cannot hold."""
+    def with_residual(self, grad: Tensor) -> Tensor:
+        """Returns the sum of gradient and residual; sets the flag if it is not finite."""
         u = self.state[RESIDUAL] + grad if RESIDUAL in self.state else grad
         self.require_finite(u)
         return u
@@ -148,14 +148,14 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _fp16(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     sent = u.clamp(-HALF_MAX, HALF_MAX).half()
     encoder.put(0, sent)
     encoder.keep(RESIDUAL, u - sent.float())
 
 
 def _bf16(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     bits = _bits(u)
     magnitude = bits & ABS_BITS
     rounded = (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16
@@ -165,7 +165,7 @@ def _bf16(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
 
 
 def _int8(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     x = encoder.in_blocks(u)
     limit = x.abs().amax(1)
     is_sent, most = limit >= SMALLEST, encoder.like(float(LEVELS), x)
@@ -187,7 +187,7 @@ def _put_ternary(encoder: TorchEncoder, start: int, up: Tensor, down: Tensor) ->
 def _two_bit(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
     compressor = encoder.compressor
     assert isinstance(compressor, TwoBit)
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     x = encoder.in_blocks(u)
     if compressor.threshold:
         start, threshold = 0, _column(encoder.like(compressor.threshold, x))
@@ -224,7 +224,7 @@ def _adapted(encoder: TorchEncoder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _one_bit(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     x = encoder.in_blocks(u)
     narrow, wide = _sum(x.abs()), (_sum(x.abs().double()) / encoder.sizes).float()
     mean = torch.where(torch.isfinite(narrow), narrow / encoder.sizes.float(), wide)
@@ -241,7 +241,7 @@ def _one_bit(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
 def _qsgd(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
     compressor = encoder.compressor
     assert isinstance(compressor, QSGD)
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     x = encoder.in_blocks(u)
     limit = x.abs().amax(1)
     is_sent, levels = limit >= SMALLEST, encoder.like(float(compressor.levels), x)
@@ -255,7 +255,7 @@ def _qsgd(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
 
 
 def _terngrad(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     x = encoder.in_blocks(u)
     squares = _in_range(_sum(x * x), _sum(x.double() * x.double()))
     clip = (CLIP * torch.sqrt(squares / encoder.sizes)).float()
@@ -272,7 +272,7 @@ def _terngrad(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None
 
 
 def _natural(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     bits, noise = _bits(u), encoder.flat(encoder.noise(seed))
     code = ((bits & ABS_BITS) + (noise << 7) >> 23) - int(OFFSET)
     code = code.clamp(0, int(CODE_MAX))
@@ -285,7 +285,7 @@ def _natural(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
 def _randomk(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
     compressor = encoder.compressor
     assert isinstance(compressor, RandomK)
-    u, n = encoder.owed(grad), encoder.numel
+    u, n = encoder.with_residual(grad), encoder.numel
     k = sparse.num_sent(compressor.ratio, n)
     parts = torch.arange(k, device=u.device)
     first, behind = parts * n // k, (parts + 1) * n // k
@@ -299,7 +299,7 @@ def _randomk(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
 def _topk(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
     compressor = encoder.compressor
     assert isinstance(compressor, TopK)
-    u = encoder.owed(grad)
+    u = encoder.with_residual(grad)
     k = sparse.num_sent(compressor.ratio, encoder.numel)
     is_sent = _put_largest(encoder, u, k, compressor.select)
     encoder.keep(RESIDUAL, torch.where(is_sent, 0.0, u))

@@ -1,4 +1,4 @@
-"""GLU: a worker goes on by its own gradient, and by how its weights have moved since its last step.
+"""GLU: a worker continues by its gradient, and by how its weights have moved since its last step.
 
 Yemao Xu et al., "SSD-SGD: Communication Sparsification for Distributed Deep Learning Training",
 arXiv:2012.05396, as released: class `COSDCASGD` in the authors' code (repository main-520/SSD-SGD,

@@ -30,8 +30,8 @@ class Mirror(LocalUpdate):
     """The shard's optimizer, run by the worker.
 
     Args:
-        mirror: `exact` takes the shard's optimizer state with each pull. `kept` goes on with the
-            worker's own, seeded once: `pulls_state` is False, and the driver asks for the state
+        mirror: `exact` takes the shard's optimizer state with each pull. `kept` continues with the
+            worker's own, seeded once: `pulls_state` is False, and the driver requests the state
             with each blocking pull of the last step of the warm-up, as `wants_state` says.
     """
 

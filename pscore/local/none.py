@@ -1,4 +1,4 @@
-"""No local update: a worker goes on with the weights of the last pull until the next one.
+"""No local update: a worker continues with the weights of the last pull until the next one.
 
 For comparison with the other local updates: delayed SGD as it is analysed by Alekh Agarwal and John
 Duchi, "Distributed Delayed Stochastic Optimization", NeurIPS 2011.

@@ -1,4 +1,4 @@
-"""Secant: a worker goes on by its own gradient and the global one, read off the last two pulls.
+"""Secant: a worker continues by its own gradient and the global one, read off the last two pulls.
 
 Paceline's own, after the GLU of Yemao Xu et al., "SSD-SGD: Communication Sparsification for
 Distributed Deep Learning Training", arXiv:2012.05396: the shape of the step and the factors are

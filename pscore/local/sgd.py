@@ -1,4 +1,4 @@
-"""Plain local step: a worker goes on by its own gradient, without momentum.
+"""Plain local step: a worker continues by its own gradient, without momentum.
 
 The local update of Yemao Xu et al., "OD-SGD: One-step Delay Stochastic Gradient Descent for
 Distributed Training", arXiv:2005.06728, without its compensation term (Lambda = 0), as read in the

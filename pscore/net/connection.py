@@ -73,7 +73,7 @@ class Service(Protocol):
         """Returns the handler of a new connection; called on its reading thread.
 
         Raises:
-            AccessError: The token is missing or wrong; the peer is told why.
+            AccessError: The token is missing or wrong; the peer receives the reason.
         """
 
     def log(
@@ -174,7 +174,7 @@ class Connection:
         """Reads the first frame, which is a hello if a token is needed; None if the peer closed.
 
         Raises:
-            AccessError: The token is missing or wrong; the peer was told.
+            AccessError: The token is missing or wrong; the peer has received the reason.
             TransportError: The connection broke.
         """
         service = self._service

@@ -354,7 +354,7 @@ def explain(
         return TLSError(f"{address} does not take this side's certificate ({said}); {OWN}")
     if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER" in text or "PACKET_LENGTH" in text:
         return TLSError(
-            f"{address} does not speak TLS, and this side was told to; start the shards with "
+            f"{address} does not speak TLS, but this side is set to use TLS; start the shards with "
             "--tls-cert and --tls-key, or unset PACELINE_TLS_CA"
         )
     return None

@@ -27,7 +27,7 @@ class Plan:
     1. A pull that is still on its way from an earlier step is waited for and becomes the base.
     2. With `local` (or `inner`), the weights move by this step's gradient.
     3. With `push`, the gradient (or the change of the weights) is sent; it may leave earlier.
-    4. With `pull`, the weights that hold this step's update are asked for.
+    4. With `pull`, the weights that hold this step's update are requested.
     5. With `block`, that pull is waited for now; else it lands in item 1 of a later step.
     """
 

@@ -16,8 +16,8 @@ moments.
 Differs from the paper: workers send the difference to the weights of the last pull and not the
 weights, so that a round can be weighed, compressed, or given to another outer optimizer. The
 warm-up is no different program, as it is in post-local SGD, but rounds of one step. With `backup`
-a round takes the first N of N + b workers (as arXiv:1604.00981 does for single steps); what comes
-later is dropped, and its worker goes on from the newest weights.
+a round takes the first N of N + b workers (as arXiv:1604.00981 does for single steps); a later
+push is dropped, and its worker continues from the newest weights.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ backup workers, section 3.
 Every worker waits for the update of its own step. Without backup workers its gradients are added in
 the order of the ranks, so that the same seed gives the same bits whatever the order of arrival;
 with them they are added as they come. A gradient that comes after its step has closed never enters
-the weights: its worker is told TOO_LATE, pulls, and goes on with the oldest step still open.
+the weights: its worker gets TOO_LATE, pulls, and continues with the oldest step still open.
 
 Differs from the paper: the first N are chosen slice by slice, so that the late gradient of a large
 model may still count in the slices that were in time. Where fewer than N workers are left, a step
@@ -44,7 +44,7 @@ class Synchronous(Rule):
         return 1
 
     def readable(self, clocks: SliceClocks, worker: int, clock: int, min_version: int) -> bool:
-        """The update asked for is there; the worker's own push may have been too late for it."""
+        """The requested update is there; the worker's own push may have been too late for it."""
         return clocks.version >= min_version
 
 
@@ -79,7 +79,7 @@ class WithBackup(Synchronous):
 
 @dataclass(frozen=True)
 class SSGD(WithBackup):
-    """Synchronous SGD, with backup workers if asked for.
+    """Synchronous SGD, with backup workers if configured.
 
     Attributes:
         backup: b, workers whose gradient a step need not wait for, 0 to the number of workers

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: asynchronous, but nobody reads weights older than a bound.
+"""Stale synchronous parallel: asynchronous, but no worker reads weights older than a bound.
 
 Qirong Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
 NeurIPS 2013; the read condition also as in the code of Bosen (repository sailing-pmls/bosen,
@@ -13,7 +13,7 @@ here synchronous SGD: one update of the mean. From s=1 on, and without a bound (
 each gradient is an update of its own, so that N workers make N updates of the full learning rate
 per step: divide it by about N when the bound is raised from 0.
 
-Differs from the paper: a worker asks for the newest weights at every step instead of keeping those
+Differs from the paper: a worker requests the newest weights at every step instead of keeping those
 that are fresh enough, as in ESSP (Dai et al., arXiv:1410.8043): fresher weights for more bytes. The
 paper adds updates; here the user's optimizer makes them.
 """
@@ -54,11 +54,11 @@ class SSP(Rule):
 
     @property
     def by_step(self) -> bool:
-        """Bulk synchronous if nobody may be ahead."""
+        """Bulk synchronous if no worker may be ahead."""
         return self.bound == 0
 
     def fan_in(self, num_expected: int, num_workers: int) -> int:
-        """One, or everybody if nobody may be ahead."""
+        """One, or all workers if none may be ahead."""
         return num_expected if self.by_step else 1
 
     def steps_open(self) -> int:

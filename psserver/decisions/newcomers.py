@@ -1,4 +1,4 @@
-"""Where the workers start that join a job under way.
+"""The steps at which workers start that join a job under way.
 
 The open steps of slices and shards differ, and a step of a worker counts in all slices or in none.
 So a worker that joins pulls each slice, takes the newest of the steps that the answers name, and
@@ -20,44 +20,39 @@ class Newcomers:
         """Starts with none."""
         # By rank: the first step that waits for it, or `UNBOUNDED` until its first pull.
         # Invariant: every rank that is not here has started.
-        self._starts: dict[int, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._starts)
+        self.starts: dict[int, int] = {}
 
     def join(self, worker: int) -> None:
         """Records that a worker has joined: no step waits for it."""
-        self._starts[worker] = UNBOUNDED
+        self.starts[worker] = UNBOUNDED
 
     def has_not_pulled(self, worker: int) -> bool:
         """Returns whether a worker has joined and not pulled yet."""
-        return self._starts.get(worker) == UNBOUNDED
+        return self.starts.get(worker) == UNBOUNDED
 
     def start(self, worker: int, step: int) -> None:
-        """Lets steps wait for a worker from `step` on; a later start replaces an earlier one."""
-        known = self._starts.get(worker, 0)
-        self._starts[worker] = step if known == UNBOUNDED else max(known, step)
+        """Makes steps wait for a worker from `step` on; a later start replaces an earlier one."""
+        known = self.starts.get(worker, 0)
+        self.starts[worker] = step if known == UNBOUNDED else max(known, step)
 
     def start_now(self, worker: int) -> None:
-        """Lets every step wait for a worker."""
-        del self._starts[worker]
+        """Makes every step wait for a worker."""
+        del self.starts[worker]
 
     def reach(self, version: int) -> None:
-        """Lets every step wait for the workers whose start is not after `version`."""
-        if self._starts:
-            self._starts = {rank: step for rank, step in self._starts.items() if step > version}
+        """Makes every step wait for the workers whose start is not after `version`."""
+        if self.starts:
+            self.starts = {rank: step for rank, step in self.starts.items() if step > version}
 
     def clear(self) -> None:
-        """Lets every step wait for every worker."""
-        self._starts.clear()
+        """Makes every step wait for every worker."""
+        self.starts.clear()
 
     def expected(self, ranks: list[int], step: int) -> list[int]:
         """Returns those of `ranks` that `step` waits for, in order."""
-        if not self._starts:
-            return ranks
-        return [rank for rank in ranks if self._starts.get(rank, 0) <= step]
+        return [rank for rank in ranks if self.starts.get(rank, 0) <= step]
 
     def steps_to_come(self, ranks: Sequence[int]) -> list[int]:
         """Returns the start of each of `ranks` that has pulled; 0 for all that have started."""
-        starts = [self._starts.get(rank, 0) for rank in ranks]
+        starts = [self.starts.get(rank, 0) for rank in ranks]
         return [step for step in starts if step < UNBOUNDED]

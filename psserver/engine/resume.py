@@ -81,9 +81,9 @@ def open_steps_of(
         token_of: Returns a token for a push whose payload has not been added yet.
     """
     open_steps: dict[int, OpenStep] = {}
-    for bin_ in journal.record.bins:
-        added = [(journal.push_of(entry), entry.weight) for entry in bin_.added]
-        open_steps[bin_.bin] = OpenStep(bin_.bin, added=added)
+    for pending in journal.record.open_steps:
+        added = [(journal.push_of(entry), entry.weight) for entry in pending.added]
+        open_steps[pending.key] = OpenStep(pending.key, added=added)
     for entry in journal.record.held:
         push = journal.push_of(entry)
         cell = journal.pool.at(entry.place)

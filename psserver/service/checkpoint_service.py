@@ -33,7 +33,7 @@ POLL_S = 0.02
 RESIDUALS_POLL_S = 0.1  # Each looks at every slice and rank.
 STATES = {
     CaptureState.WAITING: pb.CAPTURE_WAITING,
-    CaptureState.COLLECTING: pb.CAPTURE_OWED,
+    CaptureState.COLLECTING: pb.CAPTURE_RESIDUALS,
     CaptureState.PASSED: pb.CAPTURE_PASSED,
     CaptureState.DONE: pb.CAPTURE_DONE,
 }
@@ -71,7 +71,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         view = found.copy.view()
         return pb.CaptureReply(
             state=STATES[view.state],
-            owing=view.missing,
+            missing=view.missing,
             version_min=view.version_min,
             version_max=view.version_max,
             about="" if view.about is None else json.dumps(view.about),

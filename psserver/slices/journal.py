@@ -149,20 +149,20 @@ class SliceJournal:
 
     def add(self, key: int, push: Push, weight: float, cell: Cell) -> None:
         """Records that a gradient is in an open step, and where the step's sum is now."""
-        for bin_ in self.record.bins:
-            if bin_.bin == key:
+        for open_step in self.record.open_steps:
+            if open_step.key == key:
                 break
         else:
-            bin_ = self.record.bins.add(bin=key)
-        bin_.place = cell.place
-        entry = bin_.added.add(weight=weight)
+            open_step = self.record.open_steps.add(key=key)
+        open_step.place = cell.place
+        entry = open_step.added.add(weight=weight)
         self._note(entry, push)
 
     def remove(self, key: int) -> None:
         """Removes an open step."""
-        for index, bin_ in enumerate(self.record.bins):
-            if bin_.bin == key:
-                del self.record.bins[index]
+        for index, open_step in enumerate(self.record.open_steps):
+            if open_step.key == key:
+                del self.record.open_steps[index]
                 return
 
     def begin(self, epoch: int, counted: Mapping[int, Progress]) -> None:
@@ -220,7 +220,7 @@ class SliceJournal:
         data = self._half(number % 2, int(self._root[3 * (number % 2) + LENGTH]))
         self.record.ParseFromString(_checked(data.tobytes(), number))
         record = self.record
-        used = {*record.state, *record.memory.values(), *(bin_.place for bin_ in record.bins)}
+        used = {*record.state, *record.memory.values(), *(step.place for step in record.open_steps)}
         used |= {record.weights, *(entry.place for entry in record.held)}
         for place in used - {0, *NUMBERS}:
             self.pool.at(place)  # That it is there is known before anything goes on from it.

@@ -79,6 +79,11 @@ class Pool:
         """Takes a cell back."""
         self._free.append(cell)
 
+    def poison_free(self) -> None:
+        """Fills free cells with NaN, for tests and the simulator."""
+        for cell in self._free:
+            cell.array.fill(np.nan)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all cells, in use or free."""

@@ -415,7 +415,7 @@ class SliceStore:
         record = journal.record
         self._state = [journal.pool.at(place) for place in record.state]
         self.counts[:] = list(record.counts)
-        self._sums = {bin_.bin: journal.pool.at(bin_.place) for bin_ in record.bins}
+        self._sums = {step.key: journal.pool.at(step.place) for step in record.open_steps}
         self._memory.recover(self.weights)
         self.copies.recover(record.weights, record.version, journal.pool.at)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from pscore.types import FloatArray, IntArray
 from psserver.slices.journal import SliceJournal
 from psserver.slices.pool import Buffer, Cell, Pool
@@ -120,6 +122,18 @@ class Weights:
             stamps[:] = -1
         if version >= 0:
             self.stamp(self._newest, version)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases of all copies that have not ended."""
+        with self._leasing:
+            return sum(buffer.leases for buffer in self._buffers)
+
+    def poison_others(self) -> None:
+        """Fills all copies but the newest with NaN, for tests and the simulator."""
+        for buffer in self._buffers:
+            if buffer is not self._newest:
+                buffer.array.fill(np.nan)
 
     def check_invariants(self, buffers_max: int, *, is_idle: bool) -> None:
         """Asserts that the newest weights are one of at most `buffers_max` copies, for tests.

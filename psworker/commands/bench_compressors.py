@@ -1,4 +1,4 @@
-"""`psworker bench compressors`: what each compressor would cost and save here, if anything.
+"""`psworker bench compressors`: the cost and gain of each compressor on this machine.
 
 Encoding and decoding are measured on one core of this machine; the link by pushing and pulling
 slices of 4 MiB through the data plane that training would use, or it is taken as given. A step is
@@ -8,9 +8,9 @@ then two pipelines over the model's slices, as long as the slowest stage and one
     pull    encode (shard)   ->  send  ->  add (worker)             `none`: send alone
 
 With N workers and S shards of equal links a shard's link carries N / S times what a worker's does,
-if that is more than one, and its core adds N / S payloads. What computing hides is not counted:
-`compute_s` of each step is free. The model knows no losses of accuracy: of compressors that save
-nearly the same the mildest is advised, and none if nothing is saved.
+if that is more than one, and its core adds N / S payloads. Time hidden behind computing is not
+counted: `compute_s` of each step is free. The model knows no losses of accuracy: of compressors
+that save nearly the same the mildest is advised, and none if nothing is saved.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MS = 1e3
 class Wire:
     """How bytes travel between this machine and one shard, in bytes per second.
 
-    What lies in shared memory does not travel: its speed is that of a notice.
+    A payload in shared memory does not travel: its speed is that of a notice.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Row:
     pushed_nbytes: float
     encode_s: float  # Seconds for the whole gradient.
     add_s: float
-    step_s: float  # Pushes compressed; what computing does not hide.
+    step_s: float  # With compressed pushes; only the time that computing does not hide.
     both_ways_s: float | None  # Pulls too; None: not one for pulls.
 
 

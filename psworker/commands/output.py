@@ -41,7 +41,7 @@ def plain(rank: int, line: str, target: IO[str]) -> None:
 class Drain:
     """Replaces streams that accept no more output: a closed pipe, a full disk.
 
-    Workers go on: a worker whose output nobody reads would stop at its next line.
+    Workers continue: a worker whose output is not read would stop at its next line.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:

@@ -1,8 +1,8 @@
 """Runs the workers of one machine as one job: starts them, passes on their output, ends them.
 
 Each worker is the leader of a process group of its own, so a signal reaches it once and together
-with what it has started. What happens (a worker ended, a signal came) is put into one queue, and
-one loop decides what to do about it.
+with its children. Events (a worker ended, a signal came) are put into one queue, and one loop
+handles them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ SIGNAL_BASE = 128  # As in a shell: a process that signal N ended has status 128
 
 
 class OnFailure(enum.StrEnum):
-    """What happens to the other workers when one fails."""
+    """The fate of the other workers when one fails."""
 
     STOP = "stop"
     CONTINUE = "continue"
@@ -143,7 +143,7 @@ class Launch:
     """The workers of one job, from their start to their end.
 
     Attributes:
-        is_ending: The workers were asked to end; what they still say is of little use.
+        is_ending: The workers were asked to end; their further output is of little use.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class Launch:
             return SIGNAL_BASE - status
         silent = unreachable(self.plan.servers) if status == Exit.FAILED else []
         if silent:
-            self._tell(f"nobody listens at {', '.join(silent)}; start shards with psserver start")
+            self._tell(f"no shard listens at {', '.join(silent)}; start shards with psserver start")
             return Exit.NO_SHARDS
         return status
 

@@ -1,4 +1,4 @@
-"""A worker's wait for shards' answers, with reports of what it waits for."""
+"""A worker's wait for shards' answers, with reports of the answer it waits for."""
 
 from __future__ import annotations
 

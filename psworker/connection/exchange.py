@@ -25,6 +25,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role
 from psworker.compression.pull_estimate import PulledEstimate
 from psworker.connection.answer_wait import AnswerWait
+from psworker.connection.headers import pull_header, push_header, upload_header
 from psworker.connection.missed import Missed
 from psworker.connection.payloads import Payloads
 from psworker.connection.residuals import Residuals
@@ -37,7 +38,6 @@ from psworker.replica.ports import PullBuffer
 from psworker.transports import PullCall, PushCall, Transport
 
 log = logging.getLogger("paceline")
-WAIT_MS = 5_000  # A pull that cannot be answered by then is told what is missing.
 
 
 class Exchange:
@@ -70,7 +70,7 @@ class Exchange:
             share: Whether gradients and weights are in shared memory where that is possible.
 
         Raises:
-            JobMismatchError: The job's table of this name is another one; says in what.
+            JobMismatchError: The job's table of this name is another one; names the difference.
         """
         self.session = session
         self.spec = spec
@@ -126,16 +126,8 @@ class Exchange:
         self, index: int, clock: int, min_version: int, pull_buffer: PullBuffer, *, with_state: bool
     ) -> None:
         """Requests one slice: its weights, or the estimate of them."""
-        header = data_pb2.PullHeader(
-            sender=self._sender(),
-            slice=index,
-            clock=clock,
-            min_version=min_version,
-            with_state=with_state,
-            wait_ms=WAIT_MS,
-            begins=pull_buffer.begins,
-            look=pull_buffer.is_look,
-        )
+        sender = self._sender()
+        header = pull_header(index, clock, min_version, pull_buffer, sender, with_state=with_state)
         state = [tensor.numpy() for tensor in pull_buffer.state] if with_state else []
         call = PullCall(
             header=header,
@@ -257,13 +249,7 @@ class Exchange:
         self, index: int, role: Role, arrays: list[FloatArray], counts: list[int], step: int = 0
     ) -> None:
         """Uploads the weights of one slice at a step, or its weights and state."""
-        header = data_pb2.PushHeader(
-            sender=self._sender(),
-            slice=index,
-            step=step,
-            role=data_pb2.Role.Name(int(role)),
-            counts=counts,
-        )
+        header = upload_header(index, role, counts, step, self._sender())
         parts = [wire.as_bytes(np.ascontiguousarray(array)) for array in arrays]
         self.acknowledged(index)
         call = PushCall(make=lambda: (header, parts), slice=index)
@@ -321,19 +307,7 @@ class Exchange:
     ) -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
         """Returns header and payload of one push."""
         spec = self.layout.slices[index]
-        header = data_pb2.PushHeader(
-            sender=sender,
-            slice=index,
-            step=push.step,
-            base_version=push.base_version,
-            role=data_pb2.Role.Name(int(push.role)),
-            samples=push.samples,
-            present=wire.pack_bits(push.present, len(spec.segments)),
-            hyper=() if push.hyper is None else push.hyper.ravel().tolist(),
-            shared=shared,
-            may_wait=shared and push.may_wait,
-            compressor=compressor,
-        )
+        header = push_header(spec, push, sender, compressor, shared=shared)
         begin_ns = 0 if self._timeline is None else self._timeline.now_ns()
         try:
             data = payload()

@@ -1,4 +1,4 @@
-"""Residuals of error feedback in checkpoints: sent when a shard asks for them, fetched at a start.
+"""Residuals of error feedback in checkpoints: sent when a shard requests them, fetched at a start.
 
 A shard asks in the acknowledgement of a push; then this worker sends the residual before it pushes
 the slice again. Or it asks in the answer to a heartbeat, if this worker has stopped between two
@@ -68,7 +68,7 @@ class Residuals:
             self._begun[index] = step
 
     def settle(self, index: int, reply: data_pb2.PushReply) -> None:
-        """Settles the last push of a slice, and sends the residual if the shard asks for it."""
+        """Settles the last push of a slice, and sends the residual if the shard requests it."""
         feedback = self._feedback[index]
         if feedback is None:
             return

@@ -1,77 +1,27 @@
-"""A worker's part in a job: it joins the shards, renews leases, declares tables, and leaves."""
+"""A worker's part in a job: it declares tables, waits at barriers, rejoins, and leaves."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import random
-import secrets
-import socket
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
-from weakref import WeakValueDictionary
 
-from pscore.errors import (
-    PacelineError,
-    ProtocolVersionError,
-    RankTakenError,
-    ShardMapError,
-    StateLostError,
-)
-from pscore.net import wire
+from pscore.errors import ShardMapError, StateLostError
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec, plugin_to_proto
 from pscore.types import Origin
-from psworker.connection.left_out import LeftOut
-from psworker.connection.places import PlaceWait, refuse_forked
+from psworker.connection.heartbeats import Heartbeats
+from psworker.connection.joining import Joining, Member
+from psworker.connection.places import refuse_forked
 from psworker.connection.shard_link import Link
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
-LEAVE_TIMEOUT_S = 3.0
-RANK_RETRY_S = 0.2
-FORMER_MAX = 32  # Former incarnations of this process that are sent.
-# Barriers that each worker passes once at its start; a late worker passes them alone.
-AT_START = ("begin", "load_state_dict")
-FIRST_TIMEOUT_S = 5.0  # Of each first call: the address may not be a shard's.
-
-
-class ResidualSender(Protocol):
-    """Sends the residuals of one table."""
-
-    def send_after(self, step: int, slices: Sequence[int]) -> None:
-        """Sends residuals as they are after `step`, unless a later step has been pushed."""
-
-
-@dataclass(slots=True)
-class Known:
-    """State of a job that the shards reported when this worker joined.
-
-    Attributes:
-        life: The life of the job, on the first shard.
-        progress: Step of each table that the job had.
-        rounds: The next round of each barrier.
-    """
-
-    life: int = 0
-    progress: dict[str, int] = field(default_factory=dict)
-    rounds: dict[str, int] = field(default_factory=dict)
-
-    def take(self, reply: pb.JoinReply, *, is_first: bool) -> None:
-        """Adds a shard's answer; the first shard counts the lives and the rounds."""
-        self.progress |= {name: step for name, step in reply.progress.items()}
-        if is_first:
-            self.life = reply.life
-            if reply.news:
-                log.warning("worker %d: %s", reply.rank, reply.news)
-            self.rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
 
 
 def _without_weights(address: str, job: str, table: str, step: int | None) -> StateLostError:
@@ -89,14 +39,12 @@ class Session:
 
     Attributes:
         job: Name of the job.
-        rank: 0-based rank of this worker.
         num_workers: Number of workers of the job; the maximum of an elastic one.
         min_workers: Minimum of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
         timeline: The spans of this process; None: none are recorded.
         left_out: By table; counts of steps left out, in modes where all workers make all steps.
         residual_senders: By table; they send the residuals that a checkpoint needs.
-        waits: A description of the shard that does not answer; the other shards report it.
     """
 
     def __init__(
@@ -134,40 +82,39 @@ class Session:
         self._pid = os.getpid()
         self.num_workers = num_workers
         self.min_workers = min_workers
-        self.incarnation = 0  # None yet.
-        self._former: list[int] = []  # Incarnations of this process before this one.
         self.links = [
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
         ]
-        self.rank = rank
         self.timeline: Timeline | None = None
-        self._restart = restart
-        self._patience_s = patience_s
-        self._data_plane = data_plane
-        self.waits = ""
-        self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
-        self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
-        self._residual_thread: threading.Thread | None = None
-        self._known = Known()
-        self._stop = threading.Event()
-        self._failure: PacelineError | None = None
+        self._member = Member(job, num_workers, min_workers, restart, rank)
+        self._joining = Joining(self._member, self.links, patience_s, data_plane)
+        self._heartbeats = Heartbeats(self._member, self.links)
+        self.left_out = self._heartbeats.left_out
+        self.residual_senders = self._heartbeats.residual_senders
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
-            self._check_shards()
-            if rank < 0 and min_workers:
-                self._join_at_any_rank(returns=False)
-            else:
-                self._renew()
-                self._join_all(returns=False)
+            self._joining.join()
             undo.pop_all()
-        self._residual_lock = threading.Lock()
-        # One for each shard: one that hangs costs no lease at another.
-        self._hearts = [
-            threading.Thread(target=self._beat, args=(link,), name="heartbeat", daemon=True)
-            for link in self.links
-        ]
-        for heart in self._hearts:
-            heart.start()
+        self._heartbeats.start()
+
+    @property
+    def rank(self) -> int:
+        """0-based rank of this worker; in an elastic job `rejoin` may change it."""
+        return self._member.rank
+
+    @property
+    def incarnation(self) -> int:
+        """Random number that tells this membership from former ones of the same rank."""
+        return self._member.incarnation
+
+    @property
+    def waits(self) -> str:
+        """A description of the shard that does not answer; the other shards report it."""
+        return self._member.waits
+
+    @waits.setter
+    def waits(self, text: str) -> None:
+        self._member.waits = text
 
     # ----- what a job needs
 
@@ -191,7 +138,7 @@ class Session:
             reply = link.call(link.control.Define, request)
             tables.add(reply.table)
             origins.append((reply.clock, reply.step))
-            step = self._known.progress.get(name)
+            step = self._joining.known.progress.get(name)
             if (again and reply.created) or (step is not None and not reply.has_weights):
                 raise _without_weights(link.address, self.job, name, step)
         if len(tables) != 1:
@@ -199,7 +146,7 @@ class Session:
         return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of the table.
 
     def step_aside(self, table: int, number: int, step: int) -> None:
-        """Tells the shards not to wait for this worker's pushes until mode change `number` is done.
+        """Asks the shards not to wait for this worker's pushes until mode change `number` is done.
 
         Args:
             table: Index of the table.
@@ -209,7 +156,7 @@ class Session:
         self._change(pb.ChangeRequest(table=table, number=number, step=step))
 
     def change(self, table: int, number: int, rule: Rule) -> None:
-        """Gives a table another mode; every worker calls it, after all have stepped aside.
+        """Changes the mode of a table; every worker calls it, after all have stepped aside.
 
         Raises:
             JobMismatchError: Another worker has named another mode.
@@ -231,15 +178,8 @@ class Session:
         Raises:
             PacelineError: Another process holds the rank, or a shard does not answer.
         """
-        self._renew()
-        try:
-            self._join_all(returns=True)
-        except RankTakenError as problem:
-            if not self.min_workers:
-                raise
-            log.warning("worker %d takes another rank: %s", self.rank, problem)
-            self._join_at_any_rank(returns=True)
-        self._failure = None
+        self._joining.rejoin()
+        self._heartbeats.failure = None
 
     def barrier(self, name: str = "barrier") -> None:
         """Waits until every worker that is still in the job has reached the same barrier.
@@ -259,8 +199,8 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
-        number = self._known.rounds.get(name, 0)
-        self._known.rounds[name] = number + 1
+        number = self._joining.known.rounds.get(name, 0)
+        self._joining.known.rounds[name] = number + 1
         link = self.links[0]
         request = pb.BarrierRequest(
             job=self.job,
@@ -289,8 +229,8 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self._heartbeats.failure is not None:
+            raise self._heartbeats.failure
 
     def live(self) -> list[int]:
         """Returns the ranks of the workers that take part now, in order.
@@ -315,193 +255,15 @@ class Session:
             reason: The reason, for people.
             failed: Whether the worker did not finish: an elastic job may wait for a replacement.
         """
-        if self._stop.is_set():
+        if self._heartbeats.is_over:
             return
-        self._stop.set()
+        self._heartbeats.end()
         for link in self.links:
-            self._take_leave(link, reason, failed=failed)
+            self._joining.leave(link, reason, failed=failed)
         self._close_links()
-        for heart in self._hearts:
-            if threading.current_thread() is not heart:
-                heart.join(LEAVE_TIMEOUT_S)
+        self._heartbeats.join()
         if self.timeline is not None:
             self.timeline.write()
-
-    # ----- inside
-
-    def _take_leave(self, link: Link, reason: str, *, failed: bool) -> None:
-        """Leaves the job at one shard, if it answers."""
-        request = pb.LeaveRequest(
-            job=self.job,
-            worker=self.rank,
-            incarnation=self.incarnation,
-            reason=reason,
-            failed=failed,
-        )
-        link.patience.limit_s = 0.0
-        try:
-            link.call(link.control.Leave, request, timeout_s=LEAVE_TIMEOUT_S)
-        except PacelineError as error:
-            log.info("could not leave the job at %s: %s", link.address, error)
-
-    def _check_shards(self) -> None:
-        """Checks that the addresses are the shards of one cluster, in their order."""
-        replies = [
-            link.call(
-                link.control.Describe,
-                pb.DescribeRequest(),
-                timeout_s=min(FIRST_TIMEOUT_S, max(1.0, link.patience.limit_s)),
-            )
-            for link in self.links
-        ]
-        listed = ", ".join(
-            f"{link.address} is shard {reply.shard} of {reply.num_shards}"
-            for link, reply in zip(self.links, replies, strict=True)
-        )
-        for link, reply in zip(self.links, replies, strict=True):
-            if reply.protocol != wire.PROTOCOL:
-                raise ProtocolVersionError(
-                    f"{link.address} speaks protocol {reply.protocol} (paceline {reply.version}), "
-                    f"this worker speaks {wire.PROTOCOL}: install one version on both sides"
-                )
-        if len({reply.cluster for reply in replies}) > 1:
-            raise ShardMapError(f"the servers were not started together: {listed}")
-        if any(reply.num_shards != len(replies) for reply in replies):
-            raise ShardMapError(
-                f"{len(replies)} server addresses for {replies[0].num_shards} shards: {listed}"
-            )
-        if [reply.shard for reply in replies] != list(range(len(replies))):
-            raise ShardMapError(f"the servers are not in the order of their shards: {listed}")
-
-    def _renew(self) -> None:
-        """Draws a new incarnation; it does not depend on `random`, which scripts seed."""
-        if self.incarnation:
-            self._former = [*self._former, self.incarnation][-FORMER_MAX:]
-        self.incarnation = 1 + secrets.randbits(62)
-
-    def _join_at_any_rank(self, *, returns: bool) -> None:
-        """Joins at a rank that the first shard chooses.
-
-        Shards do not notice a lost worker at the same moment: its rank may be free at one shard and
-        not yet at another. And a job may be full until a worker leaves.
-
-        Raises:
-            RankTakenError: No rank became free in time.
-            PacelineError: A shard refuses this worker for another reason, or does not answer.
-        """
-        place = PlaceWait(self.job, self._patience_s)
-        while True:
-            self.rank = -1
-            self._renew()
-            for link in self.links:
-                link.patience.limit_s = self._patience_s  # `_take_leave` has set it to 0.
-            try:
-                self._join_all(returns=returns)
-            except RankTakenError as problem:
-                place.wait(problem)
-                time.sleep(RANK_RETRY_S * random.uniform(0.5, 1.0))
-            else:
-                return
-
-    def _join_all(self, *, returns: bool) -> None:
-        """Joins every shard, or none of them."""
-        with contextlib.ExitStack() as undo:
-            for link in self.links:
-                self._join_patiently(link, returns=returns)
-                why = "it could not join every shard"
-                undo.callback(self._take_leave, link, why, failed=True)
-                link.open(self._data_plane)
-            undo.pop_all()
-
-    def _join_patiently(self, link: Link, *, returns: bool) -> None:
-        """Joins one shard; waits for shards that lag behind the first one.
-
-        They may not have noticed yet that the process that had this rank is gone. A worker of an
-        elastic job does not wait for one rank: it may take another.
-        """
-        waits = link is not self.links[0] and not self.min_workers
-        until_s = time.monotonic() + (self._patience_s if waits else 0.0)
-        while True:
-            try:
-                self._join(link, returns=returns)
-            except RankTakenError:
-                if time.monotonic() >= until_s:
-                    raise
-                time.sleep(RANK_RETRY_S)
-                self._renew_leases_before(link)
-            else:
-                return
-
-    def _renew_leases_before(self, link: Link) -> None:
-        """Renews the leases at the shards that were joined before this one.
-
-        Another shard may need a whole lease to declare the former process lost. The threads that
-        send heartbeats start when all shards have been joined.
-        """
-        request = pb.HeartbeatRequest(
-            job=self.job, worker=self.rank, incarnation=self.incarnation, waiting_for=self.waits
-        )
-        for joined in self.links[: self.links.index(link)]:
-            with contextlib.suppress(PacelineError):  # The next request raises it as well.
-                joined.beat(request, timeout_s=self._interval_s)
-
-    def _join(self, link: Link, *, returns: bool) -> None:
-        reply = link.call(
-            link.control.Join,
-            pb.JoinRequest(
-                job=self.job,
-                rank=self.rank,
-                num_workers=self.num_workers,
-                min_workers=self.min_workers,
-                incarnation=self.incarnation,
-                former=self._former,
-                restart=self._restart,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                protocol=wire.PROTOCOL,
-                returns=returns,
-                life=0 if link is self.links[0] else self._known.life,
-            ),
-        )
-        self.rank = reply.rank
-        link.instance, link.joined_as = reply.instance, (self.rank, self.incarnation)
-        self._interval_s = reply.lease_s / 5
-        self._known.take(reply, is_first=link is self.links[0])
-
-    def _beat(self, link: Link) -> None:
-        """Renews the lease at one shard until the session ends; other messages renew it too.
-
-        This worker may be rejoining meanwhile, at some shards already and not yet at this one.
-        """
-        while not self._stop.wait(self._interval_s):
-            joined_as = link.joined_as
-            rank, incarnation = joined_as
-            request = pb.HeartbeatRequest(
-                job=self.job, worker=rank, incarnation=incarnation, waiting_for=self.waits
-            )
-            if link is self.links[0]:
-                for table, counted in dict(self.left_out).items():
-                    steps, count, since = counted.report
-                    request.left_out.add(table=table, steps=steps, count=count, since=since)
-            try:
-                self._send_residuals(link.beat(request, timeout_s=self._interval_s))
-            except PacelineError as error:
-                if link.joined_as == joined_as and incarnation == self.incarnation:
-                    self._failure = error
-
-    def _send_residuals(self, requests: Sequence[pb.ResidualRequest]) -> None:
-        """Sends the requested residuals from a separate thread, so heartbeats continue."""
-        wanted = [(self.residual_senders.get(request.table), request) for request in requests]
-
-        def send() -> None:
-            for sender, request in wanted:
-                if sender is not None:
-                    sender.send_after(request.step, request.slices)
-
-        with self._residual_lock:
-            if wanted and (self._residual_thread is None or not self._residual_thread.is_alive()):
-                self._residual_thread = threading.Thread(target=send, name="residuals", daemon=True)
-                self._residual_thread.start()
 
     def _close_links(self) -> None:
         for link in self.links:

@@ -46,7 +46,7 @@ class Link:
         self.instance = 0  # Of the shard's process that this worker has joined; 0 before.
         self.joined_as = (-1, 0)  # Rank and incarnation.
         self.uneven = ""  # Which worker has left out steps, as last reported.
-        self.waiting_for = ""  # What the job waits for, as last reported.
+        self.waiting_for = ""  # The cause of the job's wait, as last reported.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Makes one control call, repeated while the shard does not answer.
@@ -61,7 +61,7 @@ class Link:
         """Renews this worker's lease once; a network failure is left to the next heartbeat.
 
         Returns:
-            The residuals that the shard asks for.
+            The residuals that the shard requests.
 
         Raises:
             RemoteProtocolError: The shard no longer counts this worker in.

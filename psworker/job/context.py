@@ -41,7 +41,7 @@ class Context:
     """One session, the shards that were started for it, and functions to call before it ends."""
 
     def __init__(self, session: Session, shards: OwnShards | None) -> None:
-        """Takes over a session and, if there are any, its own shards."""
+        """Keeps a session and, if there are any, its own shards."""
         self.session = session
         self._shards = shards
         self._phases = None if session.timeline is None else Phases(session.timeline)

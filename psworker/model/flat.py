@@ -197,9 +197,9 @@ class FlatModel:
         if name is not None:
             self._has_warned = True
             log.warning(
-                "the weights of %r were changed in place, not by this optimizer; training goes on "
-                "from the shards' weights: load weights before DistributedOptimizer is made, or "
-                "call its load_state_dict after it",
+                "the weights of %r were changed in place, not by this optimizer; training "
+                "continues from the shards' weights: load weights before DistributedOptimizer is "
+                "made, or call its load_state_dict after it",
                 name,
             )
 
@@ -278,7 +278,7 @@ class FlatModel:
         """Returns whether a gradient on the CPU equals its part of the vector."""
         if self.views.has(index):
             return self.views.is_stamped(index)
-        if is_plain(grad, part.numel()):  # Takes less than half of the time of `torch.equal`.
+        if is_plain(grad, part.numel()):  # Needs less than half of the time of `torch.equal`.
             return bool(_compare(grad.data_ptr(), part.data_ptr(), part.nbytes) == 0)
         return torch.equal(part.view(grad.shape), grad.detach().to(part.dtype))
 

@@ -1,1 +1,1 @@
-"""A state machine: what a worker does at each step."""
+"""The state machine of a worker: its pushes, pulls and waits at each step."""

@@ -1,1 +1,1 @@
-"""What a training script holds: the optimizer and its helpers."""
+"""The objects that a training script holds: the optimizer and its helpers."""

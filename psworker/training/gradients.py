@@ -141,7 +141,7 @@ class Gradients:
                 self._push(index)
 
     def push_none(self) -> None:
-        """Takes part in the step without a gradient.
+        """Ends the step without a gradient of this worker.
 
         Raises:
             GradientError: Some gradients have left already.

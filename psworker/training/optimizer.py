@@ -24,7 +24,6 @@ from pscore.optimizers import OPTIMIZERS
 from pscore.rules import make_server_optimizer, parse_mode
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
-from pscore.types import Role
 from psworker.compression.error_feedback import choose
 from psworker.connection.left_out import LeftOut
 from psworker.connection.missed import Missed
@@ -116,16 +115,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner = optimizer
         self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
         session = self._context.session
-        tensors = choose(
-            describe(list(zip(names, parameters, strict=True)), groups),
-            *compressors,
-            min_nbytes=compress_min_nbytes,
-            exclude=compress_exclude,
-        )
         _replace_others(parameters)
+        described = describe(list(zip(names, parameters, strict=True)), groups)
         spec = TableSpec(
             name=self._context.table_name(TABLE),
-            tensors=tuple(tensors),
+            tensors=tuple(
+                choose(
+                    described,
+                    *compressors,
+                    min_nbytes=compress_min_nbytes,
+                    exclude=compress_exclude,
+                )
+            ),
             num_shards=len(session.links),
             rule=rule,
             compressor=compressors[0],
@@ -133,14 +134,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             num_groups=len(self.param_groups),
             pull_compressor=compressors[1],
         )
-        views = early.has_views
         self._table = TrainingTable(
-            session, spec, parameters, plugin, samples=samples, has_grad_views=views
+            session, spec, parameters, plugin, samples=samples, has_grad_views=early.has_views
         )
         self._gradients = Gradients(self._table, early, self._set_hyper)
-        ours = {id(parameter) for parameter in parameters}
-        given = [parameter for group in self.param_groups for parameter in group["params"]]
-        frozen = [parameter for parameter in given if id(parameter) not in ours]
         self._end = ""  # Why training has ended.
         self._left_out = left_out = LeftOut()
         if rule.takes_all and not session.min_workers:
@@ -148,8 +145,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._buffers = Buffers(model, buffers, session)
         self._recovery = Recovery(self._table, self._gradients, self._buffers, left_out)
         parts = self._table, self._gradients, self._buffers, self._recovery, left_out
-        self._steps = Steps(self, optimizer, frozen, *parts)
-        self._start()
+        self._steps = Steps(self, optimizer, _frozen(self.param_groups, parameters), *parts)
+        self._table.start(self.param_groups)
+        self._gradients.watch(self._recovery.hook)
+        self._context.at_close(self.close)
+        _open.add(self)
 
     # ----- the training loop
 
@@ -330,19 +330,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ----- inside
 
-    def _start(self) -> None:
-        """Uploads rank 0's weights, pulls them on every worker, and begins to train."""
-        table = self._table
-        if table.session.rank == 0:
-            table.upload(Role.WEIGHTS)
-        self._set_hyper()
-        table.begin()
-        if not self.rule.by_step:  # No worker may end before all have come: the job would be over.
-            table.session.barrier("begin")
-        self._gradients.watch(self._recovery.hook)
-        self._context.at_close(self.close)
-        _open.add(self)
-
     def _set_hyper(self) -> bool:
         """Sets the hyper-parameters of the next push; returns whether they have changed."""
         return self._table.set_hyper(self.param_groups)
@@ -379,6 +366,15 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
     """
     table, gradients = optimizer._table, optimizer._gradients
     return clipping.clip(table, gradients, optimizer._recovery, max_norm)
+
+
+def _frozen(
+    groups: Sequence[dict[str, Any]], parameters: Sequence[torch.nn.Parameter]
+) -> list[torch.nn.Parameter]:
+    """Returns the parameters of the groups that are not trained."""
+    ours = {id(parameter) for parameter in parameters}
+    given = [parameter for group in groups for parameter in group["params"]]
+    return [parameter for parameter in given if id(parameter) not in ours]
 
 
 def _replace_others(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -12,7 +12,7 @@ kinds of error:
   This worker joins again before it does anything else, and continues after that step from the
   global weights. The next `step()` does only that, because its gradient belongs to older weights.
 
-A gradient on a GPU is checked while its step goes on. Slices with NaN or Inf are then pushed as
+A gradient on a GPU is checked while its step continues. Slices with NaN or Inf are then pushed as
 absent, so that the step ends on every worker; afterwards `step()` raises.
 """
 
@@ -48,7 +48,7 @@ class Failure:
 
 
 class Recovery:
-    """Brings one worker back into training after errors.
+    """Returns one worker to training after errors.
 
     Attributes:
         failure: The error after which this worker has yet to rejoin; None: there is none.

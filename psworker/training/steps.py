@@ -1,4 +1,4 @@
-"""One step of training: what `optimizer.step()` and `optimizer.skip_step()` do, in order."""
+"""One step of training: the work of `optimizer.step()` and `optimizer.skip_step()`, in order."""
 
 from __future__ import annotations
 

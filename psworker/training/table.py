@@ -33,7 +33,7 @@ class GlobalState:
     """A copy of the shards' weights and of their optimizer's state."""
 
     weights: torch.Tensor  # (layout.numel,) float32, on the host.
-    state: list[torch.Tensor]  # State arrays of the optimizer, likewise; empty unless asked for.
+    state: list[torch.Tensor]  # State arrays of the optimizer, likewise; empty unless requested.
     counts: list[IntArray]  # With state: optimizer steps of each segment, by slice.
 
 
@@ -139,6 +139,19 @@ class TrainingTable:
             self.exchange.load(spec.index, role, arrays, steps, step)
         self.exchange.flush()
 
+    def start(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Starts training: rank 0 uploads its weights, and every worker pulls them.
+
+        Args:
+            param_groups: Parameter groups with the hyper-parameters of the first step.
+        """
+        if self.session.rank == 0:
+            self.upload(Role.WEIGHTS)
+        self.set_hyper(param_groups)
+        self.begin()
+        if not self.rule.by_step:  # No worker may end before all have come: the job would be over.
+            self.session.barrier("begin")
+
     def begin(self, step: int | None = None) -> None:
         """Pulls the global weights and the step to begin with, and shows the weights.
 
@@ -150,7 +163,7 @@ class TrainingTable:
         self.show_weights()
 
     def finish_step(self) -> None:
-        """Ends a step: local updates and pulls, and the waits that the mode asks for."""
+        """Ends a step: local updates and pulls, and the waits of the mode."""
         if self.replica.plan().push is Role.DELTA:
             self.exchange.flush()  # The moves overwrite those of the last round.
         samples = self.progress.samples

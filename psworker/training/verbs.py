@@ -119,7 +119,7 @@ def init(
         max_workers: Maximum, instead of `num_workers`: makes the job elastic.
         timeout_s: Seconds without an answer that are an error.
         tls_ca: Path of the CA that signed the shards' certificates: connect with TLS.
-        tls_cert: Path of our own certificate, for shards that ask for one.
+        tls_cert: Path of our own certificate, for shards that require one.
         tls_key: Path of its private key.
         token_file: Path of a file with this job's token (pscore/net/credentials.py).
 

@@ -122,7 +122,7 @@ class Transport(ABC):
 
     @abstractmethod
     def pull(self, call: PullCall) -> None:
-        """Asks for one slice; `call.done` gets the reply when the weights are in place."""
+        """Requests one slice; `call.done` gets the reply when the weights are in place."""
 
     @abstractmethod
     def close(self) -> None:

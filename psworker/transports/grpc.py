@@ -51,7 +51,7 @@ class GrpcTransport(Transport):
         self._push_threads.submit(lambda: self._push_now(call), call.done)
 
     def pull(self, call: PullCall) -> None:
-        """Asks for one slice."""
+        """Requests one slice."""
         self._pull_threads.submit(lambda: self._pull_now(call), call.done)
 
     def close(self) -> None:

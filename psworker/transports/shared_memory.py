@@ -72,7 +72,7 @@ class SharedMemoryTransport(SocketTransport):
         super().__init__(endpoint, policy)
 
     def pull(self, call: PullCall) -> None:
-        """Asks for one slice."""
+        """Requests one slice."""
         call.header.shared = call.header.sender.table in self._attachments
         super().pull(call)
 

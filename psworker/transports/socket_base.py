@@ -60,7 +60,7 @@ class SocketTransport(Transport):
             sender.submit(lambda: self._push_now(call), Future())
 
     def pull(self, call: PullCall) -> None:
-        """Asks for one slice."""
+        """Requests one slice."""
         self._pulls.request(call, pb.Envelope(pull=call.header))
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ EARLY = (
 )
 FOREIGN = "the certificate of .* is not signed by the CA in PACELINE_TLS_CA"
 MISNAMED = r"the certificate of .* is not made out to this name .*`psserver certs --host NAME`"
-NO_TLS = "does not speak TLS, and this side was told to; start the shards with --tls-cert"
+NO_TLS = "does not speak TLS, but this side is set to use TLS; start the shards with --tls-cert"
 TLS_ONLY = "speaks TLS only; set PACELINE_TLS_CA"
 ASKS = "asks for a certificate of this side; set PACELINE_TLS_CERT and PACELINE_TLS_KEY"
 NOT_TAKEN = "does not take this side's certificate .*; set PACELINE_TLS_CERT and"

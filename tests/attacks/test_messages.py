@@ -260,7 +260,8 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
         assert len(clock.open_steps) <= 1
         assert len(clock.counted[0].ahead) <= LATE_KEPT
         assert isinstance(store, SliceStore)
-        assert store._pool.nbytes <= 4 * store.numel * (len(store.state) + 2)
+        cells_max = len(store.state) + 2
+        store.check_invariants(sums_max=1, cells_max=cells_max, buffers_max=cells_max)
 
     play(scene)
 

@@ -14,12 +14,8 @@ CLASS_LINES_MAX = 300
 CLASS_NAMES_MAX = 20
 # Classes that are longer today, and their lines: these numbers may only fall.
 LONG_CLASSES = {
-    "psserver/decisions/slice_clock.py:SliceClock": 424,
     "psserver/slices/store.py:SliceStore": 385,
-    "psworker/connection/exchange.py:Exchange": 309,
-    "psworker/training/optimizer.py:DistributedOptimizer": 309,
-    "psworker/replica/replica.py:Replica": 469,
-    "psworker/connection/session.py:Session": 422,
+    "psworker/replica/replica.py:Replica": 389,
 }
 MANY_NAMES: dict[str, int] = {}
 OUTSIDE_PACKAGES = ("tests", "examples", "benchmarks", "scripts")

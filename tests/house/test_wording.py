@@ -32,9 +32,9 @@ HEADLESS = re.compile(
     re.IGNORECASE,
 )
 LEFT = {
-    "pscore": {"openings": 2, "headless": 5},
-    "psserver": {"openings": 11, "headless": 41},
-    "psworker": {"openings": 5, "headless": 16},
+    "pscore": {"openings": 2, "headless": 4},
+    "psserver": {"openings": 7, "headless": 41},
+    "psworker": {"openings": 0, "headless": 0},
     "pssim": {"openings": 0, "headless": 1},
 }
 

@@ -82,7 +82,7 @@ def lose(optimizer: psworker.DistributedOptimizer) -> None:
     settle(optimizer)
     for link in optimizer._table.session.links:
         patience_s = link.patience.limit_s
-        optimizer._table.session._take_leave(link, "the test wants it", failed=True)
+        optimizer._table.session._joining.leave(link, "the test wants it", failed=True)
         link.patience.limit_s = patience_s
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from pscore.rules.base import Rule
 from psserver.decisions.membership import Membership
+from psserver.decisions.open_steps import OpenSteps
 from psserver.decisions.orders import Acknowledge, Action, Add, Answer
 from psserver.decisions.progress import Progress
 from psserver.decisions.slice_clock import SliceClock
@@ -86,7 +87,7 @@ def test_more_open_steps_than_the_rule_allows_are_caught(
 ) -> None:
     """Workers keep to the bound by themselves, so one that does not wait for its pull is needed."""
     monkeypatch.setattr("psworker.replica.replica.Replica.land", lambda self, index: iter(()))
-    monkeypatch.setattr("psworker.replica.replica.Replica._has_landed", lambda self, index: True)
+    monkeypatch.setattr("psworker.replica.pulls.Pulls.has_landed", lambda self, index: True)
     clocks_with(steps_open=lambda: 1 << 30)
     assert first_failure("od")
 
@@ -130,9 +131,9 @@ def test_overwriting_weights_that_are_on_their_way_is_caught(
 def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    original = SliceClock._fill
+    original = OpenSteps.fill
 
-    def heavier(self: SliceClock, step: int) -> list[Action]:
+    def heavier(self: OpenSteps, step: int) -> list[Action]:
         return [
             Add(
                 token=action.token,
@@ -146,7 +147,7 @@ def test_a_gradient_that_enters_with_a_wrong_weight_is_caught(
             for action in original(self, step)
         ]
 
-    monkeypatch.setattr(SliceClock, "_fill", heavier)
+    monkeypatch.setattr(OpenSteps, "fill", heavier)
     assert first_failure("ssgd")
 
 

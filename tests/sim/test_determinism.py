@@ -76,7 +76,7 @@ def test_the_comparison_can_tell() -> None:
 
 def test_adding_in_the_order_of_arrival_would_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "psserver.decisions.slice_clock.sorted", lambda ranks: list(ranks)[::-1], raising=False
+        "psserver.decisions.open_steps.sorted", lambda ranks: list(ranks)[::-1], raising=False
     )
     changed = simulate(training(SSGD(), 0))
     monkeypatch.undo()

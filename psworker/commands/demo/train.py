@@ -3,7 +3,7 @@
     psworker run --workers 2 --shards 2 -- -m
         psworker.commands.demo.train --mode "ssd(steps=5, warmup=50)"
 
-What it says is one JSON object a line: the loss of each step, and at the end what came of it.
+It prints one JSON object a line: the loss of each step, and the result at the end.
 """
 
 from __future__ import annotations

@@ -141,7 +141,26 @@ def test_a_large_tensor_is_cut_into_equal_slices_of_at_most_4_mib() -> None:
     numels = [part.numel for part in layout.slices]
     assert max(numels) <= SLICE_NUMEL_MAX
     assert max(numels) - min(numels) <= ALIGNMENT * len(numels)
-    assert [part.shard for part in layout.slices] == [0, 1, 0, 1, 0, 1]
+    assert [part.shard for part in layout.slices] == [0, 1] * 6
+
+
+@pytest.mark.parametrize(
+    ("numel", "num_shards", "num_slices"),
+    [
+        (6_400_000, 4, 24),  # Six for each shard.
+        (25_600_000, 1, 25),  # Already more than six at 4 MiB.
+        (1_000_000, 1, 6),
+        (1_000_000, 4, 8),  # Two for each shard: shorter than 512 KiB they do not get.
+        (100_000, 1, 1),
+    ],
+)
+def test_a_shard_has_six_slices_unless_they_would_be_below_512_kib(
+    numel: int, num_shards: int, num_slices: int
+) -> None:
+    layout = make_layout(model([numel]), num_shards)
+    assert len(layout.slices) == num_slices
+    counts = [len(layout.of_shard(shard)) for shard in range(num_shards)]
+    assert max(counts) - min(counts) <= 1
 
 
 def test_a_scalar_is_one_element() -> None:
@@ -190,7 +209,10 @@ def test_a_fingerprint_differs_when_anything_differs(
     assert fingerprint(tensors, num_shards) != fingerprint(BASE, 2)
 
 
-@pytest.mark.parametrize("name", ["ALIGNMENT", "SLICE_NUMEL_MAX", "SLICE_NUMEL_MIN"])
+@pytest.mark.parametrize(
+    "name",
+    ["ALIGNMENT", "SLICE_NUMEL_MAX", "SLICE_NUMEL_FINE", "SLICE_NUMEL_MIN", "SLICES_PER_SHARD"],
+)
 def test_a_fingerprint_differs_when_the_rules_of_cutting_differ(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

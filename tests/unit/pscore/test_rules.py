@@ -148,7 +148,14 @@ def moved(rule: Rule, **arguments: Any) -> float:
         group=GROUP,
         inner=Inner(lambda parameters: torch.optim.SGD(parameters, lr=0.5)),
         **{"steps": 1, **arguments},
-    ).train()
+    )
+    # All gradients arrive before the first worker leaves: an update waits for those that are left.
+    for rank in range(4):
+        while not any(event.kind == "compute" and event.worker == rank for event in cluster.log):
+            assert cluster.turn(rank)
+    while any(cluster.turn(rank, "worker", "request") for rank in range(4)):
+        pass
+    cluster.train()
     assert len(set(cluster.flat_weights().tolist())) == 1
     return float(cluster.flat_weights()[0])
 

@@ -20,13 +20,16 @@ from psserver.decisions.lifetime import Lifetimes
 from psserver.decisions.membership import Member, Membership
 from psserver.decisions.newcomers import Newcomers
 from psserver.decisions.open_step import OpenStep
+from psserver.decisions.open_steps import OpenSteps
 from psserver.decisions.parking import Parking
 from psserver.decisions.participants import TableParticipants
 from psserver.decisions.progress import Progress
 from psserver.decisions.shard import Shard
 from psserver.decisions.slice_clock import SliceClock
+from psserver.decisions.slice_workers import SliceWorkers
 from psserver.decisions.stalls import Stalls
 from psserver.decisions.table import Table
+from psserver.decisions.waiting_pulls import WaitingPulls
 from psserver.durability.recovery import JobRecorder, Recovery
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.counters import Counters, Histogram
@@ -47,6 +50,9 @@ FIXED: dict[type, set[str]] = {
     SliceClock: set(),
     Progress: set(),
     OpenStep: {"key"},
+    OpenSteps: set(),
+    SliceWorkers: set(),
+    WaitingPulls: set(),
     Parking: set(),
     Newcomers: set(),
     TableParticipants: set(),

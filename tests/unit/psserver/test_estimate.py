@@ -288,7 +288,7 @@ def owed_after(compressor: Compressor, grad: FloatArray) -> float:
 def test_more_noise_than_is_made_up_for_is_refused(text: str) -> None:
     """There are numbers of which more is owed when they have been sent than before."""
     compressor = parse_compressor(text)
-    with pytest.raises(ConfigError, match=r"bounds what is owed: .* with 17 levels or more"):
+    with pytest.raises(ConfigError, match=r"with a bounded residual: .* with 17 levels or more"):
         require_for_pulls(compressor)
     grad = np.full(2048, 1 / 12, np.float32)
     grad[0] = 1.0

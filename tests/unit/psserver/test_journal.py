@@ -20,7 +20,7 @@ from psserver.slices.arena import Arena
 from psserver.slices.base import Payload, Store
 from psserver.slices.journal import ROOT_NBYTES, SliceJournal
 from psserver.slices.store import SliceStore
-from pssim.faulty import poison
+from pssim.faulty import poison_unreferenced
 from tests.participants import Listed
 
 RAW = NoCompression()
@@ -71,7 +71,7 @@ class Process:
 
         journal.commit = dying  # type: ignore[method-assign]
         if was_there:
-            poison(self.store)
+            poison_unreferenced(self.store)
             self._resume(journal)
 
     def _resume(self, journal: SliceJournal) -> None:

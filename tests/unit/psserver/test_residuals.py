@@ -115,7 +115,7 @@ def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> N
         await send_residual(front, 0, 1, 0.5)
         assert not await push(front, 0, 1)
         reply = await desk.capture("a", 2)
-        assert (reply.state, list(reply.owing)) == (cp.CAPTURE_OWED, [1])
+        assert (reply.state, list(reply.missing)) == (cp.CAPTURE_RESIDUALS, [1])
         await send_residual(front, 1, 1, 0.25)
         assert await residuals(desk, "a") == {"owed.0.residual": 0.5, "owed.1.residual": 0.25}
         assert not front.engine.jobs[JOB].residuals.is_collecting
@@ -129,7 +129,7 @@ def test_who_has_stopped_is_asked_by_heartbeat_and_who_goes_on_has_passed() -> N
         desk = Desk(front)
         for rank in (0, 1):
             assert not await push(front, rank, 0)
-        assert (await desk.capture("a", 1)).state == cp.CAPTURE_OWED
+        assert (await desk.capture("a", 1)).state == cp.CAPTURE_RESIDUALS
         assert await asked(front, 0) == [(0, [0])]
         await send_residual(front, 0, 0, 0.5)
         assert await asked(front, 0) == []
@@ -154,7 +154,7 @@ def test_who_may_leave_a_step_out_sends_what_it_owes_after_its_last() -> None:
             assert await push(front, 0, step)
             await send_residual(front, 0, step, step)
         assert await push(front, 1, 1)  # Too late, and now its last one.
-        assert list((await desk.capture("a", 3)).owing) == [1]
+        assert list((await desk.capture("a", 3)).missing) == [1]
         assert await asked(front, 1) == [(2, [0])]
         await send_residual(front, 1, 1, 0.5)
         assert not await push(front, 1, 3)
@@ -168,7 +168,7 @@ def test_nobody_waits_for_who_is_lost_or_has_pushed_nothing() -> None:
         await front.ready(**DECLARED, rule=pb.Plugin(name="asgd"))
         desk = Desk(front)
         await push(front, 0, 0)
-        assert (await desk.capture("a", -1)).owing == [0]
+        assert (await desk.capture("a", -1)).missing == [0]
         assert await asked(front, 0) == [(-2, [0])]
         front.now_s = LEASE_S + 1.0
         front.engine.tick()

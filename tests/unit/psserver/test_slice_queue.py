@@ -165,7 +165,7 @@ def test_additions_and_their_update_are_one() -> None:
     ]
 
 
-def test_only_additions_to_the_same_bin_are_one_with_an_update() -> None:
+def test_only_additions_to_the_same_open_step_are_one_with_an_update() -> None:
     assert words_of([add("a"), add("x", 1), ack("x"), add("b"), ack("b"), update()]) == [
         "add a to 0",
         "done a",
@@ -200,7 +200,7 @@ def test_acknowledgements_let_the_update_go_first_and_an_answer_does_not() -> No
     ]
 
 
-def test_the_update_of_another_bin_is_not_taken_for_it() -> None:
+def test_the_update_of_another_open_step_is_not_taken_for_it() -> None:
     assert words_of([add("a", 1), ack("a"), update(0), update(1)]) == [
         "add a to 1",
         "done a",

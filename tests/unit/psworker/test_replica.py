@@ -142,7 +142,7 @@ def test_ssgd_waits_for_the_version_of_its_step_front_first() -> None:
         assert port.taken() == ([1, 0], [1, 0], [1, 0])
         assert replica.weights[0].item() == 10.0 + number
     assert replica.step == 3
-    assert replica.clocks == [3, 3]
+    assert replica.clocks.counts == [3, 3]
 
 
 @pytest.mark.parametrize("maps", [False, True], ids=["beside", "late"])
@@ -414,7 +414,7 @@ def test_a_replica_is_at_the_step_that_its_pushes_stand_for(
     replica.restart()
     for index in replica.fetch(0, port):
         port.land(index, 2.0, version=9, clock=clock)
-    replica.num_inner = 2 if replica.plan().inner else 0
+    replica._round.num_inner = 2 if replica.plan().inner else 0
     replica.locate(Origin(4, 30))
     assert replica.step == step + replica.num_inner
 
@@ -474,7 +474,7 @@ def test_a_round_that_is_not_over_is_pushed_at_the_end() -> None:
     assert list(replica.finish(moves, port)) == []
     replica.end_round(moves, port)
     assert {(push.role, value) for _, push, value in port.pushes} == {(Role.DELTA, 0.5)}
-    assert replica.clocks == [1, 1]
+    assert replica.clocks.counts == [1, 1]
 
 
 def test_local_updates_are_counted_over_pulls_and_anew_after_a_restart() -> None:
@@ -524,7 +524,7 @@ def test_slices_that_are_all_at_one_step_are_asked_once() -> None:
     for index in replica.begin(port):
         port.land(index, 1.0, version=7, clock=7)
     assert [pull[0] for pull in port.pulls] == [1, 0]
-    assert (replica.next_push, replica.clocks) == (7, [7, 7])
+    assert (replica.next_push, replica.clocks.counts) == (7, [7, 7])
 
 
 def test_in_an_asynchronous_mode_each_slice_goes_on_counting_by_itself() -> None:

@@ -26,7 +26,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, TensorSpec
-from psworker.connection import places
+from psworker.connection import joining, places
 from psworker.connection import session as module
 from psworker.connection.session import Session
 from psworker.job.context import open_session
@@ -218,7 +218,7 @@ def test_a_rank_that_is_not_free_everywhere_yet_is_asked_for_again(
         made[1].answers["Join"] = [taken, taken, joined]
 
     prepare(answers, monkeypatch)
-    monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
+    monkeypatch.setattr(joining, "RANK_RETRY_S", 0.0)
     session = begin(rank=-1, min_workers=2)
     first, second = (link.sent("Join") for link in links)
     assert [request.rank for request in first] == [-1, -1, -1]
@@ -242,7 +242,7 @@ def test_a_worker_that_waits_for_one_shard_keeps_its_lease_at_those_before(
         made[1].answers["Join"] = [taken, taken, joined]
 
     prepare(answers, monkeypatch)
-    monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
+    monkeypatch.setattr(joining, "RANK_RETRY_S", 0.0)
     session = begin()
     assert links[0].beaten_as == [(3, session.incarnation)] * 2
     assert links[1].beaten_as == []
@@ -256,7 +256,7 @@ def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_t
     seconds = itertools.count(0, 4)
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
     monkeypatch.setattr(places, "time", clock)
-    monkeypatch.setattr(module, "RANK_RETRY_S", 0.0)
+    monkeypatch.setattr(joining, "RANK_RETRY_S", 0.0)
 
     def answers(made: list[FakeLink]) -> None:
         made[0].answers["Join"] = RankTakenError("all 2 ranks of the job are taken")
@@ -318,7 +318,7 @@ def test_a_worker_without_a_rank_is_heard_as_what_it_was(monkeypatch: pytest.Mon
     taken, other = RankTakenError("rank 3 is held"), pb.JoinReply(rank=1, lease_s=0.05)
     links[0].answers["Join"] = [taken, taken, taken, other]
     links[1].answers["Join"] = other
-    monkeypatch.setattr(module, "RANK_RETRY_S", 0.1)  # ... at the other ten begin with each try.
+    monkeypatch.setattr(joining, "RANK_RETRY_S", 0.1)  # ... at the other ten begin with each try.
     session.rejoin()
     told.set()
     for link in links:
@@ -501,7 +501,7 @@ def test_a_shard_that_hangs_costs_no_lease_at_another(monkeypatch: pytest.Monkey
 def test_a_worker_that_comes_back_is_another_incarnation(links: list[FakeLink]) -> None:
     session = begin()
     first = session.incarnation
-    session._failure = ReplacedError("declared lost")
+    session._heartbeats.failure = ReplacedError("declared lost")
     session.rejoin()
     session.check()
     assert session.incarnation not in (0, first)

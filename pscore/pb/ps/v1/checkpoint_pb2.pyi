@@ -12,11 +12,11 @@ class CaptureState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPTURE_WAITING: _ClassVar[CaptureState]
     CAPTURE_DONE: _ClassVar[CaptureState]
     CAPTURE_PASSED: _ClassVar[CaptureState]
-    CAPTURE_OWED: _ClassVar[CaptureState]
+    CAPTURE_RESIDUALS: _ClassVar[CaptureState]
 CAPTURE_WAITING: CaptureState
 CAPTURE_DONE: CaptureState
 CAPTURE_PASSED: CaptureState
-CAPTURE_OWED: CaptureState
+CAPTURE_RESIDUALS: CaptureState
 
 class CaptureRequest(_message.Message):
     __slots__ = ("job", "table", "id", "version", "wait_ms", "weights_only")
@@ -35,22 +35,22 @@ class CaptureRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., table: _Optional[str] = ..., id: _Optional[str] = ..., version: _Optional[int] = ..., wait_ms: _Optional[int] = ..., weights_only: bool = ...) -> None: ...
 
 class CaptureReply(_message.Message):
-    __slots__ = ("state", "version_min", "version_max", "about", "by_step", "owing", "waiting_for")
+    __slots__ = ("state", "version_min", "version_max", "about", "by_step", "missing", "waiting_for")
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     ABOUT_FIELD_NUMBER: _ClassVar[int]
     BY_STEP_FIELD_NUMBER: _ClassVar[int]
-    OWING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     state: CaptureState
     version_min: int
     version_max: int
     about: str
     by_step: bool
-    owing: _containers.RepeatedScalarFieldContainer[int]
+    missing: _containers.RepeatedScalarFieldContainer[int]
     waiting_for: str
-    def __init__(self, state: _Optional[_Union[CaptureState, str]] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., about: _Optional[str] = ..., by_step: bool = ..., owing: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[CaptureState, str]] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., about: _Optional[str] = ..., by_step: bool = ..., missing: _Optional[_Iterable[int]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
     __slots__ = ("id", "slice", "array", "offset", "nbytes")

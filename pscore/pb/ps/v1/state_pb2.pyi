@@ -40,18 +40,18 @@ class PendingPush(_message.Message):
     is_compressed: bool
     def __init__(self, worker: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., weight: _Optional[float] = ..., place: _Optional[int] = ..., nbytes: _Optional[int] = ..., is_compressed: bool = ...) -> None: ...
 
-class PendingBin(_message.Message):
-    __slots__ = ("bin", "place", "added")
-    BIN_FIELD_NUMBER: _ClassVar[int]
+class PendingStep(_message.Message):
+    __slots__ = ("key", "place", "added")
+    KEY_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
-    bin: int
+    key: int
     place: int
     added: _containers.RepeatedCompositeFieldContainer[PendingPush]
-    def __init__(self, bin: _Optional[int] = ..., place: _Optional[int] = ..., added: _Optional[_Iterable[_Union[PendingPush, _Mapping]]] = ...) -> None: ...
+    def __init__(self, key: _Optional[int] = ..., place: _Optional[int] = ..., added: _Optional[_Iterable[_Union[PendingPush, _Mapping]]] = ...) -> None: ...
 
 class SliceRecord(_message.Message):
-    __slots__ = ("version", "weights", "state", "counts", "counted", "bins", "held", "memory", "places", "num_groups", "epoch")
+    __slots__ = ("version", "weights", "state", "counts", "counted", "open_steps", "held", "memory", "places", "num_groups", "epoch")
     class CountedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -71,7 +71,7 @@ class SliceRecord(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
-    BINS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STEPS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
@@ -82,10 +82,10 @@ class SliceRecord(_message.Message):
     state: _containers.RepeatedScalarFieldContainer[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
     counted: _containers.MessageMap[int, CountedSteps]
-    bins: _containers.RepeatedCompositeFieldContainer[PendingBin]
+    open_steps: _containers.RepeatedCompositeFieldContainer[PendingStep]
     held: _containers.RepeatedCompositeFieldContainer[PendingPush]
     memory: _containers.ScalarMap[str, int]
     places: _containers.RepeatedScalarFieldContainer[int]
     num_groups: int
     epoch: int
-    def __init__(self, version: _Optional[int] = ..., weights: _Optional[int] = ..., state: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., counted: _Optional[_Mapping[int, CountedSteps]] = ..., bins: _Optional[_Iterable[_Union[PendingBin, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[PendingPush, _Mapping]]] = ..., memory: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[int]] = ..., num_groups: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., weights: _Optional[int] = ..., state: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., counted: _Optional[_Mapping[int, CountedSteps]] = ..., open_steps: _Optional[_Iterable[_Union[PendingStep, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[PendingPush, _Mapping]]] = ..., memory: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[int]] = ..., num_groups: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...

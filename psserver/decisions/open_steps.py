@@ -1,0 +1,138 @@
+"""The open steps of one slice: which pushes each collects, and when it is full.
+
+In a mode by step, each open step collects its own pushes, and adds their gradients in the order of
+the ranks. In an asynchronous mode there is one collection, under the key 0, which adds gradients in
+the order of their arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pscore.rules.base import Rule
+from pscore.types import Push
+from psserver.decisions.open_step import OpenStep
+from psserver.decisions.orders import Action, Add, Hold
+from psserver.decisions.parking import Parking
+from psserver.decisions.progress import Token
+from psserver.decisions.slice_workers import SliceWorkers
+
+
+class OpenSteps:
+    """The steps of one slice that have pushes and no update yet.
+
+    Attributes:
+        rule: The table's mode.
+    """
+
+    def __init__(self, rule: Rule, workers: SliceWorkers) -> None:
+        """Starts with no step open.
+
+        Args:
+            rule: The table's mode.
+            workers: The workers of the slice.
+        """
+        self.rule = rule
+        # By step, or under 0 in an asynchronous mode. Invariant: in a mode by step, every key is in
+        # version .. version + steps_open() - 1; empty without weights.
+        self.steps: dict[int, OpenStep] = {}
+        self._workers = workers
+
+    # ----- pushes
+
+    def admits(self, push: Push, version: int, parking: Parking) -> bool:
+        """Returns whether a push can be counted: not too far ahead, and no longer to wait."""
+        if push.step >= version + self.rule.steps_open():
+            return False
+        if not (push.may_wait and self.rule.by_step) or push.step < version:
+            return True
+        open_step = self.steps.get(push.step, OpenStep(push.step))
+        workers = self._workers
+        expected = open_step.ranks().union(workers.expected(push.step), [push.worker])
+        if workers.fan_in(self.rule, len(expected)) < len(expected):
+            return True  # Gradients are added in the order of their arrival.
+        return parking.admits(push, open_step, expected)
+
+    def collect(self, push: Push, token: Token) -> list[Action] | None:
+        """Mode by step: returns the orders for a push of an open step; None if the step is full."""
+        open_step = self.steps.get(push.step, OpenStep(push.step))
+        if self._is_full(open_step, push.worker):
+            return None
+        self.steps[push.step] = open_step
+        open_step.held[push.worker] = (push, token)
+        actions = self.fill(push.step)
+        if push.worker in open_step.held:
+            actions.append(Hold(token=token, push=push))
+        return actions
+
+    def arrive(self, push: Push, token: Token, version: int) -> Add:
+        """Asynchronous mode: adds a push on arrival.
+
+        Args:
+            push: The push.
+            token: Its token.
+            version: The newest version.
+        """
+        open_step = self.steps.setdefault(0, OpenStep(0))
+        num_workers = self._workers.participants.num_workers
+        is_mean = self.rule.fan_in(num_workers, num_workers) > 1
+        factor = self.rule.scale(version - push.base_version)
+        return open_step.add(push, token, push.samples if is_mean else 1.0, factor)
+
+    def fill(self, step: int) -> list[Action]:
+        """Mode by step: adds the held pushes of a step whose turn has come."""
+        open_step, workers = self.steps[step], self._workers
+        ranks = sorted(open_step.ranks() | set(workers.expected(step)))
+        is_alone = len(ranks) == 1 and not workers.participants.is_elastic  # Else others may join.
+        fan_in = workers.fan_in(self.rule, len(ranks))
+        return open_step.fill(ranks, fan_in, is_weighted=not is_alone)
+
+    # ----- full steps
+
+    def is_complete(self, step: int) -> bool:
+        """Mode by step: returns whether `step` can be closed."""
+        open_step = self.steps.get(step)
+        return open_step is not None and bool(open_step.added) and self._is_full(open_step)
+
+    def has_arrivals(self) -> bool:
+        """Asynchronous mode: returns whether as many pushes are added as one update takes."""
+        open_step, workers = self.steps.get(0), self._workers
+        fan_in = workers.fan_in(self.rule, len(workers.expected(0)))
+        return open_step is not None and len(open_step.added) >= fan_in
+
+    def _is_full(self, open_step: OpenStep, *others: int) -> bool:
+        """Returns whether as many pushes are added as a step takes."""
+        workers = self._workers
+        num_expected = len(open_step.ranks().union(others, workers.expected(open_step.key)))
+        return len(open_step.added) >= workers.fan_in(self.rule, num_expected)
+
+    # ----- state
+
+    def missing(self, step: int, parking: Parking) -> list[int]:
+        """Returns the ranks that a step waits for and whose push is neither in nor parked."""
+        arrived = parking.ranks(step)
+        if step in self.steps:
+            arrived |= self.steps[step].ranks()
+        return [rank for rank in self._workers.expected(step) if rank not in arrived]
+
+    def resume(self, steps: Mapping[int, OpenStep]) -> None:
+        """Restores the open steps that a journal holds, by key."""
+        self.steps = dict(steps)
+
+    def check_invariants(self, version: int, parking: Parking) -> None:
+        """Asserts the invariants of the fields, for tests and the simulator.
+
+        Args:
+            version: The newest version; negative: there are no weights.
+            parking: The parked pushes of the slice.
+        """
+        by_step = self.rule.by_step
+        keys = range(version, version + self.rule.steps_open()) if by_step else (0,)
+        assert version >= 0 or not self.steps
+        for key, open_step in self.steps.items():
+            assert key == open_step.key
+            assert key in keys, f"step {key} is open at version {version}"
+            open_step.check_invariants(by_step=by_step)
+            for rank in open_step.ranks() if by_step else ():
+                assert key in self._workers.counted[rank]
+                assert (key, rank) not in parking

@@ -1,0 +1,115 @@
+"""The state of one slice, and the questions about it that change nothing."""
+
+from __future__ import annotations
+
+from pscore.rules.base import Rule
+from psserver.decisions.open_step import OpenStep
+from psserver.decisions.open_steps import OpenSteps
+from psserver.decisions.parking import Parking
+from psserver.decisions.participants import Participants
+from psserver.decisions.progress import Progress
+from psserver.decisions.slice_workers import SliceWorkers
+from psserver.decisions.waiting_pulls import WaitingPulls
+
+
+class SliceState:
+    """Version, pushes and pulls of one slice; a `SliceClock` changes them."""
+
+    def __init__(self, rule: Rule, participants: Participants) -> None:
+        """Starts without weights.
+
+        Args:
+            rule: The table's mode.
+            participants: The workers whose pushes its steps wait for.
+
+        Raises:
+            ConfigError: The mode's arguments do not fit the number of workers.
+        """
+        rule.require_workers(participants.num_workers)
+        # Updates decided; -1 until the initial weights are here. Invariant: never falls.
+        self.version = -1
+        # Of each worker's newest push, in updates. Invariant: not negative.
+        self.staleness: dict[int, int] = {}
+        # Pushes not counted. Invariant: empty without weights.
+        self.parking = Parking()
+        self._workers = SliceWorkers(participants)
+        self._open = OpenSteps(rule, self._workers)
+        self._pulls = WaitingPulls()
+        # When the job began, or its present life. Invariant: not above `version`, but for a version
+        # of 0 before there are weights.
+        self._first_version = 0
+
+    @property
+    def rule(self) -> Rule:
+        """The table's mode."""
+        return self._open.rule
+
+    @rule.setter
+    def rule(self, rule: Rule) -> None:
+        self._open.rule = rule
+
+    @property
+    def counted(self) -> dict[int, Progress]:
+        """Progress of each worker, by rank."""
+        return self._workers.counted
+
+    @property
+    def open_steps(self) -> dict[int, OpenStep]:
+        """Contents of the open steps, by step, or under 0 in an asynchronous mode."""
+        return self._open.steps
+
+    # ----- what a rule may ask
+
+    def clock(self, worker: int) -> int:
+        """Returns the number of steps received from `worker` without a gap."""
+        counted = self._workers.counted.get(worker)
+        return 0 if counted is None else counted.clock
+
+    def clock_min(self) -> int:
+        """Returns the smallest clock of all workers that are still expected."""
+        workers = self._workers
+        expected = workers.expected(max(self.version, 0))
+        return min((workers.clock(rank) for rank in expected), default=0)
+
+    def progress(self) -> int:
+        """Returns the pushes that lie behind the job: the slowest worker's, or the last one's."""
+        if self.rule.by_step:
+            return max(self.version, 0)
+        if self._workers.expected(max(self.version, 0)):
+            return self.clock_min()
+        return self._workers.clock_max()
+
+    # ----- for people and tests
+
+    @property
+    def is_short(self) -> bool:
+        """Whether there are fewer workers than the job needs: nothing is counted meanwhile."""
+        return self._workers.is_short
+
+    def missing(self) -> tuple[int, list[int]]:
+        """Returns the step that is open, and the expected ranks that have not pushed it."""
+        if not self.rule.by_step:
+            slowest = self.clock_min()
+            ranks = self._workers.expected(0)
+            return slowest, [rank for rank in ranks if self.clock(rank) <= slowest]
+        step = max(self.version, 0)
+        return step, self._open.missing(step, self.parking)
+
+    @property
+    def num_waiting(self) -> int:
+        """Pulls that are not answered yet."""
+        return len(self._pulls)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a worker waits: for the answer to a pull, or with a parked push."""
+        return bool(self._pulls or self.parking)
+
+    def check_invariants(self) -> None:
+        """Asserts what the comments at the fields say, for tests and the simulator."""
+        assert self.version >= -1
+        assert self.version >= 0 or not self.parking
+        assert all(updates >= 0 for updates in self.staleness.values()), self.staleness
+        self._open.check_invariants(self.version, self.parking)
+        self._workers.check_invariants()
+        self.parking.check_invariants()

@@ -1,0 +1,30 @@
+"""The pulls of one slice that are not answered yet."""
+
+from __future__ import annotations
+
+from pscore.rules.base import Rule, SliceClocks
+from pscore.types import Pull
+from psserver.decisions.progress import Token
+
+
+class WaitingPulls(dict[Token, Pull]):
+    """Pulls by token, in the order of their arrival; they wait for a version or for other workers.
+
+    Invariant: none is readable once the clock has handled a message.
+    """
+
+    def take_readable(self, rule: Rule, clocks: SliceClocks) -> list[tuple[Token, Pull]]:
+        """Removes and returns the pulls that can be answered, in the order of their arrival.
+
+        Args:
+            rule: The table's mode.
+            clocks: The state of the slice that the mode decides by.
+        """
+        ready = [
+            (token, pull)
+            for token, pull in self.items()
+            if rule.readable(clocks, pull.worker, pull.clock, pull.min_version)
+        ]
+        for token, _ in ready:
+            del self[token]
+        return ready

@@ -1,0 +1,107 @@
+"""Renews a worker's leases at the shards, and sends the residuals that their replies request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from pscore.errors import PacelineError
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psworker.connection.joining import LEAVE_TIMEOUT_S, Member
+from psworker.connection.left_out import LeftOut
+from psworker.connection.shard_link import Link
+
+
+class ResidualSender(Protocol):
+    """Sends the residuals of one table."""
+
+    def send_after(self, step: int, slices: Sequence[int]) -> None:
+        """Sends residuals as they are after `step`, unless a later step has been pushed."""
+
+
+class Heartbeats:
+    """One thread per shard: a shard that hangs costs no lease at another.
+
+    Attributes:
+        failure: The error with which a heartbeat was refused; None: none was.
+        left_out: By table; counts of steps left out, sent to the first shard.
+        residual_senders: By table; they send the residuals that a checkpoint needs.
+    """
+
+    def __init__(self, member: Member, links: Sequence[Link]) -> None:
+        """Starts no thread yet: the shards have to be joined first.
+
+        Args:
+            member: This process as a member of the job.
+            links: One per shard, in the order of the shards.
+        """
+        self.failure: PacelineError | None = None
+        self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
+        self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
+        self._member = member
+        self._links = links
+        self._end = threading.Event()
+        self._residual_lock = threading.Lock()
+        self._residual_thread: threading.Thread | None = None
+        self._threads = [
+            threading.Thread(target=self._run, args=(link,), name="heartbeat", daemon=True)
+            for link in links
+        ]
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `end` has been called."""
+        return self._end.is_set()
+
+    def end(self) -> None:
+        """Sends no more heartbeats; one may be under way."""
+        self._end.set()
+
+    def join(self) -> None:
+        """Waits a limited time for the threads, once `end` has been called."""
+        for thread in self._threads:
+            if threading.current_thread() is not thread:
+                thread.join(LEAVE_TIMEOUT_S)
+
+    def _run(self, link: Link) -> None:
+        """Renews the lease at one shard until the session ends; other messages renew it too.
+
+        This worker may be rejoining meanwhile, at some shards already and not yet at this one.
+        """
+        member = self._member
+        while not self._end.wait(member.interval_s):
+            joined_as = link.joined_as
+            rank, incarnation = joined_as
+            request = pb.HeartbeatRequest(
+                job=member.job, worker=rank, incarnation=incarnation, waiting_for=member.waits
+            )
+            if link is self._links[0]:
+                for table, counted in dict(self.left_out).items():
+                    steps, count, since = counted.report
+                    request.left_out.add(table=table, steps=steps, count=count, since=since)
+            try:
+                self._send_residuals(link.beat(request, timeout_s=member.interval_s))
+            except PacelineError as error:
+                if link.joined_as == joined_as and incarnation == member.incarnation:
+                    self.failure = error
+
+    def _send_residuals(self, requests: Sequence[pb.ResidualRequest]) -> None:
+        """Sends the requested residuals from a separate thread, so heartbeats continue."""
+        wanted = [(self.residual_senders.get(request.table), request) for request in requests]
+
+        def send() -> None:
+            for sender, request in wanted:
+                if sender is not None:
+                    sender.send_after(request.step, request.slices)
+
+        with self._residual_lock:
+            if wanted and (self._residual_thread is None or not self._residual_thread.is_alive()):
+                self._residual_thread = threading.Thread(target=send, name="residuals", daemon=True)
+                self._residual_thread.start()

@@ -1,0 +1,88 @@
+"""Counts one worker's pushes by slice, for the step of its next push and for its pulls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pscore.local.base import LocalSlice
+from pscore.rules.base import Rule
+
+
+class Clocks:
+    """The push counts of a replica's slices.
+
+    Attributes:
+        rule: The mode.
+        counts: For each slice, one more than the `step` of its last push on the wire: pushes made
+            so far, or more where steps have closed without this worker. Replaced or changed only
+            by this class.
+    """
+
+    def __init__(self, rule: Rule, parts: Sequence[LocalSlice]) -> None:
+        """Starts before the first push.
+
+        Args:
+            rule: The mode.
+            parts: The slices; their versions decide from where a late worker continues.
+        """
+        self.rule = rule
+        self.counts = [0] * len(parts)
+        self._parts = parts
+        # Caches in a mode by step, for all slices; None after a change of a slice.
+        self._oldest: int | None = None
+        self._next: int | None = None
+
+    def count(self, index: int) -> int:
+        """Returns the number of this worker's pushes that a pull of a slice has to wait for."""
+        if not self.rule.by_step:
+            return self.counts[index]
+        if self._oldest is None:  # Cached: there may be many slices.
+            self._oldest = min(self.counts)
+        return self._oldest
+
+    def next_push(self, index: int) -> int:
+        """Returns the step of the next push of a slice.
+
+        In a mode by step it is one number for all slices: the oldest step that some slice still
+        accepts from a late worker (backup workers). With different numbers two workers could wait
+        for each other: A for B's push of one slice, B for A's push of another.
+        """
+        if not self.rule.by_step:
+            return self.counts[index]
+        if self._next is None:
+            counts = zip(self.counts, self._parts, strict=True)
+            self._next = min(max(count, part.version) for count, part in counts)
+        return self._next
+
+    def oldest_version(self, count: int) -> int:
+        """Returns the oldest version that has the first `count` pushes of this worker in it."""
+        return self.rule.min_version(count - 1) if count else 0
+
+    def pushed(self) -> None:
+        """Counts one push of every slice."""
+        made = [self.next_push(index) + 1 for index in range(len(self.counts))]
+        self.counts = [max(pair) for pair in zip(self.counts, made, strict=True)]
+        self._oldest = self._next = None
+
+    def pulled(self, index: int, clock: int, version: int) -> None:
+        """Records a pull that has landed; call it before the slice gets its new version.
+
+        Args:
+            index: Index of the slice.
+            clock: The first step that the slice accepts from a worker that has (re)joined.
+            version: The version that was pulled.
+        """
+        is_first = self._parts[index].version < 0
+        if is_first:
+            self.counts[index], self._oldest = max(self.counts[index], clock), None
+        if is_first or version > self.counts[index]:
+            self._next = None  # Else the cached value is still right.
+
+    def begin_at(self, step: int) -> None:
+        """Sets every count: this worker's next push is the one of `step`."""
+        self.counts, self._oldest, self._next = [step] * len(self.counts), None, None
+
+    def restart(self, rule: Rule) -> None:
+        """Starts again, maybe under another rule; the next pulls bring the counts."""
+        self.rule = rule
+        self.begin_at(0)

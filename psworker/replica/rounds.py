@@ -1,0 +1,94 @@
+"""The round of a mode whose workers run the wrapped optimizer: local steps, then one push."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pscore.errors import GradientError
+from pscore.local.base import LocalSlice
+from pscore.partition import Layout
+
+
+class Round:
+    """The open round of one worker.
+
+    Attributes:
+        num_inner: Steps of the user's own optimizer since the last pull.
+    """
+
+    def __init__(self, layout: Layout, weights: torch.Tensor, *, pushes_moves: bool) -> None:
+        """Opens the first round.
+
+        Args:
+            layout: The slices.
+            weights: `(layout.numel,) float32` on the model's device.
+            pushes_moves: Whether the mode pushes moves of the weights; else no reference is kept.
+        """
+        self.num_inner = 0
+        self._samples = 0.0  # Sum of the round so far.
+        self._weights = weights
+        self._spans = [slice(spec.start, spec.stop) for spec in layout.slices]
+        # The weights of the last pull.
+        self._reference = torch.empty_like(weights) if pushes_moves else None
+
+    @property
+    def pushes_moves(self) -> bool:
+        """Whether the mode pushes moves of the weights."""
+        return self._reference is not None
+
+    @property
+    def mean_samples(self) -> float:
+        """Mean weight of the round's steps."""
+        return self._samples / self.num_inner
+
+    def add_step(self, samples: float) -> None:
+        """Counts a step of the wrapped optimizer, with its weight in the mean."""
+        self.num_inner += 1
+        self._samples += samples
+
+    def begin(self) -> None:
+        """Opens the next round."""
+        self.num_inner, self._samples = 0, 0.0
+
+    def record(self) -> None:
+        """Records the current weights as those of the last pull."""
+        if self._reference is not None:
+            self._reference.copy_(self._weights)
+
+    def record_slice(self, index: int, weights: torch.Tensor) -> None:
+        """Records the weights of one slice as those of its last pull."""
+        if self._reference is not None:
+            self._reference[self._spans[index]].copy_(weights)
+
+    def write_moves(self, parts: Sequence[LocalSlice], moves: Sequence[torch.Tensor]) -> int | None:
+        """Writes the weights of the last pull minus the current ones into `moves`.
+
+        If a move holds NaN or Inf, the round is opened again from the weights of the last pull.
+
+        Args:
+            parts: The slices.
+            moves: Memory for the result, `(numel,) float32` each.
+
+        Returns:
+            The first slice whose moves hold NaN or Inf, or None; later slices are not written.
+        """
+        reference = self._reference
+        assert reference is not None
+        for index, part in enumerate(parts):
+            torch.sub(reference[self._spans[index]], part.weights, out=moves[index])
+            if not bool(torch.isfinite(moves[index]).all()):
+                self._weights.copy_(reference)
+                self.begin()
+                return index
+        return None
+
+
+def not_finite(index: int, step: int) -> GradientError:
+    """Returns the error for a slice whose weights hold NaN or Inf."""
+    return GradientError(
+        f"the weights of slice {index} hold NaN or Inf at step {step}, at the end of a round; "
+        "nothing of it was pushed, and the weights are those of its begin again (the state of the "
+        "wrapped optimizer may hold NaN too)"
+    )
