@@ -1,4 +1,4 @@
-"""`psserver doctor`: the shards of this machine or at given addresses, and what they write to."""
+"""`psserver doctor`: checks the shards of this machine or at given addresses, and their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from psserver.process.run_dir import RunDirectory
 def examine(
     servers: str | None, port: int | None, state_dir: Path | None, job: str | None
 ) -> list[Finding]:
-    """Looks at everything; what cannot be found is a finding too.
+    """Looks at everything; a missing thing is a finding too.
 
     Args:
         servers: Addresses with commas between them.

@@ -24,7 +24,7 @@ class Found:
 
     addresses: list[str]
     run: Run | None  # Known if they were started on this machine by this user.
-    credentials: Credentials  # What to connect with.
+    credentials: Credentials  # Of the connection.
 
 
 def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found:

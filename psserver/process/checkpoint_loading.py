@@ -100,7 +100,7 @@ def deliver(engine: Engine, checkpoint: Checkpoint, job: str) -> None:
 def bring(
     addresses: Sequence[str], credentials: Credentials, loaded: Mapping[str, Checkpoint]
 ) -> None:
-    """Brings their parts of what shard 0 has loaded to the shards that lack those jobs.
+    """Sends the jobs that shard 0 has loaded to the shards that lack them, each its parts.
 
     Raises:
         CommandError: A shard does not answer, or cannot hold its part.

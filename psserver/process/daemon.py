@@ -281,7 +281,7 @@ class Daemon:
             self._to_bring = loaded
 
     async def _bring(self) -> None:
-        """Brings the other shards their parts of what was loaded, and lets workers in then."""
+        """Sends the other shards their parts of loaded jobs, and then admits workers."""
         pause_s = BRING_S_MIN
         while self._to_bring:
             try:
@@ -410,7 +410,7 @@ def probe(host: str, port: int) -> OSError:
 
 
 def bind_error(problem: OSError, host: str, port: int, flag: str) -> CommandError:
-    """Explains why a port cannot be bound, and what to do."""
+    """Explains why a port cannot be bound, and names a remedy."""
     address = join_address(host, port)
     if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
         return CommandError(

@@ -76,7 +76,7 @@ class RunDirectory:
         """Returns the directory of the run `name`, made if need be, in which one can write.
 
         Raises:
-            CommandError: It cannot be made or used; says why and what to do.
+            CommandError: It cannot be made or used; the message says why, and names a remedy.
         """
         folder = self.path / name
         try:

@@ -41,7 +41,7 @@ class ShardPlan:
     addresses: list[str] = field(default_factory=list)
     trust: Trust = field(default_factory=Trust)
     journal_dir: str | None = None  # Where the journals are; None: nowhere.
-    memory_mb: int | None = None  # For tables; None: what is there.
+    memory_mb: int | None = None  # For tables; None: all of the host.
     under_way_mb: int = 4096
     keep_ended_s: float = KEEP_ENDED_S
     # Where timelines are written (pscore/observe/timeline.py); None: nowhere.
@@ -79,7 +79,7 @@ class SchedulePlan:
     token_file: str | None
     log_format: str
     log_level: str
-    log_file: str | None = None  # What standard error is, shared with the supervisor.
+    log_file: str | None = None  # The file of standard error, shared with the supervisor.
     log_max_mb: int = 0  # MiB after which the log file is rotated; 0: never.
 
     def to_json(self) -> str:

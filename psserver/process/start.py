@@ -169,7 +169,7 @@ class Launch:
     def _write(self, folder: Path, run: Run) -> None:
         """Writes the run file; a later one that cannot be written leaves the one before.
 
-        That has the same addresses; what it says of the shards' processes is of then.
+        It has the same addresses; its list of the shards' processes is of that time.
 
         Raises:
             CommandError: It is the first, and cannot be written.
@@ -284,7 +284,7 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
         CommandError: They cannot be started.
     """
     server = settings.server
-    faults.from_environment()  # What is wrong with them is said here, not by each shard.
+    faults.from_environment()  # Errors in them are reported here, not by each shard.
     directory = RunDirectory(server.state_dir)
     for run in directory.runs():
         if run.port == server.port:

@@ -176,11 +176,11 @@ def _require_weights(state: TableState, job: str) -> None:
 def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
     """Requests a copy at one version from all shards; returns when they have it, or one cannot.
 
-    Where nobody pushes it returns too, unless the version that all have is `gone`: somebody stands
-    still, and others have pushed the step that it has not; what they owed before is theirs alone.
+    Returns too if no worker pushes, unless the version that all have is `gone`: one worker stands
+    still, and others have pushed the step that it has not, so their residuals of before are gone.
 
     Raises:
-        CommandError: Workers do not send what they owe, or do not go on.
+        CommandError: Workers do not send their residuals, or do not continue.
     """
     everybody = range(len(shards.stubs))
     deadline_s = time.monotonic() + OWED_WAIT_S
@@ -277,7 +277,7 @@ def restore(
     Args:
         addresses: Of all shards, in order.
         credentials: With the token for everything.
-        checkpoint: What was read.
+        checkpoint: The checkpoint that was read.
         job: Name of the job to make.
         only: The shards that get their part; None: all of them.
 
@@ -304,7 +304,7 @@ def preparation(name: str, checkpoint: Checkpoint, job: str, num_shards: int) ->
 
     Args:
         name: Of this delivery.
-        checkpoint: What is delivered.
+        checkpoint: The checkpoint that is delivered.
         job: Name of the job to make.
         num_shards: Of the cluster.
     """

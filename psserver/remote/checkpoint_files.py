@@ -17,7 +17,7 @@ deleted last. So a full disk or a kill leaves those that were there. A draft lef
 is deleted by the next one: every writer holds a shared lock on DIR/.lock, and drafts are deleted
 by a writer that gets this lock alone.
 
-The manifest holds a hash of every file and of itself. What does not fit them is not read.
+The manifest holds a hash of every file and of itself. A file that differs from it is not read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NAME = re.compile(r"(.*)-(\d{8,})")
 
 Tensors = Mapping[str, FloatArray]
 Tell = Callable[[str], None]
-# What reading a file of any content may raise.
+# Errors of reading a file of any content.
 PROBLEMS = (
     OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, ConfigError,
 )  # fmt: skip
@@ -175,7 +175,7 @@ def set_aside(folder: Path, job: str) -> Path | None:
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         with contextlib.suppress(OSError):  # There are no locks here.
-            fcntl.flock(fd, fcntl.LOCK_EX)  # What is being written comes too.
+            fcntl.flock(fd, fcntl.LOCK_EX)  # Waits for a checkpoint that is being written.
         found = [one.path for one in scan(folder) if one.job == job]
         if not found:
             return None
@@ -339,7 +339,7 @@ def read(path: Path, job: str | None, tell: Tell) -> tuple[Path, Checkpoint]:
 
     Args:
         path: A checkpoint, or a folder of several.
-        job: Whose is wanted, where there are those of several.
+        job: The job, if there are checkpoints of several.
         tell: Called with a sentence for each that is left out because it is damaged.
 
     Returns:
