@@ -34,6 +34,7 @@ from benchmarks import kit, netlab, proof
 from pscore.partition import Layout, make_layout
 from pscore.types import TensorSpec
 from psserver.durability.sealed import read_json, write_json
+from psserver.remote.checkpoint_files import newest
 
 RATE = "10gbit"
 NUM_HOSTS = 3  # The shards' one, and two more.
@@ -189,7 +190,10 @@ class Stage:
 
         Processes are stopped first, so that none sees another's death. The stamps in the shards'
         folder then name another boot, so that nothing is believed that a power cut may have taken.
+        The cut waits for the job's first checkpoint: without one nothing would be left to load.
         """
+        while JOB not in newest(self.state / "checkpoints"):
+            self.watch(POLL_S)
         pids = list(self.alive().values())
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:

@@ -33,7 +33,7 @@ from pscore.compressors.none import NoCompression
 from pscore.estimate import fingerprint
 from pscore.memory import kernels
 from pscore.optimizers.assign import Assign
-from pscore.partition import SLICE_NUMEL_MAX, Layout, make_layout
+from pscore.partition import SLICE_NUMEL_MAX, SLICES_PER_SHARD, Layout, make_layout
 from pscore.rules.asgd import ASGD
 from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
@@ -58,7 +58,6 @@ NAMES = (
 )
 CACHE_NUMEL = 1 << 24  # 64 MiB of float32: more than most caches hold.
 ROUNDS_MIN, ROUNDS_MAX, BUDGET_S = 3, 15, 1.0
-NUM_SLICES = 4  # Of 4 MiB on each shard, for the link.
 WORTH = 0.1  # Of an uncompressed step: less than that is not worth a compressor.
 NEARLY = 0.8  # Of the best saving: then the mildest of them is advised.
 MS = 1e3
@@ -232,7 +231,7 @@ def measure_wire(session: Session) -> Wire:
 def _through(session: Session, name: str, *, share: bool) -> tuple[float, float, float]:
     """Returns bytes per second up and down, and the seconds of an empty round trip."""
     num_shards = len(session.links)
-    numel = NUM_SLICES * SLICE_NUMEL_MAX * num_shards
+    numel = SLICES_PER_SHARD * SLICE_NUMEL_MAX * num_shards
     tensors = [
         TensorSpec(
             name="small", shape=(16,), dtype="float32", compress=True

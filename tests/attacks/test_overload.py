@@ -13,6 +13,7 @@ import numpy as np
 from pscore.net import sockets, wire
 from pscore.net.budget import Budget
 from pscore.net.listener import Listener
+from pscore.partition import SLICES_PER_SHARD
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.service.data_socket import make_listener
@@ -21,7 +22,7 @@ from tests.unit.psserver.front import Front, play, pull_header, push_header
 
 NUMBERS = itertools.count()  # Of local sockets: a closed one's name is in use for a moment.
 
-NUMEL = 1 << 20  # 4 MiB: more than one answer does not fit into a socket's buffers for long.
+NUMEL = 1 << 20  # Of a slice, 4 MiB: the buffers of a socket do not hold several answers.
 NBYTES = 4 * NUMEL
 WAIT_S = 30.0
 
@@ -74,7 +75,9 @@ def listening(front: Front) -> Iterator[Listener]:
 async def ready(front: Front, budget_nbytes: int) -> None:
     front.engine.budget = Budget(budget_nbytes)
     await front.join(0, 1)
-    await front.define(tensors=[pb.Tensor(name="w", shape=[NUMEL], dtype="float32")])
+    await front.define(
+        tensors=[pb.Tensor(name="w", shape=[SLICES_PER_SHARD * NUMEL], dtype="float32")]
+    )
     header = push_header(0, 0, role=data_pb2.ROLE_WEIGHTS, hyper=[])
     await front.push(header, np.zeros(NUMEL, np.float32))
 
@@ -125,7 +128,7 @@ def test_who_asks_and_does_not_read_is_cut_off() -> None:
             assert greedy.is_cut()
             for peer in (greedy, quick):
                 peer.socket.close()
-            (store,) = front.running.stores()
+            store = front.running.stores()[0]
             assert isinstance(store, SliceStore)
             deadline_s = time.monotonic() + WAIT_S
             while store.copies.num_leases:

@@ -22,7 +22,7 @@ from tests.integration.cluster import Shards, Station, wait_until
 from tests.integration.models import backward, batch, make_model, sgd, weights_of
 
 MEMFD = "/memfd:paceline"
-LARGE = (1 << 20) + 4321  # Elements: two slices, of more bytes than a connection's buffers hold.
+LARGE = (1 << 20) + 4321  # Elements: six slices, together more than a connection's buffers hold.
 
 
 def plane_of(optimizer: psworker.DistributedOptimizer) -> set[str]:

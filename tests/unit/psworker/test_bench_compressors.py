@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from pscore import partition
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
@@ -26,6 +27,12 @@ COSTS = {
     "2bit": Cost(nbytes=0.25, encode_s=2e-9, add_s=0.0),
     "qsgd": Cost(nbytes=1.0, encode_s=1e-9, add_s=0.0),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_slice_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves a model of 4 MiB in one slice, so that its pipeline can be worked out by hand."""
+    monkeypatch.setattr(partition, "SLICES_PER_SHARD", 1)
 
 
 def cost_of(compressor: Compressor, numel: int, num_slices: int) -> Cost:
