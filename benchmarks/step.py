@@ -29,7 +29,6 @@ from benchmarks.netlab import Lab, available, bits_per_s
 MODULE = "benchmarks.step"
 ROUND_STEPS = 5
 WARMUP_STEPS = 5
-FORWARD_SHARE = 1 / 3
 PROBE_S = 2.0
 MODES = {
     "ssgd": ("ssgd", "none"),
@@ -51,11 +50,10 @@ def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap
     import torch
 
     import psworker
+    from benchmarks.simulated_gpu import SimulatedModel
 
     torch.set_num_threads(1)
-    shapes = kit.resnet50_shapes()
-    model = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
-    grads = [torch.full(shape, 1e-3) for shape in shapes]
+    model = SimulatedModel(kit.resnet50_shapes(), compute_s)
     optimizer = psworker.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         named_parameters=model.named_parameters(),
@@ -63,19 +61,25 @@ def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap
         compression=compression,
         overlap=overlap,
     )
-    gpu = _Gpu(list(model.parameters()), grads, compute_s)
+
+    def one_step() -> None:
+        start_s = time.perf_counter()
+        optimizer.zero_grad()
+        model(start_s).backward()
+        optimizer.step()
+
     for _ in range(WARMUP_STEPS + ROUND_STEPS):
-        gpu.step(optimizer)
+        one_step()
     traffic = optimizer.traffic
     measured.await_go()
     for _ in range(ROUND_STEPS):  # All messages under way have landed by the end of this wait.
-        gpu.step(optimizer)
+        one_step()
     before = (traffic.pushed_nbytes, traffic.pulled_nbytes)
     times_s, cpu_s = [], measured.own_cpu_s()
     for _ in range(rounds):
         start_s = time.perf_counter()
         for _ in range(ROUND_STEPS):
-            gpu.step(optimizer)
+            one_step()
         times_s.append((time.perf_counter() - start_s) / ROUND_STEPS)
     steps = rounds * ROUND_STEPS
     measured.report(
@@ -88,63 +92,6 @@ def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap
         }
     )
     psworker.shutdown()
-
-
-class _Gpu:
-    """Computes by sleeping up to a moment of its own clock, so that being late does not add up."""
-
-    def __init__(self, parameters: list[Any], grads: list[Any], compute_s: float) -> None:
-        self._parameters = parameters
-        self._grads = grads
-        self._compute_s = compute_s
-        total = sum(grad.numel() for grad in grads)
-        left, self._ready_s = 0, []
-        for grad in reversed(grads):
-            left += grad.numel()
-            share = FORWARD_SHARE + (1 - FORWARD_SHARE) * left / total
-            self._ready_s.append(share * compute_s)
-        self._ready_s.reverse()
-
-    def step(self, optimizer: Any) -> None:
-        """Makes one step."""
-        import torch
-
-        start_s = time.perf_counter()
-        optimizer.zero_grad()
-        _sleep_until(start_s + FORWARD_SHARE * self._compute_s)
-        chain = torch.zeros(1, requires_grad=True)
-        layer = _layer()
-        for parameter, grad, ready_s in zip(
-            self._parameters, self._grads, self._ready_s, strict=True
-        ):
-            chain = layer.apply(chain, parameter, grad, start_s + ready_s)
-        chain.sum().backward()
-        optimizer.step()
-
-
-def _layer() -> Any:
-    import torch
-
-    class Layer(torch.autograd.Function):
-        """Passes on; in backward the gradient is there at a given moment."""
-
-        @staticmethod
-        def forward(ctx: Any, chain: Any, parameter: Any, grad: Any, ready_s: float) -> Any:
-            ctx.grad, ctx.ready_s = grad, ready_s
-            return chain + 0.0
-
-        @staticmethod
-        def backward(ctx: Any, upstream: Any) -> Any:
-            _sleep_until(ctx.ready_s)
-            return upstream, ctx.grad, None, None
-
-    return Layer
-
-
-def _sleep_until(moment_s: float) -> None:
-    left_s = moment_s - time.perf_counter()
-    if left_s > 0:
-        time.sleep(left_s)
 
 
 # ----- the hosts
@@ -248,6 +195,8 @@ def _ask(role: kit.Role, text: str) -> float:
 
 def best_ssgd_s(compute_s: float, bytes_per_s: float) -> float:
     """Returns the step time of a worker whose slices leave and come back without a gap."""
+    from benchmarks.simulated_gpu import FORWARD_SHARE
+
     numel = kit.numel_of(kit.resnet50_shapes())
     num_slices = -(-numel // (1 << 20))
     slice_s = 4 * numel / num_slices / bytes_per_s

@@ -84,14 +84,14 @@ class RandomOrder(Loop):
         ]
 
     def happen(self, queue: Hashable) -> None:
-        """Lets the first event of a queue happen."""
+        """Runs the first event of a queue."""
         call = self._queues[queue].popleft()
         if not self._queues[queue]:
             del self._queues[queue]
         call()
 
     def draw(self) -> bool:
-        """Lets one event happen, or none if a slow worker is drawn; False: there is none."""
+        """Runs one event, or none if a slow worker is drawn; returns False if there is none."""
         found = self.queues()
         if not found:
             return False
@@ -276,7 +276,7 @@ class Cluster(TrainingCluster):
     # ----- time
 
     def train(self, events: int = 1_000_000) -> Cluster:
-        """Lets everything happen, at most so many events; a standstill is an error."""
+        """Runs all events, at most so many; a standstill is an error."""
         with quiet():
             for _ in range(events):
                 if not self.loop.draw():
@@ -288,7 +288,7 @@ class Cluster(TrainingCluster):
         return self
 
     def turn(self, rank: int, *kinds: str) -> bool:
-        """Lets one event of one worker happen; False: there is none."""
+        """Runs one event of one worker; returns False if there is none."""
         found = self.loop.queues(kinds, rank)
         if found:
             with quiet():
