@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
+from psserver.decisions.directory import PeerReport
 
 WORKERS_MAX = 4096
 SUSPECT_SHARE = 0.4  # Of a lease: the time of two heartbeats.
@@ -86,6 +87,7 @@ class Member:
     is_suspect: bool = False  # Not heard since its connection broke, or since it was restored.
     # By table: steps ended, begun and not ended, and those ended when the latter last changed.
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers, one report a table.
 
 
 class Membership:
@@ -282,6 +284,10 @@ class Membership:
     def live(self) -> list[int]:
         """Returns the ranks of the live workers, in order."""
         return sorted(self._in(Presence.LIVE))
+
+    def incarnations(self) -> dict[int, int]:
+        """Returns the incarnations of the live workers, by rank."""
+        return {rank: self.members[rank].incarnation for rank in self._in(Presence.LIVE)}
 
     @property
     def is_elastic(self) -> bool:

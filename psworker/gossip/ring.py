@@ -1,0 +1,191 @@
+"""The sum of all workers' gradients without a server: the worker of `allreduce`.
+
+Pitch Patarasu and Xin Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009: the vector is cut into a chunk for each worker; sums of chunks go once around, then the whole
+chunks do. Each chunk is added along one path, by one worker at a time, so all get the same bits.
+In the order of the ranks a chunk's owner gets all n parts at once and adds them itself: the same
+bytes, and the same bits as shards that add in that order.
+
+A round that a change of the members interrupts is given up by everybody and made again among those
+who live, with the gradients that each still has. If somebody had ended it already, its result
+stands, and the others get it from that worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from pscore.types import FloatArray
+from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
+
+CHUNK, SUM, RESULT = 1, 2, 3  # Kinds of messages.
+
+
+class Ring(Gossip):
+    """The worker of all-reduce.
+
+    Attributes:
+        number: Rounds behind this worker.
+    """
+
+    name: ClassVar[str] = "ring"
+    number = 0
+
+    def start(self) -> Waits:
+        """Meets the others."""
+        self._in_order = self.rule.arguments()["order"] == "ranks"
+        self._members: list[int] = []
+        self._epoch = 0
+        self._result: FloatArray | None = None  # Of the last round, for those who have yet to end.
+        yield from self._meet(-1)
+
+    def step(self) -> Waits:
+        """Replaces the gradients by the mean of all workers', then makes the optimizer's step."""
+        own = self.model.gather()
+        total: FloatArray | None = None
+        while total is None:
+            if self.post.has_moved:
+                total = yield from self._meet(self.number)
+            if total is None:
+                total = yield from self._sum(own)
+        self._result, self.number = total, self.number + 1
+        self.sight.num_exchanges += 1
+        self.model.scatter(total.copy())
+        self.model.update()
+
+    # ----- one round
+
+    def _sum(self, own: FloatArray) -> Steps[FloatArray | None]:
+        """Returns the sum over the members; None if the round has to be made again."""
+        if len(self._members) == 1:
+            return own.copy()
+        total = own.copy()
+        place = self._members.index(self.rank)
+        chunks = _chunks(len(own), len(self._members))
+        reduce = self._gather_in_order if self._in_order else self._reduce
+        if not (yield from reduce(total, chunks, place)):
+            return None
+        share = self._share_all if self._in_order else self._share
+        return total if (yield from share(total, chunks, place)) else None
+
+    def _reduce(self, total: FloatArray, chunks: Sequence[slice], place: int) -> Steps[bool]:
+        """Adds sums that come around; afterwards the chunk behind this worker's is whole here."""
+        num = len(chunks)
+        to, source = self._members[(place + 1) % num], self._members[place - 1]
+        for hop in range(num - 1):
+            sent, added = (place - hop) % num, (place - hop - 1) % num
+            self._give(to, CHUNK, sent, total[chunks[sent]])
+            came = yield from self._want(source, CHUNK, added, chunks[added])
+            if came is None:
+                return False
+            total[chunks[added]] += came
+        return True
+
+    def _share(self, total: FloatArray, chunks: Sequence[slice], place: int) -> Steps[bool]:
+        """Passes whole chunks around."""
+        num = len(chunks)
+        to, source = self._members[(place + 1) % num], self._members[place - 1]
+        for hop in range(num - 1):
+            sent, taken = (place + 1 - hop) % num, (place - hop) % num
+            self._give(to, SUM, sent, total[chunks[sent]])
+            came = yield from self._want(source, SUM, taken, chunks[taken])
+            if came is None:
+                return False
+            total[chunks[taken]] = came
+        return True
+
+    def _gather_in_order(
+        self, total: FloatArray, chunks: Sequence[slice], place: int
+    ) -> Steps[bool]:
+        """Adds this worker's own chunk of all workers, in the order of the ranks."""
+        for other in sends(self._members, self.rank):
+            index = self._members.index(other)
+            self._give(other, CHUNK, index, total[chunks[index]])
+        added = np.zeros_like(total[chunks[place]])
+        for other in self._members:
+            if other == self.rank:
+                added += total[chunks[place]]
+                continue
+            came = yield from self._want(other, CHUNK, place, chunks[place])
+            if came is None:
+                return False
+            added += came
+        total[chunks[place]] = added
+        return True
+
+    def _share_all(self, total: FloatArray, chunks: Sequence[slice], place: int) -> Steps[bool]:
+        """Sends this worker's whole chunk to all, and takes theirs."""
+        for other in sends(self._members, self.rank):
+            self._give(other, SUM, place, total[chunks[place]])
+        for index, other in enumerate(self._members):
+            if other == self.rank:
+                continue
+            came = yield from self._want(other, SUM, index, chunks[index])
+            if came is None:
+                return False
+            total[chunks[index]] = came
+        return True
+
+    # ----- messages
+
+    def _give(self, to: int, kind: int, chunk: int, values: FloatArray) -> None:
+        for index, part in enumerate(parts_of(len(values))):
+            tag = Tag(kind, self.number, chunk << 16 | index, self._epoch)
+            self.post.give(to, tag, values[part].copy())
+
+    def _want(
+        self, source: int, kind: int, chunk: int, place: slice
+    ) -> Steps[FloatArray | None]:
+        """Waits for a chunk; returns None when the members have changed."""
+        values = np.empty(place.stop - place.start, np.float32)
+        for index, part in enumerate(parts_of(len(values))):
+            came = yield Want(source, Tag(kind, self.number, chunk << 16 | index, self._epoch))
+            if came is None:
+                return None
+            values[part] = came
+        self.sight.partner = source
+        return values
+
+    # ----- members
+
+    def _meet(self, position: int) -> Steps[FloatArray | None]:
+        """Meets the others; returns the result of this round if somebody has ended it."""
+        gatherings: list[Gathering] = yield Meet(position)
+        epoch, positions = gatherings[-1]
+        last = max(positions.values())
+        self._epoch, self._members = epoch, list(positions)
+        if position < 0:
+            self.number = max(0, last)
+            return None
+        holder = min(rank for rank, other in positions.items() if other == last)
+        if holder == self.rank and self._result is not None:
+            for rank, other in positions.items():
+                if 0 <= other < last:
+                    self._give_result(rank, other)
+        if position == last:
+            return None
+        values = np.empty(0, np.float32)
+        index = 0
+        while True:
+            came = yield Want(holder, Tag(RESULT, position, index, epoch))
+            if came is None:
+                return (yield from self._meet(position))
+            if not len(came):
+                return values
+            values, index = np.concatenate((values, came)), index + 1
+
+    def _give_result(self, to: int, round_: int) -> None:
+        """Sends the result of the round that another worker has yet to end; an empty part ends."""
+        assert self._result is not None
+        parts = [self._result[part] for part in parts_of(len(self._result))]
+        for index, values in enumerate([*parts, np.empty(0, np.float32)]):
+            self.post.give(to, Tag(RESULT, round_, index, self._epoch), values.copy())
+
+
+def _chunks(numel: int, num: int) -> list[slice]:
+    """Returns `num` chunks of almost one length."""
+    bounds = [numel * index // num for index in range(num + 1)]
+    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
