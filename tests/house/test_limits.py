@@ -15,7 +15,6 @@ CLASS_NAMES_MAX = 20
 # Classes that are longer today, and their lines: these numbers may only fall.
 LONG_CLASSES = {
     "psserver/slices/store.py:SliceStore": 385,
-    "psworker/replica/replica.py:Replica": 389,
 }
 MANY_NAMES: dict[str, int] = {}
 OUTSIDE_PACKAGES = ("tests", "examples", "benchmarks", "scripts")
