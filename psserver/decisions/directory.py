@@ -70,11 +70,13 @@ class Directory:
 
     epoch: int = 0
     peers: dict[int, Peer] = field(default_factory=dict)
+    _parted: set[int] = field(default_factory=set)  # Incarnations that exchange no more.
     _stopped: set[int] = field(default_factory=set)  # Ranks, under the newest epoch.
     _meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MEETINGS_MAX))
 
     def keep(self, live: Mapping[int, int]) -> None:
         """Drops the members that are no longer live; `live` has incarnations by rank."""
+        self._parted.intersection_update(live.values())
         gone = [
             rank for rank, peer in self.peers.items() if live.get(rank) != peer.incarnation
         ]
@@ -109,6 +111,21 @@ class Directory:
         elif epoch == self.epoch and peer.rank not in self._stopped:
             self.peers[peer.rank] = peer
             self._stopped.add(peer.rank)
+        return self._missing(expected, is_short=is_short)
+
+    def part(self, rank: int, incarnation: int) -> None:
+        """Records that a worker exchanges nothing any more, though it is live."""
+        self._parted.add(incarnation)
+        if rank in self.peers and self.peers[rank].incarnation == incarnation:
+            del self.peers[rank]
+            self._begin_epoch()
+
+    def has_parted(self, incarnation: int) -> bool:
+        """Returns whether a worker has parted."""
+        return incarnation in self._parted
+
+    def _missing(self, expected: Iterable[int], *, is_short: bool) -> list[int]:
+        """Returns the ranks that have yet to stop; records the meeting if there are none."""
         missing = [rank for rank in expected if rank not in self._stopped]
         if not (missing or is_short) and self.newest != self.epoch:
             self._meetings.append(Meeting(self.epoch, self.members()))

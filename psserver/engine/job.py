@@ -246,7 +246,10 @@ class RunningJob:
         """
         with self._lock:
             members, directory = self.job.membership, self.job.directory(table)
-            expected, is_short = members.expected(), members.is_short
+            live, is_short = members.incarnations(), members.is_short
+            expected = [
+                rank for rank in members.expected() if not directory.has_parted(live.get(rank, 0))
+            ]
             missing = directory.arrive(peer, epoch, expected, is_short=is_short)
             awaited = ", ".join(members.describe(rank) for rank in missing[:NAMED_MAX])
             if not (awaited or directory.has_met):
@@ -257,6 +260,15 @@ class RunningJob:
                 peers=directory.members(),
                 waiting_for=awaited,
             )
+
+    def part(self, table: int, rank: int, incarnation: int) -> None:
+        """Records that a worker exchanges nothing with its peers any more.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        with self._lock:
+            self.job.directory(table).part(rank, incarnation)
 
     def take_residual(
         self, table: int, index: int, rank: int, step: int, arrays: Mapping[str, bytes]

@@ -275,6 +275,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Records a worker that exchanges models with its peers, and names them."""
         peer = request.peer
         job = self._engine.heard(request.job, peer.rank, peer.incarnation)
+        if request.parts:
+            job.part(request.table, peer.rank, peer.incarnation)
+            return pb.MeetReply()
         view = job.meet(request.table, peer_of(peer), request.epoch, request.since)
         return pb.MeetReply(
             epoch=view.epoch,

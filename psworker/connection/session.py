@@ -45,6 +45,7 @@ class Session:
         timeline: The spans of this process; None: none are recorded.
         left_out: By table; counts of steps left out, in modes where all workers make all steps.
         residual_senders: By table; they send the residuals that a checkpoint needs.
+        peer_reports: By table; they describe this worker's last exchanges with its peers.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Session:
         self._heartbeats = Heartbeats(self._member, self.links)
         self.left_out = self._heartbeats.left_out
         self.residual_senders = self._heartbeats.residual_senders
+        self.peer_reports = self._heartbeats.peer_reports
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._joining.join()
@@ -218,6 +220,19 @@ class Session:
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
             )
         return float(reply.value)
+
+    def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
+        """Tells the directory of a table's peers, on the first shard, about this worker.
+
+        Args:
+            request: Its job, rank and incarnation are set here.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        request.job, request.peer.rank = self.job, self.rank
+        request.peer.incarnation = self.incarnation
+        return self.links[0].call(self.links[0].control.Meet, request)
 
     def require_own(self) -> None:
         """Refuses a process that was forked from the worker (psworker/connection/places.py)."""

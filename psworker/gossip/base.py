@@ -87,13 +87,17 @@ class Model:
         update: Makes a step of the wrapped optimizer on them; does nothing in a step left out.
         gather: Returns this step's gradient times its weight, and what is summed with it, `(m,)`.
         scatter: Puts the sum over all workers in the gradients' place.
-        lock: Held while another thread may mix `Pairs`.
+        pack: Returns the weights and the state of the wrapped optimizer, `(k,)`.
+        unpack: Takes over what another worker's `pack` has returned.
+        lock: Held while the model is mixed; another thread may do so.
     """
 
     weights: torch.Tensor
     update: Callable[[], None]
     gather: Callable[[], FloatArray]
     scatter: Callable[[FloatArray], None]
+    pack: Callable[[], FloatArray]
+    unpack: Callable[[FloatArray], None]
     lock: AbstractContextManager[Any]
 
 
@@ -112,9 +116,11 @@ class Gossip(ABC):
     Attributes:
         name: Its name in `GOSSIPS`.
         sight: Its last exchanges, for status.
+        number: Steps or rounds behind this worker, counted alike by all that depend on it.
     """
 
     name: ClassVar[str]
+    number: int = 0
 
     def __init__(self, rule: Decentralised, rank: int, model: Model, post: Post) -> None:
         """Starts before the first meeting.

@@ -21,7 +21,7 @@ import numpy as np
 from pscore.types import FloatArray
 from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
 
-CHUNK, SUM, RESULT = 1, 2, 3  # Kinds of messages.
+CHUNK, SUM, RESULT, COPY = 1, 2, 3, 4  # Kinds of messages.
 
 
 class Ring(Gossip):
@@ -157,32 +157,46 @@ class Ring(Gossip):
         epoch, positions = gatherings[-1]
         last = max(positions.values())
         self._epoch, self._members = epoch, list(positions)
-        if position < 0:
-            self.number = max(0, last)
-            return None
+        self.number = max(0, last) if position < 0 else position
         holder = min(rank for rank, other in positions.items() if other == last)
-        if holder == self.rank and self._result is not None:
-            for rank, other in positions.items():
-                if 0 <= other < last:
-                    self._give_result(rank, other)
+        if holder == self.rank:
+            self._help(positions, last)
         if position == last:
             return None
-        values = np.empty(0, np.float32)
-        index = 0
-        while True:
-            came = yield Want(holder, Tag(RESULT, position, index, epoch))
-            if came is None:
-                return (yield from self._meet(position))
-            if not len(came):
-                return values
-            values, index = np.concatenate((values, came)), index + 1
+        kind = COPY if position < 0 else RESULT
+        came = yield from self._whole(holder, kind, max(0, position))
+        if came is None:
+            return (yield from self._meet(position))
+        if kind == RESULT:
+            return came
+        self.model.unpack(came)
+        return None
 
-    def _give_result(self, to: int, round_: int) -> None:
-        """Sends the result of the round that another worker has yet to end; an empty part ends."""
-        assert self._result is not None
-        parts = [self._result[part] for part in parts_of(len(self._result))]
-        for index, values in enumerate([*parts, np.empty(0, np.float32)]):
-            self.post.give(to, Tag(RESULT, round_, index, self._epoch), values.copy())
+    def _help(self, positions: dict[int, int], last: int) -> None:
+        """Sends the last result to those who have yet to end it, and the model to newcomers."""
+        behind = {rank for rank, other in positions.items() if 0 <= other < last}
+        new = {rank for rank, other in positions.items() if other < 0 <= last}
+        if behind:
+            assert self._result is not None
+            self._give_whole(behind, RESULT, last - 1, self._result)
+        if new:
+            self._give_whole(new, COPY, 0, self.model.pack())
+
+    def _give_whole(self, to: set[int], kind: int, round_: int, values: FloatArray) -> None:
+        """Sends an array of any length; an empty part ends it."""
+        parts = [values[part].copy() for part in parts_of(len(values))]
+        for rank in sorted(to):
+            for index, part in enumerate([*parts, np.empty(0, np.float32)]):
+                self.post.give(rank, Tag(kind, round_, index, self._epoch), part)
+
+    def _whole(self, source: int, kind: int, round_: int) -> Steps[FloatArray | None]:
+        """Waits for an array of any length; returns None when the members have changed."""
+        parts: list[FloatArray] = [np.empty(0, np.float32)]
+        while True:
+            came = yield Want(source, Tag(kind, round_, len(parts) - 1, self._epoch))
+            if came is None or not len(came):
+                return came if came is None else np.concatenate(parts)
+            parts.append(came)
 
 
 def _chunks(numel: int, num: int) -> list[slice]:

@@ -25,6 +25,9 @@ from psworker.replica.pushes import Pushes
 from psworker.replica.rounds import Round, not_finite
 
 
+OF_ROUNDS = (Role.DELTA, Role.MODEL)  # Pushes that end a round.
+
+
 class Replica:
     """The steps of one worker.
 
@@ -71,7 +74,7 @@ class Replica:
         self.clocks = Clocks(rule, self.parts)
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
-        self._round = Round(layout, weights, pushes_moves=bool(rule.outer_optimizer))
+        self._round = Round(layout, weights, role=_role(rule))
         self._pushes = Pushes(rank, self.clocks, self.parts)
         self._pulls = Pulls(self.local, self.clocks, self._round)
 
@@ -158,10 +161,10 @@ class Replica:
             self._pulls.apply(index)
             if plan.local:
                 self.local.update(index, self.step, grads[index])
-            if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
+            if plan.pulls(self._places[index]) and plan.push not in OF_ROUNDS:
                 self._pulls.send(index, push_pull, with_state=with_state)
-        if plan.push is Role.DELTA:
-            self._push_moves(grads, push_pull)
+        if plan.push in OF_ROUNDS:
+            self._push_round(grads, push_pull)
             if plan.pull:
                 for index in order:
                     self._pulls.send(index, push_pull, with_state=with_state)
@@ -179,7 +182,7 @@ class Replica:
             push_pull: Sends them.
         """
         if self.num_inner:
-            self._push_moves(grads, push_pull)
+            self._push_round(grads, push_pull)
 
     def take_reference(self) -> None:
         """Records the current weights as those of the last pull: a model may have rounded them."""
@@ -237,7 +240,7 @@ class Replica:
 
     def change(self, rule: Rule) -> None:
         """Continues under another rule at the same step; its pulls bring weights and clocks."""
-        assert self._round.pushes_moves == bool(rule.outer_optimizer)
+        assert self._round.role is _role(rule)
         self.rule = rule
         self.local.change(rule)
         self.restart()
@@ -290,7 +293,7 @@ class Replica:
     @property
     def drifts(self) -> bool:
         """Whether the weights here differ from those of the shards between two pulls."""
-        return self.local.local_update is not None or self._round.pushes_moves
+        return self.local.local_update is not None or self._round.role is not None
 
     def front_first(self) -> range:
         """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
@@ -301,14 +304,20 @@ class Replica:
     def _indices(self) -> range:
         return range(len(self.parts))
 
-    def _push_moves(self, moves: Sequence[torch.Tensor], push_pull: PushPull) -> None:
-        """Pushes the weights of the last pull minus the current ones, weighted by mean samples."""
-        bad = self._round.write_moves(self.parts, moves)
+    def _push_round(self, values: Sequence[torch.Tensor], push_pull: PushPull) -> None:
+        """Pushes the moves of the weights, or the weights, weighted by the mean of samples."""
+        bad = self._round.write(self.parts, values)
         if bad is not None:
             self.is_ending = False
             raise not_finite(bad, self.step)
-        plan, samples = self.plan(), self._round.mean_samples
+        plan, samples, role = self.plan(), self._round.mean_samples, self._round.role
+        assert role is not None
         for index in self.front_first():
-            self._pushes.send(index, plan, Role.DELTA, moves[index], -1, samples, push_pull)
+            self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
         self.clocks.pushed()
         self._round.begin()
+
+
+def _role(rule: Rule) -> Role | None:
+    """Returns the kind of the push that ends a round; None: the mode has no rounds."""
+    return rule.round_role if rule.outer_optimizer else None

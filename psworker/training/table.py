@@ -24,7 +24,7 @@ from psworker.connection.session import Session
 from psworker.connection.trace import local_update
 from psworker.model.flat import FlatModel
 from psworker.replica.ports import PullBuffer
-from psworker.replica.replica import Replica
+from psworker.replica.replica import OF_ROUNDS, Replica
 from psworker.training.progress import Progress
 
 
@@ -35,6 +35,28 @@ class GlobalState:
     weights: torch.Tensor  # (layout.numel,) float32, on the host.
     state: list[torch.Tensor]  # State arrays of the optimizer, likewise; empty unless requested.
     counts: list[IntArray]  # With state: optimizer steps of each segment, by slice.
+
+
+class LocalStep(Protocol):
+    """The part of a step that this worker makes by itself (local_step.py)."""
+
+    def make(self, *, skips: bool) -> None:
+        """Makes one step."""
+
+    def start(self) -> None:
+        """Begins with the weights that the model has now."""
+
+    def begin(self) -> None:
+        """Notes that the model has the weights with which the next step begins."""
+
+    def part(self) -> None:
+        """Notes that this worker makes no further step."""
+
+    def close(self) -> None:
+        """Ends."""
+
+    def note_average(self, average: torch.Tensor) -> None:
+        """Notes an average of all models, `(layout.numel,)`."""
 
 
 class TrainingTable:
@@ -90,6 +112,7 @@ class TrainingTable:
                 timeline, step, slice=index
             )
         self.progress = Progress(samples, self.replica, self.exchange)
+        self.local_step: LocalStep = NoLocalStep()
 
     @property
     def session(self) -> Session:
@@ -161,13 +184,16 @@ class TrainingTable:
         self.exchange.run(self.replica.begin(self.exchange))
         self.progress.locate(step)
         self.show_weights()
+        self.local_step.start()
+        self.flat.note_weights()
 
     def finish_step(self) -> None:
         """Ends a step: local updates and pulls, and the waits of the mode."""
-        if self.replica.plan().push is Role.DELTA:
+        if self.replica.plan().push in OF_ROUNDS:
             self.exchange.flush()  # The moves overwrite those of the last round.
         samples = self.progress.samples
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
+        self.local_step.begin()
         self.show_weights()
 
     def end_round(self) -> None:
