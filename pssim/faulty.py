@@ -20,7 +20,7 @@ from pscore.errors import PacelineError, ReplacedError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.table_spec import TableSpec
-from pscore.types import FloatArray, TensorSpec
+from pscore.types import FloatArray, Role, TensorSpec
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Update
 from psserver.slices.base import Store

@@ -26,7 +26,10 @@ from pscore.rules.staleness import Staleness
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
-    for rule in (SSGD, ASGD, Staleness, DCASGD, SSP, OD, SSD, CD, LocalSGD, SlowMo, DiLoCo, AllReduce, DPSGD, ADPSGD)
+    for rule in (
+        *(SSGD, ASGD, Staleness, DCASGD, SSP, OD, SSD, CD, LocalSGD, SlowMo, DiLoCo),
+        *(AllReduce, DPSGD, ADPSGD),
+    )
 }
 
 __all__ = [

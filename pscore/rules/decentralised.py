@@ -1,4 +1,4 @@
-"""The half of decentralised modes that they share: models live on the workers, their mean on shards.
+"""The shards' half of decentralised modes: models are on the workers, their mean on the shards.
 
 After Xiangru Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
 arXiv:1705.09056: each worker keeps a model of its own, runs the wrapped optimizer on it, and

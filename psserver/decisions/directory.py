@@ -77,9 +77,7 @@ class Directory:
     def keep(self, live: Mapping[int, int]) -> None:
         """Drops the members that are no longer live; `live` has incarnations by rank."""
         self._parted.intersection_update(live.values())
-        gone = [
-            rank for rank, peer in self.peers.items() if live.get(rank) != peer.incarnation
-        ]
+        gone = [rank for rank, peer in self.peers.items() if live.get(rank) != peer.incarnation]
         for rank in gone:
             del self.peers[rank]
         if gone:
@@ -107,6 +105,7 @@ class Directory:
         known = self.peers.get(peer.rank)
         if known is None or known.endpoint != peer.endpoint:
             self.peers[peer.rank] = peer
+            self._parted.discard(peer.incarnation)
             self._begin_epoch()
         elif epoch == self.epoch and peer.rank not in self._stopped:
             self.peers[peer.rank] = peer

@@ -232,7 +232,8 @@ class Session:
         """
         request.job, request.peer.rank = self.job, self.rank
         request.peer.incarnation = self.incarnation
-        return self.links[0].call(self.links[0].control.Meet, request)
+        reply: pb.MeetReply = self.links[0].call(self.links[0].control.Meet, request)
+        return reply
 
     def require_own(self) -> None:
         """Refuses a process that was forked from the worker (psworker/connection/places.py)."""

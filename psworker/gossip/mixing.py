@@ -83,15 +83,20 @@ class Mixing(Gossip):
         return rank not in self._live or self.number < self._joined.get(rank, 0)
 
     def _combine(self, taken: list[tuple[int, float, torch.Tensor]]) -> None:
-        """Replaces the model by the mix, added in the order of the ranks: alike on all workers."""
+        """Replaces the model by the mix: that of the lowest rank plus weighted differences to it.
+
+        Workers that take the same models get the same bits; differences are small, so that little
+        is lost in rounding.
+        """
         weights = self.model.weights
         if not taken:
             return
         own = 1.0 - sum(weight for _, weight, _ in taken)
         terms = sorted([*taken, (self.rank, own, weights.clone())], key=lambda term: term[0])
-        weights.zero_()
-        for _, weight, values in terms:
-            weights.add_(values, alpha=weight)
+        first = terms[0][2]
+        weights.copy_(first)
+        for _, weight, values in terms[1:]:
+            weights.add_(values - first, alpha=weight)
 
     def _give(self) -> None:
         """Sends the present model to those who take it at the present step."""

@@ -13,6 +13,7 @@ stands, and the others get it from that worker.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -136,9 +137,7 @@ class Ring(Gossip):
             tag = Tag(kind, self.number, chunk << 16 | index, self._epoch)
             self.post.give(to, tag, values[part].copy())
 
-    def _want(
-        self, source: int, kind: int, chunk: int, place: slice
-    ) -> Steps[FloatArray | None]:
+    def _want(self, source: int, kind: int, chunk: int, place: slice) -> Steps[FloatArray | None]:
         """Waits for a chunk; returns None when the members have changed."""
         values = np.empty(place.stop - place.start, np.float32)
         for index, part in enumerate(parts_of(len(values))):
@@ -202,4 +201,4 @@ class Ring(Gossip):
 def _chunks(numel: int, num: int) -> list[slice]:
     """Returns `num` chunks of almost one length."""
     bounds = [numel * index // num for index in range(num + 1)]
-    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]

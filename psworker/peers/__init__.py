@@ -1,1 +1,1 @@
-"""A worker's connections to other workers: its listener, its mailbox, and the driver of a gossip."""
+"""A worker's connections to other workers, and the driver of its exchanges with them."""

@@ -1,4 +1,4 @@
-"""The connection from this worker to one other: made again while the directory lists that worker."""
+"""The connection from this worker to another one, made again while the directory lists it."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ class PeerLink:
             TransportError: The worker is gone.
         """
         delay_s, started_s, say_s = DELAY_S, time.monotonic(), SAY_AFTER_S
+        problem = TransportError("nothing was tried")
         while True:
             for is_local in (True, False):
                 if self.is_over:

@@ -183,9 +183,7 @@ class Peers:
     def _all_gone(self) -> bool:
         return not any(not link.is_over for link in self._links.values())
 
-    def _answered(
-        self, gossip: Gossip, number: int, part: int, values: FloatArray | None
-    ) -> None:
+    def _answered(self, gossip: Gossip, number: int, part: int, values: FloatArray | None) -> None:
         self._heard_s = time.monotonic()
         gossip.on_answer(number, part, values)
         self._mailbox.notify()

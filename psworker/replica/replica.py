@@ -24,7 +24,6 @@ from psworker.replica.pulls import Pulls, Waits
 from psworker.replica.pushes import Pushes
 from psworker.replica.rounds import Round, not_finite
 
-
 OF_ROUNDS = (Role.DELTA, Role.MODEL)  # Pushes that end a round.
 
 

@@ -10,7 +10,6 @@ from torch.amp.grad_scaler import GradScaler
 from pscore.errors import ReplacedError, UnknownJobError
 from pscore.types import Role
 from psworker.connection.left_out import LeftOut
-from psworker.connection.trace import local_update
 from psworker.model.flat import refuse_thawed
 from psworker.training import scaling
 from psworker.training.buffers import Buffers
@@ -37,7 +36,7 @@ class Steps:
 
         Args:
             wrapper: The optimizer that the script holds; its groups have the hyper-parameters.
-            inner: The user's own optimizer, which some modes run on the worker.
+            inner: The user's own optimizer; schedulers made before the wrapper watch its steps.
             frozen: Parameters of the groups that are not trained.
             table: The table that is trained.
             gradients: The gradients of the step under way.
@@ -111,10 +110,8 @@ class Steps:
                 self._gradients.push_none()
             else:
                 self._gradients.push_rest()
-        if plan.inner and not skips:
-            with local_update(table.session.timeline, table.replica.step):
-                self._inner.step()
-            table.flat.gather_weights()
+        if plan.inner:
+            table.local_step.make(skips=skips)
         table.finish_step()
         self._buffers.post(0.0 if skips else table.progress.samples)
         self._gradients.settle()  # From here on the script may write to `.grad`.

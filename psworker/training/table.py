@@ -6,7 +6,7 @@ this class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from psworker.connection.trace import local_update
 from psworker.model.flat import FlatModel
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import OF_ROUNDS, Replica
+from psworker.training.local_step import LocalStep
 from psworker.training.progress import Progress
 
 
@@ -35,28 +36,6 @@ class GlobalState:
     weights: torch.Tensor  # (layout.numel,) float32, on the host.
     state: list[torch.Tensor]  # State arrays of the optimizer, likewise; empty unless requested.
     counts: list[IntArray]  # With state: optimizer steps of each segment, by slice.
-
-
-class LocalStep(Protocol):
-    """The part of a step that this worker makes by itself (local_step.py)."""
-
-    def make(self, *, skips: bool) -> None:
-        """Makes one step."""
-
-    def start(self) -> None:
-        """Begins with the weights that the model has now."""
-
-    def begin(self) -> None:
-        """Notes that the model has the weights with which the next step begins."""
-
-    def part(self) -> None:
-        """Notes that this worker makes no further step."""
-
-    def close(self) -> None:
-        """Ends."""
-
-    def note_average(self, average: torch.Tensor) -> None:
-        """Notes an average of all models, `(layout.numel,)`."""
 
 
 class TrainingTable:
@@ -70,6 +49,8 @@ class TrainingTable:
         flat: The model as flat memory.
         replica: The state machine that decides what is sent at each step.
         progress: Samples and steps behind this worker.
+        local_step: The part of a step that this worker makes by itself.
+        make_step: Returns the local step of a mode.
     """
 
     def __init__(
@@ -112,7 +93,8 @@ class TrainingTable:
                 timeline, step, slice=index
             )
         self.progress = Progress(samples, self.replica, self.exchange)
-        self.local_step: LocalStep = NoLocalStep()
+        self.local_step = LocalStep()
+        self.make_step: Callable[[Rule], LocalStep] = lambda _: LocalStep()
 
     @property
     def session(self) -> Session:
@@ -237,8 +219,11 @@ class TrainingTable:
 
     def change_rule(self, rule: Rule) -> None:
         """Continues under another mode, with the global weights, at the same step."""
+        self.local_step.part()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
+        self.local_step.close()
+        self.local_step = self.make_step(rule)
         self.begin()
 
     def rejoin(self) -> None:
