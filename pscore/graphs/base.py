@@ -1,4 +1,4 @@
-"""The protocol of a graph: who takes whose model at a step, and with what weight.
+"""The protocol of a graph: the models that each worker takes at a step, and their weights.
 
 A graph is a pure function of the members and the step, so all workers draw the same one without a
 message. An edge (i, j, w) means that worker i takes w times the model of worker j; the rest of a

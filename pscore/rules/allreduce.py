@@ -10,8 +10,8 @@ Each worker sends and receives 2 (N - 1)/N models a step. All get the same bits,
 equal. With `order="ranks"` the gradients are added in the order of the ranks, as shards add them.
 
 Differs from the usual: a worker that dies in a round costs that round only. The others give it up,
-agree on who is left, and make it again with the gradients that they still have; where one of them
-had its result already, the result stands. Gradients are weighed by `samples`.
+agree on the members left, and make it again with the gradients that they still have; where one of
+them had its result already, the result stands. Gradients are weighed by `samples`.
 """
 
 from __future__ import annotations

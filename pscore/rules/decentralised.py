@@ -2,7 +2,7 @@
 
 After Xiangru Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?",
 arXiv:1705.09056: each worker keeps a model of its own, runs the wrapped optimizer on it, and
-exchanges numbers with other workers. What an exchange does is the worker's part (`gossip`).
+exchanges numbers with other workers, as the worker's part of the mode says (`gossip`).
 
     worker, each step:               the mode's exchange, and x_i <- opt(x_i, g_i)
     each `average_every`-th step:    push x_i

@@ -31,6 +31,7 @@ class Peer:
     local: str = ""  # Name of its abstract Unix socket.
     certificate: bytes = b""  # PEM; empty: without TLS.
     position: int = -1  # Steps or rounds behind it; -1: it has just come.
+    parts: bool = False  # It exchanges nothing after the next meeting.
 
     @property
     def endpoint(self) -> tuple[int, str, int, str, bytes]:
@@ -76,11 +77,12 @@ class Directory:
 
     def keep(self, live: Mapping[int, int]) -> None:
         """Drops the members that are no longer live; `live` has incarnations by rank."""
-        self._parted.intersection_update(live.values())
+        over = self._parted - set(live.values())  # Somebody may still wait for its last words.
+        self._parted -= over
         gone = [rank for rank, peer in self.peers.items() if live.get(rank) != peer.incarnation]
         for rank in gone:
             del self.peers[rank]
-        if gone:
+        if gone or (over and self.peers):
             self._begin_epoch()
 
     def arrive(
@@ -103,7 +105,9 @@ class Directory:
         if len(peer.certificate) > CERTIFICATE_NBYTES_MAX:
             raise LimitError(f"certificate of {len(peer.certificate)} bytes of a peer")
         known = self.peers.get(peer.rank)
-        if known is None or known.endpoint != peer.endpoint:
+        if peer.parts and peer.incarnation in self._parted:
+            return []  # It asks again for the meeting in which it has parted.
+        if known is None or known.endpoint != peer.endpoint or known.parts != peer.parts:
             self.peers[peer.rank] = peer
             self._parted.discard(peer.incarnation)
             self._begin_epoch()
@@ -128,6 +132,10 @@ class Directory:
         missing = [rank for rank in expected if rank not in self._stopped]
         if not (missing or is_short) and self.newest != self.epoch:
             self._meetings.append(Meeting(self.epoch, self.members()))
+            for peer in self.members():
+                if peer.parts:
+                    self._parted.add(peer.incarnation)
+                    del self.peers[peer.rank]
         return [] if self.has_met else missing
 
     @property

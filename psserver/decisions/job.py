@@ -81,8 +81,14 @@ class Job:
             UnknownJobError: The job has no such table.
         """
         directory = self.directories.setdefault(self.table(table).index, Directory())
-        directory.keep(self.membership.incarnations())
+        directory.keep(self.incarnations)
         return directory
+
+    @property
+    def incarnations(self) -> dict[int, int]:
+        """The incarnations of the live workers, by rank."""
+        members = self.membership.members
+        return {rank: members[rank].incarnation for rank in self.membership.live()}
 
     def table(self, index: int) -> Table:
         """Returns a table by its index.

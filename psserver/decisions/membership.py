@@ -285,10 +285,6 @@ class Membership:
         """Returns the ranks of the live workers, in order."""
         return sorted(self._in(Presence.LIVE))
 
-    def incarnations(self) -> dict[int, int]:
-        """Returns the incarnations of the live workers, by rank."""
-        return {rank: self.members[rank].incarnation for rank in self._in(Presence.LIVE)}
-
     @property
     def is_elastic(self) -> bool:
         """Whether workers may join, up to a largest number, while others train."""

@@ -246,7 +246,7 @@ class RunningJob:
         """
         with self._lock:
             members, directory = self.job.membership, self.job.directory(table)
-            live, is_short = members.incarnations(), members.is_short
+            live, is_short = self.job.incarnations, members.is_short
             expected = [
                 rank for rank in members.expected() if not directory.has_parted(live.get(rank, 0))
             ]

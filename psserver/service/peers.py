@@ -21,6 +21,7 @@ def peer_of(peer: pb.Peer) -> Peer:
         local=printable(peer.local, TEXT_LENGTH_MAX),
         certificate=peer.certificate,
         position=peer.position,
+        parts=peer.parts,
     )
 
 

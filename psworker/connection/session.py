@@ -222,7 +222,7 @@ class Session:
         return float(reply.value)
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
-        """Tells the directory of a table's peers, on the first shard, about this worker.
+        """Reports this worker to the directory of a table's peers, on the first shard.
 
         Args:
             request: Its job, rank and incarnation are set here.

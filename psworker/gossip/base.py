@@ -21,7 +21,7 @@ PART_NUMEL = 1 << 20  # Longest array in one message: 4 MiB.
 
 
 class Tag(NamedTuple):
-    """What an array is for; each sender sends each once."""
+    """Use of an array; a sender sends each once."""
 
     kind: int
     round: int
@@ -34,13 +34,15 @@ class Want(NamedTuple):
 
     source: int  # Rank.
     tag: Tag
+    waits: bool = True  # Else it is resumed with None if the array is not here yet.
 
 
 class Meet(NamedTuple):
     """Waits until all members have stopped; resumed with the meetings since the last one."""
 
     position: int  # Steps or rounds behind this worker; -1: it has just come.
-    waits: bool = True  # Else it only learns who is there.
+    waits: bool = True  # Else it only learns the members.
+    parts: bool = False  # This worker exchanges nothing any more.
 
 
 class Gathering(NamedTuple):
@@ -48,12 +50,14 @@ class Gathering(NamedTuple):
 
     epoch: int
     positions: dict[int, int]  # By rank, in the order of the ranks.
+    leaving: frozenset[int] = frozenset()  # Ranks that exchange nothing behind their positions.
 
 
 class Late(NamedTuple):
-    """Waits until no exchange that this worker has begun is open."""
+    """Waits until an exchange that this worker has begun is over, or the members change."""
 
-    partner: int
+    partner: int  # Rank.
+    is_over: Callable[[], bool]
 
 
 T = TypeVar("T")
@@ -84,15 +88,17 @@ class Model:
 
     Attributes:
         weights: `(numel,) float32`, the weights that training reads.
+        first_step: Steps of training behind it.
         update: Makes a step of the wrapped optimizer on them; does nothing in a step left out.
-        gather: Returns this step's gradient times its weight, and what is summed with it, `(m,)`.
+        gather: Returns this step's gradient times its weight, and further numbers to sum, `(m,)`.
         scatter: Puts the sum over all workers in the gradients' place.
         pack: Returns the weights and the state of the wrapped optimizer, `(k,)`.
-        unpack: Takes over what another worker's `pack` has returned.
+        unpack: Takes over the result of another worker's `pack`.
         lock: Held while the model is mixed; another thread may do so.
     """
 
     weights: torch.Tensor
+    first_step: int
     update: Callable[[], None]
     gather: Callable[[], FloatArray]
     scatter: Callable[[FloatArray], None]
@@ -103,7 +109,7 @@ class Model:
 
 @dataclass(slots=True)
 class Sight:
-    """What people see of a worker's exchanges."""
+    """A worker's last exchanges, for people."""
 
     partner: int = -1
     staleness: int = 0
@@ -144,6 +150,14 @@ class Gossip(ABC):
     @abstractmethod
     def step(self) -> Waits:
         """Makes one step: the wrapped optimizer's, and the exchange."""
+
+    def meet(self) -> Waits:
+        """Meets the others between two steps, where this worker waits for something else."""
+        yield Meet(self.number, waits=False)
+
+    def part(self) -> Waits:
+        """Reports that this worker exchanges nothing any more."""
+        yield Meet(self.number, waits=False, parts=True)
 
     def begin(self) -> None:  # noqa: B027
         """Notes that the model has the weights with which the next step begins."""

@@ -70,6 +70,15 @@ class Mixing(Gossip):
                 self.model.weights.add_(values - self._before, alpha=weight)
         self.number += 1
 
+    def part(self) -> Waits:
+        """Meets the others once more, so that the graph is made anew without this worker."""
+        yield from self._meet(self.number, parts=True)
+
+    def meet(self) -> Waits:
+        """Meets the others between two steps."""
+        if self.post.has_moved:
+            yield from self._meet(self.number)
+
     # ----- inside
 
     def _edges(self) -> list[Edge]:
@@ -126,24 +135,26 @@ class Mixing(Gossip):
         values: FloatArray = torch.empty(len(self.model.weights)).numpy()
         for index, part in enumerate(parts_of(len(values))):
             while True:
-                if self._is_gone(giver):
-                    return None
-                found = yield Want(giver, Tag(MODEL, self.number, index))
+                is_gone = self._is_gone(giver)  # It may have given its model before.
+                found = yield Want(giver, Tag(MODEL, self.number, index), waits=not is_gone)
                 if found is not None:
                     values[part] = found
                     break
+                if is_gone:
+                    return None
                 yield from self._meet(self.number)
         return values
 
-    def _meet(self, position: int) -> Waits:
+    def _meet(self, position: int, *, parts: bool = False) -> Waits:
         """Meets the others; behind the last step that anyone has begun the graph is a new one."""
-        gatherings: list[Gathering] = yield Meet(position)
+        gatherings: list[Gathering] = yield Meet(position, parts=parts)
         for gathering in gatherings:
             first = 1 + max(gathering.positions.values())
             self._graphs = [item for item in self._graphs if item[0] < first]
-            self._graphs.append((first, list(gathering.positions)))
+            there = [rank for rank in gathering.positions if rank not in gathering.leaving]
+            self._graphs.append((first, there))
             new = [rank for rank, other in gathering.positions.items() if other < 0]
             self._joined |= dict.fromkeys(new, first)
-        self._live = set(gatherings[-1].positions)
+        self._live = set(gatherings[-1].positions) - gatherings[-1].leaving
         if position < 0:
-            self.number = self._graphs[-1][0]
+            self.number = max(self._graphs[-1][0], self.model.first_step)

@@ -57,6 +57,15 @@ class Ring(Gossip):
         self.model.scatter(total.copy())
         self.model.update()
 
+    def part(self) -> Waits:
+        """Meets the others once more: some may need the result of the last round."""
+        yield from self._meet(self.number, parts=True)
+
+    def meet(self) -> Waits:
+        """Meets the others between two rounds; nobody has ended one that this worker has not."""
+        if self.post.has_moved:
+            yield from self._meet(self.number)
+
     # ----- one round
 
     def _sum(self, own: FloatArray) -> Steps[FloatArray | None]:
@@ -150,13 +159,14 @@ class Ring(Gossip):
 
     # ----- members
 
-    def _meet(self, position: int) -> Steps[FloatArray | None]:
+    def _meet(self, position: int, *, parts: bool = False) -> Steps[FloatArray | None]:
         """Meets the others; returns the result of this round if somebody has ended it."""
-        gatherings: list[Gathering] = yield Meet(position)
-        epoch, positions = gatherings[-1]
+        gatherings: list[Gathering] = yield Meet(position, parts=parts)
+        epoch, positions, leaving = gatherings[-1]
         last = max(positions.values())
-        self._epoch, self._members = epoch, list(positions)
-        self.number = max(0, last) if position < 0 else position
+        self._epoch, self._members = epoch, [rank for rank in positions if rank not in leaving]
+        if position < 0:
+            self.number = max(self.model.first_step, last)
         holder = min(rank for rank, other in positions.items() if other == last)
         if holder == self.rank:
             self._help(positions, last)
@@ -165,7 +175,7 @@ class Ring(Gossip):
         kind = COPY if position < 0 else RESULT
         came = yield from self._whole(holder, kind, max(0, position))
         if came is None:
-            return (yield from self._meet(position))
+            return (yield from self._meet(position, parts=parts))
         if kind == RESULT:
             return came
         self.model.unpack(came)

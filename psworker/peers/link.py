@@ -113,7 +113,7 @@ class PeerLink:
 
 
 def _pinned(certificate: bytes) -> ssl.SSLContext:
-    """Returns a context that trusts one certificate alone, whatever host it names."""
+    """Returns a context that trusts one certificate alone, for any host."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(cadata=certificate.decode("ascii"))

@@ -10,7 +10,7 @@ from pscore.types import FloatArray
 from psworker.gossip.base import Tag
 
 TAKEN_MAX = 1 << 14  # Arrays taken before that are known when they come again.
-Key = tuple[int, Tag]  # Incarnation of the sender, and what the array is for.
+Key = tuple[int, Tag]  # Incarnation of the sender, and use of the array.
 
 
 class Mailbox:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pscore.errors import ConfigError, PacelineError
+from pscore.errors import ConfigError
 from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
@@ -59,6 +59,7 @@ class Peers:
         self._mailbox = Mailbox()
         self._links: dict[int, PeerLink] = {}  # By rank.
         self._members: list[int] = []
+        self._incarnations: dict[int, int] = {}  # By rank, also of workers that are gone.
         self._open: set[Any] = set()  # Calls that are not acknowledged.
         self._heard_s = time.monotonic()
         credentials = session.links[0].credentials
@@ -117,14 +118,23 @@ class Peers:
         )
 
     def part(self) -> None:
-        """Tells the others that this worker exchanges nothing any more; still answers them."""
-        deadline_s = time.monotonic() + FLUSH_S
-        while self._open and time.monotonic() < deadline_s and not self._all_gone():
-            time.sleep(MEET_S)
+        """Reports to the others that this worker exchanges nothing any more.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        self._flush()
+        if self.gossip is not None:
+            self.run(self.gossip.part())
+        self._flush()
         self._service.on_offer = None
         self._session.peer_reports.pop(self.table, None)
-        with contextlib.suppress(PacelineError):  # Then the lease tells them.
-            self._session.meet(control_pb2.MeetRequest(table=self.table, parts=True))
+
+    def _flush(self) -> None:
+        """Waits, not for long, until everything that was sent is acknowledged."""
+        deadline_s = time.monotonic() + FLUSH_S
+        while self._open and self._links and time.monotonic() < deadline_s:
+            time.sleep(MEET_S)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -180,9 +190,6 @@ class Peers:
         self._open.add(call)
         call.add_done_callback(self._open.discard)
 
-    def _all_gone(self) -> bool:
-        return not any(not link.is_over for link in self._links.values())
-
     def _answered(self, gossip: Gossip, number: int, part: int, values: FloatArray | None) -> None:
         self._heard_s = time.monotonic()
         gossip.on_answer(number, part, values)
@@ -202,13 +209,14 @@ class Peers:
             return self._want(wanted)
         if isinstance(wanted, Meet):
             return self._meet(wanted)
-        self._watched(f"the answer of worker {wanted.partner} to an exchange", self._look)
-        return None
 
-    def _look(self) -> bool:
-        """Waits a moment for an answer; the gossip decides whether it has to wait again."""
-        self._mailbox.wait(LOOK_S)
-        return True
+        def is_there() -> bool:
+            if not (wanted.is_over() or self.has_moved):
+                self._mailbox.wait(LOOK_S)
+            return wanted.is_over() or self.has_moved
+
+        self._watched(f"the answer of worker {wanted.partner} to an exchange", is_there)
+        return None
 
     def _want(self, wanted: Want) -> FloatArray | None:
         """Returns an array; None if the members change before it comes."""
@@ -216,10 +224,9 @@ class Peers:
         found: list[FloatArray | None] = []
 
         def take() -> bool:
-            link = self._links.get(wanted.source)
-            sender = 0 if link is None else link.peer.incarnation
-            values = self._mailbox.take(sender, wanted.tag, LOOK_S)
-            if values is None and not self.has_moved:
+            sender = self._incarnations.get(wanted.source, 0)
+            values = self._mailbox.take(sender, wanted.tag, LOOK_S if wanted.waits else 0.0)
+            if values is None and wanted.waits and not self.has_moved:
                 return False
             found.append(values)
             return True
@@ -257,16 +264,23 @@ class Peers:
             nonlocal awaited, delay_s
             peer = control_pb2.Peer()
             peer.CopyFrom(self._own)
-            peer.position = wanted.position
+            peer.position, peer.parts = wanted.position, wanted.parts
             request = control_pb2.MeetRequest(
-                table=self.table, epoch=self.epoch, since=self._since, peer=peer
+                table=self.table,
+                epoch=self.epoch,
+                since=self._since,
+                peer=peer,
+                parts=wanted.parts and not wanted.waits,
             )
             reply = self._session.meet(request)
+            if request.parts:
+                return True
             self.epoch, awaited = reply.epoch, reply.waiting_for
             self._connect(reply)
             for meeting in reply.meetings:
                 positions = {one.rank: one.position for one in meeting.peers}
-                gatherings.append(Gathering(meeting.epoch, positions))
+                leaving = frozenset(one.rank for one in meeting.peers if one.parts)
+                gatherings.append(Gathering(meeting.epoch, positions, leaving))
                 self._since = meeting.epoch
             if not wanted.waits or self._since == self.epoch:
                 return True
@@ -275,7 +289,7 @@ class Peers:
             return False
 
         self._watched("all workers to know who takes part", ask)
-        self._mailbox.keep([link.peer.incarnation for link in self._links.values()], self.epoch)
+        self._mailbox.keep(self._incarnations.values(), self.epoch)
         return gatherings
 
     def _connect(self, reply: control_pb2.MeetReply) -> None:
@@ -284,6 +298,7 @@ class Peers:
         for rank, link in list(self._links.items()):
             if rank not in now or now[rank].incarnation != link.peer.incarnation:
                 self._links.pop(rank).close()
+        self._incarnations |= {rank: peer.incarnation for rank, peer in now.items()}
         for rank, peer in now.items():
             if rank not in self._links:
                 self._links[rank] = PeerLink(peer, self._token)

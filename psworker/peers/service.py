@@ -80,7 +80,7 @@ class PeerService:
 
 
 class PeerHandler:
-    """Takes the arrays and offers of one connection."""
+    """Receives the arrays and offers of one connection."""
 
     def __init__(self, service: PeerService, connection: Connection) -> None:
         """Handles one connection of `service`."""
@@ -88,7 +88,7 @@ class PeerHandler:
         self._connection = connection
 
     def on_frame(self, envelope: pb.Envelope, incoming: Incoming) -> None:
-        """Takes one message and acknowledges or answers it.
+        """Receives one message and acknowledges or answers it.
 
         Raises:
             PacelineError: It is of another job, too long, or no message between workers.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from psworker.connection.exchange import Exchange
+
 
 class LocalStep:
     """No such part: the shards run the optimizer."""
@@ -11,8 +13,17 @@ class LocalStep:
     def make(self, *, skips: bool) -> None:
         """Makes one step, unless the script leaves it out."""
 
-    def start(self) -> None:
-        """Begins with the weights that the model has now."""
+    def start(self) -> int | None:
+        """Begins with the weights that the model has now.
+
+        Returns:
+            The step of the workers with which this one makes its steps; None: it depends on none.
+        """
+        return None
+
+    def flush(self, exchange: Exchange) -> None:
+        """Waits until every push of the table is acknowledged."""
+        exchange.flush()
 
     def begin(self) -> None:
         """Notes that the model has the weights with which the next step begins."""

@@ -24,7 +24,7 @@ def pack(optimizer: torch.optim.Optimizer) -> FloatArray:
 def unpack(
     optimizer: torch.optim.Optimizer, values: FloatArray, parameters: Sequence[torch.nn.Parameter]
 ) -> None:
-    """Overwrites an optimizer's state with what `pack` has returned for another one.
+    """Overwrites an optimizer's state with the result of `pack` for another one.
 
     Args:
         optimizer: Of the same class, with parameters of the same shapes.

@@ -7,6 +7,7 @@ the exchange with other workers, which the mode's gossip decides (psworker/gossi
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from pscore.errors import ConfigError
 from pscore.rules.base import Rule
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
+from psworker.connection.exchange import Exchange
 from psworker.connection.trace import local_update
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Model
@@ -23,6 +25,8 @@ from psworker.peers.peers import Peers
 from psworker.training.local_step import LocalStep
 from psworker.training.optimizer_state import pack, unpack
 from psworker.training.table import TrainingTable
+
+POLL_S = 0.002  # From one look at pushes to the next, where one waits for other workers.
 
 
 class AloneStep(LocalStep):
@@ -69,10 +73,11 @@ class PeerStep(AloneStep):
         self._skips = False
         self._peers = Peers(table.session, table.exchange.table)
 
-    def start(self) -> None:
+    def start(self) -> int | None:
         """Meets the other workers with the weights that the model has now."""
         model = Model(
             weights=self._table.flat.weights,
+            first_step=self._table.replica.step,
             update=self._update_unless_left_out,
             gather=self._gather,
             scatter=self._scatter,
@@ -86,6 +91,17 @@ class PeerStep(AloneStep):
         self._peers.table = self._table.exchange.table
         self._peers.drive(gossip)
         self.begin()
+        return gossip.number
+
+    def flush(self, exchange: Exchange) -> None:
+        """Waits for acknowledgements; meanwhile a worker that comes in new may have to be met."""
+        assert self._peers.gossip is not None
+        while exchange.is_busy():
+            if self._peers.has_moved:
+                self._peers.run(self._peers.gossip.meet())
+            exchange.session.check()
+            time.sleep(POLL_S)
+        exchange.flush()
 
     def begin(self) -> None:
         """Gives or reads the model with which the next step begins."""
@@ -101,7 +117,7 @@ class PeerStep(AloneStep):
         self._peers.run(self._peers.gossip.step())
 
     def part(self) -> None:
-        """Tells the others not to wait for this worker any more."""
+        """Reports to the others that this worker makes no further step."""
         self._peers.part()
 
     def close(self) -> None:
@@ -174,7 +190,7 @@ class PeerStep(AloneStep):
         return np.concatenate((weights, pack(self._inner)))
 
     def _unpack(self, values: FloatArray) -> None:
-        """Takes over another worker's model and state of the wrapped optimizer."""
+        """Replaces model and state of the wrapped optimizer by another worker's."""
         flat, numel = self._table.flat, self._table.layout.numel
         unpack(self._inner, values[numel:], flat.parameters)
         flat.weights.copy_(torch.from_numpy(values[:numel]))

@@ -166,13 +166,23 @@ class TrainingTable:
         self.exchange.run(self.replica.begin(self.exchange))
         self.progress.locate(step)
         self.show_weights()
-        self.local_step.start()
+        self._start_local_step()
+
+    def _start_local_step(self) -> None:
+        """Starts the local step; where others are ahead, this worker continues at their step."""
+        step = self.local_step.start()
         self.flat.note_weights()
+        if step is None or not self.rule.by_step:
+            return
+        while self.replica.is_behind(step):
+            self.exchange.flush()
+            self.replica.push_late(self.grads(), self.exchange)
+        self.replica.continue_at(step, self.progress.samples)
 
     def finish_step(self) -> None:
         """Ends a step: local updates and pulls, and the waits of the mode."""
         if self.replica.plan().push in OF_ROUNDS:
-            self.exchange.flush()  # The moves overwrite those of the last round.
+            self.local_step.flush(self.exchange)  # The moves overwrite those of the last round.
         samples = self.progress.samples
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
         self.local_step.begin()

@@ -350,7 +350,7 @@ class BarrierReply(_message.Message):
     def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("rank", "incarnation", "host", "port", "local", "certificate", "position")
+    __slots__ = ("rank", "incarnation", "host", "port", "local", "certificate", "position", "parts")
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +358,7 @@ class Peer(_message.Message):
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     incarnation: int
     host: str
@@ -365,7 +366,8 @@ class Peer(_message.Message):
     local: str
     certificate: bytes
     position: int
-    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., local: _Optional[str] = ..., certificate: _Optional[bytes] = ..., position: _Optional[int] = ...) -> None: ...
+    parts: bool
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., local: _Optional[str] = ..., certificate: _Optional[bytes] = ..., position: _Optional[int] = ..., parts: bool = ...) -> None: ...
 
 class MeetRequest(_message.Message):
     __slots__ = ("job", "table", "epoch", "peer", "since", "parts")
