@@ -81,6 +81,7 @@ class SimulatedPeer:
         self.epoch = self.since = self.heard_epoch = 0
         self.is_dead = self.has_ended = False
         self.finished_s: list[float] = []
+        self.spans: list[tuple[float, float]] = []  # Of its gradients.
         self.path: list[FloatArray] = []
         self.mailbox: dict[tuple[int, Tag], FloatArray] = {}
         self.taken: set[tuple[int, Tag]] = set()
@@ -128,7 +129,7 @@ class SimulatedPeer:
                 target.mailbox.setdefault(key, kept)
                 target.proceed()
 
-        self.world.send(arrive)
+        self.world.send(self.rank, to, arrive)
 
     def offer(self, to: int, number: int, part: int, values: FloatArray) -> None:
         """Sends a snapshot; the answer comes back, or None if the other is gone."""
@@ -140,13 +141,15 @@ class SimulatedPeer:
                 self.world.at_time(LEASE_S, lambda: self._answered(to, number, part, None))
                 return
             before = target.gossip.sight.partner, target.world.mixes(target)
-            own = target.gossip.on_offer(self.rank, number, part, kept)
+            own = target.gossip.on_offer(self.rank, self.incarnation, number, part, kept)
             if target.world.mixes(target) != before[1]:
                 self.world.log.append(Entry("half", target.rank, self.rank, number))
             answer = None if own is None else own.copy()
-            self.world.send(lambda: self._answered(to, number, part, answer))
+            self.world.send(
+                target.rank, self.rank, lambda: self._answered(to, number, part, answer)
+            )
 
-        self.world.send(arrive)
+        self.world.send(self.rank, to, arrive)
 
     def _answered(self, other: int, number: int, part: int, values: FloatArray | None) -> None:
         if self.is_dead:
@@ -171,10 +174,11 @@ class SimulatedPeer:
         self.gossip.begin()
         self.path.append(self.weights.numpy().copy())
         self.world.log.append(Entry("read", self.rank, number=self.gossip.number))
-        step = self.gossip.number
+        step, began_s = self.gossip.number, self.world.now_s
 
         def computed() -> None:
             if not self.is_dead:
+                self.spans.append((began_s, self.world.now_s))
                 self.grad = self.world.gradient(self.rank, step, self.weights.numpy().copy())
                 self._drive(self.gossip.step(), self._ended)
 
@@ -265,8 +269,9 @@ class SimulatedPeer:
             directory.part(self.rank, self.incarnation)
             self._resume([])
             return True
-        directory.arrive(peer, self.epoch, self.world.expected())
-        self.epoch = directory.epoch
+        for _ in range(2):  # The second time under the epoch of the first answer.
+            directory.arrive(peer, self.epoch, self.world.expected())
+            self.epoch = directory.epoch
         self.peers = {one.rank: one.incarnation for one in directory.members()}
         self.met |= self.peers
         if wanted.waits and directory.newest != directory.epoch:
@@ -289,6 +294,7 @@ class PeerWorld:
 
     Attributes:
         log: Events at models, in their order.
+        messages: Times of sending and arriving, sender and receiver of each array.
         workers: The workers, by rank; a killed one stays.
         now_s: Simulated time.
     """
@@ -329,6 +335,7 @@ class PeerWorld:
         self.trouble = trouble or Trouble()
         self.now_s = 0.0
         self.log: list[Entry] = []
+        self.messages: list[tuple[float, float, int, int]] = []
         self.directory = Directory()
         self._random = random.Random(seed)
         self._latency_s = latency_s
@@ -363,12 +370,13 @@ class PeerWorld:
         """Does something later."""
         heapq.heappush(self._events, (self.now_s + after_s, next(self._order), act))
 
-    def send(self, arrive: Callable[[], None]) -> None:
+    def send(self, source: int, target: int, arrive: Callable[[], None]) -> None:
         """Delivers a message, late, again, or at the second attempt."""
         draw = self._random
         delay_s = draw.random() * self._latency_s
         if draw.random() < self.trouble.lost:
             delay_s += 0.3
+        self.messages.append((self.now_s, self.now_s + delay_s, source, target))
         self.at_time(delay_s, arrive)
         if draw.random() < self.trouble.twice:
             self.at_time(delay_s + draw.random(), arrive)

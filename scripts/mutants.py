@@ -176,6 +176,41 @@ MUTANTS = (
         "self.nesterov and self.outer_momentum > 0",
         "False",
     ),
+    Mutant(
+        "decentralised",
+        "half of the way",
+        "psworker/gossip/pairs.py",
+        "(values + own) * np.float32(0.5)",
+        "values",
+    ),
+    Mutant(
+        "decentralised",
+        "half of the answer",
+        "psworker/gossip/pairs.py",
+        "+= (values - snapshot) * np.float32(0.5)",
+        "+= values - snapshot",
+    ),
+    Mutant(
+        "decentralised",
+        "an offer counts once",
+        "psworker/gossip/pairs.py",
+        "if known is not None and known[0] == number:",
+        "if False:",
+    ),
+    Mutant(
+        "decentralised",
+        "the model before the step is mixed",
+        "psworker/gossip/mixing.py",
+        "values - self._before",
+        "values - self.model.weights",
+    ),
+    Mutant(
+        "decentralised",
+        "sums go around the ring",
+        "psworker/gossip/ring.py",
+        "total[chunks[added]] += came",
+        "total[chunks[added]] = came",
+    ),
 )
 
 

@@ -261,14 +261,18 @@ class RunningJob:
                 waiting_for=awaited,
             )
 
-    def part(self, table: int, rank: int, incarnation: int) -> None:
-        """Records that a worker exchanges nothing with its peers any more.
+    def part(self, table: int, rank: int, incarnation: int) -> MeetView:
+        """Records that a worker exchanges nothing with its peers any more; returns the others.
 
         Raises:
             UnknownJobError: The job has no such table.
         """
         with self._lock:
-            self.job.directory(table).part(rank, incarnation)
+            directory = self.job.directory(table)
+            directory.part(rank, incarnation)
+            return MeetView(
+                epoch=directory.epoch, meetings=(), peers=directory.members(), waiting_for=""
+            )
 
     def take_residual(
         self, table: int, index: int, rank: int, step: int, arrays: Mapping[str, bytes]

@@ -276,9 +276,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         peer = request.peer
         job = self._engine.heard(request.job, peer.rank, peer.incarnation)
         if request.parts:
-            job.part(request.table, peer.rank, peer.incarnation)
-            return pb.MeetReply()
-        view = job.meet(request.table, peer_of(peer), request.epoch, request.since)
+            view = job.part(request.table, peer.rank, peer.incarnation)
+        else:
+            view = job.meet(request.table, peer_of(peer), request.epoch, request.since)
         return pb.MeetReply(
             epoch=view.epoch,
             meetings=[

@@ -162,8 +162,18 @@ class Gossip(ABC):
     def begin(self) -> None:  # noqa: B027
         """Notes that the model has the weights with which the next step begins."""
 
-    def on_offer(self, source: int, number: int, part: int, values: FloatArray) -> Any:
-        """Answers another worker's snapshot with this one's; None: it is busy."""
+    def on_offer(
+        self, source: int, incarnation: int, number: int, part: int, values: FloatArray
+    ) -> FloatArray | None:
+        """Answers another worker's snapshot with this one's; None: it is busy.
+
+        Args:
+            source: Its rank.
+            incarnation: Its incarnation: another process counts its exchanges anew.
+            number: Of the exchange.
+            part: Index of the part of the model.
+            values: The snapshot.
+        """
         return None
 
     def on_answer(self, number: int, part: int, values: FloatArray | None) -> None:  # noqa: B027

@@ -46,7 +46,7 @@ class Pairs(Gossip):
         self._partner = -1
         self._begun = 0  # Step of the open exchange.
         self._open: dict[int, tuple[FloatArray, int]] = {}  # Snapshot and version, by part.
-        # The last answer to each worker, which is given again to an offer that comes twice.
+        # The last answer to each incarnation, which is given again to an offer that comes twice.
         self._answers: dict[tuple[int, int], tuple[int, FloatArray]] = {}
         self._mixed = 0  # Since the read.
         self.counts: Counter[str] = Counter()
@@ -90,11 +90,11 @@ class Pairs(Gossip):
     # ----- exchanges
 
     def on_offer(
-        self, source: int, number: int, part: int, values: FloatArray
+        self, source: int, incarnation: int, number: int, part: int, values: FloatArray
     ) -> FloatArray | None:
         """Moves half of the way to another worker's snapshot; returns this one's before."""
         with self.model.lock:
-            known = self._answers.get((source, part))
+            known = self._answers.get((incarnation, part))
             if known is not None and known[0] == number:
                 return known[1]
             if known is not None and number < known[0]:
@@ -103,7 +103,7 @@ class Pairs(Gossip):
             own = self.shared[place].copy()
             self.shared[place] = (values + own) * np.float32(0.5)
             self._note(part)
-            self._answers[source, part] = (number, own)
+            self._answers[incarnation, part] = (number, own)
             self.sight.partner = source
             self.sight.num_exchanges += part == 0
             return own

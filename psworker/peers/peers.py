@@ -123,17 +123,24 @@ class Peers:
         Raises:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
-        self._flush()
-        if self.gossip is not None:
-            self.run(self.gossip.part())
-        self._flush()
+        assert self.gossip is not None
+        self._flush(lambda: True)
+        self.run(self.gossip.part())
+        parts = Meet(self.gossip.number, waits=False, parts=True)
+        self._flush(lambda: bool(self._meet(parts)))
         self._service.on_offer = None
         self._session.peer_reports.pop(self.table, None)
 
-    def _flush(self) -> None:
-        """Waits, not for long, until everything that was sent is acknowledged."""
+    def _flush(self, moved: Callable[[], bool]) -> None:
+        """Waits, not for long, until everything that was sent is acknowledged.
+
+        Args:
+            moved: Called when the members have changed; returns whether to wait no longer.
+        """
         deadline_s = time.monotonic() + FLUSH_S
         while self._open and self._links and time.monotonic() < deadline_s:
+            if self.has_moved and moved():
+                return
             time.sleep(MEET_S)
 
     def close(self) -> None:
@@ -273,8 +280,6 @@ class Peers:
                 parts=wanted.parts and not wanted.waits,
             )
             reply = self._session.meet(request)
-            if request.parts:
-                return True
             self.epoch, awaited = reply.epoch, reply.waiting_for
             self._connect(reply)
             for meeting in reply.meetings:
@@ -282,7 +287,7 @@ class Peers:
                 leaving = frozenset(one.rank for one in meeting.peers if one.parts)
                 gatherings.append(Gathering(meeting.epoch, positions, leaving))
                 self._since = meeting.epoch
-            if not wanted.waits or self._since == self.epoch:
+            if self._since == self.epoch or not (wanted.waits or request.epoch != self.epoch):
                 return True
             time.sleep(delay_s)
             delay_s = min(2 * delay_s, MEET_S_MAX)

@@ -22,14 +22,14 @@ from psworker.peers.mailbox import Mailbox
 log = logging.getLogger("paceline")
 QUEUED_NBYTES_MIN = 256 << 10
 UNDER_WAY_NBYTES = 4 << 30
-OnOffer = Callable[[int, int, int, FloatArray], FloatArray | None]
+OnOffer = Callable[[int, int, int, int, FloatArray], FloatArray | None]
 
 
 class PeerService:
     """Admits the workers that have the job's token, and sorts what they send.
 
     Attributes:
-        on_offer: Answers an offer: rank, number, part and snapshot; None: this worker is busy.
+        on_offer: Answers an offer (`Gossip.on_offer`); None: this worker is busy.
         budget: Bytes that may be under way.
     """
 
@@ -116,7 +116,10 @@ class PeerHandler:
     def _answer(self, number: int, offer: pb.Offer, values: FloatArray) -> None:
         service, own = self._service, None
         if service.on_offer is not None:
-            own = service.on_offer(offer.sender.worker, offer.number, offer.slice, values)
+            sender = offer.sender
+            own = service.on_offer(
+                sender.worker, sender.incarnation, offer.number, offer.slice, values
+            )
         answer = pb.Envelope(id=number, answer=pb.Answer(busy=own is None))
         arrays: list[Any] = [] if own is None else [own]
         self._connection.send(answer, arrays, lambda: None)

@@ -11,12 +11,12 @@ FLOORS = {
         *("slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
-        *("__main__", "commands", ".", "training", "job", "connection", "transports"),
-        *("compression", "replica", "model"),
+        *("__main__", "commands", ".", "training", "job", "peers", "connection", "transports"),
+        *("compression", "replica", "gossip", "model"),
     ),
     "pscore": (
-        *("table_spec", "estimate", "rules", "cuda", "local", "optimizers", "compressors"),
-        *("observe", "net", "memory", "."),
+        *("table_spec", "estimate", "rules", "graphs", "cuda", "local", "optimizers"),
+        *("compressors", "observe", "net", "memory", "."),
     ),
 }
 

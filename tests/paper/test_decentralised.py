@@ -147,7 +147,7 @@ def test_adpsgd_by_hand() -> None:
         with pytest.raises(StopIteration):
             start.send([])
     # Worker 0 reads 1, the pair mixes to 2, and the gradient at 1 is written: 2 - 0.1.
-    answer = other.gossip.on_offer(0, 1, 0, given[0])
+    answer = other.gossip.on_offer(0, 7, 1, 0, given[0])
     assert answer is not None
     assert answer.tolist() == [3.0]
     assert other.gossip.shared.tolist() == [2.0]
