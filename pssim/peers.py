@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -98,7 +98,7 @@ class SimulatedPeer:
             scatter=self._scatter,
             pack=lambda: self.weights.numpy().copy(),
             unpack=self._unpack,
-            lock=threading.Lock(),
+            lock=nullcontext(),
         )
         self.gossip = GOSSIPS[world.rule.gossip](world.rule, rank, model, self)
 

@@ -103,6 +103,7 @@ _FROM = {
     "pscore.rules": (
         *("ASGD", "CD", "DCASGD", "DiLoCo", "LocalSGD", "OD", "RULES", "SlowMo", "SSD", "SSGD"),
         *("SSP", "Staleness"),
+        *("ADPSGD", "AllReduce", "DPSGD"),
     ),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": ("clip_grad_norm_", "DistributedOptimizer"),

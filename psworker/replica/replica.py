@@ -183,21 +183,20 @@ class Replica:
         if self.num_inner:
             self._push_round(grads, push_pull)
 
-    def is_behind(self, step: int) -> bool:
-        """Returns whether the round under way has ended for workers that are at `step`."""
-        return self.rule.by_step and self.rule.step_after(self.step - self.num_inner, 1) <= step
-
-    def push_late(self, values: Sequence[torch.Tensor], push_pull: PushPull) -> None:
-        """Pushes the weights for a round that the other workers have ended.
+    def push_late(self, step: int, values: Sequence[torch.Tensor], push_pull: PushPull) -> bool:
+        """Pushes the weights if the round has ended for workers at `step`; returns whether it had.
 
         Args:
+            step: The step of the other workers.
             values: Memory for the weights, as for `finish`.
             push_pull: Sends them.
         """
         ends = self.rule.step_after(self.step - self.num_inner, 1)
-        self._round.add_step(1.0)
-        self._push_round(values, push_pull)
-        self.step = ends
+        if ends <= step:
+            self._round.add_step(1.0)
+            self._push_round(values, push_pull)
+            self.step = ends
+        return ends <= step
 
     def continue_at(self, step: int, samples: float) -> None:
         """Continues at a step of the round under way, as the other workers do."""

@@ -36,7 +36,7 @@ from psworker.training.global_weights import global_weights
 from psworker.training.gradients import Gradients
 from psworker.training.mode_change import change_mode
 from psworker.training.overlap import Overlap
-from psworker.training.peer_step import step_of
+from psworker.training.peer_step import use_local_steps
 from psworker.training.progress import require_weight
 from psworker.training.recovery import Recovery
 from psworker.training.state_dict import read_state, restore, torch_state
@@ -147,9 +147,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._recovery = Recovery(self._table, self._gradients, self._buffers, left_out)
         parts = self._table, self._gradients, self._buffers, self._recovery, left_out
         self._steps = Steps(self, optimizer, _frozen(self.param_groups, parameters), *parts)
-        table = self._table
-        table.make_step = lambda rule: step_of(rule, optimizer, table)
-        table.local_step = table.make_step(rule)
+        use_local_steps(self._table, optimizer)
         self._table.start(self.param_groups)
         self._gradients.watch(self._recovery.hook)
         self._context.at_close(self.close)

@@ -197,8 +197,14 @@ class PeerStep(AloneStep):
         flat.scatter_weights()
 
 
-def step_of(rule: Rule, inner: torch.optim.Optimizer, table: TrainingTable) -> AloneStep:
-    """Returns the local step of a mode."""
-    if isinstance(rule, Decentralised):
-        return PeerStep(rule, inner, table)
-    return AloneStep(inner, table)
+def use_local_steps(table: TrainingTable, inner: torch.optim.Optimizer) -> None:
+    """Makes `inner` the optimizer of a table's local steps, in the modes that have them."""
+
+    def make(rule: Rule) -> LocalStep:
+        return (
+            PeerStep(rule, inner, table)
+            if isinstance(rule, Decentralised)
+            else AloneStep(inner, table)
+        )
+
+    table.make_step, table.local_step = make, make(table.rule)

@@ -174,9 +174,8 @@ class TrainingTable:
         self.flat.note_weights()
         if step is None or not self.rule.by_step:
             return
-        while self.replica.is_behind(step):
+        while self.replica.push_late(step, self.grads(), self.exchange):
             self.exchange.flush()
-            self.replica.push_late(self.grads(), self.exchange)
         self.replica.continue_at(step, self.progress.samples)
 
     def finish_step(self) -> None:
