@@ -23,5 +23,5 @@ def require_host_memory(what: str, wanted: int, free_one: Callable[[], bool]) ->
     while wanted > (available := psutil.virtual_memory().available):
         if not free_one():
             raise LimitError(
-                f"{what} wants {wanted} bytes of memory, {available} are left on its host"
+                f"{what} needs {wanted} bytes of memory, {available} are left on its host"
             )

@@ -129,7 +129,7 @@ class Daemon:
             partial(_set_aside, self.plan.checkpoint_dir),
         )
         if self._to_bring:
-            self._servicer.closed = "it brings the newest checkpoints to the other shards first"
+            self._servicer.closed = "it first sends the newest checkpoints to the other shards"
         control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
         checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.engine), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -212,7 +212,10 @@ class Daemon:
 
     def broke(self, problem: BaseException) -> None:
         """Ends the process at once: an invariant is broken. May be called from any thread."""
-        log.error("shard broke and ends; this is a bug in Paceline", exc_info=problem)
+        log.error(
+            "an invariant of the shard broke and the shard ends; this is a bug in Paceline",
+            exc_info=problem,
+        )
         self.code = Exit.BUG
         self._loop.call_soon_threadsafe(self._ending.set)
 
@@ -260,9 +263,12 @@ class Daemon:
             await self._health.set(name, STATUS.NOT_SERVING if is_short else STATUS.SERVING)
         if is_short:
             log.error(
-                "shard not ready, it cannot let anybody in",
+                "shard not ready: it cannot accept connections",
                 descriptors=descriptors.limit(),
-                do="raise the limit (ulimit -n, LimitNOFILE=), or find who holds connections open",
+                do=(
+                    "raise the limit (ulimit -n, LimitNOFILE=), or find the process that holds "
+                    "connections open"
+                ),
             )
         else:
             log.warning("shard ready again")
@@ -270,7 +276,7 @@ class Daemon:
     def _restore(self) -> None:
         """Resumes the jobs in the journals of this shard's previous process."""
         for name in recover(self.engine):
-            log.warning("job taken up where it was", job=name)
+            log.warning("job continues where it was", job=name)
         if self._journals is not None:
             self._instance = self._journals.instance
         if self.plan.checkpoint_dir is None:
@@ -361,7 +367,7 @@ def _set_aside(folder: str | None, job: str) -> str:
     except OSError as problem:
         raise ConfigError(
             f"job {job!r} is forgotten, but its checkpoints in {folder} cannot be moved aside: "
-            f"{problem}; move them away, or the next start begins with them"
+            f"{problem}; move them away, or the next start loads them"
         ) from problem
     return "" if moved is None else str(moved)
 

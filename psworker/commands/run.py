@@ -79,7 +79,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.FAILED: "a shard refused something, doctor found something, or the demo went wrong",
     Exit.USAGE: "a flag, variable or file is wrong",
     Exit.NO_SHARDS: "no shard answers, or those started for the job ended",
-    Exit.INTERRUPTED: "ended by Ctrl-C",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C",
     Exit.TERMINATED: "ended by SIGTERM",
 }
 SIGNAL_BASE = 128  # As in a shell: a process that signal N ended has status 128 + N.
@@ -216,7 +216,7 @@ class Launch:
         if "OMP_NUM_THREADS" not in os.environ:
             self._tell(
                 f"OMP_NUM_THREADS={threads_each(self.plan.num_workers)} for each worker "
-                f"({count(num_cores(), 'core')}); set it to have another"
+                f"({count(num_cores(), 'core')}); set it to use another number"
             )
 
     def _start_worker(self, rank: int, servers: Sequence[str]) -> None:

@@ -336,7 +336,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _require_open(self, name: str) -> None:
         if self._end:
-            raise ConfigError(f"training has ended: {name}() after {self._end}")
+            raise ConfigError(f"training has ended: {name}() called after {self._end}")
         self._table.session.require_own()
 
     def _retire(self, why: str) -> None:

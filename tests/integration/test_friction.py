@@ -103,7 +103,7 @@ def test_workers_go_on_when_nobody_reads_what_they_print(tmp_path: Path, how: st
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("end*")} == {"end0", "end1"}
     assert "Traceback" not in done.stderr
-    told = "standard output takes nothing any more"
+    told = "standard output accepts no more output"
     assert done.stderr.count(told) == (how == "broken")
 
 
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=WAIT_S)
     assert process.returncode == -signal.SIGINT
-    assert f"psworker: ended by Ctrl-C ({script}, line " in told
+    assert f"psworker: interrupted by Ctrl-C ({script}, line " in told
     assert "Traceback" not in told
 
 
