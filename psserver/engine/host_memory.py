@@ -1,7 +1,7 @@
 """The free memory of the host or container, asked before a large allocation.
 
-Without the question the kernel would end the shard later. In a container the limit of its control group (cgroup) is below
-the host's memory, and a process in it sees the host's in /proc/meminfo.
+Without the question the kernel would end the shard later. In a container the limit of its control
+group (cgroup) is below the host's memory, and /proc/meminfo shows the host's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Free memory as a process in a container sees it: the limit of its cgroup counts, not the host's memory."""
+"""Free memory in a container: the limit of its cgroup counts, not the memory of the host."""
 
 from pathlib import Path
 from types import SimpleNamespace
