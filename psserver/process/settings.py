@@ -350,7 +350,8 @@ def _check_checkpoints(settings: Settings) -> None:
 
 def _check_apart(settings: Settings) -> None:
     """Raises a `ConfigError` if two kinds of ports overlap."""
-    server, taken = settings.server, {}
+    server = settings.server
+    taken: dict[int, str] = {}  # Kind by port.
     kinds = {
         "server.port": server.port,
         "server.data_port": server.data_port,

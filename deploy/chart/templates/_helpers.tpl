@@ -8,12 +8,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: shard
 {{- end -}}
 
-{{/* host:port of every shard, in order: PACELINE_SERVERS. */}}
+{{/* host:port of every shard, in order, as a pod of the same namespace names them: PACELINE_SERVERS. */}}
 {{- define "paceline.servers" -}}
 {{- $name := include "paceline.name" . -}}
 {{- range $i := until (int .Values.shards) -}}
 {{- if $i }},{{ end -}}
-{{ $name }}-{{ $i }}.{{ $name }}.{{ $.Release.Namespace }}.svc:7070
+{{ $name }}-{{ $i }}.{{ $name }}:7070
 {{- end -}}
 {{- end -}}
 
@@ -23,4 +23,9 @@ app.kubernetes.io/component: shard
 
 {{- define "paceline.workerSecret" -}}
 {{- .Values.tls.workerSecret | default (printf "%s-worker" (include "paceline.name" .)) -}}
+{{- end -}}
+
+{{/* The shard's own page, over TLS where there is TLS: it costs no process, as an exec probe would. */}}
+{{- define "paceline.probe" -}}
+httpGet: {path: /healthz, port: metrics, scheme: {{ ternary "HTTPS" "HTTP" .Values.tls.enabled }}}
 {{- end -}}

@@ -16,7 +16,7 @@ GIB = 1 << 30
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host with 64 GiB left, and control groups below a folder of the test."""
     left = SimpleNamespace(available=HOST)
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: left)
+    monkeypatch.setattr("psserver.engine.host_memory.psutil.virtual_memory", lambda: left)
     monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
     monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
     return tmp_path
