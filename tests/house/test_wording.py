@@ -1,4 +1,4 @@
-"""Plain English: how docstrings begin, and clauses that begin with *who* or *what* without a noun."""
+"""Plain English: how docstrings begin, and clauses with *who* or *what* and no noun before it."""
 
 import ast
 import io
