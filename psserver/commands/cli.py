@@ -89,19 +89,14 @@ def start(
     ] = None,
     shard_addresses: Annotated[
         str | None,
-        typer.Option(
-            help="Addresses of all shards, in order; for checkpoints where each shard is "
-            "started by itself."
-        ),
+        typer.Option(help="Of all shards, in order; for checkpoints with --shard-index."),
     ] = None,
     snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
     durability: Annotated[
         str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a shard [cores/shards].")] = None,
-    lease_s: Annotated[
-        float | None, typer.Option(help="Seconds of silence until a worker is declared lost.")
-    ] = None,
+    lease_s: Annotated[float | None, typer.Option(help="Silent seconds of a lost worker.")] = None,
     grace_s: Annotated[float | None, typer.Option(help="Seconds for requests under way.")] = None,
     memory_mb: Annotated[
         int | None, typer.Option(help="MiB of each shard for tables [the host's memory].")
@@ -127,8 +122,7 @@ def start(
         Path | None, typer.Option(help="A token for everything, or lines: job token.")
     ] = None,
     insecure: Annotated[
-        bool | None,
-        typer.Option("--insecure", help="Listen beyond loopback without TLS and tokens."),
+        bool | None, typer.Option("--insecure", help="Listen elsewhere without TLS and tokens.")
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of the metrics page [port+1000]; 0 is off.")
@@ -136,8 +130,7 @@ def start(
     log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
     log_max_mb: Annotated[
-        int | None,
-        typer.Option(help="Size in MiB at which a new log file is begun [64]; 0: never."),
+        int | None, typer.Option(help="MiB of a log file before the next one [64]; 0: no limit.")
     ] = None,
     config: Config = None,
 ) -> None:

@@ -185,7 +185,7 @@ def test_both_commands_have_a_version_and_say_where_they_are_wrong(tmp_path: Pat
     assert psserver.run("status", "-h").stdout == psserver.run("status", "--help").stdout
     assert "_PSSERVER_COMPLETE" in psserver.run(_PSSERVER_COMPLETE="source_bash").stdout
     silent = psserver.run("status", "--servers", "127.0.0.1:1", code=6).stderr
-    assert silent.startswith("psserver: nobody answers at 127.0.0.1:1")
+    assert silent.startswith("psserver: nothing answers at 127.0.0.1:1")
     assert "Traceback" not in silent
     debugged = psserver.run("--debug", "status", "--servers", "127.0.0.1:1", code=6).stderr
     assert "Traceback" in debugged
