@@ -248,6 +248,8 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_S)
             self.engine.tick()
+            if self.plan.beats:
+                beat()
             setup.tell_left_out()
             await self._look_at_doors()
             # A process that the parent forked may keep our standard input open after its death.
@@ -467,6 +469,13 @@ def tell(report: Report) -> None:
     """Reports to the supervisor; that it is gone is seen at standard input."""
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(report_to_json(report) + "\n")
+        sys.stdout.flush()
+
+
+def beat() -> None:
+    """Writes an empty line to the supervisor, as a sign of life."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write("\n")
         sys.stdout.flush()
 
 
