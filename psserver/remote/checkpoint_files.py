@@ -376,7 +376,7 @@ def read(path: Path, job: str | None, tell: Tell) -> tuple[Path, Checkpoint]:
         if not left:
             raise CommandError(
                 Exit.STATE_DIR,
-                f"none of the {len(tried)} checkpoints in {path} is whole: "
+                f"none of the {len(tried)} checkpoints in {path} is complete: "
                 f"{', '.join(one.name for one in sorted(tried))}; give another folder",
             )
         tried.add(left[0].path)
@@ -384,7 +384,7 @@ def read(path: Path, job: str | None, tell: Tell) -> tuple[Path, Checkpoint]:
             return left[0].path, verified(left[0])
         except PROBLEMS as problem:
             if left[0].path.exists():  # Else it has just been deleted as too old.
-                tell(f"{_refusal(left[0].path, problem)}; the next best is taken")
+                tell(f"{_refusal(left[0].path, problem)}; the next newest is used")
 
 
 def newest(folder: Path) -> dict[str, list[Found]]:
@@ -487,7 +487,7 @@ def _choose(path: Path, found: list[Found], job: str | None) -> str:
         listed = ", ".join(repr(name) for name in sorted(jobs))
         raise CommandError(
             Exit.USAGE,
-            f"{path} holds checkpoints of jobs {listed}; say which with --job, or name one "
+            f"{path} holds checkpoints of jobs {listed}; choose one with --job, or name one "
             f"checkpoint, such as {found[0].path}",
         )
     if found:
