@@ -229,18 +229,58 @@ def test_a_worker_that_comes_again_is_refused_and_the_others_continue(
         assert first.result() == ""
 
 
-def test_a_mode_with_rounds_runs_it_on_the_workers_too(shards: Shards) -> None:
-    first, second = shards.run(train_rounds, "local(steps=2)")
-    assert same(first, second)
+def test_a_mode_with_rounds_runs_it_and_a_model_that_grows_keeps_its_state(shards: Shards) -> None:
+    (rounds, grown), (other_rounds, other_grown) = shards.run(train_others)
+    assert same(rounds, other_rounds)
+    assert same(grown, other_grown)
+    model = make_model()
+    alone, later = growing(model)
+    for step in range(6):
+        if step == 3:
+            thaw(model, alone, later)
+        parts = [batch(rank, step) for rank in range(2)]
+        alone.zero_grad()
+        backward(model, *(torch.cat(part) for part in zip(*parts, strict=True)))
+        alone.step()
+    for name, weight in named_weights(model).items():
+        assert relative_error(grown[name], weight) <= 1e-6, name
 
 
-def train_rounds(me: Station, mode: str) -> Weights:
+def growing(model: torch.nn.Module) -> tuple[Any, list[torch.nn.Parameter]]:
+    """Returns an optimizer of the last layer, and the frozen parameters of the others."""
+    *later, weight, bias = model.parameters()
+    for parameter in later:
+        parameter.requires_grad_(False)
+    return torch.optim.Adafactor([weight, bias], lr=0.01), later
+
+
+def thaw(model: torch.nn.Module, optimizer: Any, later: list[torch.nn.Parameter]) -> None:
+    for parameter in later:
+        parameter.requires_grad_(True)
+    optimizer.add_param_group({"params": later, "lr": 0.005})
+
+
+def train_others(me: Station) -> tuple[Weights, Weights]:
+    """Trains in a mode with rounds, and a model that grows in ssgd."""
+    torch.set_num_threads(1)
     model = make_model()
     optimizer = psworker.DistributedOptimizer(
-        Lion(model.parameters()), model.named_parameters(), mode=mode, optimizer_on="worker"
+        Lion(model.parameters()),
+        model.named_parameters(),
+        mode="local(steps=2)",
+        optimizer_on="worker",
     )
     for step in range(4):
         optimizer.zero_grad()
         backward(model, *batch(me.rank, step))
         optimizer.step()
-    return named_weights(model)
+    model_2 = make_model()
+    made, later = growing(model_2)
+    optimizer = wrap(made, list(model_2.named_parameters()))
+    for step in range(6):
+        if step == 3:
+            thaw(model_2, optimizer, later)
+        optimizer.zero_grad()
+        backward(model_2, *batch(me.rank, step))
+        optimizer.step()
+    return named_weights(model), named_weights(model_2)
