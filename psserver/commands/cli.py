@@ -80,6 +80,7 @@ def start(
         str | None, typer.Option(help="Name that shards which belong together share [a new one].")
     ] = None,
     port: Port = None,
+    data_port: Annotated[int | None, typer.Option(help="Of shard 0's data sockets [free].")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
     state_dir: StateDir = None,

@@ -105,6 +105,7 @@ class Launch:
                 host=server.host,
                 port=server.port + place if server.port else 0,
                 metrics_port=metrics_port,
+                data_port=server.data_port + place if server.data_port else 0,
                 num_threads=server.threads_each,
                 lease_s=server.lease_s,
                 grace_s=server.grace_s,

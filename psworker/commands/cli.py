@@ -193,7 +193,7 @@ def plan(
     compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     optimizer: Annotated[
-        str, typer.Option(help="Optimizer of the shards: sgd, adam, adamw.")
+        str, typer.Option(help="Optimizer of the shards: sgd, adam, rmsprop, ...")
     ] = "sgd",
     as_json: AsJson = False,
 ) -> None:
