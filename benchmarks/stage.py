@@ -156,9 +156,9 @@ class Stage:
         found: dict[int, int] = {}
         for child in psutil.Process(self._supervisor.pid).children():
             with contextlib.suppress(psutil.Error):
-                *command, last = child.cmdline()
-                if command[-1:] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
-                    found[int(json.loads(last)["index"])] = child.pid
+                command = child.cmdline()  # Empty if it has just ended.
+                if command[-2:-1] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
+                    found[int(json.loads(command[-1])["index"])] = child.pid
         return found
 
     def alive(self) -> dict[str, int]:
