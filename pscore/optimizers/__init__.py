@@ -138,5 +138,5 @@ def _refuse_unknown_arguments(optimizer: Any, groups: Sequence[Mapping[str, Any]
             if group.get(argument, default) != default:
                 raise UnsupportedOptimizerError(
                     f"{type(optimizer).__name__} has {argument}={group[argument]!r}, which the "
-                    f"shards do not know; known are {', '.join(sorted(_KNOWN))}"
+                    f"shards do not support; they support {', '.join(sorted(_KNOWN))}"
                 )

@@ -118,7 +118,7 @@ class CheckpointUpload:
             for name, array in arrays.items():
                 if self._written.get((number, index, name), 0) < array.nbytes:
                     raise RemoteProtocolError(
-                        f"{name!r} of slice {index} of the checkpoint is not whole"
+                        f"{name!r} of slice {index} of the checkpoint is incomplete"
                     )
         tables: list[RestoredTable] = []
         for number, declared in enumerate(self._tables):
@@ -171,12 +171,12 @@ def _declared(text: str, engine: Engine) -> DeclaredTable:
     }
     for name in sorted(names ^ wanted):
         if name in wanted:
-            raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint is without {name!r}")
+            raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint lacks {name!r}")
         is_kept = name.startswith("memory.") or is_residual(name, spec.compressor)
         if not is_kept or len(name) > NAME_LENGTH_MAX:
             raise RemoteProtocolError(
                 f"array {name[:NAME_LENGTH_MAX]!r} of table {spec.name!r} of the checkpoint is "
-                "none that a shard keeps"
+                "not one that a shard keeps"
             )
     parts = make_layout(spec.tensors, spec.num_shards).of_shard(shard.index)
     return DeclaredTable(

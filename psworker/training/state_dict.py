@@ -52,7 +52,7 @@ def torch_state(
         plain: Its `torch.optim.Optimizer.state_dict`.
         inner: State of the wrapped optimizer if this worker runs it, else None.
     """
-    flat, counts = _pull_state(table, recovery)
+    flat, counts = pull_state(table, recovery)
     order = _torch_order(table, param_groups)
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, steps in enumerate(counts):
@@ -132,11 +132,7 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     table.session.barrier(BARRIER)
     if table.session.rank == 0:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
-    table.session.barrier(BARRIER)
-    table.exchange.ask_origin()
-    table.fetch(0)
-    table.progress.locate(loaded.step, loaded.samples_seen)
-    table.show_weights()
+    table.continue_from(loaded.step, loaded.samples_seen, BARRIER)
     table.exchange.load_compressor_state(loaded.compressor)
 
 
@@ -173,7 +169,7 @@ def _torch_order(table: TrainingTable, param_groups: Groups) -> dict[int, int]:
     return {i: numbers[id(parameter)] for i, parameter in enumerate(table.flat.parameters)}
 
 
-def _pull_state(
+def pull_state(
     table: TrainingTable, recovery: Recovery
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Pulls the optimizer's state; returns flat `(numel,)` tensors, and steps per parameter."""
