@@ -41,7 +41,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pscore.errors import ConfigError
-from pscore.table_spec import TableSpec
+from pscore.table_spec import GROWN, TableSpec
 from pscore.types import FloatArray
 from psserver.durability import records
 from psserver.engine.residuals import is_residual
@@ -193,6 +193,17 @@ def set_aside(folder: Path, job: str) -> Path | None:
         os.close(fd)
 
 
+def newest_table(checkpoint: Checkpoint) -> TableState:
+    """Returns the first table, or the last of those that follow it because the model has grown."""
+    stem = checkpoint.tables[0].spec.name + GROWN
+    following = [table for table in checkpoint.tables if table.spec.name.startswith(stem)]
+    return max(
+        following,
+        key=lambda table: int(table.spec.name.removeprefix(stem)),
+        default=checkpoint.tables[0],
+    )
+
+
 def export(path: Path, checkpoint: Checkpoint) -> None:
     """Writes the weights of a job as one safetensors file.
 
@@ -201,7 +212,7 @@ def export(path: Path, checkpoint: Checkpoint) -> None:
     """
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}-{path.name}")
     try:
-        _save(checkpoint.tables[0].arrays["weights"], draft)
+        _save(newest_table(checkpoint).arrays["weights"], draft)
         draft.replace(path)
         records.sync(path.parent)
     finally:

@@ -116,6 +116,11 @@ class Session:
     def waits(self, text: str) -> None:
         self._member.waits = text
 
+    @property
+    def known_tables(self) -> list[str]:
+        """Names of the tables that had made updates when this worker joined."""
+        return list(self._joining.known.progress)
+
     # ----- what a job needs
 
     def define(self, spec: TableSpec, *, again: bool = False) -> tuple[int, Origin]:

@@ -84,7 +84,9 @@ def test_an_unsupported_optimizer_is_refused_by_name(
 ) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(psworker.UnsupportedOptimizerError, match=message):
-        psworker.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        psworker.DistributedOptimizer(
+            make(model.parameters()), model.named_parameters(), optimizer_on="shards"
+        )
 
 
 def test_named_parameters_must_be_those_of_the_optimizer() -> None:
@@ -348,9 +350,8 @@ def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
     problems["moved"] = problem_of(optimizer.step)
     model = make_model()
     model.get_submodule("2").requires_grad_(False)
-    optimizer = begin(model)
-    model.requires_grad_(True)
-    problems["unfrozen"] = problem_of(lambda: early(model, lambda: None))
+    optimizer = begin(model, overlap=True)
+    problems["unfrozen"] = problem_of(lambda: early(model, lambda: model.requires_grad_(True)))
     model = make_model()
     optimizer = begin(model, overlap=True)
     problems["clipped"] = problem_of(
@@ -370,7 +371,14 @@ def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
     problems["lr"] = problem_of(
         lambda: early(model, lambda: optimizer.param_groups[0].update(lr=0.5))
     )
+    backward(model, *batch(0, 0))
     problems["group"] = problem_of(lambda: optimizer.add_param_group({"params": []}))
+    assert len(optimizer.param_groups) == 1
+    optimizer = begin(make_model())
+    stranger = torch.nn.Parameter(torch.zeros(3))
+    problems["stranger"] = problem_of(lambda: optimizer.add_param_group({"params": [stranger]}))
+    assert len(optimizer.param_groups) == 1
+    early(make_model(), lambda: None)
     problems["overlap"] = problem_of(lambda: begin(make_model(), overlap="maybe"))
     problems["buffers"] = problem_of(lambda: begin(make_model(), buffers="rank1"))
     problems["another job"] = problem_of(lambda: psworker.init(job="another"))
@@ -390,8 +398,8 @@ MISUSES = {
         "parameter '2.weight' was given other memory .* move the model",
     ),
     "unfrozen": (
-        "ConfigError",
-        r"a parameter of shape \[64, 128\] has a gradient, but it was",
+        "GradientError",
+        "parameters were unfrozen or added after gradients had been pushed during backward; do it",
     ),
     "clipped": (
         "GradientError",
@@ -403,7 +411,11 @@ MISUSES = {
         r"samples \(1, now 7\) was changed after gradients had been",
     ),
     "lr": ("GradientError", "a learning rate or other hyper-parameter was changed after gradients"),
-    "group": ("ConfigError", "parameter groups cannot be added after DistributedOptimizer is made"),
+    "group": ("GradientError", "parameters were unfrozen or added after gradients had been pushed"),
+    "stranger": (
+        "ConfigError",
+        r"parameter 0 of group 1 \[3\] is in the optimizer but not",
+    ),
     "overlap": ("ConfigError", "overlap is 'maybe', must be True .* or False"),
     "buffers": ("ConfigError", "buffers is 'rank1', must be one of rank0, mean, local"),
     "another job": ("ConfigError", "this process has joined with job='test-.*; call .*shutdown"),
