@@ -11,7 +11,7 @@ FLOORS = {
         *("slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
-        *("__main__", "commands", ".", "training", "job", "connection", "transports"),
+        *("__main__", "commands", "integrations", ".", "training", "job", "connection"),
         *("compression", "replica", "model"),
     ),
     "pscore": (

@@ -149,7 +149,7 @@ def test_every_scheduler_of_torch_may_be_made_before_or_after_the_wrapper(shards
 
 
 def test_a_plain_script_has_nothing_of_ours_left() -> None:
-    for title, code in recipes().items():
+    for title, code in (recipes() | recipes(heavy=True)).items():
         assert not re.search("psworker|Paceline|Plain", plain(code)), title
 
 
@@ -157,5 +157,5 @@ def test_every_python_block_of_the_page_is_a_recipe() -> None:
     text = PAGE.read_text(encoding="utf-8")
     first = recipes()[OWN_BATCH].index("torch.manual_seed(0)\nmodel")
     common = recipes()[OWN_BATCH][:first].rstrip()
-    assert text.count("```python") == 1 + len(recipes())
-    assert all(code.startswith(common) for code in recipes().values())
+    assert text.count("```python") == 1 + len(recipes()) + len(recipes(heavy=True))
+    assert all(code.startswith(common) for code in recipes(heavy=True).values())
