@@ -79,7 +79,7 @@ fuzz: $(STAMP) ## a million mutated frames, guided by coverage
 test-recipes: ## the recipes of docs/recipes.md that need Lightning, Hugging Face or a compiler
 	@test -x .venv-recipes/bin/python || $(PYTHON) -m venv .venv-recipes
 	.venv-recipes/bin/python -m pip install --quiet --constraint constraints-recipes.txt \
-		--editable . accelerate hypothesis lightning pytest pytest-timeout transformers
+		--editable '.[lightning,transformers]' hypothesis pytest pytest-timeout
 	.venv-recipes/bin/python -c 'import accelerate, lightning, transformers'
 	.venv-recipes/bin/python -m pytest -m recipes tests/integration/test_heavy_recipes.py
 

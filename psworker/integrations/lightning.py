@@ -58,7 +58,7 @@ class PacelineCallback(Callback):  # type: ignore[misc]
         for config in trainer.lr_scheduler_configs:
             config.scheduler.optimizer = self._wrappers[plain.index(config.scheduler.optimizer)]
         trainer.strategy.checkpoint_io = _FirstRankIO()
-        rank_zero_only.rank = psworker.rank()  # Lightning's strategy has set 0: who logs.
+        rank_zero_only.rank = psworker.rank()  # Only rank 0 logs; it was 0 in all.
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Loads the global weights."""

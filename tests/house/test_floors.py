@@ -12,7 +12,7 @@ FLOORS = {
     ),
     "psworker": (
         *("__main__", "commands", "integrations", ".", "training", "job", "connection"),
-        *("compression", "replica", "model"),
+        *("transports", "compression", "replica", "model"),
     ),
     "pscore": (
         *("table_spec", "estimate", "rules", "cuda", "local", "optimizers", "compressors"),
