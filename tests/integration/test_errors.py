@@ -84,7 +84,9 @@ def test_an_unsupported_optimizer_is_refused_by_name(
 ) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(psworker.UnsupportedOptimizerError, match=message):
-        psworker.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        psworker.DistributedOptimizer(
+            make(model.parameters()), model.named_parameters(), optimizer_on="shards"
+        )
 
 
 def test_named_parameters_must_be_those_of_the_optimizer() -> None:
