@@ -258,7 +258,7 @@ class Launch:
         server = self.settings.server
         wanted = []
         if server.tls_cert is not None:
-            wanted.append("PACELINE_TLS_CA=ca.pem (who signed --tls-cert)")
+            wanted.append("PACELINE_TLS_CA=ca.pem (the CA that signed --tls-cert)")
         if server.tls_client_ca is not None:
             wanted.append("PACELINE_TLS_CERT and PACELINE_TLS_KEY (a certificate of their own)")
         if server.token_file is not None:
@@ -266,7 +266,10 @@ class Launch:
         if wanted:
             return [f"workers and psserver's commands need {', '.join(wanted)}"]
         if server.insecure:
-            return ["nothing is checked (--insecure): whoever reaches the port changes the weights"]
+            return [
+                "nothing is checked (--insecure): any process that reaches the port can change "
+                "the weights"
+            ]
         return []
 
     def _which(self) -> str:

@@ -120,7 +120,7 @@ def _open_log(path: Path) -> IO[bytes]:
     try:
         return path.open("ab")
     except OSError as problem:
-        log.error("a shard goes without its log file", path=str(path), reason=str(problem))
+        log.error("a shard continues without its log file", path=str(path), reason=str(problem))
         return Path(os.devnull).open("ab")
 
 
@@ -164,7 +164,7 @@ def stop(shards: Iterable[ShardProcess], grace_s: float) -> bool:
     deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
     late = [s for s in shards if s.wait(max(0.0, deadline_s - time.monotonic())) is None]
     for shard in late:
-        log.error("shard killed, it did not end in time", shard=shard.plan.index, pid=shard.pid)
+        log.error("shard killed: it did not end in time", shard=shard.plan.index, pid=shard.pid)
         shard.send(signal.SIGKILL)
         shard.wait()
     for shard in shards:
@@ -274,7 +274,7 @@ class Supervisor:
         except OSError as problem:
             post.due_s = time.monotonic() + PAUSE_S_MAX
             log.error(
-                "shard cannot be started, it is tried again",
+                "shard cannot be started; the start is tried again",
                 shard=post.plan.index,
                 reason=str(problem),
                 pause_s=PAUSE_S_MAX,
@@ -314,7 +314,7 @@ class Supervisor:
         gives_up = not self.restart or post.num_restarts >= RESTARTS_MAX
         pause_s = min(PAUSE_S_MIN * 2**post.num_restarts, PAUSE_S_MAX)
         log.error(
-            "shard died" if gives_up else "shard died, it is started again",
+            "shard died" if gives_up else "shard died; it is started again",
             shard=process.plan.index,
             pid=process.pid,
             how=how,

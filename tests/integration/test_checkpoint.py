@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said(shards: Shards, command: Command, tmp_path: Path)
         assert "has live workers on shard 0" in said
         (tmp_path / "file").write_text("")
         said = run(command, shards, "checkpoint", tmp_path / "file" / "x", "--job", job, code=5)
-        assert "what was there before still is" in said
+        assert "the file that was there before is unchanged" in said
         worker.tell()
         worker.result()
     weights = path / "model.safetensors"
