@@ -1,4 +1,4 @@
-"""These tests need tools and minutes that the suite does not have: `make check-deploy` runs them."""
+"""These tests need tools and minutes that the suite lacks: `make check-deploy` runs them."""
 
 import os
 
