@@ -27,6 +27,7 @@ from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import OF_ROUNDS, Replica
 from psworker.training.local_step import LocalStep
 from psworker.training.progress import Progress
+from psworker.training.worker_steps import MeanGradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,11 @@ class TrainingTable:
         progress: Samples and steps behind this worker.
         local_step: The part of a step that this worker makes by itself.
         make_step: Returns the local step of a mode.
+        means: The mean gradients, where those are pulled and the workers run the optimizer; None:
+            weights are pulled.
     """
+
+    means: MeanGradients | None = None
 
     def __init__(
         self,
@@ -83,6 +88,9 @@ class TrainingTable:
         self.layout = layout = self.exchange.layout
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
+        if not optimizer.holds_weights:
+            self.means = MeanGradients(self.flat, session)
+            weights = self.means.values
         self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
         kernels = kernels_for(weights)
         for part in self.replica.parts:
@@ -127,6 +135,8 @@ class TrainingTable:
         state: Sequence[FloatArray] = (),
         counts: Sequence[int] = (),
         step: int = 0,
+        *,
+        gathers: bool = True,
     ) -> None:
         """Uploads the weights of the model; with `Role.STATE` the optimizer's state too.
 
@@ -135,8 +145,10 @@ class TrainingTable:
             state: State arrays of the optimizer, flat, `(layout.numel,)` each.
             counts: Optimizer steps of each parameter.
             step: Steps of training behind these weights.
+            gathers: Whether the weights are those of the model; else the flat ones as they are.
         """
-        self.flat.gather_weights()
+        if gathers:
+            self.flat.gather_weights()
         weights = self.flat.weights.cpu().numpy()
         for spec in self.layout.slices:
             arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
@@ -162,11 +174,39 @@ class TrainingTable:
 
         Args:
             step: The step at which this worker was; None: the replica's.
+
+        Raises:
+            StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
         self.exchange.run(self.replica.begin(self.exchange))
         self.progress.locate(step)
+        if self.means is not None and self.replica.next_push > self.exchange.origin.clock:
+            raise self.means.refuse(self.replica.step, "comes to")
+        self.take_weights()
         self.show_weights()
         self._start_local_step()
+
+    def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
+        """Continues from a state that rank 0 has uploaded; all workers call it.
+
+        Args:
+            step: Steps of training behind the state.
+            samples_seen: Samples behind it.
+            barrier: Name of the barrier at which they wait for rank 0.
+        """
+        self.session.barrier(barrier)
+        self.exchange.ask_origin()
+        self.fetch(0)
+        self.take_weights()
+        self.progress.locate(step, samples_seen)
+        self.show_weights()
+        self._renew_local_step()
+        self._start_local_step()
+
+    def _renew_local_step(self) -> None:
+        """Replaces the local step by that of the mode; exchanges begin anew."""
+        self.local_step.close()
+        self.local_step = self.make_step(self.rule)
 
     def _start_local_step(self) -> None:
         """Starts the local step; where others are ahead, this worker continues at their step."""
@@ -231,8 +271,7 @@ class TrainingTable:
         self.local_step.part()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
-        self.local_step.close()
-        self.local_step = self.make_step(rule)
+        self._renew_local_step()
         self.begin()
 
     def rejoin(self) -> None:
@@ -241,6 +280,11 @@ class TrainingTable:
         self.exchange.restart()
         self.replica.restart()
         self.replica.rank = self.session.rank
+
+    def take_weights(self) -> None:
+        """Makes the value that was uploaded and pulled the weights, also where means are pulled."""
+        if self.means is not None:
+            self.means.take_weights()
 
     def show_weights(self) -> None:
         """Writes the flat weights into the model; a round begins from the model's own values."""

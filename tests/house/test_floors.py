@@ -11,8 +11,8 @@ FLOORS = {
         *("slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
-        *("__main__", "commands", ".", "training", "job", "peers", "connection", "transports"),
-        *("compression", "replica", "gossip", "model"),
+        *("__main__", "commands", "integrations", ".", "training", "job", "peers", "connection"),
+        *("transports", "compression", "replica", "gossip", "model"),
     ),
     "pscore": (
         *("table_spec", "estimate", "rules", "graphs", "cuda", "local", "optimizers"),

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -149,6 +150,20 @@ def test_a_taken_metrics_port_is_named(psserver: Command) -> None:
         done = psserver.run("start", "--port", 0, "--metrics-port", port, code=3)
         assert f"127.0.0.1:{port}" in done.stderr
         assert "--metrics-port" in done.stderr
+
+
+def test_a_taken_data_port_is_named(psserver: Command) -> None:
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        done = psserver.run("start", "--port", 0, "--data-port", port, code=3)
+        assert f"127.0.0.1:{port}" in done.stderr
+        assert "--data-port" in done.stderr
+
+
+def test_data_sockets_listen_where_they_were_told(psserver: Command) -> None:
+    port = 20_000 + os.getpid() % 10_000  # Below the ports that the kernel gives to other tests.
+    with psserver.detached("--data-port", port):
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
 
 
 def test_a_host_of_another_machine_is_named(psserver: Command) -> None:
@@ -349,7 +364,7 @@ def test_a_wrong_address_is_one_clear_line(psserver: Command) -> None:
     for command in ("status", "stop"):
         done = psserver.run(command, "--servers", f"127.0.0.1:{free}", code=6)
         (line,) = done.stderr.splitlines()
-        assert f"nobody answers at 127.0.0.1:{free} (waited " in line
+        assert f"nothing answers at 127.0.0.1:{free} (waited " in line
         assert f"psserver start --port {free}" in line
     psserver.run("status", "--servers", "nonsense", code=2)
 
@@ -479,10 +494,12 @@ def test_ctrl_c_at_the_terminal_leaves_embedded_shards_to_their_parent(psserver:
 
 PARENT = """
 import os, sys
-from psserver.process.embedded import start_embedded
-servers = start_embedded(2)
+from psserver.access.files import Trust
+from psserver.process.embedded import make_token, start_embedded
+trust = Trust(token_file=make_token())
+servers = start_embedded(2, trust=trust)
 if os.fork() == 0:  # Holds the pipes open, as a data loader's process would.
-    print(os.getpid(), *servers.addresses, flush=True)
+    print(os.getpid(), trust.token_file, *servers.addresses, flush=True)
 sys.stdin.read()
 """
 
@@ -496,11 +513,14 @@ def test_embedded_shards_end_with_a_parent_that_is_killed(psserver: Command) -> 
         text=True,
     )
     assert parent.stdout is not None
-    child, *addresses = parent.stdout.readline().split()
+    child, token_file, *addresses = parent.stdout.readline().split()
+    assert len(Path(token_file).read_text().strip()) == 64
     psserver.run("health", "--servers", ",".join(addresses))
     parent.kill()
     parent.wait()
     eventually(lambda: psserver_is_gone(psserver, addresses))
+    # The token was in the memory of the process that was killed: nothing is left of it.
+    assert not Path(token_file).exists()
     assert not gone(int(child))
     os.kill(int(child), signal.SIGKILL)
     parent.communicate()
