@@ -184,12 +184,9 @@ class Replica:
             self._push_round(grads, push_pull)
 
     def push_late(self, step: int, values: Sequence[torch.Tensor], push_pull: PushPull) -> bool:
-        """Pushes the weights if the round has ended for workers at `step`; returns whether it had.
+        """Pushes the weights if workers at `step` have ended this round; returns whether they have.
 
-        Args:
-            step: The step of the other workers.
-            values: Memory for the weights, as for `finish`.
-            push_pull: Sends them.
+        The other arguments are those of `finish`.
         """
         ends = self.rule.step_after(self.step - self.num_inner, 1)
         if ends <= step:
@@ -200,9 +197,8 @@ class Replica:
 
     def continue_at(self, step: int, samples: float) -> None:
         """Continues at a step of the round under way, as the other workers do."""
-        for _ in range(self.step, step):
-            self._round.add_step(samples)
-        self.step = step
+        self._round.add_step(samples, max(0, step - self.step))
+        self.step = max(step, self.step)
 
     def take_reference(self) -> None:
         """Records the current weights as those of the last pull: a model may have rounded them."""
@@ -275,10 +271,7 @@ class Replica:
         self.step = self.rule.step_after(origin.step, num_pushes) + self.num_inner
 
     def settle(self) -> Waits:
-        """Waits for all pulls under way and applies them.
-
-        They are applied in the order of arrival, so that one is copied while others arrive.
-        """
+        """Waits for all pulls under way, and applies them in the order of arrival."""
         yield from self._pulls.settle()
 
     def peek(
@@ -286,8 +279,7 @@ class Replica:
     ) -> Waits:
         """Pulls the shards' weights, with this worker's last push in them, into `buffers`.
 
-        Nothing else changes: a pull under way still becomes the base of the next local update. Its
-        values are not used here, since they may be an estimate.
+        Nothing else changes: a pull under way, maybe an estimate, still becomes the next base.
 
         Args:
             buffers: One for each slice, in memory that nothing else uses.

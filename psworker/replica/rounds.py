@@ -41,10 +41,10 @@ class Round:
         """Mean weight of the round's steps."""
         return self._samples / self.num_inner
 
-    def add_step(self, samples: float) -> None:
-        """Counts a step of the wrapped optimizer, with its weight in the mean."""
-        self.num_inner += 1
-        self._samples += samples
+    def add_step(self, samples: float, num: int = 1) -> None:
+        """Counts steps of the wrapped optimizer, each with its weight in the mean."""
+        self.num_inner += num
+        self._samples += num * samples
 
     def begin(self) -> None:
         """Opens the next round."""

@@ -76,8 +76,8 @@ def require_possible(table: TrainingTable, gradients: Gradients) -> None:
     """Refuses growth where it cannot be.
 
     Raises:
-        ConfigError: The workers exchange models, or the job is elastic: a worker that joins later would declare the table with
-            which the job began.
+        ConfigError: The workers exchange models, or the job is elastic: a worker that joins later
+            would declare the table with which the job began.
         GradientError: Gradients of this step have left during backward.
     """
     if gradients.overlap.has_begun:
