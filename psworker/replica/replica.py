@@ -240,10 +240,7 @@ class Replica:
         self._pulls.free_memory()
 
     def abandon(self) -> None:
-        """Gives up the pulls of an unfinished step: other workers may wait for its other pushes.
-
-        An answer that still arrives is written to memory that nothing reads.
-        """
+        """Gives up the pulls of an unfinished step; an answer that still arrives is not read."""
         self._pulls.abandon_early()
 
     def restart(self) -> None:
