@@ -117,6 +117,23 @@ class Optimizer(ABC):
         """
         raise NotImplementedError(f"{self.name} has no step for device tensors")
 
+    def infer(
+        self, before: Any, after: Any, state: Sequence[Any], segments: SegmentTable, hyper: HyperArray
+    ) -> Any:
+        """Solves a step for its gradient: an overlap follows the shards with it.
+
+        Args:
+            before: `(numel,) float32` tensor, the weights before one step of the shards.
+            after: Likewise, those after it; every segment was active.
+            state: The state arrays before it, likewise; changed to those after it.
+            segments: The parameters in this slice.
+            hyper: `(num_groups, len(hyper_names)) float64`, of the step.
+
+        Returns:
+            The mean gradient of the step, `(numel,) float32`; zero between the segments.
+        """
+        raise NotImplementedError(f"{self.name} cannot be solved for its gradient")
+
 
 def refuse(optimizer: str, group: Mapping[str, Any], argument: str) -> UnsupportedOptimizerError:
     """Returns the error for a torch argument that the shards do not implement."""

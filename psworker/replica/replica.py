@@ -51,6 +51,7 @@ class Replica:
         num_groups: int,
         weights: torch.Tensor,
         rank: int,
+        num_workers: int = 1,
     ) -> None:
         """Starts before the first pull.
 
@@ -61,6 +62,7 @@ class Replica:
             num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             rank: Rank of this worker.
+            num_workers: Workers that the job was made for.
         """
         self.rule = rule
         self.rank = rank
@@ -77,6 +79,7 @@ class Replica:
                 hyper=np.zeros((num_groups, len(optimizer.hyper_names))),
                 active=np.ones(len(spec.segments), dtype=np.int64),
                 counts=np.zeros(len(spec.segments), dtype=np.int64),
+                num_workers=num_workers,
             )
             for spec in layout.slices
         ]
@@ -85,6 +88,8 @@ class Replica:
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
         self._num_state = len(optimizer.state_names)
         self._round = Round(layout, weights, pushes_moves=bool(rule.outer_optimizer))
+        for index, part in enumerate(self.parts):
+            part.origin = self._round.origin(index)
         self._pulls = Pulls(self.parts, self._num_state, self.local)
 
     # ----- one step
@@ -178,17 +183,21 @@ class Replica:
         with_state = plan.pull and self._wants_state(plan)
         order = self.front_first() if plan.block else self._indices()
         for index in order:
-            yield from self.land(index)
-            self._rebase(index)
+            if plan.lands:
+                yield from self.land(index)
+                self._rebase(index)
+            if plan.inner:
+                continue
             if plan.local:
                 self._update(index, grads[index])
-            if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
+            if plan.pulls(self._places[index]):
                 self._pull(index, push_pull, with_state=with_state)
         if plan.push is Role.DELTA:
             self._push_moves(grads, push_pull)
-            if plan.pull:
-                for index in order:
-                    self._pull(index, push_pull, with_state=with_state)
+            for index in order:
+                self._pull(index, push_pull, with_state=with_state)
+                if plan.local:
+                    self._update(index, grads[index])
         self._pulls.early.clear()
         self.step += 1
         if plan.block:
@@ -205,9 +214,13 @@ class Replica:
         if self.num_inner:
             self._push_moves(grads, push_pull)
 
-    def take_reference(self) -> None:
-        """Records the current weights as those of the last pull: a model may have rounded them."""
-        self._round.record()
+    def shift_origin(self, change: torch.Tensor) -> None:
+        """Shifts the start of the round: a model has rounded its weights, which is no move.
+
+        Args:
+            change: `(layout.numel,)` on the model's device, of the weights.
+        """
+        self._round.shift(change)
 
     def fetch(self, min_version: int | None, push_pull: PushPull) -> Waits:
         """Pulls the exact global weights, regardless of the plan.
@@ -377,6 +390,8 @@ class Replica:
         exact: bool = False,
     ) -> None:
         """Pulls a slice; without `min_version`, a version with this worker's pushes in it."""
+        if self.local is not None and self.local.needs_state(self.parts[index]):
+            with_state = True
         clock = self.clocks.count(index)
         oldest = self.clocks.oldest_version(clock) if min_version is None else min_version
         self._pulls.send(index, clock, oldest, push_pull, with_state=with_state, exact=exact)
@@ -412,7 +427,8 @@ class Replica:
             self.local.rebase(part, buffer.weights, state, buffer.version)
         elif buffer.weights.data_ptr() != part.weights.data_ptr():
             part.weights.copy_(buffer.weights, non_blocking=True)
-        self._round.record_slice(index, part.weights)
+        if self.local is None:
+            self._round.record_slice(index, part.weights)
         self.clocks.pulled(index, buffer.clock, buffer.version)
         part.version = buffer.version
         part.past.clear()

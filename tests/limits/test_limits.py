@@ -188,6 +188,36 @@ def test_rounds_of_one_step_are_ssgd(rule: Rule, seed: int) -> None:
     assert_same(run(rule, seed, inner=sgd(0.5), **ROUNDS), run(SSGD(), seed, **ROUNDS))
 
 
+@pytest.mark.parametrize("form", ["mirror", "blend", "eager", "late"])
+def test_an_overlap_whose_answers_land_at_once_blocks(form: str) -> None:
+    rule = DiLoCo(steps=5, warmup=5, outer_lr=0.3, outer_momentum=0.5)
+    assert_same(run(replace(rule, overlap=form, delay=0), inner=sgd(0.05)), run(rule, inner=sgd(0.05)))
+
+
+@pytest.mark.parametrize("form", ["mirror", "eager"])
+@pytest.mark.parametrize("delay", [1, 5])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        DiLoCo(steps=5, outer_lr=0.3, outer_momentum=0.5),
+        DiLoCo(steps=5, outer_lr=0.3, outer_momentum=0.5, nesterov=False),
+        SlowMo(steps=5, warmup=5),
+        LocalSGD(steps=5),
+    ],
+    ids=str,
+)
+def test_one_worker_with_an_overlap_without_bias_blocks(rule: Rule, delay: int, form: str) -> None:
+    """It knows everybody's move; what it follows of the momentum has other roundings."""
+    alone: dict[str, Any] = {"num_workers": 1, "speeds": (1.0,)}
+    group = {"lr": 0.05}
+    overlapped = run(replace(rule, overlap=form, delay=delay), inner=sgd(0.05), group=group, **alone)  # type: ignore[call-arg]
+    blocking = run(rule, inner=sgd(0.05), group=group, **alone)
+    np.testing.assert_allclose(overlapped.seen(), blocking.seen(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        overlapped.flat_weights(), blocking.flat_weights(), rtol=1e-4, atol=1e-5
+    )
+
+
 def test_a_round_is_the_mean_of_the_moves_in_the_order_of_ranks() -> None:
     """To the bit, whatever the length of the round: its samples are a mean, not a sum."""
     cluster = run(LocalSGD(steps=3), steps=3, inner=sgd(0.05))
