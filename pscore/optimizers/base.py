@@ -118,7 +118,12 @@ class Optimizer(ABC):
         raise NotImplementedError(f"{self.name} has no step for device tensors")
 
     def infer(
-        self, before: Any, after: Any, state: Sequence[Any], segments: SegmentTable, hyper: HyperArray
+        self,
+        before: Any,
+        after: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        hyper: HyperArray,
     ) -> Any:
         """Solves a step for its gradient: an overlap follows the shards with it.
 

@@ -127,7 +127,12 @@ class SGD(Optimizer):
             counts[index] += 1
 
     def infer(
-        self, before: Any, after: Any, state: Sequence[Any], segments: SegmentTable, hyper: HyperArray
+        self,
+        before: Any,
+        after: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        hyper: HyperArray,
     ) -> Any:
         """Solves a step without dampening and weight decay, as outer steps are, for its gradient.
 

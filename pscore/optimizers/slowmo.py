@@ -103,7 +103,12 @@ class SlowMo(Optimizer):
             part.sub_(buffer, alpha=slow_lr * lr)
 
     def infer(
-        self, before: Any, after: Any, state: Sequence[Any], segments: SegmentTable, hyper: HyperArray
+        self,
+        before: Any,
+        after: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        hyper: HyperArray,
     ) -> Any:
         """Solves a slow step for its gradient, the mean move; one with a rate of 0 shows none."""
         mean = before.new_zeros(before.shape)

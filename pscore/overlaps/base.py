@@ -87,9 +87,7 @@ class Overlap(LocalUpdate):
         mean = None
         if before is not None and version == part.version + 1:
             hyper = part.past[0]  # Of the push.
-            mean = part.optimizer.infer(
-                before, pulled, optimizer_state(part), part.segments, hyper
-            )
+            mean = part.optimizer.infer(before, pulled, optimizer_state(part), part.segments, hyper)
         elif before is not None:
             del part.state[LANDED]  # An update was missed: the state comes with the next pull.
         self._take(part, state)
@@ -104,9 +102,7 @@ class Overlap(LocalUpdate):
             part.state[name].copy_(values)
 
 
-def step_outer(
-    part: LocalSlice, weights: Any, grad: Any, state: Sequence[Any], out: Any
-) -> None:
+def step_outer(part: LocalSlice, weights: Any, grad: Any, state: Sequence[Any], out: Any) -> None:
     """Makes one step of the shards' optimizer from `weights` into `out`; `state` is changed.
 
     On the CPU it has the bits of the shards' own step of one worker with weight 1.
@@ -131,5 +127,13 @@ def step_outer(
     arrays: list[FloatArray] = [array.numpy() for array in state]
     hyper: HyperArray = part.hyper
     part.optimizer.step(
-        weights.numpy(), out.numpy(), grad.numpy(), 1.0, arrays, part.segments, counts, active, hyper
+        weights.numpy(),
+        out.numpy(),
+        grad.numpy(),
+        1.0,
+        arrays,
+        part.segments,
+        counts,
+        active,
+        hyper,
     )

@@ -280,6 +280,13 @@ def _check(settings: Settings) -> None:
             f"{' and '.join(missing)} too (`psserver certs DIR --host NAME` makes the files), or "
             "--insecure if the network is yours alone, or --host 127.0.0.1"
         )
+    if server.insecure and settings.origins["server.insecure"].startswith("flag"):
+        # A file or the environment may be that of several starts; a flag is for this one.
+        reason = f"only this machine can reach {server.host}"
+        if not missing:
+            reason = "--tls-cert and --token-file are given"
+        if is_loopback(server.host) or not missing:
+            raise ConfigError(f"--insecure has no effect: {reason}; leave it out")
     server.trust.check()
     _check_part(server)
     _check_checkpoints(settings)

@@ -198,12 +198,27 @@ def test_a_second_start_on_the_port_says_that_the_first_runs(psserver: Command) 
         (["--host", "0.0.0.0"], "--insecure"),
         (["--log-format", "xml"], "log.format is 'xml'"),
         (["--config", "nonesuch.toml"], "nonesuch.toml"),
+        (["--insecure"], "--insecure has no effect"),
+        (["--log-max-mb", "8"], "--log-max-mb 8 has no effect without --detach"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_starts(
     psserver: Command, arguments: list[str], named: str
 ) -> None:
     assert named in psserver.run("start", *arguments, code=2).stderr
+
+
+@pytest.mark.parametrize("command", ["status", "jobs", "health", "stop", "doctor"])
+def test_servers_are_named_in_one_way(psserver: Command, command: str) -> None:
+    for flag in ("--port", "--state-dir"):
+        told = psserver.run(command, "--servers", "127.0.0.1:1", flag, 1, code=2).stderr
+        assert told.startswith(f"psserver: {flag} 1 has no effect with --servers")
+
+
+def test_a_checkpoint_that_is_exported_comes_from_no_server(psserver: Command) -> None:
+    for flag, value in (("--servers", "127.0.0.1:1"), ("--port", 1), ("--state-dir", "here")):
+        told = psserver.run("export", "x", "--from", "y", flag, value, code=2).stderr
+        assert told.startswith(f"psserver: {flag} {value} has no effect with --from")
 
 
 def test_python_without_assertions_is_refused(tmp_path: Path) -> None:

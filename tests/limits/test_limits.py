@@ -191,7 +191,9 @@ def test_rounds_of_one_step_are_ssgd(rule: Rule, seed: int) -> None:
 @pytest.mark.parametrize("form", ["mirror", "blend", "eager", "late"])
 def test_an_overlap_whose_answers_land_at_once_blocks(form: str) -> None:
     rule = DiLoCo(steps=5, warmup=5, outer_lr=0.3, outer_momentum=0.5)
-    assert_same(run(replace(rule, overlap=form, delay=0), inner=sgd(0.05)), run(rule, inner=sgd(0.05)))
+    assert_same(
+        run(replace(rule, overlap=form, delay=0), inner=sgd(0.05)), run(rule, inner=sgd(0.05))
+    )
 
 
 @pytest.mark.parametrize("form", ["mirror", "eager"])
@@ -210,7 +212,9 @@ def test_one_worker_with_an_overlap_without_bias_blocks(rule: Rule, delay: int, 
     """It knows everybody's move; what it follows of the momentum has other roundings."""
     alone: dict[str, Any] = {"num_workers": 1, "speeds": (1.0,)}
     group = {"lr": 0.05}
-    overlapped = run(replace(rule, overlap=form, delay=delay), inner=sgd(0.05), group=group, **alone)  # type: ignore[call-arg]
+    overlapped = run(
+        replace(rule, overlap=form, delay=delay), inner=sgd(0.05), group=group, **alone
+    )  # type: ignore[call-arg]
     blocking = run(rule, inner=sgd(0.05), group=group, **alone)
     np.testing.assert_allclose(overlapped.seen(), blocking.seen(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(

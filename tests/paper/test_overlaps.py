@@ -153,9 +153,7 @@ def test_a_worker_with_weight_counts_for_as_much_in_the_mean() -> None:
 
 def test_rounds_that_a_worker_has_missed_bring_the_momentum_along() -> None:
     """With a backup worker versions are missed; then the shards' own momentum is pulled."""
-    rule = DiLoCo(
-        steps=2, backup=1, outer_lr=0.2, outer_momentum=0.5, overlap="mirror", delay=1
-    )
+    rule = DiLoCo(steps=2, backup=1, outer_lr=0.2, outer_momentum=0.5, overlap="mirror", delay=1)
     cluster = Cluster(
         rule,
         quadratic,
@@ -181,7 +179,9 @@ def test_rounds_that_a_worker_has_missed_bring_the_momentum_along() -> None:
 @pytest.mark.parametrize("make", [DiLoCo, SlowMo, LocalSGD])
 def test_arguments_that_do_not_fit_are_refused(make: type[LocalSGD]) -> None:
     name = make.name
-    with pytest.raises(ConfigError, match=rf"{name}.overlap is 'early', must be one of blend, eager"):
+    with pytest.raises(
+        ConfigError, match=rf"{name}.overlap is 'early', must be one of blend, eager"
+    ):
         make(overlap="early")
     with pytest.raises(ConfigError, match=rf"{name}.delay is 5, must be in -1..4"):
         make(steps=4, overlap="mirror", delay=5)

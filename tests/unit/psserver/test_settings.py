@@ -74,6 +74,7 @@ def test_bounds_are_reached_and_not_passed(
         ({"server.port": 65530, "server.shards": 7}, "the last would have 65536"),
         ({"metrics.port": 65535, "server.shards": 2}, "metrics.port is 65535"),
         ({"server.port": 65000}, "metrics.port is by default"),
+        ({"server.insecure": True}, "--insecure has no effect: only this machine"),
     ],
 )
 def test_what_does_not_go_is_refused(flags: dict[str, object], message: str) -> None:
@@ -82,9 +83,11 @@ def test_what_does_not_go_is_refused(flags: dict[str, object], message: str) -> 
     assert message in str(caught.value)
 
 
-def test_what_goes_together_is_taken() -> None:
+def test_what_goes_together_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve({"server.host": "0.0.0.0", "server.insecure": True})
     resolve({"server.port": 65000, "metrics.port": 0})
+    monkeypatch.setenv("PACELINE_INSECURE", "1")  # May be that of several starts.
+    resolve()
     resolve({"server.port": 65530, "server.shards": 6, "metrics.port": 0})
 
 
