@@ -12,7 +12,7 @@ move of the next round, s_i - x_i, is not changed by the translation. V is follo
 that land (`Optimizer.infer`), so no more bytes travel than in a round that blocks.
 
 The control c takes out differences between workers that last (unlike data): c = 1 replaces the
-worker's lasting part of the last round by the mean's. The mean of the starts stays exact with any c.
+worker's part of the last round by the mean's. The mean of the starts stays exact with any c.
 
 With the plain mean as the outer step (`local`) s_i is x_i: the worker goes on, and is translated
 when the mean lands. That is the form of Shuheng Shen et al., "Faster Distributed Deep Net Training:

@@ -86,13 +86,13 @@ class LocalSGD(WithBackup):
         overlap = self.local_update()
         if overlap is not None and overlap.takes_all and self.backup:
             raise ConfigError(
-                f"{self.name}.overlap is {self.overlap!r}, which needs every worker's move in every "
-                f"round: {self.name}.backup must be 0, is {self.backup}"
+                f"{self.name}.overlap is {self.overlap!r}, which needs every worker's move in "
+                f"every round: {self.name}.backup must be 0, is {self.backup}"
             )
 
     @property
     def landing(self) -> int:
-        """Steps into a round after which the answer to the one before lands; 0: it is waited for."""
+        """Steps of a round before the answer to the one before lands; 0: rounds wait for it."""
         if self.overlap == NONE:
             return 0
         if self.delay == AUTOMATIC:

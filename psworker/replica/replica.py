@@ -9,7 +9,7 @@ real shards; the simulator drives many replicas in one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -161,18 +161,13 @@ class Replica:
             if plan.lands:
                 yield from self.land(index)
                 self._pulls.apply(index)
-            if plan.inner:
-                continue
-            if plan.local:
+            if plan.local and not plan.inner:
                 self.local.update(index, self.step, grads[index])
-            if plan.pulls(self._places[index]):
+            if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
                 self._pulls.send(index, push_pull, with_state=with_state)
         if plan.push is Role.DELTA:
             self._push_moves(grads, push_pull)
-            for index in order:
-                self._pulls.send(index, push_pull, with_state=with_state)
-                if plan.local:
-                    self.local.update(index, self.step, grads[index])
+            self._pull_round(plan, order, grads, push_pull)
         self._pulls.early.clear()
         self.step += 1
         if plan.block:
@@ -312,6 +307,16 @@ class Replica:
 
     def _indices(self) -> range:
         return range(len(self.parts))
+
+    def _pull_round(
+        self, plan: Plan, order: Iterable[int], moves: Sequence[torch.Tensor], push_pull: PushPull
+    ) -> None:
+        """Pulls the answer to a round; with an overlap the next one starts without it."""
+        with_state = self.local.wants_state(self.step)
+        for index in order:
+            self._pulls.send(index, push_pull, with_state=with_state)
+            if plan.local:
+                self.local.update(index, self.step, moves[index])
 
     def _push_moves(self, moves: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes the weights of the last pull minus the current ones, weighted by mean samples."""

@@ -226,7 +226,7 @@ class TrainingTable:
         self.replica.rank = self.session.rank
 
     def show_weights(self) -> None:
-        """Writes the flat weights into the model; in rounds training uses the model's own values."""
+        """Writes the flat weights into the model; rounds use the model's own values."""
         self.flat.scatter_weights()
         if self.rule.outer_optimizer and self.flat.has_casts:
             before = self.flat.weights.clone()

@@ -1,7 +1,7 @@
 """Rounds whose answers land in the next round, in float64, written from the equations."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,67 +34,61 @@ class Rounds:
     warmup: int = 0
     mix: float = 0.5
     control: float = 0.0
-    gradient: Callable[[int, int, Vector], Vector] = quadratic
-    landed: list[Vector] = field(default_factory=list)  # W^0, W^1, ...
+
+    def __post_init__(self) -> None:
+        each = (self.num_workers, NUMEL)
+        self.landed = [np.zeros(NUMEL)]  # W^0, W^1, ...
+        self.velocity = np.zeros(NUMEL)
+        self.local = torch.zeros(each, dtype=torch.float64)
+        self.x = self.local.numpy()  # The same memory.
+        self.origin = np.zeros(each)
+        self.moves: list[Vector] = []  # D_i^0, D_i^1, ...
+        self.own, self.own_velocity = np.zeros(each), np.zeros(each)  # Of eager.
 
     def run(self, inner: Inner, total: int) -> tuple[Vector, Vector]:
         """Returns what each worker saw at each step, and the global weights at the end."""
-        count = self.num_workers
-        weights, velocity = np.zeros(NUMEL), np.zeros(NUMEL)
-        local = torch.zeros((count, NUMEL), dtype=torch.float64)
-        x = local.numpy()  # The same memory.
-        origin = np.zeros((count, NUMEL))
-        seen = np.zeros((count, total, NUMEL))
-        self.landed = [weights]
-        is_flying = False
-        moves = mean = np.zeros((count, NUMEL))  # Of the last round that has landed.
-        flying = mean, mean
-        own, own_velocity = np.zeros((count, NUMEL)), np.zeros((count, NUMEL))  # Of eager.
-        is_first = True
+        seen = np.zeros((self.num_workers, total, NUMEL))
         for step in range(total):
-            seen[:, step] = x
-            for worker in range(count):
-                inner(worker, step, local[worker], self.gradient(worker, step, x[worker]))
-            if step < self.warmup:
-                weights = x.mean(axis=0)
-                x[:], origin[:] = weights, weights
-                self.landed[-1] = weights
-                continue
+            seen[:, step] = self.x
+            for worker, weights in enumerate(self.local):
+                inner(worker, step, weights, quadratic(worker, step, self.x[worker]))
             place = (step - self.warmup) % self.steps
-            if place + 1 == self.delay and is_flying:
-                if self.form == "mirror":
-                    x += weights - origin
-                    origin[:] = weights
-                elif self.form == "blend":
-                    x[:] = self.mix * x + (1 - self.mix) * weights
-                    origin[:] = weights
-                moves, mean = flying
-                is_flying = False
-            if place + 1 < self.steps:
+            if step < self.warmup:
+                self.x[:] = self.origin[:] = self.own[:] = self.landed[-1] = self.x.mean(axis=0)
                 continue
-            made = origin - x
-            average = made.mean(axis=0)
-            before, momentum = weights, velocity
-            weights, velocity = self.outer(before, momentum, average)
-            for worker in range(count):
-                if self.form == "late":
-                    start = before
-                elif self.form == "blend":
-                    start = x[worker]
-                elif self.form == "eager":
-                    if is_first:
-                        own[worker], own_velocity[worker] = before, momentum
-                    rest = mean - moves[worker] / count
-                    guess = made[worker] / count + (0 if is_first else rest)
-                    start, own_velocity[worker] = self.outer(
-                        own[worker], own_velocity[worker], guess
-                    )
-                    own[worker] = start
-                else:
-                    last = 0 if is_first else moves[worker] - mean
-                    start, _ = self.outer(before, momentum, made[worker] - self.control * last)
-                origin[worker] = start
-            x[:] = origin
-            flying, is_flying, is_first = (made, average), True, False
-            self.landed.append(weights)
-        return seen, weights
+            if place + 1 == self.delay and self.moves:
+                self.land(self.landed[-1])
+            if place + 1 == self.steps:
+                self.end_round()
+        return seen, self.landed[-1]
+
+    def land(self, weights: Vector) -> None:
+        """Lands the weights that hold the last round."""
+        if self.form == "mirror":
+            self.x += weights - self.origin
+            self.origin[:] = weights
+        elif self.form == "blend":
+            self.x[:] = self.mix * self.x + (1 - self.mix) * weights
+            self.origin[:] = weights
+
+    def end_round(self) -> None:
+        """Steps with the mean of the moves, and starts the next round without it."""
+        moves, before, momentum = self.origin - self.x, self.landed[-1], self.velocity
+        last = self.moves[-1] if self.moves else np.zeros_like(moves)
+        after, self.velocity = self.outer(before, momentum, moves.mean(axis=0))
+        count = self.num_workers
+        for worker, move in enumerate(moves):
+            others = last.mean(axis=0) - last[worker] / count
+            apart = last[worker] - last.mean(axis=0)
+            if self.form == "late":
+                self.x[worker] = before
+            elif self.form == "mirror":
+                self.x[worker] = self.outer(before, momentum, move - self.control * apart)[0]
+            elif self.form == "eager":
+                self.own[worker], self.own_velocity[worker] = self.outer(
+                    self.own[worker], self.own_velocity[worker], move / count + others
+                )
+                self.x[worker] = self.own[worker]
+        self.origin[:] = self.x
+        self.moves.append(moves)
+        self.landed.append(after)

@@ -38,7 +38,7 @@ def test_it_follows_the_equation_for_200_steps(form: str, delay: int, warmup: in
     assert_follows(cluster, *model.run(Inner(adamw), 200))
 
 
-def by_hand(form: str, steps: int = 5, **arguments: float) -> Cluster:
+def by_hand(form: str, steps: int = 5, **arguments: Any) -> Cluster:
     """Worker 0 moves by 1 in a step, worker 1 by 3; H = 2, outer lr 1/4, m = 1/2, Nesterov."""
     rule = DiLoCo(steps=2, outer_lr=0.25, outer_momentum=0.5, overlap=form, delay=1, **arguments)
     return Cluster(
@@ -189,7 +189,7 @@ def test_arguments_that_do_not_fit_are_refused(make: type[LocalSGD]) -> None:
         make(mix=2.0)
     with pytest.raises(ConfigError, match=rf"{name}.control is -1.0, must be in"):
         make(control=-1.0)
-    with pytest.raises(ConfigError, match=rf"'eager', which needs every worker's move .* is 1"):
+    with pytest.raises(ConfigError, match=r"'eager', which needs every worker's move .* is 1"):
         make(overlap="eager", backup=1)
 
 
