@@ -144,8 +144,8 @@ MUTANTS = (
         "local_sgd",
         "rounds of H steps",
         RULES + "local.py",
-        "(step - self.warmup) % self.steps == self.steps - 1",
-        "True",
+        "place < self.steps - 1",
+        "False",
     ),
     Mutant(
         "local_sgd",

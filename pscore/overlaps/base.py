@@ -1,4 +1,4 @@
-"""The protocol of an overlap: where a worker's next round starts, and what the answer changes.
+"""The protocol of an overlap: the start of a worker's next round, and the landing of the answer.
 
 In a mode with rounds a worker pushes its move, D_i = s_i - x_i (s_i: the weights at the start of
 the round, its `origin`; x_i: those at its end), and the shards step with the mean D of the moves:

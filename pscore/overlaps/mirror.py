@@ -6,7 +6,7 @@ Paceline's own; there is no paper. (W, V) is the state of the shards before the 
     W^{r+1} lands:           x_i <- x_i + (W^{r+1} - s_i);   s_i <- W^{r+1}
 
 The outer step is linear in the move, so that the weighted mean of the workers' starts is W^{r+1}:
-there is no bias, with any momentum. What is left is spread, s_i - W^{r+1} = -lr (1 + m) (D_i - D)
+there is no bias, with any momentum. Spread is left, s_i - W^{r+1} = -lr (1 + m) (D_i - D)
 with Nesterov, which ends when the answer lands and the worker is translated by the difference. The
 move of the next round, s_i - x_i, is not changed by the translation. V is followed from the weights
 that land (`Optimizer.infer`), so no more bytes travel than in a round that blocks.
@@ -55,7 +55,7 @@ class Mirror(Overlap):
         part.origin.copy_(part.weights)
 
     def land(self, part: LocalSlice, pulled: Any, mean: Any) -> None:
-        """Translates weights and origin by what the guess has missed."""
+        """Translates weights and origin by the error of the guess."""
         part.weights.add_(pulled - part.origin)
         part.origin.copy_(pulled)
         if not self.control:

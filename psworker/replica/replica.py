@@ -185,11 +185,7 @@ class Replica:
             self._push_moves(grads, push_pull)
 
     def shift_origin(self, change: torch.Tensor) -> None:
-        """Shifts the start of the round: a model has rounded its weights, which is no move.
-
-        Args:
-            change: `(layout.numel,)` on the model's device, of the weights.
-        """
+        """Shifts the start of the round by `(layout.numel,)`: a model's rounding is no move."""
         self._round.shift(change)
 
     def fetch(self, min_version: int | None, push_pull: PushPull) -> Waits:
@@ -312,9 +308,8 @@ class Replica:
         self, plan: Plan, order: Iterable[int], moves: Sequence[torch.Tensor], push_pull: PushPull
     ) -> None:
         """Pulls the answer to a round; with an overlap the next one starts without it."""
-        with_state = self.local.wants_state(self.step)
         for index in order:
-            self._pulls.send(index, push_pull, with_state=with_state)
+            self._pulls.send(index, push_pull, with_state=self.local.wants_state(self.step))
             if plan.local:
                 self.local.update(index, self.step, moves[index])
 
