@@ -7,9 +7,9 @@ arXiv:2502.12996.
                              (s_i, V_i) <- outer(s_i, V_i; G_i)
     W^{r+1} lands:           D^r follows from it; the worker's weights do not change
 
-Each worker runs an outer optimizer of its own, whose weights are its origins. The part that its steps left
-out of a round's mean comes one round later, so that it stays near the shards' weights, which the
-job's checkpoints hold.
+Each worker runs an outer optimizer of its own, whose weights are its origins. The part of a round's
+mean that its steps left out comes one round later, so that it stays near the shards' weights, which
+the job's checkpoints hold.
 
 Differs from the paper: the abstract was read, and the equation is recalled. The shards step with
 the exact mean, and the workers compute the others' moves from the shards' weights. In the first
