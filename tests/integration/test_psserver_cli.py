@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -149,6 +150,20 @@ def test_a_taken_metrics_port_is_named(psserver: Command) -> None:
         done = psserver.run("start", "--port", 0, "--metrics-port", port, code=3)
         assert f"127.0.0.1:{port}" in done.stderr
         assert "--metrics-port" in done.stderr
+
+
+def test_a_taken_data_port_is_named(psserver: Command) -> None:
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        done = psserver.run("start", "--port", 0, "--data-port", port, code=3)
+        assert f"127.0.0.1:{port}" in done.stderr
+        assert "--data-port" in done.stderr
+
+
+def test_data_sockets_listen_where_they_were_told(psserver: Command) -> None:
+    port = 20_000 + os.getpid() % 10_000  # Below the ports that the kernel gives to other tests.
+    with psserver.detached("--data-port", port):
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
 
 
 def test_a_host_of_another_machine_is_named(psserver: Command) -> None:
@@ -349,7 +364,7 @@ def test_a_wrong_address_is_one_clear_line(psserver: Command) -> None:
     for command in ("status", "stop"):
         done = psserver.run(command, "--servers", f"127.0.0.1:{free}", code=6)
         (line,) = done.stderr.splitlines()
-        assert f"nobody answers at 127.0.0.1:{free} (waited " in line
+        assert f"nothing answers at 127.0.0.1:{free} (waited " in line
         assert f"psserver start --port {free}" in line
     psserver.run("status", "--servers", "nonsense", code=2)
 
