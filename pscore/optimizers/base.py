@@ -47,6 +47,7 @@ class Optimizer(ABC):
         hyper_names: Columns of the hyper-parameters. The first is always `lr`.
         state_names: Its state arrays, each `(numel,) float32`, under torch's own names.
         scalar_names: Those of them that torch keeps as one number for each parameter.
+        holds_weights: Whether the value of its table is the model's weights.
         torch_has_step: Whether torch's state holds the number of steps as `step`.
     """
 
@@ -55,6 +56,7 @@ class Optimizer(ABC):
     hyper_names: ClassVar[tuple[str, ...]]
     state_names: ClassVar[tuple[str, ...]] = ()
     scalar_names: ClassVar[tuple[str, ...]] = ()
+    holds_weights: ClassVar[bool] = True
     torch_has_step: ClassVar[bool] = False
 
     @classmethod

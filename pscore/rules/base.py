@@ -115,6 +115,14 @@ class Rule(ABC):
         is_mean = self.fan_in(everybody, everybody) == everybody
         return self.by_step and is_mean and not self.outer_optimizer
 
+    @property
+    def workers_may_step(self) -> bool:
+        """Whether every worker pulls each update, of all gradients, before its next step.
+
+        Then the shards may return the mean gradient, and the workers run the optimizer.
+        """
+        return False
+
     def fan_in(self, num_expected: int, num_workers: int) -> int:
         """Returns how many pushes make one update.
 

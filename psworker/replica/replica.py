@@ -121,7 +121,7 @@ class Replica:
         self._pushes.send(index, plan, Role.GRADIENT, grad, present, samples, push_pull)
         is_time = self.rule.by_step or not in_backward
         if plan.pulls(self._places[index]) and index not in self._pulls and is_time:
-            with_state = self.local.wants_state(self.step)
+            with_state = self.local.wants_state(self.rule, self.step)
             self._pulls.send_early(index, push_pull, with_state=with_state, in_use=in_backward)
 
     def land(self, index: int) -> Waits:
@@ -155,7 +155,7 @@ class Replica:
         # and backward, which decides when that is, ends with the front. Unless it was sent along
         # with the push, it is sent as soon as the previous one has been applied, so that the
         # connection from the shard is never idle.
-        with_state = plan.pull and self.local.wants_state(self.step)
+        with_state = plan.pull and self.local.wants_state(self.rule, self.step)
         order = self.front_first() if plan.block else self._indices()
         for index in order:
             if plan.lands:
@@ -309,7 +309,9 @@ class Replica:
     ) -> None:
         """Pulls the answer to a round; with an overlap the next one starts without it."""
         for index in order:
-            self._pulls.send(index, push_pull, with_state=self.local.wants_state(self.step))
+            self._pulls.send(
+                index, push_pull, with_state=self.local.wants_state(self.rule, self.step)
+            )
             if plan.local:
                 self.local.update(index, self.step, moves[index])
 

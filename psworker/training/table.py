@@ -26,6 +26,7 @@ from psworker.model.flat import FlatModel
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 from psworker.training.progress import Progress
+from psworker.training.worker_steps import MeanGradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,11 @@ class TrainingTable:
         flat: The model as flat memory.
         replica: The state machine that decides what is sent at each step.
         progress: Samples and steps behind this worker.
+        means: The mean gradients, where those are pulled and the workers run the optimizer; None:
+            weights are pulled.
     """
+
+    means: MeanGradients | None = None
 
     def __init__(
         self,
@@ -80,6 +85,9 @@ class TrainingTable:
         self.layout = layout = self.exchange.layout
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
+        if not optimizer.holds_weights:
+            self.means = MeanGradients(self.flat, session)
+            weights = self.means.values
         self.replica = Replica(
             *(layout, spec.rule, optimizer, num_groups, weights, session.rank),
             num_workers=session.num_workers,
@@ -164,9 +172,15 @@ class TrainingTable:
 
         Args:
             step: The step at which this worker was; None: the replica's.
+
+        Raises:
+            StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
         self.exchange.run(self.replica.begin(self.exchange))
         self.progress.locate(step)
+        if self.means is not None and self.replica.next_push > self.exchange.origin.clock:
+            raise self.means.refuse(self.replica.step, "comes to")
+        self.take_weights()
         self.show_weights()
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
@@ -180,6 +194,7 @@ class TrainingTable:
         self.session.barrier(barrier)
         self.exchange.ask_origin()
         self.fetch(0)
+        self.take_weights()
         self.progress.locate(step, samples_seen)
         self.show_weights()
 
@@ -242,6 +257,11 @@ class TrainingTable:
         self.exchange.restart()
         self.replica.restart()
         self.replica.rank = self.session.rank
+
+    def take_weights(self) -> None:
+        """Makes the value that was uploaded and pulled the weights, also where means are pulled."""
+        if self.means is not None:
+            self.means.take_weights()
 
     def show_weights(self) -> None:
         """Writes the flat weights into the model; rounds use the model's own values."""
