@@ -308,10 +308,9 @@ class Replica:
         self, plan: Plan, order: Iterable[int], moves: Sequence[torch.Tensor], push_pull: PushPull
     ) -> None:
         """Pulls the answer to a round; with an overlap the next one starts without it."""
+        with_state = self.local.wants_state(self.rule, self.step)
         for index in order:
-            self._pulls.send(
-                index, push_pull, with_state=self.local.wants_state(self.rule, self.step)
-            )
+            self._pulls.send(index, push_pull, with_state=with_state)
             if plan.local:
                 self.local.update(index, self.step, moves[index])
 
