@@ -44,7 +44,7 @@ def names_of(tree: ast.ClassDef) -> set[str]:
 def test_the_optimizer_shows_only_what_a_user_may_call() -> None:
     found = set()
     for module, name in ((optimizer, "DistributedOptimizer"), (figures, "Figures")):
-        tree = ast.parse(Path(module.__file__).read_text())
+        tree = ast.parse(Path(str(module.__file__)).read_text())
         (its,) = [i for i in tree.body if isinstance(i, ast.ClassDef) and i.name == name]
         found |= names_of(its)
     assert {name for name in found if not name.startswith("_")} == OURS | OF_TORCH
