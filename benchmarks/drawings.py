@@ -35,6 +35,10 @@ MODES: dict[str, tuple[str, int]] = {
     "slowmo": ("slowmo(steps=2)", 4),
     "diloco": ("diloco(steps=2)", 4),
 }
+# Arguments that have a page of their own.
+VARIANTS: dict[str, tuple[str, int]] = {
+    "overlap": ("diloco(steps=2, overlap=mirror)", 4),
+}
 
 WIDTH, HEIGHT = 760, 236
 LEFT, SCALE = 86, 101  # Pixels: where time 0 is, and a second.
@@ -48,10 +52,10 @@ LABEL_WIDTH = 40  # The least width of a box with a word in it.
 
 
 def draw(rule: str) -> str:
-    """Returns the drawing of a rule as SVG; the same at each call."""
+    """Returns the drawing of a rule, or of a variant, as SVG; the same at each call."""
     if rule in peer_drawings.MODES:
         return peer_drawings.draw(rule)
-    mode, steps = MODES[rule]
+    mode, steps = (MODES | VARIANTS)[rule]
     events = transcript(mode, steps=steps, compute_s=COMPUTE_S, latency_s=LATENCY_S)
     return _svg(mode, "\n".join([*_lanes(events), *_shard(events), *_arrows(mode, events)]))
 
@@ -216,7 +220,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    texts = {f"rule-{rule}.svg": draw(rule) for rule in (*MODES, *peer_drawings.MODES)}
+    rules = (*MODES, *VARIANTS, *peer_drawings.MODES)
+    texts = {f"rule-{rule}.svg": draw(rule) for rule in rules}
     texts |= {f"plane-{plane}.svg": plane_drawings.draw(plane) for plane in plane_drawings.PLANES}
     texts["overview.svg"] = overview_drawing.draw()
     paths = []

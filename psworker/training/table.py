@@ -23,6 +23,7 @@ from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
 from psworker.model.flat import FlatModel
+from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import OF_ROUNDS, Replica
 from psworker.training.local_step import LocalStep
@@ -91,7 +92,10 @@ class TrainingTable:
         if not optimizer.holds_weights:
             self.means = MeanGradients(self.flat, session)
             weights = self.means.values
-        self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
+        self.replica = Replica(
+            *(layout, spec.rule, optimizer, num_groups, weights, session.rank),
+            num_workers=session.num_workers,
+        )
         kernels = kernels_for(weights)
         for part in self.replica.parts:
             part.kernels = kernels
@@ -214,9 +218,9 @@ class TrainingTable:
         self.flat.note_weights()
         if step is None or not self.rule.by_step:
             return
-        while self.replica.push_late(step, self.grads(), self.exchange):
+        while push_late(self.replica, step, self.grads(), self.exchange):
             self.exchange.flush()
-        self.replica.continue_at(step, self.progress.samples)
+        continue_at(self.replica, step, self.progress.samples)
 
     def finish_step(self) -> None:
         """Ends a step: local updates and pulls, and the waits of the mode."""
@@ -287,9 +291,10 @@ class TrainingTable:
             self.means.take_weights()
 
     def show_weights(self) -> None:
-        """Writes the flat weights into the model; a round begins from the model's own values."""
+        """Writes the flat weights into the model; rounds use the model's own values."""
         self.flat.scatter_weights()
-        if self.rule.outer_optimizer and self.flat.has_casts and self.replica.num_inner == 0:
+        if self.rule.outer_optimizer and self.flat.has_casts:
+            before = self.flat.weights.clone()
             self.flat.gather_weights()
-            self.replica.take_reference()
+            self.replica.shift_origin(self.flat.weights - before)
         self.flat.note_weights()

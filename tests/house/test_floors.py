@@ -15,7 +15,7 @@ FLOORS = {
         *("transports", "compression", "replica", "gossip", "model"),
     ),
     "pscore": (
-        *("table_spec", "estimate", "rules", "graphs", "cuda", "local", "optimizers"),
+        *("table_spec", "estimate", "rules", "graphs", "cuda", "overlaps", "local", "optimizers"),
         *("compressors", "observe", "net", "memory", "."),
     ),
 }
