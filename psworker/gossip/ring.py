@@ -162,7 +162,9 @@ class Ring(Gossip):
     def _meet(self, position: int, *, parts: bool = False) -> Steps[FloatArray | None]:
         """Meets the others; returns the result of this round if somebody has ended it."""
         gatherings: list[Gathering] = yield Meet(position, parts=parts)
-        epoch, positions, leaving = gatherings[-1]
+        # Others may have met again behind the meeting in which this worker has parted.
+        own = next(found for found in reversed(gatherings) if self.rank in found.positions)
+        epoch, positions, leaving = own
         last = max(positions.values())
         self._epoch, self._members = epoch, [rank for rank in positions if rank not in leaving]
         if position < 0:
