@@ -1,7 +1,7 @@
 """Hooks of mkdocs: what the site has beyond `docs/`, and links that leave that folder.
 
-README.md is the first page, ARCHITECTURE.md another, a linked file of the repository a page with its
-text.
+README.md is the first page, ARCHITECTURE.md another, a linked file of the repository a page with
+its text.
 """
 
 from __future__ import annotations
