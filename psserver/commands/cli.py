@@ -39,8 +39,7 @@ StateDir = Annotated[
 ]
 Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
 Servers = Annotated[
-    str | None,
-    typer.Option(envvar="PACELINE_SERVERS", help="Addresses, host:port,host:port,..."),
+    str | None, typer.Option(help="Addresses, host:port,host:port,... [PACELINE_SERVERS].")
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -81,6 +80,7 @@ def start(
         str | None, typer.Option(help="Name that shards which belong together share [a new one].")
     ] = None,
     port: Port = None,
+    data_port: Annotated[int | None, typer.Option(help="Of shard 0's data sockets [free].")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
     state_dir: StateDir = None,
@@ -379,8 +379,9 @@ def export(
     from psserver.remote import checkpoint as shards
     from psserver.remote import checkpoint_files as files
 
-    if source is not None and (port is not None or state_dir is not None):
-        raise ConfigError("--from reads a checkpoint: --port and --state-dir have no effect on it")
+    for flag, value in (("--servers", servers), ("--port", port), ("--state-dir", state_dir)):
+        if source is not None and value is not None:
+            raise ConfigError(f"{flag} {value} has no effect with --from: it reads a checkpoint")
     if source is not None:
         _, taken = files.read(source, job, _warn)
     else:

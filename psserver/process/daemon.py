@@ -136,23 +136,25 @@ class Daemon:
         return server
 
     def _make_bulk(self) -> Listener:
-        """Binds the bulk data plane to any free port; workers learn it from this shard.
+        """Binds the bulk data plane to its port; workers learn it from this shard.
 
         Raises:
-            CommandError: The host is not one of this machine.
+            CommandError: The host is not one of this machine, or the port is taken.
         """
         local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
         try:
             return make_listener(
                 self.engine,
                 self.plan.host,
-                0,
+                self.plan.data_port,
                 local,
                 authorizer=self._authorizer,
                 context=self.plan.trust.context(),
             )
         except OSError as problem:
-            raise bind_error(problem, self.plan.host, 0, "--port") from problem
+            raise bind_error(
+                problem, self.plan.host, self.plan.data_port, "--data-port"
+            ) from problem
 
     async def start(self) -> Ready:
         """Binds, and answers from then on.

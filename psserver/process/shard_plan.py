@@ -27,6 +27,7 @@ class ShardPlan:
     host: str
     port: int  # 0: any free one.
     metrics_port: int | None  # None: no metrics page; 0: any free port.
+    data_port: int = 0  # Of the data sockets; 0: any free port.
     num_threads: int
     lease_s: float
     grace_s: float

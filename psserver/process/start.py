@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from pscore.errors import ConfigError
 from pscore.net import faults
 from pscore.observe.boot import began
 from pscore.text import join_address
@@ -104,6 +105,7 @@ class Launch:
                 host=server.host,
                 port=server.port + place if server.port else 0,
                 metrics_port=metrics_port,
+                data_port=server.data_port + place if server.data_port else 0,
                 num_threads=server.threads_each,
                 lease_s=server.lease_s,
                 grace_s=server.grace_s,
@@ -282,8 +284,14 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
 
     Raises:
         CommandError: They cannot be started.
+        ConfigError: A flag would have no effect.
     """
     server = settings.server
+    if not detach and settings.origins["log.max_mb"].startswith("flag"):
+        raise ConfigError(
+            f"--log-max-mb {settings.log.max_mb} has no effect without --detach: log lines go to "
+            "standard error"
+        )
     faults.from_environment()  # Errors in them are reported here, not by each shard.
     directory = RunDirectory(server.state_dir)
     for run in directory.runs():

@@ -42,8 +42,9 @@ from psworker.commands.run import new_job
 from psworker.compression.error_feedback import choose
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
-from psworker.job.context import open_session, start_shards
+from psworker.job.context import open_session
 from psworker.job.environment import Environment
+from psworker.job.own_shards import start_shards
 from psworker.replica.ports import PullBuffer
 
 # From the mildest to the harshest.

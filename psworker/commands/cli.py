@@ -1,4 +1,8 @@
-"""The commands of `psworker`: flags to plans, and errors to exit codes."""
+"""The commands of `psworker`: flags to plans, and errors to exit codes.
+
+Torch, NumPy and gRPC are imported by the commands that need them, so that help, completion and
+`run` start without; `commandline.importing` ends a command by Ctrl-C meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,9 @@ import typer
 
 from pscore import commandline
 from pscore.errors import ConfigError, PacelineError, TransportError
-from pscore.rules import RULES
 from pscore.text import printable
 from psworker.commands.output import Prefixed, plain
 from psworker.commands.run import (
-    MEANINGS,
-    Exit,
     Launch,
     LaunchPlan,
     OnFailure,
@@ -28,9 +29,9 @@ from psworker.commands.run import (
     parse_elastic,
     worker_command,
 )
-from psworker.job.environment import Environment, parse_servers
-from psworker.modes import modes as list_modes
+from psworker.exits import MEANINGS, Exit
 
+PROGRAM = "psworker"
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
 RUN_EPILOG = (
     "\b\nExit codes:\n"
@@ -111,7 +112,7 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Report failures only.")] = False,
 ) -> None:
     """Start workers on this machine; without any server address, shards too."""
-    addresses = parse_servers(servers) or _servers_around()
+    addresses = _addresses(servers)
     if addresses and shards is not None:
         raise ConfigError(
             f"--shards {shards} starts shards here, but servers are given: {','.join(addresses)}; "
@@ -137,10 +138,12 @@ def run(
 @app.command()
 def modes(*, as_json: AsJson = False) -> None:
     """List the modes and their arguments."""
+    with commandline.importing(PROGRAM):
+        from psworker.training.modes import modes as list_modes
     if as_json:
         sys.stdout.write(json.dumps(list_modes(), indent=1) + "\n")
     else:
-        _show_modes()
+        _show_modes(list_modes())
 
 
 @app.command()
@@ -163,7 +166,8 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of the weights and the order of images.")] = 1,
 ) -> None:
     """Train a small model on real shards and workers, in several modes."""
-    from psworker.commands.demo.run import DemoPlan, run_demo
+    with commandline.importing(PROGRAM):
+        from psworker.commands.demo.run import DemoPlan, run_demo
 
     plan = DemoPlan(
         modes=modes,
@@ -189,16 +193,17 @@ def plan(
     compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     optimizer: Annotated[
-        str, typer.Option(help="Optimizer of the shards: sgd, adam, adamw.")
+        str, typer.Option(help="Optimizer of the shards: sgd, adam, rmsprop, ...")
     ] = "sgd",
     as_json: AsJson = False,
 ) -> None:
     """Show slices, shards, and bytes per step of a model, without any server."""
-    from pscore.compressors import parse_compressor
-    from pscore.estimate import parse_pull_compressor
-    from pscore.optimizers import OPTIMIZERS
-    from pscore.rules import parse_mode
-    from psworker.commands.model_plan import lines_of, make_report, shapes_of
+    with commandline.importing(PROGRAM):
+        from pscore.compressors import parse_compressor
+        from pscore.estimate import parse_pull_compressor
+        from pscore.optimizers import OPTIMIZERS
+        from pscore.rules import parse_mode
+        from psworker.commands.model_plan import lines_of, make_report, shapes_of
 
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
@@ -243,16 +248,16 @@ def compressors(
     as_json: AsJson = False,
 ) -> None:
     """Show what each compressor costs and saves on this machine and link."""
-    from psworker.commands import bench_compressors as measuring
-    from psworker.commands.model_plan import shapes_of
-
     if gbit is None and latency_ms is not None:
         raise ConfigError("--latency-ms has no effect without --gbit: the link is measured")
     if gbit is not None and servers is not None:
         raise ConfigError("--servers has no effect with --gbit: no link is measured")
+    with commandline.importing(PROGRAM):
+        from psworker.commands import bench_compressors as measuring
+        from psworker.commands.model_plan import shapes_of
     shapes = shapes_of(model)
     if gbit is None:
-        wire = measuring.measure_wire_to(parse_servers(servers) or _servers_around())
+        wire = measuring.measure_wire_to(_addresses(servers))
     else:
         wire = measuring.Wire.given(gbit, (0.2 if latency_ms is None else latency_ms) / 1e3)
     report = measuring.make_report(
@@ -286,9 +291,9 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Diagnose the path to the shards; exit with 1 if something is wrong."""
-    from pscore.observe import doctor as doc
-    from psworker.commands.doctor import examine
-
+    with commandline.importing(PROGRAM):
+        from pscore.observe import doctor as doc
+        from psworker.commands.doctor import examine
     findings = examine(servers, job, model)
     if as_json:
         sys.stdout.write(json.dumps(doc.as_json(findings), indent=1) + "\n")
@@ -324,9 +329,9 @@ def version(*, as_json: AsJson = False) -> None:
 def main() -> None:
     """Runs one command; an error ends the process with its code and one line."""
     try:
-        commandline.run(app, "psworker")
+        commandline.run(app, PROGRAM)
     except PacelineError as problem:
-        commandline.tell_error("psworker", problem)
+        commandline.tell_error(PROGRAM, problem)
         sys.exit(exit_code(problem))
 
 
@@ -337,14 +342,16 @@ def exit_code(problem: PacelineError) -> Exit:
     return Exit.NO_SHARDS if isinstance(problem, TransportError) else Exit.FAILED
 
 
-def _show_modes() -> None:
+def _show_modes(listed_modes: dict[str, dict[str, object]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
+    from pscore.rules import RULES
+
     grid = Table("mode", "what it is", "arguments", box=box.SIMPLE_HEAD)
-    for name, arguments in sorted(list_modes().items()):
+    for name, arguments in sorted(listed_modes.items()):
         rule = RULES[name]
         about = f"{(inspect.getdoc(rule) or '').partition(chr(10))[0]}\n{rule.source}"
         listed = "\n".join(f"{key}={value!r}" for key, value in arguments.items())
@@ -361,7 +368,12 @@ def _tell(line: str) -> None:
         sys.stderr.flush()
 
 
-def _servers_around() -> tuple[str, ...]:
-    """Returns the servers that the environment names; ignores its rank."""
+def _addresses(servers: str | None) -> tuple[str, ...]:
+    """Returns the servers of the flag, else those that the environment names; ignores its rank."""
+    with commandline.importing(PROGRAM):
+        from psworker.job.environment import Environment, parse_servers
+
+    if found := parse_servers(servers):
+        return found
     wanted = ("PACELINE_SERVERS", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER")
     return Environment.read({name: os.environ.get(name, "") for name in wanted}).servers

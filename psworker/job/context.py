@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.session import Session
 from psworker.connection.shard_link import Link
 from psworker.job.environment import Environment, parse_servers
+from psworker.job.own_shards import OwnShards, start_shards
 from psworker.job.phases import Phases
 
 log = logging.getLogger("paceline")
@@ -90,26 +90,6 @@ class Context:
                 _await_others(self.session)
             self._shards.end()
             self._shards = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OwnShards:
-    """Shards of this process, and the file with their addresses for other local workers."""
-
-    addresses: tuple[str, ...]
-    process: subprocess.Popen[str]
-    token_file: str = ""
-    rendezvous: Path | None = None
-
-    def end(self) -> None:
-        """Ends the shards."""
-        if self.rendezvous is not None:
-            self.rendezvous.unlink(missing_ok=True)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
 
 
 _current: Context | None = None
@@ -294,38 +274,6 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards
         draft.replace(path)
         return shards.addresses, shards.token_file, shards
     return *_await_addresses(path), None
-
-
-def start_shards(num_shards: int = 1) -> OwnShards:
-    """Starts shards that end when this process's end of the pipe closes.
-
-    Raises:
-        ServerUnavailableError: They did not start; their message is on standard error.
-    """
-    shards = subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "psserver"),
-            *("embedded", "--token", "--shards", str(num_shards)),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the worker; the shard ends after it.
-    )
-    assert shards.stdin is not None
-    assert shards.stdout is not None
-    line = shards.stdout.readline()
-    if not line:
-        shards.stdin.close()
-        shards.stdout.close()
-        raise ServerUnavailableError(
-            f"shards on this machine did not start (exit status {shards.wait()}); their message "
-            "stands above"
-        )
-    ready = json.loads(line)
-    return OwnShards(
-        addresses=tuple(ready["addresses"]), process=shards, token_file=ready["token_file"]
-    )
 
 
 def _rendezvous(environment: Environment) -> Path:

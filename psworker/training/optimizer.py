@@ -53,7 +53,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     It joins the job when it is made, and brings rank 0's weights into the model.
 
     Args:
-        optimizer: SGD, Adam or AdamW; its groups' hyper-parameters travel with each push.
+        optimizer: One that the shards run (docs/training.md lists them); its groups'
+            hyper-parameters travel with each push.
         named_parameters: `model.named_parameters()`, in the same order on every worker.
         mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`.
         compression: The compressor of pushes: `"none"`, `"fp16"`, or a `Compressor`.

@@ -59,8 +59,7 @@ def torch_state(
         if steps == 0:
             continue
         entry = {
-            name: table.flat.state_view(flat[name], index).clone()
-            for name in table.optimizer.state_names
+            name: _state_of(table, flat[name], index, name) for name in table.optimizer.state_names
         }
         if table.optimizer.torch_has_step:
             entry["step"] = torch.tensor(float(steps))
@@ -141,11 +140,21 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     table.exchange.load_compressor_state(loaded.compressor)
 
 
+def _state_of(table: TrainingTable, flat: torch.Tensor, index: int, name: str) -> torch.Tensor:
+    """Returns a copy of parameter `index`'s part of a state array, as torch keeps it."""
+    view = table.flat.state_view(flat, index)
+    if name in table.optimizer.scalar_names:
+        view = view.reshape(-1)[0]
+    return view.clone()
+
+
 def _fill(table: TrainingTable, flat: FloatArray, value: Any, index: int, name: str) -> None:
     """Copies one state tensor into its part of `flat`; an absent momentum stays zero."""
     if value is None:
         return
     target, tensor = table.flat.state_view(flat, index), torch.as_tensor(value)
+    if name in table.optimizer.scalar_names and tensor.numel() == 1:
+        tensor = tensor.reshape(()).expand(target.shape)
     if tensor.shape != target.shape:
         raise ConfigError(
             f"{name} of {table.layout.tensors[index].name!r} has shape "

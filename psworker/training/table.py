@@ -86,7 +86,7 @@ class TrainingTable:
             part.kernels = kernels
         timeline = session.timeline
         if timeline is not None:
-            self.replica.around_update = lambda index, step: local_update(
+            self.replica.local.around_update = lambda index, step: local_update(
                 timeline, step, slice=index
             )
         self.progress = Progress(samples, self.replica, self.exchange)

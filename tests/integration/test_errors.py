@@ -66,12 +66,12 @@ def test_a_wrong_argument_is_refused_with_the_right_ones(
     ("make", "message"),
     [
         (
-            torch.optim.Adagrad,
-            r"optimizer is torch.optim.adagrad.Adagrad, must be one of .*torch.optim.Adam, .*SGD",
+            torch.optim.Adadelta,
+            r"optimizer is torch.optim.adadelta.Adadelta, must be one of .*torch.optim.Adam, .*SGD",
         ),
         (
-            lambda weights: torch.optim.Adam(weights, amsgrad=True),
-            r"Adam has amsgrad=True, which the shards do not implement",
+            lambda weights: torch.optim.Adam(weights, differentiable=True),
+            r"Adam has differentiable=True, which the shards do not implement",
         ),
         (
             lambda weights: torch.optim.SGD([{"params": weights, "differentiable": True}], lr=1.0),

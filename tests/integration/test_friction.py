@@ -136,6 +136,25 @@ def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in told
 
 
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+except BaseException as problem:
+    raise ImportError("a part is missing") from problem
+"""
+
+
+def test_ctrl_c_ends_a_command_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text(SWALLOWS)
+    done = run(psworker("modes"), PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (130, "psworker: ended by Ctrl-C\n")
+    assert not done.stdout
+
+
 def test_a_forked_child_is_told_that_it_takes_no_part(tmp_path: Path) -> None:
     script = tmp_path / "fork.py"
     script.write_text(FORK)

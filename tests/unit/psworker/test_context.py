@@ -12,6 +12,7 @@ import pytest
 
 from pscore.errors import ConfigError, ServerUnavailableError
 from psworker.job import context as module
+from psworker.job import own_shards
 from psworker.job.context import Context, join, shutdown
 from psworker.job.environment import Environment
 
@@ -213,7 +214,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeShards:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     fake = FakeShards()
     process: Any = fake.process
-    own = module.OwnShards(addresses=("h:1",), process=process, token_file="")
+    own = own_shards.OwnShards(addresses=("h:1",), process=process, token_file="")
     monkeypatch.setattr(module, "start_shards", lambda: own)
     return fake
 
@@ -276,4 +277,4 @@ def test_shards_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "executable", "/bin/false")
     message = r"shards on this machine did not start \(exit status 1\); their message stands above"
     with pytest.raises(ServerUnavailableError, match=message):
-        module.start_shards()
+        own_shards.start_shards()
