@@ -1,10 +1,10 @@
 """Step time on several hosts, beside DDP over Gloo: `python -m benchmarks.hosts [--json]`.
 
 Hosts are those of `benchmarks.netlab`: network namespaces on one switch, with shaped links. Each
-runs its workers and a shard, as people deploy on a cluster without machines to spare; with
-`--dedicated 2` the shards have two hosts of their own instead. Computing is simulated by sleeping
-(`benchmarks.simulated_gpu`), so that two cores can stand for four hosts. All runs of one call use
-the same links, the same processes and the same model:
+runs its workers and a shard, as people deploy on a cluster without machines to spare (for shards
+on hosts of their own see `benchmarks.step --hosts 4 --shards 2`). Computing is simulated by
+sleeping (`benchmarks.simulated_gpu`), so that two cores can stand for four hosts. All runs of a
+case use the same links, the same processes and the same model:
 
     four_hosts   4 hosts, 500 Mbit/s, 6.4 million parameters in 40 tensors, 300 ms of computing
     two_by_two   2 hosts of 2 workers, 1 Gbit/s, 25.6 million parameters, 800 ms of computing
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import datetime
+import itertools
 import json
 import os
 import sys
@@ -28,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import kit, link_use, measured
 from benchmarks.netlab import Lab, available, bits_per_s
@@ -38,12 +39,22 @@ ROUND_STEPS = 5  # As many as a round of ssd(5), so that a mean is over whole ro
 DDP = "ddp_gloo"
 GLOO_PORT = 29500  # Of the first run; each has a port of its own.
 PORT = 7070  # Of each shard: every host has an address of its own.
+
+
+class Mode(NamedTuple):
+    """What a run trains with."""
+
+    rule: str
+    compression: str = "none"
+
+
 MODES = {
-    "ssgd": ("ssgd", "none"),
-    "od": ("od(warmup=5)", "none"),
-    "ssd": ("ssd(steps=5, warmup=5)", "none"),
-    "cd": ("cd(steps=5, warmup=5)", "2bit"),
+    "ssgd": Mode("ssgd"),
+    "od": Mode("od(warmup=5)"),
+    "ssd": Mode("ssd(steps=5, warmup=5)"),
+    "cd": Mode("cd(steps=5, warmup=5)", "2bit"),
 }
+LEVELS = {"flat_ssgd": Mode("ssgd")}  # Modes of `two_by_two`: every worker pushes to the shards.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +99,7 @@ FOUR_HOSTS = Case(num_hosts=4, rate="500mbit", shapes=((400, 400),) * 40, comput
 TWO_BY_TWO = Case(
     num_hosts=2, workers_per_host=2, rate="1gbit", shapes=((800, 800),) * 40, compute_s=0.8
 )
+CASES = {"four_hosts": FOUR_HOSTS, "two_by_two": TWO_BY_TWO}
 
 
 # ----- the processes
@@ -229,21 +241,21 @@ class Hosts:
                     worker.line()
                 yield self
 
-    def measure(self, mode: str, rounds: int) -> dict[str, float]:
+    def measure(self, name: str, mode: Mode, rounds: int) -> dict[str, float]:
         """Returns the step time in ms and the busiest link's MB per step of one mode.
 
         Args:
-            mode: A key of `MODES`, or `ddp_gloo`.
+            name: Of the mode.
+            mode: The mode; its rule is `ddp_gloo` for torch's DistributedDataParallel.
             rounds: Of five steps each; the median round counts.
         """
-        rule, compression = MODES.get(mode, (mode, "none"))
         self._num_runs += 1
         for rank, worker in enumerate(self._workers):
             run = {
-                "mode": rule,
-                "compression": compression,
+                "mode": mode.rule,
+                "compression": mode.compression,
                 "rounds": rounds,
-                "environment": self._environment(rank, f"hosts-{self._num_runs}-{mode}"),
+                "environment": self._environment(rank, f"hosts-{self._num_runs}-{name}"),
             }
             worker.tell(json.dumps(run))
         for worker in self._workers:
@@ -252,7 +264,7 @@ class Hosts:
             self._tell_all("go")
             results = [worker.line() for worker in self._workers]
         starts_s = [result["starts_s"] for result in results]
-        self.uses[mode] = link_use.LinkUse(watched, starts_s[0])
+        self.uses[name] = link_use.LinkUse(watched, starts_s[0])
         self._tell_all("end")
         for worker in self._workers:
             worker.line()
@@ -271,8 +283,8 @@ class Hosts:
     def _environment(self, rank: int, job: str) -> Mapping[str, str]:
         case = self.case
         return kit.worker_environment(self._servers, rank, case.num_workers, "auto", job) | {
-            "LOCAL_RANK": str(rank % case.workers_per_host),
-            "LOCAL_WORLD_SIZE": str(case.workers_per_host),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": self._lab.address(0),
             "MASTER_PORT": str(GLOO_PORT + self._num_runs),
             "GLOO_SOCKET_IFNAME": "net",
@@ -282,19 +294,19 @@ class Hosts:
 def _median_step_s(starts_s: Sequence[float]) -> float:
     """Returns the seconds of a step in the median round."""
     rounds = starts_s[::ROUND_STEPS]
-    spans = [(end - start) / ROUND_STEPS for start, end in zip(rounds, rounds[1:], strict=False)]
+    spans = [(end - start) / ROUND_STEPS for start, end in itertools.pairwise(rounds)]
     return kit.median(spans)
 
 
 def measure_case(
-    name: str, case: Case, modes: Sequence[str], rounds: int, draw: Path | None = None
+    name: str, case: Case, modes: Mapping[str, Mode], rounds: int, draw: Path | None = None
 ) -> dict[str, dict[str, float]]:
     """Measures modes beside DDP on the same links, and prints a table.
 
     Args:
         name: Of the case, for what is printed.
         case: Hosts and model.
-        modes: Keys of `MODES`.
+        modes: By name.
         rounds: Of five steps each.
         draw: Where to draw the use of the links, with the case's name in the file's.
 
@@ -305,19 +317,26 @@ def measure_case(
     figures: dict[str, dict[str, float]] = {"bound_ms": {}, "step_ms": {}, "link_mb": {}}
     hosts = Hosts(case)
     with hosts.started():
-        for mode in (DDP, *modes):
-            result = hosts.measure(mode, rounds)
+        for label, mode in {DDP: Mode(DDP), **modes}.items():
+            result = hosts.measure(label, mode, rounds)
             bound_ms = 1e3 * max(case.compute_s, 1e6 * result["link_mb"] / case.bytes_per_s)
             over = 100 * (result["step_ms"] / bound_ms - 1)
-            rows.append([mode, result["step_ms"], bound_ms, over, result["link_mb"]])
+            rows.append([label, result["step_ms"], bound_ms, over, result["link_mb"]])
             for key, value in (*result.items(), ("bound_ms", bound_ms)):
-                figures[key][mode] = round(value, 1)
-            print(f"{name} {mode}: {result['step_ms']:.0f} ms, bound {bound_ms:.0f}", flush=True)
+                figures[key][label] = round(value, 1)
+            print(f"{name} {label}: {result['step_ms']:.0f} ms", flush=True)
     columns = ["mode", "step ms", "bound ms", "over bound %", "MB on the busiest link"]
     kit.show(str(case), columns, rows)
     if draw is not None:
         link_use.draw(draw.with_stem(f"{draw.stem}-{name}"), hosts.uses, case.bytes_per_s)
     return figures
+
+
+def by_level(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the figures of `two_by_two`, with the busiest link's MB by level."""
+    link_mb = figures["link_mb"]
+    levels = {mode.removesuffix("_ssgd"): link_mb[mode] for mode in LEVELS}
+    return {"link_mb": levels, "step_ms": figures["step_ms"]}
 
 
 def main() -> None:
@@ -326,18 +345,35 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="ssgd, od and ssd, three rounds")
     parser.add_argument("--modes", default=",".join(MODES), help="of these")
     parser.add_argument("--rounds", type=int, default=4, help="of five steps each")
-    parser.add_argument("--dedicated", type=int, default=0, help="hosts with a shard and no worker")
+    parser.add_argument("--cases", default=",".join(CASES), help="of these")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="write the figures here")
     parser.add_argument("--draw", type=Path, metavar="FILE.png", help="when each link is busy")
     options = parser.parse_args()
-    if unknown := set(options.modes.split(",")) - set(MODES):
-        parser.error(f"no mode {', '.join(sorted(unknown))}; choose from {', '.join(MODES)}")
+    for what, given, known in (("mode", options.modes, MODES), ("case", options.cases, CASES)):
+        if unknown := set(given.split(",")) - set(known):
+            parser.error(f"no {what} {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     if (reason := available()) is not None:
         sys.exit(f"no network namespaces here: {reason}")
     if options.quick:
         options.rounds, options.modes = 3, "ssgd,od,ssd"
-    case = dataclasses.replace(FOUR_HOSTS, num_dedicated=options.dedicated)
-    modes = options.modes.split(",")
-    figures = {"four_hosts": measure_case("four_hosts", case, modes, options.rounds, options.draw)}
+    figures: dict[str, Any] = {}
+    cases = options.cases.split(",")
+    if "four_hosts" in cases:
+        modes = {name: MODES[name] for name in options.modes.split(",")}
+        figures_of = measure_case("four_hosts", FOUR_HOSTS, modes, options.rounds, options.draw)
+        figures["four_hosts"] = {key: figures_of[key] for key in ("bound_ms", "step_ms")}
+    if "two_by_two" in cases:
+        rounds = max(2, options.rounds - 1)
+        figures["two_by_two"] = by_level(
+            measure_case("two_by_two", TWO_BY_TWO, LEVELS, rounds, options.draw)
+        )
+    if options.results is not None:
+        about = {
+            "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}",
+            "date": datetime.date.today().isoformat(),
+            "machine": kit.machine(),
+        }
+        options.results.write_text(json.dumps(about | figures, indent=1) + "\n")
     if options.json:
         print(json.dumps(figures))
 

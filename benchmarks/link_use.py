@@ -10,7 +10,7 @@ A port of the switch sees a host's bytes out as received and its bytes in as sen
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import select
 import sys
 import time
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import kit
+from benchmarks import kit, measured
 from benchmarks.netlab import Lab
 from pscore.types import FloatArray
 
@@ -89,7 +89,7 @@ class LinkUse:
         moments, counts = table[:, 0], table[:, 1:]
         steps = np.asarray(starts_s)
         edges = np.concatenate(
-            [np.linspace(a, b, BINS, endpoint=False) for a, b in zip(steps, steps[1:], strict=False)]
+            [np.linspace(*pair, BINS, endpoint=False) for pair in itertools.pairwise(steps)]
             + [steps[-1:]]
         )
         self.step_s = float(np.diff(steps).mean())
@@ -132,6 +132,4 @@ def draw(path: Path, uses: Mapping[str, LinkUse], bytes_per_s: float) -> None:
 ROLES = {"record": record}
 
 if __name__ == "__main__":
-    from benchmarks import measured
-
     measured.serve(sys.argv[1:], ROLES)
