@@ -304,7 +304,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "targets": targets,
     "hosts": hosts,
 }
-PAGES = ("docs/dataplane.md", "docs/hosts.md", "docs/reference.md")
+PAGES = ("docs/dataplane.md", "docs/links.md", "docs/reference.md")
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)
 
 
