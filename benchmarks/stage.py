@@ -86,6 +86,11 @@ class Progress:
         self.first.clear()
         self.since_s = now_s + SETTLE_S
 
+    def forget(self) -> None:
+        """Looks for acknowledgements from now on; the fault was when `mark` says."""
+        self.read()
+        self.first.clear()
+
     def read(self) -> None:
         """Reads the lines written since."""
         for rank, path in enumerate(self.books):
@@ -151,9 +156,9 @@ class Stage:
         found: dict[int, int] = {}
         for child in psutil.Process(self._supervisor.pid).children():
             with contextlib.suppress(psutil.Error):
-                *command, last = child.cmdline()
-                if command[-1:] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
-                    found[int(json.loads(last)["index"])] = child.pid
+                command = child.cmdline()  # Empty if it has just ended.
+                if command[-2:-1] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
+                    found[int(json.loads(command[-1])["index"])] = child.pid
         return found
 
     def alive(self) -> dict[str, int]:
@@ -177,6 +182,14 @@ class Stage:
                 os.kill(pid, number)
                 return True
         return False
+
+    def await_successors(self, ended: Mapping[str, int]) -> None:
+        """Waits until other processes have taken the places of these, by name as in `alive`."""
+        end_s = time.monotonic() + PATIENCE_S
+        while any(self.alive().get(name, pid) == pid for name, pid in ended.items()):
+            if time.monotonic() > end_s:
+                return  # `await_all` will report it.
+            self.watch(POLL_S)
 
     def ports_of(self, shard: int) -> list[int]:
         """Returns the TCP ports on which a shard listens."""
@@ -322,23 +335,14 @@ class Stage:
     @contextlib.contextmanager
     def _small_disk(self) -> Iterator[None]:
         """Mounts a file system in memory that holds the shards' files a few times over."""
-        nbytes = (64 << 20) + 64 * self.setup.numel
-        command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "paceline", str(self.state)]
         if not self.setup.disk or os.geteuid() != 0:
-            self.skipped.append(
-                "full disk: needs root" if self.setup.disk else "full disk: not asked"
-            )
+            self.skipped.append(f"full disk: {'needs root' if self.setup.disk else 'not asked'}")
             yield
             return
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            self.skipped.append(f"full disk: {done.stderr.strip()}")
+        with _memory_disk(self.state, (64 << 20) + 64 * self.setup.numel) as obstacle:
+            if obstacle:
+                self.skipped.append(f"full disk: {obstacle}")
             yield
-            return
-        try:
-            yield
-        finally:
-            subprocess.run(["umount", "--lazy", str(self.state)], check=False)
 
     @property
     def has_small_disk(self) -> bool:
@@ -408,6 +412,20 @@ class Stage:
             raise RuntimeError(f"{done.stderr}\n{self.shard_log()[-3000:]}")
         flat = load_file(path)["w"]
         return [flat[spec.start : spec.stop].copy() for spec in self.layout.slices]
+
+
+@contextlib.contextmanager
+def _memory_disk(folder: Path, nbytes: int) -> Iterator[str]:
+    """Mounts a file system in memory on a folder; yields the reason where that is impossible."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "paceline", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        yield done.stderr.strip() or f"mount ended with status {done.returncode}"
+        return
+    try:
+        yield ""
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
 def listening(pid: int) -> list[int]:

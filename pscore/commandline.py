@@ -102,7 +102,7 @@ def is_debugging() -> bool:
 
 def tell_interrupted(name: str) -> None:
     """Reports that Ctrl-C has ended this process."""
-    sys.stderr.write(f"{name}: ended by Ctrl-C\n")
+    sys.stderr.write(f"{name}: interrupted by Ctrl-C\n")
 
 
 def tell_error(name: str, problem: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""A job on a faulty network, whose workers die and return and whose shards crash.
+"""A job on a faulty network, with workers that die and return and shards that crash.
 
 The workers' gradients are made so that the ledger can tell them apart, and each decision of a shard
 is checked when it is made.
@@ -164,6 +164,7 @@ class FaultyWorker(BookedWorker):
             self.layout,
             self.optimizer,
             torch.zeros(self.layout.numel),
+            self.case.num_workers,
         )
 
     # ----- life and death
@@ -335,7 +336,6 @@ class FaultyWorker(BookedWorker):
         if plan.push is Role.DELTA:
             yield from self.wait_for_pushes()
         yield from self.wait_for_pulls(self.replica.finish(self.grads, self.exchange, samples))
-        self.replica.take_reference()
         if plan.push is not None:
             self.elements.clear()
             self._ended_step()

@@ -21,6 +21,6 @@ MEANINGS: dict[Exit, str] = {
     Exit.FAILED: "a shard refused something, doctor found something, or the demo went wrong",
     Exit.USAGE: "a flag, variable or file is wrong",
     Exit.NO_SHARDS: "no shard answers, or those started for the job ended",
-    Exit.INTERRUPTED: "ended by Ctrl-C",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C",
     Exit.TERMINATED: "ended by SIGTERM",
 }

@@ -18,6 +18,7 @@ from pscore.optimizers.adamw import AdamW
 from pscore.optimizers.amsgrad import AMSGrad, AMSGradW
 from pscore.optimizers.assign import Assign
 from pscore.optimizers.base import Optimizer
+from pscore.optimizers.mean import Mean
 from pscore.optimizers.nadam import NAdam
 from pscore.optimizers.radam import RAdam
 from pscore.optimizers.rmsprop import CenteredRMSprop, RMSprop
@@ -39,6 +40,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         NAdam,
         RAdam,
         Assign,
+        Mean,
         SlowMo,
     )
 }
@@ -138,5 +140,5 @@ def _refuse_unknown_arguments(optimizer: Any, groups: Sequence[Mapping[str, Any]
             if group.get(argument, default) != default:
                 raise UnsupportedOptimizerError(
                     f"{type(optimizer).__name__} has {argument}={group[argument]!r}, which the "
-                    f"shards do not know; known are {', '.join(sorted(_KNOWN))}"
+                    f"shards do not support; they support {', '.join(sorted(_KNOWN))}"
                 )

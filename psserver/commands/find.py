@@ -59,7 +59,7 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
     if chosen:
         listed = ", ".join(str(run.port) for run in chosen)
         raise CommandError(
-            Exit.USAGE, f"servers run on ports {listed}; say which with --port, or with --servers"
+            Exit.USAGE, f"servers run on ports {listed}; choose one with --port, or with --servers"
         )
     # Started by another user, in a container, or with another --state-dir.
     credentials = read_credentials()
@@ -91,7 +91,7 @@ def find_run(directory: RunDirectory, port: int | None) -> Run | None:
     runs = [run for run in directory.runs() if port in (None, run.port)]
     if len(runs) > 1:
         listed = ", ".join(str(run.port) for run in runs)
-        raise CommandError(Exit.USAGE, f"servers run on ports {listed}; say which with --port")
+        raise CommandError(Exit.USAGE, f"servers run on ports {listed}; choose one with --port")
     return runs[0] if runs else None
 
 

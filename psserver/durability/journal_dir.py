@@ -212,7 +212,7 @@ class JournalDir:
             stamp = read_json(folder / STAMP)
         known = stamp.get("instance")
         if (found := _format_of(folder / STAMP)) is not None and found != FORMAT:
-            log.error("journals of another format are left alone", folder=str(folder))
+            log.error("journals of another format are left untouched", folder=str(folder))
         elif stamp.get("boot") == boot_id() and isinstance(known, int):
             self.instance = known
             return
@@ -228,7 +228,7 @@ class JournalDir:
         """
         if not (self.folder / STAMP).exists():
             self._write_stamp()  # Without it the journal would be ignored.
-        self.forget(name)
+        self.remove_job(name)
         numbers = [folder.name.partition("-")[0] for folder in self.folder.glob("*/")]
         newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
         # Counted, and not the time: a clock may be set back.
@@ -252,7 +252,7 @@ class JournalDir:
         """
         name, is_worth_it = name_of(folder), _is_worth_it(folder)
         log.error(
-            "a job's journal cannot be used",
+            "the journal of a job cannot be used",
             job=name or "unknown",
             path=str(folder),
             reason=str(problem),
@@ -266,7 +266,7 @@ class JournalDir:
         reason = str(problem) if (folder / LOST).exists() else f"{problem} ({folder})"
         return key, name or key, reason if is_worth_it else ""
 
-    def forget(self, name: str) -> None:
+    def remove_job(self, name: str) -> None:
         """Deletes the journal of a job, also of one that was given up."""
         for folder in self.found():
             if folder.name.endswith(f"-{digest(name)}") or name_of(folder) == name:
@@ -292,7 +292,7 @@ class JournalDir:
             if not _is_worth_it(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
-            reason = "the machine was started anew since, which a journal does not survive"
+            reason = "the machine has been restarted since; a journal does not survive that"
             with contextlib.suppress(OSError):
                 if not (folder / LOST).exists():
                     write_json(folder / LOST, {"reason": reason})
@@ -309,7 +309,7 @@ class JournalDir:
         try:
             self._write_stamp()
         except OSError as problem:
-            log.error("stamp of the journals cannot be written", reason=str(problem))
+            log.error("the stamp of the journals cannot be written", reason=str(problem))
 
 
 def _format_of(stamp: Path) -> int | None:
@@ -361,7 +361,7 @@ class TemporaryJournalDir:
             base.mkdir(mode=0o700, exist_ok=True)
             found = base.stat(follow_symlinks=False)
             if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
-                raise PermissionError(f"{base} belongs to somebody else")
+                raise PermissionError(f"{base} belongs to another user")
             _sweep(base)
             folder = base / name
             folder.mkdir(mode=0o700, exist_ok=True)

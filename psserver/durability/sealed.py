@@ -10,7 +10,8 @@ Small files are hashed. Weights change with every update, at the speed of memory
 the seal ties the file to its job, its length shows that nothing is cut off, and the versions, which
 stand at its begin and again at its end, must be those that the journal's records name. So a file
 that is missing, empty, cut, of another job or of another time is refused, and so is a copy that was
-made while updates went on; bits that flip within the numbers are not noticed.
+made while updates went on. Bits that flip within the numbers are noticed where a slice was quiet
+(`SliceJournal.seal`).
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def read_json(path: Path) -> Meta:
         whole = json.loads(path.read_bytes())
         meta = whole["meta"]
         if not isinstance(meta, dict) or whole["sha256"] != _hash(json.dumps(meta).encode()):
-            raise ValueError(f"{path} does not have the hash that stands in it")
+            raise ValueError(f"{path} does not match the hash that it contains")
     except (TypeError, KeyError, RecursionError) as problem:
         raise ValueError(f"{path} is not a JSON object with a hash") from problem
     except ValueError as problem:
@@ -138,7 +139,7 @@ def read_bytes(path: Path) -> bytes:
     whole = path.read_bytes()
     size = hashlib.sha256().digest_size
     if hashlib.sha256(whole[size:]).digest() != whole[:size]:
-        raise ValueError(f"{path} is damaged: it does not have the hash that stands in it")
+        raise ValueError(f"{path} is damaged: it does not match the hash that it contains")
     return whole[size:]
 
 

@@ -32,7 +32,7 @@ class CaptureState(enum.Enum):
     WAITING = "some slices have not reached the version"
     COLLECTING = "residuals of some workers are missing"
     PASSED = "a slice or a worker is past the version"
-    DONE = "all of it is here"
+    DONE = "all arrays are here"
 
 
 PENDING = (CaptureState.WAITING, CaptureState.COLLECTING)

@@ -39,15 +39,15 @@ def require_host_memory(what: str, wanted: int, free_one: Callable[[], bool]) ->
     while wanted > (available := available_nbytes()):
         if not free_one():
             raise LimitError(
-                f"{what} wants {wanted} bytes of memory, {available} are left on its host"
+                f"{what} needs {wanted} bytes of memory, {available} are left on its host"
             )
 
 
 def _left_in_cgroups() -> Iterator[int]:
     """Yields the bytes left in each cgroup around this process that has a limit.
 
-    A container usually sees its own cgroup as the root of `CGROUPS`, whatever path `OWN_CGROUPS`
-    names, so both are read. A cgroup without readable files has no limit for us.
+    A container usually sees its own cgroup as the root of `CGROUPS`, also where `OWN_CGROUPS`
+    names another path, so both are read. A cgroup without readable files has no limit for us.
     """
     for root, path, files in _own_cgroups():
         folder = root / path.lstrip("/")

@@ -39,7 +39,7 @@ def _config(prefix: str) -> SettingsConfigDict:
 
 
 class ServerSettings(BaseSettings):
-    """Section `server`: where the shards listen and what they may use."""
+    """Section `server`: the addresses and resources of the shards."""
 
     model_config = _config("PACELINE_")
 
@@ -141,9 +141,12 @@ class ServerSettings(BaseSettings):
     def why_no_checkpoints(self) -> str:
         """Why the start of shard 0 cannot take scheduled checkpoints; empty if it can."""
         if self.state_dir is None:
-            return "there is no place for them: give --state-dir"
+            return "they have no directory: give --state-dir"
         if self.shard_index == 0 and self.shards > 1 and self.shard_addresses is None:
-            return "shard 0 does not know the others: give --shard-addresses HOST:PORT,HOST:PORT"
+            return (
+                "shard 0 does not know the addresses of the others: give --shard-addresses "
+                "HOST:PORT,HOST:PORT"
+            )
         if self.tls_cert is not None and not os.environ.get("PACELINE_TLS_CA"):
             return "they are read over TLS: set PACELINE_TLS_CA to the CA that signed --tls-cert"
         return ""
@@ -166,7 +169,7 @@ class MetricsSettings(BaseSettings):
 
 
 class LogSettings(BaseSettings):
-    """Section `log`: what is written to standard error."""
+    """Section `log`: the messages on standard error."""
 
     model_config = _config("PACELINE_LOG_")
 
@@ -279,9 +282,9 @@ def _check(settings: Settings) -> None:
     ]
     if missing and not is_loopback(server.host) and not server.insecure:
         raise ConfigError(
-            f"server.host is {server.host!r}: others than this machine could connect; give "
+            f"server.host is {server.host!r}: other machines could connect; give "
             f"{' and '.join(missing)} too (`psserver certs DIR --host NAME` makes the files), or "
-            "--insecure if the network is yours alone, or --host 127.0.0.1"
+            "--insecure if nobody else uses the network, or --host 127.0.0.1"
         )
     if server.insecure and settings.origins["server.insecure"].startswith("flag"):
         # A file or the environment may be that of several starts; a flag is for this one.

@@ -47,6 +47,7 @@ class ShardPlan:
     keep_ended_s: float = KEEP_ENDED_S
     # Where timelines are written (pscore/observe/timeline.py); None: nowhere.
     timeline: str | None = None
+    beats: bool = False  # Whether the process writes a line to its supervisor at each tick.
 
     @property
     def limits(self) -> Limits:

@@ -480,7 +480,7 @@ def advise(rows: Sequence[Row]) -> tuple[str, bool, str]:
     ]
     best_s = max((saved_s for _, _, saved_s in choices), default=0.0)
     if base_s <= 0.0:
-        return "none", False, "do not compress: computing hides all that a step moves"
+        return "none", False, "do not compress: computing hides all traffic of a step"
     if best_s < WORTH * base_s:
         return "none", False, (
             f"do not compress: of the {MS * base_s:.3g} ms that a step waits uncompressed, no "

@@ -85,7 +85,7 @@ def run(
         list[str], typer.Argument(help="script.py, -m module, or a program; then its arguments.")
     ],
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", help="Workers to start [1, or MIN].")
+        int | None, typer.Option("--workers", "-n", help="Number of workers to start [1, or MIN].")
     ] = None,
     elastic: Annotated[
         str | None,
@@ -96,20 +96,20 @@ def run(
         typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(help="Shards to start if no servers are given [1].")
+        int | None, typer.Option(help="Number of shards to start if no servers are given [1].")
     ] = None,
     job: Annotated[
         str | None, typer.Option(envvar="PACELINE_JOB", help="Name of the job [a new one].")
     ] = None,
     on_failure: Annotated[
         OnFailure | None,
-        typer.Option(help="What to do when a worker fails [stop; continue if elastic]."),
+        typer.Option(help="Action when a worker fails [stop; continue if elastic]."),
     ] = None,
     grace_s: Annotated[
-        float, typer.Option(help="Seconds from the request to end until a kill.")
+        float, typer.Option(help="Seconds between the request to end and the kill.")
     ] = 10.0,
-    prefix: Annotated[bool, typer.Option(help="Put the rank in front of each line.")] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Report failures only.")] = False,
+    prefix: Annotated[bool, typer.Option(help="Prefix each line with the rank.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print failures only.")] = False,
 ) -> None:
     """Start workers on this machine; without any server address, shards too."""
     addresses = _addresses(servers)
@@ -162,7 +162,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("paceline-demo"),
     workers: Annotated[int, typer.Option(help="Worker processes.", min=1, max=64)] = 2,
     shards: Annotated[int, typer.Option(help="Shard processes.", min=1, max=64)] = 2,
-    images: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
+    images: Annotated[
+        int | None, typer.Option(help="Number of images to train on [all].", min=1)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights and the order of images.")] = 1,
 ) -> None:
     """Train a small model on real shards and workers, in several modes."""
@@ -188,7 +190,7 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="lenet, resnet50, or module:factory of a torch module.")
     ],
-    shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
+    shards: Annotated[int, typer.Option(help="Number of shards of the job.", min=1, max=4096)] = 1,
     mode: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "ssgd",
     compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
@@ -230,21 +232,25 @@ def compressors(
         typer.Option(help="Shards to measure the link to, host:port,... [PACELINE_SERVERS]."),
     ] = None,
     gbit: Annotated[
-        float | None, typer.Option(help="Assume a link of so many 10^9 bit/s.", min=1e-6, max=1e6)
+        float | None,
+        typer.Option(help="Assume a link of this bandwidth, in 10^9 bit/s.", min=1e-6, max=1e6),
     ] = None,
     latency_ms: Annotated[
         float | None, typer.Option(help="With --gbit: round trip in ms [0.2].", min=0.0)
     ] = None,
-    workers: Annotated[int, typer.Option(help="Workers of the job.", min=1, max=1 << 20)] = 1,
-    shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
+    workers: Annotated[
+        int, typer.Option(help="Number of workers of the job.", min=1, max=1 << 20)
+    ] = 1,
+    shards: Annotated[int, typer.Option(help="Number of shards of the job.", min=1, max=4096)] = 1,
     compute_ms: Annotated[
-        float, typer.Option(help="Computing time that can hide a step's traffic.", min=0.0)
+        float, typer.Option(help="Computing time in ms that can hide a step's traffic.", min=0.0)
     ] = 0.0,
     only: Annotated[
         list[str] | None, typer.Option(help="A compressor to measure; may be repeated.")
     ] = None,
-    min_nbytes: Annotated[int, typer.Option(help="Smaller parameters are not compressed.")] = 1
-    << 16,
+    min_nbytes: Annotated[
+        int, typer.Option(help="Bytes below which a parameter is not compressed.")
+    ] = 1 << 16,
     as_json: AsJson = False,
 ) -> None:
     """Show what each compressor costs and saves on this machine and link."""
@@ -305,8 +311,10 @@ def doctor(
 @app.command()
 def timeline(
     *,
-    files: Annotated[list[Path], typer.Argument(help="trace.worker0.json trace.shard0.json ...")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to make.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Trace files: trace.worker0.json trace.shard0.json ...")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the merged trace to write.")],
 ) -> None:
     """Join the PACELINE_TIMELINE files of a job's processes into one for Perfetto."""
     from pscore.observe.timeline import join

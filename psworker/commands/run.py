@@ -198,7 +198,7 @@ class Launch:
         if "OMP_NUM_THREADS" not in os.environ:
             self._tell(
                 f"OMP_NUM_THREADS={threads_each(self.plan.num_workers)} for each worker "
-                f"({count(num_cores(), 'core')}); set it to have another"
+                f"({count(num_cores(), 'core')}); set it to use another number"
             )
 
     def _start_worker(self, rank: int, servers: Sequence[str]) -> None:

@@ -247,7 +247,8 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards
     """
     if environment.min_workers:
         raise ConfigError(
-            f"{environment.min_workers} to {environment.num_workers} workers that come and go, and "
+            f"{environment.min_workers} to {environment.num_workers} workers that may join "
+            f"and leave, and "
             "no server address: start shards with `psserver start` and set "
             "PACELINE_SERVERS=host:port,..."
         )
@@ -282,7 +283,7 @@ def _rendezvous(environment: Environment) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"{folder} must belong to this user, with no rights for others")
+        raise ConfigError(f"{folder} must belong to this user, without access for others")
     launch = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{environment.restart}"
     return folder / f"{urllib.parse.quote(environment.job, safe='')}-{launch}.json"
 
@@ -311,9 +312,9 @@ def _await_others(session: Session) -> None:
                 return
             if waited_s >= say_s:
                 say_s *= 2
-                who = f"worker {', '.join(live)}" if live else "workers that have not come yet"
+                who = f"worker {', '.join(live)}" if live else "workers that have not joined yet"
                 log.warning(
-                    "worker %d has done its part and keeps the shards for %s", session.rank, who
+                    "worker %d has finished and keeps the shards running for %s", session.rank, who
                 )
             time.sleep(POLL_S)
     except PacelineError as error:

@@ -55,7 +55,7 @@ def start_shards(num_shards: int = 1) -> OwnShards:
         shards.stdout.close()
         raise ServerUnavailableError(
             f"shards on this machine did not start (exit status {shards.wait()}); their message "
-            "stands above"
+            "is above"
         )
     ready = json.loads(line)
     return OwnShards(

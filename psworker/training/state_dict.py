@@ -52,7 +52,8 @@ def torch_state(
         plain: Its `torch.optim.Optimizer.state_dict`.
         inner: State of the wrapped optimizer if this worker runs it, else None.
     """
-    flat, counts = _pull_state(table, recovery)
+    holds_weights = table.optimizer.holds_weights
+    flat, counts = pull_state(table, recovery) if holds_weights else ({}, [])
     order = _torch_order(table, param_groups)
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, steps in enumerate(counts):
@@ -74,7 +75,7 @@ def torch_state(
             "samples_seen": table.progress.seen,
             "mode": str(table.rule),
             "compression": str(table.exchange.spec.compressor),
-            "counts": torch.tensor(counts),
+            **({"counts": torch.tensor(counts)} if holds_weights else {}),
             "outer": {} if inner is None else state,
             "compressor_state": {
                 name: torch.from_numpy(array)
@@ -99,6 +100,8 @@ def read_state(
     flat = {name: np.zeros(layout.numel, dtype=np.float32) for name in names}
     counts = [0] * len(order)
     entries = own.get("outer", {}) if table.rule.outer_optimizer else state_dict["state"]
+    if not table.optimizer.holds_weights:  # The wrapped optimizer has it.
+        entries = {}
     for index, position in order.items():
         entry = entries.get(position)
         if entry is None:
@@ -132,11 +135,7 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     table.session.barrier(BARRIER)
     if table.session.rank == 0:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
-    table.session.barrier(BARRIER)
-    table.exchange.ask_origin()
-    table.fetch(0)
-    table.progress.locate(loaded.step, loaded.samples_seen)
-    table.show_weights()
+    table.continue_from(loaded.step, loaded.samples_seen, BARRIER)
     table.exchange.load_compressor_state(loaded.compressor)
 
 
@@ -173,7 +172,7 @@ def _torch_order(table: TrainingTable, param_groups: Groups) -> dict[int, int]:
     return {i: numbers[id(parameter)] for i, parameter in enumerate(table.flat.parameters)}
 
 
-def _pull_state(
+def pull_state(
     table: TrainingTable, recovery: Recovery
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Pulls the optimizer's state; returns flat `(numel,)` tensors, and steps per parameter."""

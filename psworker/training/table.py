@@ -26,6 +26,7 @@ from psworker.model.flat import FlatModel
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 from psworker.training.progress import Progress
+from psworker.training.worker_steps import MeanGradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,11 @@ class TrainingTable:
         flat: The model as flat memory.
         replica: The state machine that decides what is sent at each step.
         progress: Samples and steps behind this worker.
+        means: The mean gradients, where those are pulled and the workers run the optimizer; None:
+            weights are pulled.
     """
+
+    means: MeanGradients | None = None
 
     def __init__(
         self,
@@ -80,7 +85,13 @@ class TrainingTable:
         self.layout = layout = self.exchange.layout
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
-        self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
+        if not optimizer.holds_weights:
+            self.means = MeanGradients(self.flat, session)
+            weights = self.means.values
+        self.replica = Replica(
+            *(layout, spec.rule, optimizer, num_groups, weights, session.rank),
+            num_workers=session.num_workers,
+        )
         kernels = kernels_for(weights)
         for part in self.replica.parts:
             part.kernels = kernels
@@ -122,6 +133,8 @@ class TrainingTable:
         state: Sequence[FloatArray] = (),
         counts: Sequence[int] = (),
         step: int = 0,
+        *,
+        gathers: bool = True,
     ) -> None:
         """Uploads the weights of the model; with `Role.STATE` the optimizer's state too.
 
@@ -130,8 +143,10 @@ class TrainingTable:
             state: State arrays of the optimizer, flat, `(layout.numel,)` each.
             counts: Optimizer steps of each parameter.
             step: Steps of training behind these weights.
+            gathers: Whether the weights are those of the model; else the flat ones as they are.
         """
-        self.flat.gather_weights()
+        if gathers:
+            self.flat.gather_weights()
         weights = self.flat.weights.cpu().numpy()
         for spec in self.layout.slices:
             arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
@@ -157,9 +172,30 @@ class TrainingTable:
 
         Args:
             step: The step at which this worker was; None: the replica's.
+
+        Raises:
+            StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
         self.exchange.run(self.replica.begin(self.exchange))
         self.progress.locate(step)
+        if self.means is not None and self.replica.next_push > self.exchange.origin.clock:
+            raise self.means.refuse(self.replica.step, "comes to")
+        self.take_weights()
+        self.show_weights()
+
+    def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
+        """Continues from a state that rank 0 has uploaded; all workers call it.
+
+        Args:
+            step: Steps of training behind the state.
+            samples_seen: Samples behind it.
+            barrier: Name of the barrier at which they wait for rank 0.
+        """
+        self.session.barrier(barrier)
+        self.exchange.ask_origin()
+        self.fetch(0)
+        self.take_weights()
+        self.progress.locate(step, samples_seen)
         self.show_weights()
 
     def finish_step(self) -> None:
@@ -222,10 +258,16 @@ class TrainingTable:
         self.replica.restart()
         self.replica.rank = self.session.rank
 
+    def take_weights(self) -> None:
+        """Makes the value that was uploaded and pulled the weights, also where means are pulled."""
+        if self.means is not None:
+            self.means.take_weights()
+
     def show_weights(self) -> None:
-        """Writes the flat weights into the model; a round begins from the model's own values."""
+        """Writes the flat weights into the model; rounds use the model's own values."""
         self.flat.scatter_weights()
-        if self.rule.outer_optimizer and self.flat.has_casts and self.replica.num_inner == 0:
+        if self.rule.outer_optimizer and self.flat.has_casts:
+            before = self.flat.weights.clone()
             self.flat.gather_weights()
-            self.replica.take_reference()
+            self.replica.shift_origin(self.flat.weights - before)
         self.flat.note_weights()

@@ -86,9 +86,10 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 def test_a_script_makes_a_process_group_of_torch(tmp_path: Path) -> None:
     script = tmp_path / "group.py"
     script.write_text(GROUP)
-    command = psworker("run", "-n", 2, "--servers", "127.0.0.1:1", "--", script)
+    command = ["-m", "psworker", "run", "-n", 2, "--servers", "127.0.0.1:1", "--", script]
     # What a surrounding launch has set names another group.
-    done = run(command, MASTER_ADDR="192.0.2.1", MASTER_PORT="1")
+    foreign = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+    done = warm.run(command, env=KEPT | foreign, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] sum 1.0", "[1] sum 1.0"]
 
@@ -103,7 +104,7 @@ def test_workers_go_on_when_nobody_reads_what_they_print(tmp_path: Path, how: st
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("end*")} == {"end0", "end1"}
     assert "Traceback" not in done.stderr
-    told = "standard output takes nothing any more"
+    told = "standard output accepts no more output"
     assert done.stderr.count(told) == (how == "broken")
 
 
@@ -120,8 +121,8 @@ def test_a_script_without_a_shard_ends_with_a_sentence(tmp_path: Path) -> None:
 def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    with subprocess.Popen(
-        [sys.executable, script],
+    with warm.Popen(
+        [script],
         env=KEPT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -132,7 +133,7 @@ def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=WAIT_S)
     assert process.returncode == -signal.SIGINT
-    assert f"psworker: ended by Ctrl-C ({script}, line " in told
+    assert f"psworker: interrupted by Ctrl-C ({script}, line " in told
     assert "Traceback" not in told
 
 
@@ -151,7 +152,7 @@ def test_ctrl_c_ends_a_command_while_it_imports(tmp_path: Path) -> None:
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text(SWALLOWS)
     done = run(psworker("modes"), PYTHONPATH=str(tmp_path))
-    assert (done.returncode, done.stderr) == (130, "psworker: ended by Ctrl-C\n")
+    assert (done.returncode, done.stderr) == (130, "psworker: interrupted by Ctrl-C\n")
     assert not done.stdout
 
 
@@ -185,7 +186,7 @@ def test_both_commands_have_a_version_and_say_where_they_are_wrong(tmp_path: Pat
     assert psserver.run("status", "-h").stdout == psserver.run("status", "--help").stdout
     assert "_PSSERVER_COMPLETE" in psserver.run(_PSSERVER_COMPLETE="source_bash").stdout
     silent = psserver.run("status", "--servers", "127.0.0.1:1", code=6).stderr
-    assert silent.startswith("psserver: nobody answers at 127.0.0.1:1")
+    assert silent.startswith("psserver: nothing answers at 127.0.0.1:1")
     assert "Traceback" not in silent
     debugged = psserver.run("--debug", "status", "--servers", "127.0.0.1:1", code=6).stderr
     assert "Traceback" in debugged

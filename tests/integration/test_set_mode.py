@@ -140,6 +140,15 @@ CHANGES = {
     ),
     "ssd to od": (("ssd(steps=4, warmup=0)", "od(warmup=0)"), ((6, 6), (3, 3)), {0: MEAN}),
     "round to round": (("local(steps=4)", "local(steps=2)"), ((6, 6), (3, 3)), {0: MEAN}),
+    "from a round that the last answer has not reached": (
+        (
+            "local(steps=4, overlap=mirror, delay=3)",
+            "local(steps=2)",
+            "local(steps=2, overlap=mirror)",
+        ),
+        ((6, 6), (3, 3), (3, 3)),
+        {0: MEAN},
+    ),
 }
 
 
@@ -199,4 +208,4 @@ def test_what_does_not_fit_is_refused(shards: Shards) -> None:
         assert "must be less than the 2 workers" in said[1]
         assert "ssgd" in said[2]
     (refused,) = [said[3] for said in results if len(said) > 3]
-    assert "mode is changed to" in refused
+    assert "changes the mode to" in refused

@@ -165,7 +165,7 @@ def keyed(text: str) -> dict[str, str]:
     several = Counter(names)
     keys = [name if several[name] == 1 else mode for name, mode in zip(names, modes, strict=True)]
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"a mode stands twice in {text!r}")
+        raise ConfigError(f"a mode is given twice in {text!r}")
     return dict(zip(keys, modes, strict=True))
 
 

@@ -84,7 +84,7 @@ def test_two_checkpoints_at_once_both_succeed() -> None:
             assert json.loads(reply.about)["slices"]["0"]["version"] == version
             assert (await desk.weights(name))[0] == -version
             await desk.release(name)
-        assert not front.engine.jobs[JOB].tables[0]._at_version
+        assert not front.engine.jobs[JOB].tables[0].has_scheduled
 
     play(scene)
 
@@ -146,7 +146,7 @@ def test_what_was_written_is_a_job_once_it_is_whole() -> None:
         clock = front.engine.shard.jobs["again"].table(0).clock(0)
         assert (clock.version, clock.clock(0), clock.clock(1)) == (3, 3, 3)
         await desk.prepare({**json.loads((await desk.capture("b", 1)).about)})
-        with pytest.raises(Refused, match="of slice 0 of the checkpoint is not whole"):
+        with pytest.raises(Refused, match="of slice 0 of the checkpoint is incomplete"):
             await desk.service.Finish(pb.FinishRequest(id="r"), Context())
 
     play(scene)
@@ -158,7 +158,7 @@ def test_only_what_was_declared_is_taken() -> None:
         about = await taken(front, desk)
         with pytest.raises(Refused, match=r"array 'owed.0.residual' of"):
             await desk.prepare(about, "owed.0.residual")  # Nothing is compressed.
-        with pytest.raises(Refused, match=r"array 'more' of table 'model' .* none that a shard"):
+        with pytest.raises(Refused, match=r"array 'more' of table 'model' .* not one that a shard"):
             await desk.prepare(about, "more")
         await desk.prepare(about, "memory.mean")
         with pytest.raises(Refused, match=r"no array 'memory.other' of slice 0 of table 0"):
@@ -175,7 +175,7 @@ def test_room_is_asked_for_before_anything_is_written() -> None:
         held = front.job.table(0).nbytes * 4  # Weights twice, momentum and a sum.
         shard.limits = replace(shard.limits, memory_nbytes=held + 3 * 4 * NUMEL)
         await desk.prepare(about)  # Two arrays.
-        with pytest.raises(Refused, match="wants 256 bytes of memory, 128 of 896 are left"):
+        with pytest.raises(Refused, match="needs 256 bytes of memory, 128 of 896 are left"):
             await desk.prepare(about, name="other")
 
     play(scene)
@@ -191,17 +191,16 @@ def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch)
         await desk.prepare(about)
         service = desk.servicer
         left = [
-            weakref.ref(service._captures["a"].copy.slices[0]["weights"]),
-            weakref.ref(service._uploads["r"]._arrays[0, 0]["weights"]),
+            weakref.ref(service.captures["a"].copy.slices[0]["weights"]),
+            weakref.ref(service.uploads["r"].arrays[0, 0]["weights"]),
         ]
         await asyncio.sleep(0.05)
         assert all(ref() is not None for ref in left)  # By the shard's clock no time has passed.
         front.now_s = 1.0
-        while service._captures or service._uploads:
+        while service.captures or service.uploads:
             await asyncio.sleep(0.01)
         gc.collect()
         assert [ref() for ref in left] == [None, None]
-        assert not front.engine.jobs[JOB].tables[0]._at_version
-        assert service._timer is None
+        assert not front.engine.jobs[JOB].tables[0].has_scheduled
 
     play(scene)

@@ -190,8 +190,8 @@ ADDRESSES = {"server.shard_addresses": "a:1, b:2"}
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"server.state_dir": None}, "there is no place for them: give --state-dir"),
-        (PART, "shard 0 does not know the others: give --shard-addresses"),
+        ({"server.state_dir": None}, "they have no directory: give --state-dir"),
+        (PART, "shard 0 does not know the addresses of the others: give --shard-addresses"),
         ({**PART, "server.shard_addresses": "a:1"}, "has 1 addresses for 2 shards"),
         ({**PART, "server.shard_addresses": "a:1,b"}, "has 'b', must be host:port"),
         (ADDRESSES, "is for shards that are started one by one"),
