@@ -15,6 +15,7 @@ from pscore.rules.ssgd import SSGD
 from pscore.types import Role
 from psworker.model.flat import FlatModel, describe
 from psworker.replica.ports import PullBuffer
+from psworker.training.local_step import LocalStep
 from psworker.training.state_dict import read_state, restore, torch_state
 from psworker.training.table import GlobalState, TrainingTable
 
@@ -98,6 +99,8 @@ class FakeTable(TrainingTable):
         self.shards = FakeShards(layout, len(self.optimizer.state_names), counts)
         self.exchange = self.replica = cast(Any, self.shards)
         self.progress = cast(Any, self)
+        self.local_step = LocalStep()
+        self.make_step = lambda _: LocalStep()
         self.samples, self.seen = 2.0, 8.0
 
     def locate(self, former: int, seen: float) -> None:
