@@ -13,6 +13,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray, FloatArray
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Action, Skip, Update
+from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.table import Table
@@ -202,7 +203,11 @@ class RunningJob:
             )
 
     def heartbeat(
-        self, rank: int, waiting_for: str, left_out: Mapping[int, tuple[int, int, int]]
+        self,
+        rank: int,
+        waiting_for: str,
+        left_out: Mapping[int, tuple[int, int, int]],
+        reported: Mapping[str, float],
     ) -> HeartbeatView:
         """Records the report of a worker, and returns the state of the job for it.
 
@@ -210,9 +215,11 @@ class RunningJob:
             rank: Of the worker.
             waiting_for: The shard that does not answer it; empty if none.
             left_out: By table: steps, count and first step of its pushes that came too late.
+            reported: Values of its training, by name.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
+            self.job.membership.members[rank].reported = accepted(reported)
             return HeartbeatView(
                 waiting_for=self.waits.longest,
                 residual_requests=tuple(

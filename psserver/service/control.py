@@ -256,7 +256,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         job = self._heard(request)
         text = printable(request.waiting_for, TEXT_LENGTH_MAX)
         left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
-        view = job.heartbeat(request.worker, text, left_out)
+        view = job.heartbeat(request.worker, text, left_out, request.reported)
         return pb.HeartbeatReply(
             instance=self._instance,
             waiting_for=view.waiting_for,
@@ -363,6 +363,7 @@ def _job_status(job: JobView) -> pb.JobStatus:
             staleness=worker.staleness,
             state=worker.state,
             last_heard_s=worker.silent_s,
+            reported=worker.reported,
         )
         for worker in job.workers
     ]

@@ -13,7 +13,7 @@ import psworker
 from pscore.compressors import COMPRESSORS
 from pscore.net.credentials import ANYONE
 from pscore.rules import RULES
-from psserver.remote import checkpoint
+from psserver.remote import ask, checkpoint, status
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
@@ -270,3 +270,29 @@ def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shar
         assert num_late == again > 0
         assert any(owed.any() for owed in without[-1].values())
         assert all(same(*pair) for pair in zip(without, with_looks, strict=True))
+
+
+def report(me: Station, job: str) -> list[dict[str, float]]:
+    """Reports values of a training, and returns those that the shards show of each worker."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer.report(loss=torch.tensor(0.5 + me.rank), tokens=4096, accuracy=float("nan"))
+    addresses = os.environ["PACELINE_SERVERS"].split(",")
+    shown: list[dict[str, float]] = []
+
+    def is_shown() -> bool:
+        picture = status.combine(addresses, ask.statuses(addresses, ANYONE))
+        shown[:] = [
+            worker["reported"] for worker in status.only(picture, job)["jobs"][0]["workers"]
+        ]
+        return all(shown)
+
+    wait_until(is_shown)
+    psworker.barrier()
+    return shown
+
+
+def test_reported_values_travel_with_the_heartbeats(shards: Shards) -> None:
+    job = new_job()
+    for shown in shards.run(report, job, job=job):
+        assert shown == [{"loss": 0.5 + rank, "tokens": 4096.0} for rank in range(2)]
