@@ -16,9 +16,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from pscore.optimizers.base import Optimizer, StepKernels
+from pscore.placement import WORKER
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
-
-MAPPED_NBYTES_MIN = 1 << 20
 
 
 class LocalKernels(StepKernels, Protocol):
@@ -118,7 +117,7 @@ def zeros_like(weights: Any) -> Any:
     On the CPU large ones are mapped: in the heap they would lie between gradients, and the
     allocator could neither join nor return the memory of those.
     """
-    if weights.device.type != "cpu" or weights.nbytes < MAPPED_NBYTES_MIN:
+    if weights.device.type != "cpu" or weights.nbytes < WORKER.mapped_nbytes_min:
         return weights.new_zeros(weights.shape)
     import torch  # Shards have none.
 

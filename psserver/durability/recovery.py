@@ -212,10 +212,10 @@ class Recovery:
         """Returns the recorder of a new job."""
         return JobRecorder(job, self._folder)
 
-    def forget_lost(self, name: str) -> None:
+    def remove_lost(self, name: str) -> None:
         """Deletes the journal of a job that could not be resumed."""
         if self._folder is not None:
-            self._folder.forget(name)
+            self._folder.remove_job(name)
 
     def remove(self) -> None:
         """Deletes all journals."""

@@ -151,7 +151,7 @@ class Engine:
         """Frees a job (`Lifetimes.forget`); returns whether it was here, and its memory."""
         with self.lock:
             found, nbytes = self.shard.lifetimes.forget(name, is_forced=is_forced)
-            self.recovery.forget_lost(name)
+            self.recovery.remove_lost(name)
             self._close_ended()
         log.info("job forgotten", job=name, nbytes=nbytes, was_there=found)
         return found, nbytes

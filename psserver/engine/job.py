@@ -118,6 +118,11 @@ class RunningTable:
         if not entries:
             del self._at_version[index]
 
+    @property
+    def has_scheduled(self) -> bool:
+        """Whether work waits for an update of a slice."""
+        return bool(self._at_version)
+
     def with_scheduled(self, index: int, batch: list[Action]) -> Sequence[Work]:
         """Returns a slice's actions with the scheduled work behind its updates."""
         entries = self._at_version.get(index)

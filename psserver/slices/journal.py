@@ -77,7 +77,7 @@ class SliceJournal:
             for half in (0, 1):
                 self._make_room(half, ROOM_NBYTES)
         elif self._root[ACTIVE] != NONE_YET:
-            self._take_up()
+            self._recover()
 
     @property
     def is_new(self) -> bool:
@@ -205,7 +205,8 @@ class SliceJournal:
             return None
         return np.array(entry.hyper, dtype=np.float64).reshape(self.record.num_groups, -1)
 
-    def _take_up(self) -> None:
+    def _recover(self) -> None:
+        """Restores the record and the arrays of a killed process."""
         word = int(self._root[ACTIVE])
         if word == NONE_MORE:
             raise ValueError("there was no space left to journal a slice")

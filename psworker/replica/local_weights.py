@@ -21,7 +21,6 @@ class LocalWeights:
 
     Attributes:
         parts: The slices, by index.
-        rule: The mode.
         local_update: The local update of the mode; None: it has none.
         num_state: Number of state arrays of the shards' optimizer.
         around_update: Returns a context manager that each local update of a slice runs in; called
@@ -45,7 +44,6 @@ class LocalWeights:
             num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
         """
-        self.rule = rule
         self.local_update = rule.local_update()
         self.num_state = len(optimizer.state_names)
         self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
@@ -81,12 +79,12 @@ class LocalWeights:
         part.past.append(part.hyper)
         part.num_made += 1
 
-    def wants_state(self, step: int) -> bool:
-        """Returns whether the pull of a step needs the shard's optimizer state."""
+    def wants_state(self, rule: Rule, step: int) -> bool:
+        """Returns whether the pull of a step of the mode needs the shard's optimizer state."""
         if self.local_update is None or not self.pulls_state:
             return False
-        blocks = self.rule.plan(step).block
-        ends_warmup = blocks and not self.rule.plan(step + 1).block
+        blocks = rule.plan(step).block
+        ends_warmup = blocks and not rule.plan(step + 1).block
         if blocks and not ends_warmup:
             return False
         return bool(self.local_update.wants_state(last_of_warmup=ends_warmup))
@@ -112,7 +110,7 @@ class LocalWeights:
 
     def change(self, rule: Rule) -> None:
         """Starts again under another rule."""
-        self.rule, self.local_update = rule, rule.local_update()
+        self.local_update = rule.local_update()
         self.restart()
 
 

@@ -117,7 +117,7 @@ class Replica:
         self._pushes.send(index, plan, Role.GRADIENT, grad, present, samples, push_pull)
         is_time = self.rule.by_step or not in_backward
         if plan.pulls(self._places[index]) and index not in self._pulls and is_time:
-            with_state = self.local.wants_state(self.step)
+            with_state = self.local.wants_state(self.rule, self.step)
             self._pulls.send_early(index, push_pull, with_state=with_state, in_use=in_backward)
 
     def land(self, index: int) -> Waits:
@@ -151,7 +151,7 @@ class Replica:
         # and backward, which decides when that is, ends with the front. Unless it was sent along
         # with the push, it is sent as soon as the previous one has been applied, so that the
         # connection from the shard is never idle.
-        with_state = plan.pull and self.local.wants_state(self.step)
+        with_state = plan.pull and self.local.wants_state(self.rule, self.step)
         order = self.front_first() if plan.block else self._indices()
         for index in order:
             yield from self.land(index)
