@@ -1,6 +1,7 @@
 """The names that a training script finds in `psworker` and on `DistributedOptimizer`."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 
 import psworker
 import psworker.training.modes  # A module does not take the place of a name.
-from psworker.training import optimizer
+from psworker.training import figures, optimizer
 
 # Beside those of `torch.optim.Optimizer`.
 OURS = {
@@ -18,6 +19,7 @@ OURS = {
     "close",
     "global_weights",
     "missed",
+    "report",
     "rule",
     "samples",
     "samples_seen",
@@ -41,13 +43,14 @@ def names_of(tree: ast.ClassDef) -> set[str]:
 
 
 def test_the_optimizer_shows_only_what_a_user_may_call() -> None:
-    tree = ast.parse(Path(optimizer.__file__).read_text())
-    (found,) = [
+    found = [
         item
-        for item in tree.body
-        if isinstance(item, ast.ClassDef) and item.name == "DistributedOptimizer"
+        for module in (optimizer, figures)
+        for item in ast.parse(inspect.getsource(module)).body
+        if isinstance(item, ast.ClassDef) and item.name in ("DistributedOptimizer", "Figures")
     ]
-    assert {name for name in names_of(found) if not name.startswith("_")} == OURS | OF_TORCH
+    names = set().union(*map(names_of, found))
+    assert {name for name in names if not name.startswith("_")} == OURS | OF_TORCH
 
 
 def imports_for_a_type_checker() -> Iterator[tuple[str, str]]:
