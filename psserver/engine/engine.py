@@ -271,7 +271,9 @@ class Engine:
     # ----- time
 
     def tick(self) -> list[tuple[RunningJob, Member]]:
-        """Declares silent workers lost and logs long waits; called about once a second.
+        """Declares silent workers lost, logs long waits, and has quiet slices hashed.
+
+        The owner calls it about once a second.
 
         Returns the workers that are declared lost, each with its job.
         """
@@ -300,6 +302,8 @@ class Engine:
                 if not job.residuals.has_kept:
                     job.recorder.drop_residuals()
                 job.waits.look(now_s)
+                for table in job.tables.values():
+                    table.seal_quiet()
             self.requests.put_off()
             return lost
 

@@ -37,6 +37,12 @@ def is_plain(grad: torch.Tensor, numel: int) -> bool:
     )
 
 
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient without its graph, as a dense tensor if it is sparse."""
+    grad = grad.detach()
+    return grad.to_dense() if grad.layout is not torch.strided else grad
+
+
 class GradViews:
     """Views of the flat gradients that parameters have as `.grad`."""
 

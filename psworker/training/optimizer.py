@@ -217,6 +217,20 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         with global_weights(self._table, self._recovery, self._buffers):
             yield
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager: backward only adds to each `.grad`, as in `no_sync` of DDP.
+
+        With `overlap=True` no gradient leaves inside; the last backward of a step stands outside.
+        Without it gradients leave at `step`, and the context changes nothing.
+        """
+        former, gradients = self._gradients.accumulates, self._gradients
+        gradients.accumulates = True
+        try:
+            yield
+        finally:
+            gradients.accumulates = former
+
     def set_mode(self, mode: str | Rule) -> None:
         """Changes the mode of the running job, between two steps; every worker calls it.
 

@@ -11,8 +11,8 @@ FLOORS = {
         *("slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
-        *("__main__", "commands", ".", "training", "job", "connection", "transports"),
-        *("compression", "replica", "model"),
+        *("__main__", "commands", "integrations", ".", "training", "job", "connection"),
+        *("transports", "compression", "replica", "model"),
     ),
     "pscore": (
         *("table_spec", "estimate", "rules", "cuda", "local", "optimizers", "compressors"),
