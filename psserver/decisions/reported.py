@@ -12,7 +12,7 @@ def accepted(values: Mapping[str, float]) -> dict[str, float]:
     """Returns the values that may be shown, in the order of their names.
 
     Left out are values that are not finite, names that are no identifiers in ASCII or too long, and
-    what is beyond the largest number of values: a worker that keeps the rules sends none of these.
+    any beyond the largest number of values: a worker that keeps the rules sends none of these.
     """
     good = {
         name: value
