@@ -53,9 +53,9 @@ check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/mypy
 	$(BIN)/python scripts/gen_proto.py --check
 
-check-deploy: $(STAMP) ## what deploy/ holds for Kubernetes: lint, schemas, alert rules, pods as processes (as root)
+check-deploy: $(STAMP) ## deploy/ on Kubernetes (lint, schemas, pods as processes) and Slurm; as root
 	$(BIN)/python scripts/check_deploy.py
-	$(BIN)/python -m pytest -q -rs tests/deploy
+	CHECK_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/deploy
 
 proto: $(STAMP) ## regenerate pscore/pb from proto/
 	$(BIN)/python scripts/gen_proto.py
