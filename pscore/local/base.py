@@ -91,6 +91,8 @@ class LocalSlice:
     past: list[HyperArray] = field(default_factory=list)  # Of the local updates since that pull.
     num_made: int = 0  # Local updates since the worker began, or came back.
     state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.
+    origin: Any = None  # (numel,) float32 tensor in modes with rounds: the weights at their start.
+    num_workers: int = 1  # That the job was made for.
     kernels: LocalKernels | None = None  # Of the weights' device; None: torch, or Numba on a CPU.
     largest_rates: np.ndarray = field(init=False)  # (num_groups,) float64: of local updates so far.
 
@@ -125,6 +127,14 @@ def zeros_like(weights: Any) -> Any:
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.float32))
 
 
+def optimizer_state(part: LocalSlice) -> list[Any]:
+    """Returns the arrays of the shards' optimizer's state that a worker keeps; zeros at first."""
+    for name in part.optimizer.state_names:
+        if name not in part.state:
+            part.state[name] = zeros_like(part.weights)
+    return [part.state[name] for name in part.optimizer.state_names]
+
+
 class LocalUpdate(ABC):
     """One kind of step between two pulls.
 
@@ -152,6 +162,10 @@ class LocalUpdate(ABC):
             last_of_warmup: Whether it is the last blocking pull before the delay starts.
         """
         return self.pulls_state
+
+    def needs_state(self, part: LocalSlice) -> bool:
+        """Returns whether the next pull of a slice needs the state whatever `wants_state` says."""
+        return False
 
     def room(self, part: LocalSlice) -> Any:
         """Returns an array of the state as the buffer of the next pull, or None.

@@ -34,6 +34,7 @@ class LocalWeights:
         optimizer: Optimizer,
         num_groups: int,
         weights: torch.Tensor,
+        num_workers: int = 1,
     ) -> None:
         """Starts before the first pull.
 
@@ -43,6 +44,7 @@ class LocalWeights:
             optimizer: The optimizer of the shards.
             num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
+            num_workers: Workers that the job was made for.
         """
         self.local_update = rule.local_update()
         self.num_state = len(optimizer.state_names)
@@ -55,6 +57,7 @@ class LocalWeights:
                 hyper=np.zeros((num_groups, len(optimizer.hyper_names))),
                 active=np.ones(len(spec.segments), dtype=np.int64),
                 counts=np.zeros(len(spec.segments), dtype=np.int64),
+                num_workers=num_workers,
             )
             for spec in layout.slices
         ]
@@ -88,6 +91,11 @@ class LocalWeights:
         if blocks and not ends_warmup:
             return False
         return bool(self.local_update.wants_state(last_of_warmup=ends_warmup))
+
+    def needs_state(self, index: int) -> bool:
+        """Returns whether the next pull of a slice needs that state whatever the step is."""
+        update = self.local_update
+        return update is not None and self.pulls_state and update.needs_state(self.parts[index])
 
     def rebase(self, index: int, buffer: PullBuffer) -> None:
         """Replaces the weights of a slice by a pull that has landed, with its version."""

@@ -9,7 +9,7 @@ real shards; the simulator drives many replicas in one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -50,6 +50,7 @@ class Replica:
         num_groups: int,
         weights: torch.Tensor,
         rank: int,
+        num_workers: int = 1,
     ) -> None:
         """Starts before the first pull.
 
@@ -60,18 +61,21 @@ class Replica:
             num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             rank: Rank of this worker.
+            num_workers: Workers that the job was made for.
         """
         self.rule = rule
         self.rank = rank
         self.step = 0
         self.is_ending = False
         self.weights = weights
-        self.local = LocalWeights(layout, rule, optimizer, num_groups, weights)
+        self.local = LocalWeights(layout, rule, optimizer, num_groups, weights, num_workers)
         self.parts = self.local.parts
         self.clocks = Clocks(rule, self.parts)
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
         self._round = Round(layout, weights, pushes_moves=bool(rule.outer_optimizer))
+        for index, part in enumerate(self.parts):
+            part.origin = self._round.origin(index)
         self._pushes = Pushes(rank, self.clocks, self.parts)
         self._pulls = Pulls(self.local, self.clocks, self._round)
 
@@ -154,17 +158,16 @@ class Replica:
         with_state = plan.pull and self.local.wants_state(self.rule, self.step)
         order = self.front_first() if plan.block else self._indices()
         for index in order:
-            yield from self.land(index)
-            self._pulls.apply(index)
-            if plan.local:
+            if plan.lands:
+                yield from self.land(index)
+                self._pulls.apply(index)
+            if plan.local and not plan.inner:
                 self.local.update(index, self.step, grads[index])
             if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
                 self._pulls.send(index, push_pull, with_state=with_state)
         if plan.push is Role.DELTA:
             self._push_moves(grads, push_pull)
-            if plan.pull:
-                for index in order:
-                    self._pulls.send(index, push_pull, with_state=with_state)
+            self._pull_round(plan, order, grads, push_pull)
         self._pulls.early.clear()
         self.step += 1
         if plan.block:
@@ -181,9 +184,9 @@ class Replica:
         if self.num_inner:
             self._push_moves(grads, push_pull)
 
-    def take_reference(self) -> None:
-        """Records the current weights as those of the last pull: a model may have rounded them."""
-        self._round.record()
+    def shift_origin(self, change: torch.Tensor) -> None:
+        """Shifts the start of the round by `(layout.numel,)`: a model's rounding is no move."""
+        self._round.shift(change)
 
     def fetch(self, min_version: int | None, push_pull: PushPull) -> Waits:
         """Pulls the exact global weights, regardless of the plan.
@@ -300,6 +303,16 @@ class Replica:
 
     def _indices(self) -> range:
         return range(len(self.parts))
+
+    def _pull_round(
+        self, plan: Plan, order: Iterable[int], moves: Sequence[torch.Tensor], push_pull: PushPull
+    ) -> None:
+        """Pulls the answer to a round; with an overlap the next one starts without it."""
+        with_state = self.local.wants_state(self.rule, self.step)
+        for index in order:
+            self._pulls.send(index, push_pull, with_state=with_state)
+            if plan.local:
+                self.local.update(index, self.step, moves[index])
 
     def _push_moves(self, moves: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes the weights of the last pull minus the current ones, weighted by mean samples."""

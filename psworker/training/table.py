@@ -88,7 +88,10 @@ class TrainingTable:
         if not optimizer.holds_weights:
             self.means = MeanGradients(self.flat, session)
             weights = self.means.values
-        self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
+        self.replica = Replica(
+            *(layout, spec.rule, optimizer, num_groups, weights, session.rank),
+            num_workers=session.num_workers,
+        )
         kernels = kernels_for(weights)
         for part in self.replica.parts:
             part.kernels = kernels
@@ -261,9 +264,10 @@ class TrainingTable:
             self.means.take_weights()
 
     def show_weights(self) -> None:
-        """Writes the flat weights into the model; a round begins from the model's own values."""
+        """Writes the flat weights into the model; rounds use the model's own values."""
         self.flat.scatter_weights()
-        if self.rule.outer_optimizer and self.flat.has_casts and self.replica.num_inner == 0:
+        if self.rule.outer_optimizer and self.flat.has_casts:
+            before = self.flat.weights.clone()
             self.flat.gather_weights()
-            self.replica.take_reference()
+            self.replica.shift_origin(self.flat.weights - before)
         self.flat.note_weights()

@@ -15,8 +15,8 @@ FLOORS = {
         *("transports", "compression", "replica", "model"),
     ),
     "pscore": (
-        *("table_spec", "estimate", "rules", "cuda", "local", "optimizers", "compressors"),
-        *("observe", "net", "memory", "."),
+        *("table_spec", "estimate", "rules", "cuda", "overlaps", "local", "optimizers"),
+        *("compressors", "observe", "net", "memory", "."),
     ),
 }
 

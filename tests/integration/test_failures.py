@@ -117,7 +117,9 @@ def test_a_worker_that_dies_without_a_word_is_missed_for_a_lease(impatient: Shar
     assert "worker lost" in impatient.written()
 
 
-@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=3, warmup=2)"])
+@pytest.mark.parametrize(
+    "mode", ["ssgd", "ssd(steps=3, warmup=2)", "diloco(steps=2, overlap=mirror)"]
+)
 def test_a_killed_worker_hangs_nobody(impatient: Shards, mode: str) -> None:
     with impatient.workers(train, mode, (LONG, SHORT), "hold") as (first, second):
         for _ in range(SHORT):
