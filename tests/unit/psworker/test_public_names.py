@@ -19,6 +19,7 @@ OURS = {
     "close",
     "global_weights",
     "missed",
+    "no_sync",
     "report",
     "rule",
     "samples",
