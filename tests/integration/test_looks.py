@@ -272,27 +272,24 @@ def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shar
         assert all(same(*pair) for pair in zip(without, with_looks, strict=True))
 
 
-def report(me: Station, job: str) -> list[dict[str, float]]:
-    """Reports values of a training, and returns those that the shards show of each worker."""
+def report(me: Station) -> None:
+    """Reports values of a training, and stays until the test has seen them."""
     model = make_model()
     optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     optimizer.report(loss=torch.tensor(0.5 + me.rank), tokens=4096, accuracy=float("nan"))
-    addresses = os.environ["PACELINE_SERVERS"].split(",")
-    shown: list[dict[str, float]] = []
-
-    def is_shown() -> bool:
-        picture = status.combine(addresses, ask.statuses(addresses, ANYONE))
-        shown[:] = [
-            worker["reported"] for worker in status.only(picture, job)["jobs"][0]["workers"]
-        ]
-        return all(shown)
-
-    wait_until(is_shown)
-    psworker.barrier()
-    return shown
+    me.hear()
 
 
 def test_reported_values_travel_with_the_heartbeats(shards: Shards) -> None:
     job = new_job()
-    for shown in shards.run(report, job, job=job):
-        assert shown == [{"loss": 0.5 + rank, "tokens": 4096.0} for rank in range(2)]
+
+    def shown() -> list[dict[str, float]]:
+        picture = status.combine(shards.addresses, ask.statuses(shards.addresses, ANYONE))
+        found = [one for one in picture["jobs"] if one["name"] == job]
+        return [worker["reported"] for one in found for worker in one["workers"]]
+
+    with shards.workers(report, job=job) as workers:
+        wait_until(lambda: [*map(bool, shown())] == [True, True])
+        assert shown() == [{"loss": 0.5 + rank, "tokens": 4096.0} for rank in range(2)]
+        for worker in workers:
+            worker.tell()
