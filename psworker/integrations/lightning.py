@@ -49,14 +49,11 @@ class PacelineCallback(Callback):  # type: ignore[misc]
                 f"Lightning's strategy has {trainer.world_size} processes, and averages gradients "
                 "itself; pass devices=1 and num_nodes=1 to Trainer in every worker"
             )
-        plain = trainer.optimizers
-        self._wrappers = [
+        # A scheduler keeps the plain optimizer, which shares its groups with the wrapper.
+        self._wrappers = trainer.optimizers = [
             psworker.DistributedOptimizer(optimizer, pl_module.named_parameters(), **self._options)
-            for optimizer in plain
+            for optimizer in trainer.optimizers
         ]
-        trainer.optimizers = self._wrappers
-        for config in trainer.lr_scheduler_configs:
-            config.scheduler.optimizer = self._wrappers[plain.index(config.scheduler.optimizer)]
         trainer.strategy.checkpoint_io = _FirstRankIO()
         rank_zero_only.rank = psworker.rank()  # Only rank 0 logs; it was 0 in all.
 

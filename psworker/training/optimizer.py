@@ -149,6 +149,10 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self._context.at_close(self.close)
         _open.add(self)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; a library may replace `step`, by a function that takes a scaler."""
+        super().__setattr__(name, scaling.takes_scaler(value) if name == "step" else value)
+
     # ----- the training loop
 
     def zero_grad(self, set_to_none: bool = True) -> None:

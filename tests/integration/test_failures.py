@@ -183,7 +183,7 @@ def test_a_worker_that_was_held_up_comes_back_and_says_so(impatient: Shards) -> 
             worker.tell(False)
         weights = [worker.result() for worker in (first, second)]
         assert same(*weights)
-        assert f"worker 1 comes back, step {SHORT} " in second.written()
+        assert f"worker 1 rejoins, step {SHORT} " in second.written()
         assert "comes back" not in first.written()
 
 
