@@ -26,6 +26,7 @@ class Role(enum.IntEnum):
     WEIGHTS = 1  # Initial weights, uploaded by one worker.
     DELTA = 2  # Weights at the last pull minus weights now: a pseudo-gradient.
     STATE = 3  # Weights and optimizer state, restored from a checkpoint.
+    MODEL = 4  # A worker's own weights, of which the shards keep the mean.
 
 
 class Verdict(enum.IntEnum):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pscore.types import Origin
+from psserver.decisions.directory import Meeting, Peer, PeerReport
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.table import Table
 from psserver.engine.counters import Counters
@@ -56,6 +57,17 @@ class HeartbeatView:
     residual_requests: tuple[ResidualRequest, ...]
     live: tuple[int, ...]  # Ranks.
     uneven: str  # The worker that leaves out steps of others; empty if none does.
+    epochs: dict[int, int]  # Of the directory of each table whose workers meet.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetView:
+    """The directory of a table for one of its peers."""
+
+    epoch: int
+    meetings: tuple[Meeting, ...]  # That the worker does not know, the oldest first.
+    peers: tuple[Peer, ...]
+    waiting_for: str  # Empty: the newest epoch has met.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +82,7 @@ class WorkerView:
     state: str
     silent_s: float
     reported: dict[str, float]  # A copy: values of its training, by name.
+    peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +179,7 @@ def _workers(job: Job, now_s: float) -> tuple[WorkerView, ...]:
             state=member.presence.value,
             silent_s=now_s - member.heard_s,
             reported=dict(member.reported),
+            peers=member.peers,
         )
         for _, member in sorted(job.membership.members.items())
     )

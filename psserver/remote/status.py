@@ -96,6 +96,7 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "reported": {
             name: value for worker in seen for name, value in sorted(worker.reported.items())
         },
+        "peers": [_peers(report) for worker in seen for report in worker.peers],
     }
 
 
@@ -109,6 +110,19 @@ def _reported(workers: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {
         name: sum(values) if name in ADDED else sum(values) / len(values)
         for name, values in sorted(found.items())
+    }
+
+
+def _peers(report: pb.PeerReport) -> dict[str, Any]:
+    """Returns a worker's last exchanges with other workers, of one table."""
+    return {
+        "table": report.table,
+        "step": report.step,
+        "partner": report.partner,
+        "age_s": round(report.age_s, 1),
+        "staleness": report.staleness,
+        "distance": report.distance,
+        "num_exchanges": report.num_exchanges,
     }
 
 
@@ -210,6 +224,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
             ),
         )
     )
+    _show_peers(console, job)
     console.print(
         grid(
             None,
@@ -236,6 +251,26 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
     waiting |= dict.fromkeys(text for table in job["tables"] for text in table["waiting_for"])
     for text in list(waiting)[:LISTED_MAX]:
         console.print(f"waits for {printable(text)}", markup=False)
+
+
+def _show_peers(console: Any, job: dict[str, Any]) -> None:
+    """Prints the exchanges of workers with each other, in modes that have them."""
+    rows = [
+        (
+            worker["rank"],
+            peers["step"],
+            "none yet" if peers["partner"] < 0 else peers["partner"],
+            f"{in_time(peers['age_s'])} ago",
+            peers["num_exchanges"],
+            peers["staleness"],
+            f"{peers['distance']:.2g}",
+        )
+        for worker in job["workers"]
+        for peers in worker["peers"]
+    ]
+    if rows:
+        names = ("worker", "step", "partner", "heard", "exchanges", "staleness", "from the mean")
+        console.print(grid(None, names, rows))
 
 
 def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:

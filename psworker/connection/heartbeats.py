@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -30,6 +30,7 @@ class Heartbeats:
         left_out: By table; counts of steps left out, sent to the first shard.
         reports: The values that the script reports, sent to the first shard.
         residual_senders: By table; they send the residuals that a checkpoint needs.
+        peer_reports: By table; they describe this worker's last exchanges with its peers.
     """
 
     def __init__(self, member: Member, links: Sequence[Link]) -> None:
@@ -43,6 +44,7 @@ class Heartbeats:
         self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
         self.reports = Reports()
         self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
+        self.peer_reports: dict[int, Callable[[], pb.PeerReport]] = {}
         self._member = member
         self._links = links
         self._end = threading.Event()
@@ -86,6 +88,7 @@ class Heartbeats:
                 job=member.job, worker=rank, incarnation=incarnation, waiting_for=member.waits
             )
             if link is self._links[0]:
+                request.peers.extend(report() for report in list(self.peer_reports.values()))
                 for table, counted in dict(self.left_out).items():
                     steps, count, since = counted.report
                     request.left_out.add(table=table, steps=steps, count=count, since=since)

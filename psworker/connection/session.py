@@ -46,6 +46,7 @@ class Session:
         left_out: By table; counts of steps left out, in modes where all workers make all steps.
         reports: The values that the script reports of its training.
         residual_senders: By table; they send the residuals that a checkpoint needs.
+        peer_reports: By table; they describe this worker's last exchanges with its peers.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Session:
         self.left_out = self._heartbeats.left_out
         self.reports = self._heartbeats.reports
         self.residual_senders = self._heartbeats.residual_senders
+        self.peer_reports = self._heartbeats.peer_reports
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._joining.join()
@@ -227,6 +229,20 @@ class Session:
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
             )
         return float(reply.value)
+
+    def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
+        """Reports this worker to the directory of a table's peers, on the first shard.
+
+        Args:
+            request: Its job, rank and incarnation are set here.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        request.job, request.peer.rank = self.job, self.rank
+        request.peer.incarnation = self.incarnation
+        reply: pb.MeetReply = self.links[0].call(self.links[0].control.Meet, request)
+        return reply
 
     def require_own(self) -> None:
         """Refuses a process that was forked from the worker (psworker/connection/places.py)."""

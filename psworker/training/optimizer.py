@@ -36,6 +36,7 @@ from psworker.training.global_weights import global_weights
 from psworker.training.gradients import Gradients
 from psworker.training.mode_change import change_mode
 from psworker.training.overlap import Overlap
+from psworker.training.peer_step import use_local_steps
 from psworker.training.progress import require_weight
 from psworker.training.recovery import Recovery
 from psworker.training.state_dict import read_state, restore, torch_state
@@ -264,8 +265,10 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             self._retire("close() or psworker.shutdown()")
             with self._recovery.guard():
                 self._table.end_round()
+                self._table.local_step.part()
                 self._table.fetch(None)
                 self._table.flat.scatter_weights()
+            self._table.local_step.close()
 
     # ----- state
 
@@ -370,6 +373,7 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
 def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: Overlap) -> None:
     """Makes the gradients, the recovery and the steps of a table."""
     wrapper._table = table
+    use_local_steps(table, wrapper._inner)
     wrapper._gradients = Gradients(table, early, wrapper._set_hyper)
     wrapper._recovery = Recovery(table, wrapper._gradients, wrapper._buffers, wrapper._left_out)
     parts = table, wrapper._gradients, wrapper._buffers, wrapper._recovery, wrapper._left_out
@@ -442,5 +446,6 @@ def _replace_others(parameters: Sequence[torch.nn.Parameter]) -> None:
     for former in list(_open):
         if not ours.isdisjoint(map(id, former._table.flat.parameters)):
             former._context.not_at_close(former.close)
+            former._table.local_step.close()
             former._retire("another DistributedOptimizer was made with its parameters")
             log.info("a DistributedOptimizer was replaced by another with its parameters")

@@ -7,7 +7,7 @@ this class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,10 @@ from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
 from psworker.model.flat import FlatModel
+from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
-from psworker.replica.replica import Replica
+from psworker.replica.replica import OF_ROUNDS, Replica
+from psworker.training.local_step import LocalStep
 from psworker.training.progress import Progress
 from psworker.training.worker_steps import MeanGradients
 
@@ -52,6 +54,8 @@ class TrainingTable:
         flat: The model as flat memory.
         replica: The state machine that decides what is sent at each step.
         progress: Samples and steps behind this worker.
+        local_step: The part of a step that this worker makes by itself.
+        make_step: Returns the local step of a mode.
         means: The mean gradients, where those are pulled and the workers run the optimizer; None:
             weights are pulled.
     """
@@ -104,6 +108,8 @@ class TrainingTable:
                 timeline, step, slice=index
             )
         self.progress = Progress(samples, self.replica, self.exchange)
+        self.local_step = LocalStep()
+        self.make_step: Callable[[Rule], LocalStep] = lambda _: LocalStep()
 
     @property
     def session(self) -> Session:
@@ -186,6 +192,7 @@ class TrainingTable:
             raise self.means.refuse(self.replica.step, "comes to")
         self.take_weights()
         self.show_weights()
+        self._start_local_step()
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
         """Continues from a state that rank 0 has uploaded; all workers call it.
@@ -201,13 +208,31 @@ class TrainingTable:
         self.take_weights()
         self.progress.locate(step, samples_seen)
         self.show_weights()
+        self._renew_local_step()
+        self._start_local_step()
+
+    def _renew_local_step(self) -> None:
+        """Replaces the local step by that of the mode; exchanges begin anew."""
+        self.local_step.close()
+        self.local_step = self.make_step(self.rule)
+
+    def _start_local_step(self) -> None:
+        """Starts the local step; where others are ahead, this worker continues at their step."""
+        step = self.local_step.start()
+        self.flat.note_weights()
+        if step is None or not self.rule.by_step:
+            return
+        while push_late(self.replica, step, self.grads(), self.exchange):
+            self.exchange.flush()
+        continue_at(self.replica, step, self.progress.samples)
 
     def finish_step(self) -> None:
         """Ends a step: local updates and pulls, and the waits of the mode."""
-        if self.replica.plan().push is Role.DELTA:
-            self.exchange.flush()  # The moves overwrite those of the last round.
+        if self.replica.plan().push in OF_ROUNDS:
+            self.local_step.flush(self.exchange)  # The moves overwrite those of the last round.
         samples = self.progress.samples
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
+        self.local_step.begin()
         self.show_weights()
 
     def end_round(self) -> None:
@@ -252,8 +277,10 @@ class TrainingTable:
     def change_rule(self, rule: Rule) -> None:
         """Continues under another mode, with the global weights, at the same step."""
         self._warn_of(rule)
+        self.local_step.part()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
+        self._renew_local_step()
         self.begin()
 
     def _warn_of(self, rule: Rule) -> None:
