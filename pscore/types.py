@@ -14,6 +14,8 @@ IntArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 SAMPLES_MAX = 1e12  # Largest weight of a push in the mean of its step.
+REPORTED_MAX = 16  # Values that a worker may report of its training.
+REPORTED_LENGTH_MAX = 40  # Characters of their names.
 ANY_STEP = -2  # For a checkpoint: the residual after any push.
 
 

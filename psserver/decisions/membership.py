@@ -87,6 +87,7 @@ class Member:
     is_suspect: bool = False  # Silent since its connection broke, or since it was restored.
     # By table: steps ended, begun and not ended, and those ended when the latter last changed.
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    reported: dict[str, float] = field(default_factory=dict)  # By name, of its training.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers, one report a table.
 
 

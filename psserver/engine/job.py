@@ -14,6 +14,7 @@ from pscore.types import ByteArray, FloatArray
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Action, Skip, Update
+from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
 from psserver.decisions.table import NAMED_MAX, Table
@@ -222,6 +223,7 @@ class RunningJob:
         rank: int,
         waiting_for: str,
         left_out: Mapping[int, tuple[int, int, int]],
+        reported: Mapping[str, float],
         peers: Sequence[PeerReport] = (),
     ) -> HeartbeatView:
         """Records the report of a worker, and returns the state of the job for it.
@@ -230,10 +232,12 @@ class RunningJob:
             rank: Of the worker.
             waiting_for: The shard that does not answer it; empty if none.
             left_out: By table: steps, count and first step of its pushes that came too late.
+            reported: Values of its training, by name.
             peers: Its last exchanges with peers.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
+            self.job.membership.members[rank].reported = accepted(reported)
             if peers:
                 self.job.membership.members[rank].peers = tuple(peers)
             return HeartbeatView(

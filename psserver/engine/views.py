@@ -81,6 +81,7 @@ class WorkerView:
     staleness: int
     state: str
     silent_s: float
+    reported: dict[str, float]  # A copy: values of its training, by name.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers.
 
 
@@ -125,13 +126,20 @@ class Figures:
 
     counters: Counters  # A copy.
     live: dict[str, int]  # Live workers, by the name of the job.
+    reported: dict[tuple[str, int], dict[str, float]]  # Of live workers, by job and rank.
 
 
 def figures_of(shard: Shard, counters: Counters) -> Figures:
     """Returns a copy of the numbers; called under the lock."""
     live = {job.name: len(job.membership.live()) for job in shard.jobs.values()}
     counters.keep({name for name, count in live.items() if count})
-    return Figures(counters=counters.copy(), live=live)
+    reported = {
+        (job.name, rank): dict(job.membership.members[rank].reported)
+        for job in shard.jobs.values()
+        for rank in job.membership.live()
+        if job.membership.members[rank].reported
+    }
+    return Figures(counters=counters.copy(), live=live, reported=reported)
 
 
 def view_of(job: Job, waits: Waits, now_s: float) -> JobView:
@@ -170,6 +178,7 @@ def _workers(job: Job, now_s: float) -> tuple[WorkerView, ...]:
             staleness=staleness.get(member.rank, 0),
             state=member.presence.value,
             silent_s=now_s - member.heard_s,
+            reported=dict(member.reported),
             peers=member.peers,
         )
         for _, member in sorted(job.membership.members.items())

@@ -258,7 +258,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         text = printable(request.waiting_for, TEXT_LENGTH_MAX)
         left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
         peers = [peer_report(report) for report in request.peers]
-        view = job.heartbeat(request.worker, text, left_out, peers)
+        view = job.heartbeat(request.worker, text, left_out, request.reported, peers)
         return pb.HeartbeatReply(
             instance=self._instance,
             waiting_for=view.waiting_for,
@@ -384,6 +384,7 @@ def _job_status(job: JobView) -> pb.JobStatus:
             staleness=worker.staleness,
             state=worker.state,
             last_heard_s=worker.silent_s,
+            reported=worker.reported,
             peers=map(report_to_proto, worker.peers),
         )
         for worker in job.workers

@@ -44,6 +44,7 @@ class Session:
         links: One per shard, in the order of the shards.
         timeline: The spans of this process; None: none are recorded.
         left_out: By table; counts of steps left out, in modes where all workers make all steps.
+        reports: The values that the script reports of its training.
         residual_senders: By table; they send the residuals that a checkpoint needs.
         peer_reports: By table; they describe this worker's last exchanges with its peers.
     """
@@ -91,6 +92,7 @@ class Session:
         self._joining = Joining(self._member, self.links, patience_s, data_plane)
         self._heartbeats = Heartbeats(self._member, self.links)
         self.left_out = self._heartbeats.left_out
+        self.reports = self._heartbeats.reports
         self.residual_senders = self._heartbeats.residual_senders
         self.peer_reports = self._heartbeats.peer_reports
         with contextlib.ExitStack() as undo:

@@ -187,7 +187,14 @@ class ChangeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported")
+    class ReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +203,7 @@ class HeartbeatRequest(_message.Message):
     WANTS_LIVE_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -204,7 +212,8 @@ class HeartbeatRequest(_message.Message):
     wants_live: bool
     peers: _containers.RepeatedCompositeFieldContainer[PeerReport]
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+    reported: _containers.ScalarMap[str, float]
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class PeerReport(_message.Message):
     __slots__ = ("table", "step", "partner", "age_s", "staleness", "distance", "num_exchanges")
@@ -428,7 +437,14 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "peers")
+    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers")
+    class ReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -436,6 +452,7 @@ class WorkerStatus(_message.Message):
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LAST_HEARD_S_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
@@ -444,8 +461,9 @@ class WorkerStatus(_message.Message):
     staleness: int
     state: str
     last_heard_s: float
+    reported: _containers.ScalarMap[str, float]
     peers: _containers.RepeatedCompositeFieldContainer[PeerReport]
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint")
