@@ -14,7 +14,7 @@ from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.local import LOCAL_UPDATES
-from pscore.overlaps import OVERLAPS
+from pscore.overlaps import OVERLAPS, Overlap
 from pscore.rules import RULES
 from pscore.rules.base import Rule
 from pssim.network import NO_FAULTS, Cut, Faults
@@ -76,6 +76,12 @@ class Case:
     shares: tuple[bool, ...] = ()  # Whether a worker's gradients are in memory that the shards map.
     captures_s: tuple[float, ...] = ()  # When a checkpoint of all shards is begun.
     quadratic: bool = False  # Gradients depend on the weights; else each has an element of its own.
+
+    @property
+    def has_units(self) -> bool:
+        """Whether what each push moves can be read from its own element of the weights."""
+        local = self.rule.local_update()
+        return not (self.quadratic or (isinstance(local, Overlap) and local.mixes))
 
     @property
     def num_workers(self) -> int:

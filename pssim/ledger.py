@@ -214,7 +214,7 @@ class SliceBook:
             elif sent.verdict is Verdict.TOO_LATE:
                 assert not is_in, f"push {identity} was refused and is counted"
         is_raw = isinstance(self.case.compressor, NoCompression)
-        if self.is_exact and is_raw and not self.case.quadratic:
+        if self.is_exact and is_raw and self.case.has_units:
             self._check_units(left)
 
     def _check_units(self, left: FloatArray) -> None:

@@ -30,10 +30,12 @@ class Overlap(LocalUpdate):
         name: Its name in `OVERLAPS`.
         follows: Whether it needs the shards' momentum.
         takes_all: Whether it needs the move of every worker in every update.
+        mixes: Whether a move holds a part of the move before it.
     """
 
     follows: ClassVar[bool] = False
     takes_all: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False
 
     @abstractmethod
     def update(self, part: LocalSlice, grad: Any) -> None:

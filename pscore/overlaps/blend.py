@@ -26,6 +26,7 @@ class Blend(Overlap):
     """
 
     name: ClassVar[str] = "blend"
+    mixes: ClassVar[bool] = True
 
     def __init__(self, mix: float = 0.5) -> None:
         self.mix = mix

@@ -92,7 +92,7 @@ HOSTILE = {
     "counts": {"counts": [1, 2, 3]},
     "compressor": {"compressor": "2bit"},
     "compressor unknown": {"compressor": "../../etc/passwd"},
-    "role": {"role": 4},
+    "role": {"role": 5},
     "role negative": {"role": -1},
     "shared without a segment": {"shared": True},
 }

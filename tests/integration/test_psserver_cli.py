@@ -315,6 +315,8 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "step": 0,
         "staleness": 0,
         "last_heard_s": worker["last_heard_s"],
+        "reported": {},
+        "peers": [],
     }
     assert table["mode"].startswith("ssgd")
     assert table["version_min"] == -1
@@ -326,6 +328,7 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "num_updates",
         "pushed_nbytes",
         "pulled_nbytes",
+        "reported",
         "workers",
         "tables",
         "waiting_for",
