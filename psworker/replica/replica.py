@@ -51,6 +51,7 @@ class Replica:
         num_groups: int,
         weights: torch.Tensor,
         rank: int,
+        own: Sequence[int] | None = None,
     ) -> None:
         """Starts before the first pull.
 
@@ -61,9 +62,12 @@ class Replica:
             num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             rank: Rank of this worker.
+            own: The slices that this replica pushes and pulls, in order; None: all. The other
+                processes of its group have the others.
         """
         self.rule = rule
         self.rank = rank
+        self.own: Sequence[int] = range(len(layout.slices)) if own is None else own
         self.step = 0
         self.is_ending = False
         self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
@@ -80,7 +84,7 @@ class Replica:
             )
             for spec in layout.slices
         ]
-        self.clocks = Clocks(rule, self.parts)
+        self.clocks = Clocks(rule, self.parts, self.own)
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
         self._num_state = len(optimizer.state_names)
@@ -233,11 +237,24 @@ class Replica:
         are behind are pulled again, at the version of that step, which also tells them the step.
         """
         yield from self.fetch(0, push_pull)
+        yield from self.begin_at(self.first_push(), push_pull)
+
+    def first_push(self) -> int:
+        """Returns the newest of the steps that the slices expect next, after a first `fetch`."""
+        counts = self.clocks.counts
+        return max((max(counts[own], self.parts[own].version) for own in self.own), default=0)
+
+    def begin_at(self, step: int, push_pull: PushPull) -> Waits:
+        """Begins with the push of `step`, after a first `fetch`; only in a mode by step.
+
+        Args:
+            step: The `first_push` of all slices.
+            push_pull: Sends pulls.
+        """
         if not self.rule.by_step:
             return
         versions = [part.version for part in self.parts]
         counts = self.clocks.counts
-        step = max(*counts, *versions)
         with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
             if (counts[index], versions[index]) != (step, step):
@@ -302,12 +319,13 @@ class Replica:
             with_state: Whether the optimizer's state comes along.
         """
         self.abandon()
-        for index in self._indices():
+        for index in range(len(self.parts)):
             yield from self.land(index)
-            clock = self.clocks.count(index)
+            is_counted = self.rule.by_step or index in self.own
+            clock = self.clocks.count(index) if is_counted else 0
             version = self.clocks.oldest_version(clock)
             push_pull.pull(index, clock, version, buffers[index], with_state=with_state)
-        yield from self._indices()
+        yield from range(len(self.parts))
 
     @property
     def num_inner(self) -> int:
@@ -317,21 +335,21 @@ class Replica:
     @property
     def next_push(self) -> int:
         """Step of the next push, in the slice that is furthest behind."""
-        return min(self.clocks.next_push(index) for index in self._indices())
+        return self.clocks.next_of_all()
 
     @property
     def drifts(self) -> bool:
         """Whether the weights here differ from those of the shards between two pulls."""
         return self.local is not None or self._round.pushes_moves
 
-    def front_first(self) -> range:
+    def front_first(self) -> Sequence[int]:
         """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
-        return range(len(self.parts) - 1, -1, -1)
+        return self.own[::-1]
 
     # ----- inside
 
-    def _indices(self) -> range:
-        return range(len(self.parts))
+    def _indices(self) -> Sequence[int]:
+        return self.own
 
     def _send(
         self,

@@ -29,11 +29,14 @@ from psworker.connection.left_out import LeftOut
 from psworker.connection.missed import Missed
 from psworker.connection.traffic import Traffic
 from psworker.job import context
+from psworker.job.grouping import Choice
 from psworker.model.flat import describe, trained
 from psworker.training import clipping, scaling
 from psworker.training.buffers import Buffers
 from psworker.training.global_weights import global_weights
 from psworker.training.gradients import Gradients
+from psworker.training.group_gradients import group_gradients
+from psworker.training.group_steps import GroupSteps
 from psworker.training.mode_change import change_mode
 from psworker.training.overlap import Overlap
 from psworker.training.progress import require_weight
@@ -73,6 +76,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             batches differ. May be changed before each step (`optimizer.samples = 17`).
         compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
             are not compressed; in bytes of float32.
+        local_group: The processes that are one worker: they average their gradients first, and each
+            pushes and pulls a part (docs/hosts.md). A ProcessGroup of `torch.distributed`; "host":
+            those of this host; None: each process is a worker; "auto": those of this host under
+            torchrun, if `torch.distributed` is initialised.
         compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
 
     Raises:
@@ -102,6 +109,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         samples: float = 1.0,
         compress_min_nbytes: int = 1 << 16,
         compress_exclude: Sequence[str] = (),
+        local_group: Choice = "auto",
     ) -> None:
         """Joins the job, and brings rank 0's weights into the model."""
         samples = require_weight(samples)
@@ -113,7 +121,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inner = optimizer
-        self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
+        self._context = context.join(
+            servers=servers, job=job, timeout_s=timeout_s, local_group=local_group
+        )
         session = self._context.session
         _replace_others(parameters)
         described = describe(list(zip(names, parameters, strict=True)), groups)
@@ -137,15 +147,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._table = TrainingTable(
             session, spec, parameters, plugin, samples=samples, has_grad_views=early.has_views
         )
-        self._gradients = Gradients(self._table, early, self._set_hyper)
+        shared = group_gradients(self._table, early, self._set_hyper)
+        self._gradients = shared or Gradients(self._table, early, self._set_hyper)
         self._end = ""  # Why training has ended.
         self._left_out = left_out = LeftOut()
-        if rule.takes_all and not session.min_workers:
+        if rule.takes_all and not session.min_workers and session.is_leader:
             session.left_out[self._table.exchange.table] = left_out
         self._buffers = Buffers(model, buffers, session)
         self._recovery = Recovery(self._table, self._gradients, self._buffers, left_out)
-        parts = self._table, self._gradients, self._buffers, self._recovery, left_out
-        self._steps = Steps(self, optimizer, _frozen(self.param_groups, parameters), *parts)
+        held = self._table, self._gradients, self._buffers, self._recovery, left_out
+        parts = (self, optimizer, _frozen(self.param_groups, parameters), *held)
+        self._steps = Steps(*parts) if shared is None else GroupSteps(shared, *parts)
         self._table.start(self.param_groups)
         self._gradients.watch(self._recovery.hook)
         self._context.at_close(self.close)

@@ -131,7 +131,7 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     """
     table.settle()
     table.session.barrier(BARRIER)
-    if table.session.rank == 0:
+    if table.session.process_rank == 0:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
     table.session.barrier(BARRIER)
     table.exchange.ask_origin()

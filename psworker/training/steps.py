@@ -113,6 +113,6 @@ class Steps:
             with local_update(table.session.timeline, table.replica.step):
                 self._inner.step()
             table.flat.gather_weights()
-        table.finish_step()
+        table.finish_step(table.progress.samples)
         self._buffers.post(0.0 if skips else table.progress.samples)
         self._gradients.settle()  # From here on the script may write to `.grad`.

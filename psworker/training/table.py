@@ -6,6 +6,7 @@ this class.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
+from psworker.group.local_group import LocalGroup
+from psworker.group.parts import owners
 from psworker.model.flat import FlatModel
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
@@ -48,6 +51,8 @@ class TrainingTable:
         flat: The model as flat memory.
         replica: The state machine that decides what is sent at each step.
         progress: Samples and steps behind this worker.
+        owners: Local rank of the process that pushes and pulls each slice.
+        own: The slices of this process: all, unless several processes are one worker.
     """
 
     def __init__(
@@ -76,11 +81,18 @@ class TrainingTable:
         """
         self.name = spec.name
         self.optimizer = optimizer
-        self.exchange = Exchange(session, spec, share=True)
+        layout, group = spec.layout(), session.group
+        lengths = [part.numel for part in layout.slices]
+        self.owners = [0] * len(lengths) if group is None else owners(lengths, group.size)
+        me = 0 if group is None else group.rank
+        self.own = [index for index, owner in enumerate(self.owners) if owner == me]
+        self.exchange = Exchange(session, spec, share=True, own=self.own)
         self.layout = layout = self.exchange.layout
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
-        self.replica = Replica(layout, spec.rule, optimizer, num_groups, weights, session.rank)
+        self.replica = Replica(
+            *(layout, spec.rule, optimizer, num_groups, weights, session.rank), own=self.own
+        )
         kernels = kernels_for(weights)
         for part in self.replica.parts:
             part.kernels = kernels
@@ -95,6 +107,11 @@ class TrainingTable:
     def session(self) -> Session:
         """This worker's part in the job."""
         return self.exchange.session
+
+    @property
+    def group(self) -> LocalGroup | None:
+        """The processes that are this worker; None: this process alone is."""
+        return self.exchange.session.group
 
     @property
     def rule(self) -> Rule:
@@ -145,7 +162,7 @@ class TrainingTable:
         Args:
             param_groups: Parameter groups with the hyper-parameters of the first step.
         """
-        if self.session.rank == 0:
+        if self.session.process_rank == 0:
             self.upload(Role.WEIGHTS)
         self.set_hyper(param_groups)
         self.begin()
@@ -158,17 +175,63 @@ class TrainingTable:
         Args:
             step: The step at which this worker was; None: the replica's.
         """
-        self.exchange.run(self.replica.begin(self.exchange))
+        self.exchange.run(self.replica.fetch(0, self.exchange))
+        first = self.replica.first_push()
+        if self.group is not None:
+            first = int(max(given for (given,) in self.group.gather([first])))
+        self.exchange.run(self.replica.begin_at(first, self.exchange))
+        self.agree_on_push()
         self.progress.locate(step)
+        self.gather_parts()
         self.show_weights()
 
-    def finish_step(self) -> None:
-        """Ends a step: local updates and pulls, and the waits of the mode."""
+    def finish_step(self, samples: float) -> None:
+        """Ends a step: local updates and pulls, and the waits of the mode.
+
+        In a group each process ends it for its own slices; `gather_parts` follows.
+
+        Args:
+            samples: Weight of the step in the mean of a round.
+        """
         if self.replica.plan().push is Role.DELTA:
             self.exchange.flush()  # The moves overwrite those of the last round.
-        samples = self.progress.samples
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
-        self.show_weights()
+        if self.group is None:
+            self.show_weights()
+
+    @property
+    def next_push(self) -> float:
+        """Step of the next push in this process's slices; infinite where it has none."""
+        return self.replica.clocks.next_of_all() if self.own else math.inf
+
+    def agree_on_push(self, pushes: Sequence[float] | None = None) -> None:
+        """Makes every process of the group continue with the same push.
+
+        Args:
+            pushes: `next_push` of each process; None: they are gathered here.
+        """
+        if self.group is not None:
+            if pushes is None:
+                self.replica.clocks.limit = None
+                pushes = [given for (given,) in self.group.gather([self.next_push])]
+            self.replica.clocks.limit = int(min(pushes))
+
+    def gather_parts(self) -> None:
+        """Brings the slices of the group's other processes into the flat weights.
+
+        Raises:
+            GroupError: A process of the group has ended.
+        """
+        if self.group is None:
+            return
+        weights = self.flat.weights
+        for copy in [
+            self.group.copy_from(weights[spec.start : spec.stop], self.owners[spec.index])
+            for spec in self.layout.slices
+        ]:
+            copy.wait()
+        if self.rule.outer_optimizer:
+            self.replica.take_reference()
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
@@ -187,6 +250,8 @@ class TrainingTable:
             min_version: The oldest version that will do; None: one with this worker's last push.
         """
         self.exchange.run(self.replica.fetch(min_version, self.exchange))
+        self.agree_on_push()
+        self.gather_parts()
 
     def peek(self, num_state: int | None = None) -> GlobalState:
         """Copies the shards' weights, with this worker's last push in them; changes no training.
@@ -211,6 +276,9 @@ class TrainingTable:
 
     def change_rule(self, rule: Rule) -> None:
         """Continues under another mode, with the global weights, at the same step."""
+        self.settle()
+        if self.group is not None:  # The shards stop waiting for all of its pushes at once.
+            self.group.barrier()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
         self.begin()

@@ -12,7 +12,7 @@ FLOORS = {
     ),
     "psworker": (
         *("__main__", "commands", ".", "training", "job", "connection", "transports"),
-        *("compression", "replica", "model"),
+        *("compression", "replica", "model", "group"),
     ),
     "pscore": (
         *("table_spec", "estimate", "rules", "cuda", "local", "optimizers", "compressors"),
