@@ -70,7 +70,7 @@ class GroupJoining(Joining):
         }
 
     def _adopt(self, identity: dict[str, Any]) -> None:
-        """Takes the leader's identity, and connects to the shards' data planes."""
+        """Copies the leader's identity, and connects to the shards' data planes."""
         if self._group.is_leader:
             return
         member = self._member

@@ -68,6 +68,10 @@ class Clocks:
             return self.limit
         return min(self.next_push(own) for own in self._own)
 
+    def first_push(self) -> int:
+        """Returns the newest of the steps that the slices expect next, after a first pull."""
+        return max(max(self.counts[own], self._parts[own].version) for own in self._own)
+
     def oldest_version(self, count: int) -> int:
         """Returns the oldest version that has the first `count` pushes of this worker in it."""
         return self.rule.min_version(count - 1) if count else 0

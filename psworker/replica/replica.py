@@ -62,8 +62,7 @@ class Replica:
             num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             rank: Rank of this worker.
-            own: The slices that this replica pushes and pulls, in order; None: all. The other
-                processes of its group have the others.
+            own: The slices that it pushes and pulls, in order; None: all.
         """
         self.rule = rule
         self.rank = rank
@@ -180,7 +179,7 @@ class Replica:
         # with the push, it is sent as soon as the previous one has been applied, so that the
         # connection from the shard is never idle.
         with_state = plan.pull and self._wants_state(plan)
-        order = self.front_first() if plan.block else self._indices()
+        order = self.front_first() if plan.block else self.own
         for index in order:
             yield from self.land(index)
             self._rebase(index)
@@ -237,27 +236,16 @@ class Replica:
         are behind are pulled again, at the version of that step, which also tells them the step.
         """
         yield from self.fetch(0, push_pull)
-        yield from self.begin_at(self.first_push(), push_pull)
-
-    def first_push(self) -> int:
-        """Returns the newest of the steps that the slices expect next, after a first `fetch`."""
-        counts = self.clocks.counts
-        return max((max(counts[own], self.parts[own].version) for own in self.own), default=0)
+        yield from self.begin_at(self.clocks.first_push(), push_pull)
 
     def begin_at(self, step: int, push_pull: PushPull) -> Waits:
-        """Begins with the push of `step`, after a first `fetch`; only in a mode by step.
-
-        Args:
-            step: The `first_push` of all slices.
-            push_pull: Sends pulls.
-        """
+        """Begins with the push of `step`, the `first_push` of all slices, after a first `fetch`."""
         if not self.rule.by_step:
             return
-        versions = [part.version for part in self.parts]
         counts = self.clocks.counts
         with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
-            if (counts[index], versions[index]) != (step, step):
+            if (counts[index], self.parts[index].version) != (step, step):
                 self._pulls.send(
                     *(index, step, step, push_pull), with_state=with_state, exact=True, begins=True
                 )
@@ -321,8 +309,7 @@ class Replica:
         self.abandon()
         for index in range(len(self.parts)):
             yield from self.land(index)
-            is_counted = self.rule.by_step or index in self.own
-            clock = self.clocks.count(index) if is_counted else 0
+            clock = self.clocks.count(index) if index in self.own or self.rule.by_step else 0
             version = self.clocks.oldest_version(clock)
             push_pull.pull(index, clock, version, buffers[index], with_state=with_state)
         yield from range(len(self.parts))
@@ -347,9 +334,6 @@ class Replica:
         return self.own[::-1]
 
     # ----- inside
-
-    def _indices(self) -> Sequence[int]:
-        return self.own
 
     def _send(
         self,

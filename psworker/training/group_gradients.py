@@ -2,8 +2,7 @@
 
 Each slice is added up at the process that owns it, which pushes the mean, weighted by the samples
 of each process. The sums are collectives, so all processes start them in one order: with overlap
-that of the flat vector, in which backward makes them, whatever a process has of its own; else that
-of the next forward pass.
+that of the flat vector, in which backward makes them; else that of the next forward pass.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class GroupGradients(Gradients):
         return 2 + len(self._flat.parameters)
 
     def agree(self, rows: Sequence[Sequence[float]]) -> bool:
-        """Takes the results of every process's `prepare`; returns whether all leave the step out.
+        """Records the results of all `prepare`s; returns whether all processes leave the step out.
 
         Args:
             rows: By local rank.

@@ -127,16 +127,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         session = self._context.session
         _replace_others(parameters)
         described = describe(list(zip(names, parameters, strict=True)), groups)
+        sizes = {"min_nbytes": compress_min_nbytes, "exclude": compress_exclude}
         spec = TableSpec(
             name=self._context.table_name(TABLE),
-            tensors=tuple(
-                choose(
-                    described,
-                    *compressors,
-                    min_nbytes=compress_min_nbytes,
-                    exclude=compress_exclude,
-                )
-            ),
+            tensors=tuple(choose(described, *compressors, **sizes)),  # type: ignore[arg-type]
             num_shards=len(session.links),
             rule=rule,
             compressor=compressors[0],

@@ -176,7 +176,7 @@ class TrainingTable:
             step: The step at which this worker was; None: the replica's.
         """
         self.exchange.run(self.replica.fetch(0, self.exchange))
-        first = self.replica.first_push()
+        first = self.replica.clocks.first_push()
         if self.group is not None:
             first = int(max(given for (given,) in self.group.gather([first])))
         self.exchange.run(self.replica.begin_at(first, self.exchange))

@@ -115,8 +115,7 @@ def mean(step: int, views: list[Array], ranks: range) -> tuple[Array, float]:
     """Returns the mean gradient of processes, weighted by samples, and the sum of those."""
     weights = [samples_of(rank, step) for rank in ranks]
     grads = [gradient(rank, step, views[rank // SIZE]) for rank in ranks]
-    total = sum(w * grad for w, grad in zip(weights, grads, strict=True))
-    return total / sum(weights), sum(weights)
+    return np.average(grads, axis=0, weights=weights), sum(weights)
 
 
 def cd(steps: int, threshold: float) -> tuple[list[Array], Array]:
@@ -144,7 +143,7 @@ def cd(steps: int, threshold: float) -> tuple[list[Array], Array]:
                     (total >= threshold).astype(float) - (total <= -threshold)
                 )
                 residuals[group] = total - pushed[group]
-        direction = sum(w * p for w, p in zip(weights, pushed, strict=True)) / sum(weights)
+        direction = np.average(pushed, axis=0, weights=weights)
         velocity = MOMENTUM * velocity + direction
         former, shard = shard, shard - LR * velocity
         views = [shard if is_warm else former - LR * grad for grad in grads]
@@ -172,7 +171,7 @@ def local_sgd(steps: int) -> Array:
                 velocity[group] = MOMENTUM * velocity[group] + grad
                 views[group] = views[group] - LR * velocity[group]
                 samples[group] += weight
-        shard = sum(w * view for w, view in zip(samples, views, strict=True)) / sum(samples)
+        shard = np.average(views, axis=0, weights=samples)
     return shard
 
 
