@@ -114,8 +114,7 @@ class Replica:
 
         The step's own pull follows at once, so that weights come back while later slices still
         leave. During backward, which reads the weights, they land in other memory. In an
-        asynchronous mode the pull waits for the end of backward: an earlier one would bring older
-        weights.
+        asynchronous mode the pull waits for the end of backward, for newer weights.
 
         Args:
             index: The slice; its `hyper` is this step's.
@@ -231,9 +230,9 @@ class Replica:
     def begin(self, push_pull: PushPull) -> Waits:
         """Joins a job that may have begun: pulls its weights, and the step to begin with.
 
-        In a mode by step that is the newest of the steps that the slices expect next: each slice
-        waits for this worker from its own answer on, so none can have closed that step. Slices that
-        are behind are pulled again, at the version of that step, which also tells them the step.
+        In a mode by step that is the newest step that a slice expects next: each slice waits for
+        this worker from its answer on, so none can have closed it. Slices that are behind are
+        pulled again, at the version of that step, which also tells them the step.
         """
         yield from self.fetch(0, push_pull)
         yield from self.begin_at(self.clocks.first_push(), push_pull)
@@ -298,8 +297,7 @@ class Replica:
     ) -> Waits:
         """Pulls the shards' weights, with this worker's last push in them, into `buffers`.
 
-        Nothing else changes: a pull under way still becomes the base of the next local update. Its
-        values are not used here, since they may be an estimate.
+        Nothing else changes: a pull under way still becomes the base of the next local update.
 
         Args:
             buffers: One for each slice, in memory that nothing else uses.
@@ -310,8 +308,8 @@ class Replica:
         for index in range(len(self.parts)):
             yield from self.land(index)
             clock = self.clocks.count(index) if index in self.own or self.rule.by_step else 0
-            version = self.clocks.oldest_version(clock)
-            push_pull.pull(index, clock, version, buffers[index], with_state=with_state)
+            oldest = self.clocks.oldest_version(clock)
+            push_pull.pull(index, clock, oldest, buffers[index], with_state=with_state)
         yield from range(len(self.parts))
 
     @property
