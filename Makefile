@@ -16,7 +16,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 	tests/integration/test_launch.py tests/integration/test_training.py
 
-.PHONY: simulate help setup run test test-lowest check proto bench bench-peers soak fuzz test-gpu clean
+.PHONY: simulate help setup run test test-lowest check check-deploy proto bench bench-peers soak fuzz test-gpu clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -53,6 +53,10 @@ check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/mypy
 	$(BIN)/python scripts/gen_proto.py --check
 
+check-deploy: $(STAMP) ## what deploy/ holds for Kubernetes: lint, schemas, alert rules, pods as processes (as root)
+	$(BIN)/python scripts/check_deploy.py
+	$(BIN)/python -m pytest -q -rs tests/deploy
+
 proto: $(STAMP) ## regenerate pscore/pb from proto/
 	$(BIN)/python scripts/gen_proto.py
 
@@ -80,5 +84,5 @@ test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for
 	$(BIN)/python -m benchmarks.compressors --json
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) .venv-lowest build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-recipes build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

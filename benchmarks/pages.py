@@ -23,8 +23,8 @@ from typer.main import get_command
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
 from psserver.process.settings import SECTIONS
+from psworker import exits as psworker_exits
 from psworker.commands import cli as psworker_cli
-from psworker.commands import run as psworker_exits
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -322,23 +322,14 @@ class Stage:
     @contextlib.contextmanager
     def _small_disk(self) -> Iterator[None]:
         """Mounts a file system in memory that holds the shards' files a few times over."""
-        nbytes = (64 << 20) + 64 * self.setup.numel
-        command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "paceline", str(self.state)]
         if not self.setup.disk or os.geteuid() != 0:
-            self.skipped.append(
-                "full disk: needs root" if self.setup.disk else "full disk: not asked"
-            )
+            self.skipped.append(f"full disk: {'needs root' if self.setup.disk else 'not asked'}")
             yield
             return
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            self.skipped.append(f"full disk: {done.stderr.strip()}")
+        with _memory_disk(self.state, (64 << 20) + 64 * self.setup.numel) as obstacle:
+            if obstacle:
+                self.skipped.append(f"full disk: {obstacle}")
             yield
-            return
-        try:
-            yield
-        finally:
-            subprocess.run(["umount", "--lazy", str(self.state)], check=False)
 
     @property
     def has_small_disk(self) -> bool:
@@ -408,6 +399,20 @@ class Stage:
             raise RuntimeError(f"{done.stderr}\n{self.shard_log()[-3000:]}")
         flat = load_file(path)["w"]
         return [flat[spec.start : spec.stop].copy() for spec in self.layout.slices]
+
+
+@contextlib.contextmanager
+def _memory_disk(folder: Path, nbytes: int) -> Iterator[str]:
+    """Mounts a file system in memory on a folder; yields the reason where that is impossible."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "paceline", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        yield done.stderr.strip() or f"mount ended with status {done.returncode}"
+        return
+    try:
+        yield ""
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
 def listening(pid: int) -> list[int]:

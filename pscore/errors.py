@@ -15,7 +15,7 @@
     |   |-- RankTakenError          another live process holds this rank
     |   |-- LimitError              a limit of the shard would be passed
     |   |-- UnknownJobError         the shard does not know this job or table
-    |   |-- ReplacedError           the shards go on without this incarnation of the worker
+    |   |-- ReplacedError           the shards continue without this incarnation of the worker
     |   `-- StateLostError          a shard has lost the job's weights
     |-- GroupError                  another process of this worker's group has ended
     `-- TransportError              the network or the peer's process failed; a retry may help
@@ -90,7 +90,7 @@ class UnknownJobError(RemoteProtocolError):
 
 
 class ReplacedError(RemoteProtocolError):
-    """The shards go on without this incarnation of the worker; it may join anew."""
+    """The shards continue without this incarnation of the worker; it may rejoin."""
 
 
 class StateLostError(RemoteProtocolError):

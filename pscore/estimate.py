@@ -12,7 +12,7 @@ same order. Its fingerprint names it: a worker states the X that it holds, the s
 deltas from there on, and both compare the fingerprints of the result.
 
 Differs from the paper: X moves when a worker asks, not with each update; a worker that lacks too
-many deltas, or whose fingerprint differs, gets X whole; optimizers other than plain SGD run on W.
+many deltas, or has another fingerprint, gets X whole; optimizers other than plain SGD run on W.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from pscore.types import Origin, TensorSpec
 
 RAW = NoCompression()
 START = Origin()
+GROWN = "+"  # In the name of a table that follows another: `model+1` after `model`.
 COUNT_MAX = 1 << 48  # Largest number of steps or pushes that a record may name.
 
 

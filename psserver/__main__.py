@@ -29,8 +29,8 @@ def main() -> None:
 
         commandline.open_standard_streams()
         try:
-            from psserver.commands import cli
-
+            with commandline.importing("psserver"):
+                from psserver.commands import cli
             cli.main()
         except KeyboardInterrupt:
             commandline.tell_interrupted("psserver")

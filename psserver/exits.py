@@ -38,7 +38,7 @@ MEANINGS: dict[Exit, str] = {
     Exit.BUG: "an invariant broke: please report it with the log",
     Exit.HOST: "the host is not an address of this machine",
     Exit.ACCESS: "a shard refused access: token, certificate, or TLS on one side only",
-    Exit.INTERRUPTED: "ended by Ctrl-C",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C",
 }
 
 

@@ -1,4 +1,4 @@
-"""A job on a faulty network, whose workers die and return and whose shards crash.
+"""A job on a faulty network, with workers that die and return and shards that crash.
 
 The workers' gradients are made so that the ledger can tell them apart, and each decision of a shard
 is checked when it is made.

@@ -148,7 +148,7 @@ class SimulatedShard:
 
         Args:
             index: Its number.
-            num_shards: Shards of the job.
+            num_shards: Number of shards of the job.
             now: Returns the virtual time in seconds.
             lease_s: Seconds of silence after which a worker is lost.
             observers: See each decision.

@@ -7,7 +7,13 @@ optimizer = psworker.DistributedOptimizer(
     named_parameters=model.named_parameters(),
     mode="ssd",
 )
+
+The names are imported when they are first used: `import psworker`, and commands that compute
+nothing, do without torch, whose import takes more than a second.
 """
+
+import importlib
+from typing import TYPE_CHECKING
 
 from pscore.errors import (
     ConfigError,
@@ -19,35 +25,37 @@ from pscore.errors import (
     TransportError,
     UnsupportedOptimizerError,
 )
-from pscore.rules import (
-    ASGD,
-    CD,
-    DCASGD,
-    OD,
-    RULES,
-    SSD,
-    SSGD,
-    SSP,
-    DiLoCo,
-    LocalSGD,
-    SlowMo,
-    Staleness,
-)
-from psworker.modes import modes
-from psworker.training.optimizer import DistributedOptimizer, clip_grad_norm_
 from psworker.training.script_errors import install as _install
-from psworker.training.verbs import (
-    barrier,
-    broadcast_parameters,
-    init,
-    live_ranks,
-    pull,
-    push,
-    push_pull,
-    rank,
-    shutdown,
-    size,
-)
+
+if TYPE_CHECKING:
+    from pscore.rules import (
+        ASGD,
+        CD,
+        DCASGD,
+        OD,
+        RULES,
+        SSD,
+        SSGD,
+        SSP,
+        DiLoCo,
+        LocalSGD,
+        SlowMo,
+        Staleness,
+    )
+    from psworker.training.modes import modes
+    from psworker.training.optimizer import DistributedOptimizer, clip_grad_norm_
+    from psworker.training.verbs import (
+        barrier,
+        broadcast_parameters,
+        init,
+        live_ranks,
+        pull,
+        push,
+        push_pull,
+        rank,
+        shutdown,
+        size,
+    )
 
 __all__ = [
     "ASGD",
@@ -84,5 +92,37 @@ __all__ = [
     "TransportError",
     "UnsupportedOptimizerError",
 ]
+
+_FROM = {
+    "pscore.rules": (
+        *("ASGD", "CD", "DCASGD", "DiLoCo", "LocalSGD", "OD", "RULES", "SlowMo", "SSD", "SSGD"),
+        *("SSP", "Staleness"),
+    ),
+    "psworker.training.modes": ("modes",),
+    "psworker.training.optimizer": ("clip_grad_norm_", "DistributedOptimizer"),
+    "psworker.training.verbs": (
+        *("barrier", "broadcast_parameters", "init", "live_ranks", "pull", "push", "push_pull"),
+        *("rank", "shutdown", "size"),
+    ),
+}
+_MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
+
+if not TYPE_CHECKING:  # A type checker knows each name by its import above.
+
+    def __getattr__(name: str) -> object:
+        """Returns a name of this package, imported now.
+
+        Raises:
+            AttributeError: There is no such name.
+        """
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 _install()  # An error of ours that ends a script is one sentence.

@@ -11,7 +11,8 @@ def main() -> None:
     """Runs one command and ends the process with its exit code."""
     commandline.open_standard_streams()
     try:
-        from psworker.commands import cli
+        with commandline.importing("psworker"):
+            from psworker.commands import cli
 
         cli.main()
     except KeyboardInterrupt:

@@ -113,6 +113,32 @@ def _sum_is_finite(one: FloatArray, other: FloatArray) -> bool:
     return bad == 0
 
 
+@kernel
+def move(source: FloatArray, target: FloatArray) -> None:
+    """Copies `(numel,) float32`, unless both are the same memory; for other kernels."""
+    if source.ctypes.data != target.ctypes.data:
+        for i in range(target.size):
+            target[i] = source[i]
+
+
+@kernel
+def move_idle(source: FloatArray, target: FloatArray, bounds: IntArray, active: IntArray) -> None:
+    """Copies all that lies outside of the active segments of a slice; for other kernels.
+
+    Args:
+        source: `(numel,) float32`.
+        target: `(numel,) float32`; nothing is copied if it is the same memory.
+        bounds: `(num_segments, 2) int64`, start and stop of each segment, in order.
+        active: `(num_segments,) int64`, not 0 where the segment has a gradient.
+    """
+    written = 0
+    for index in range(active.size):
+        if active[index] != 0:
+            move(source[written : bounds[index, 0]], target[written : bounds[index, 0]])
+            written = bounds[index, 1]
+    move(source[written:], target[written:])
+
+
 def read_only(array: FloatArray) -> FloatArray:
     """Returns a read-only view, so that a kernel is compiled for one kind of array only."""
     view = array.view()

@@ -35,7 +35,7 @@ class Budget:
         self.left = nbytes
 
     def take(self, nbytes: int, what: str) -> None:
-        """Takes bytes, to be given back later; `what` names their use in the message.
+        """Reserves bytes, to be given back later; `what` names their use in the message.
 
         Raises:
             LimitError: Fewer are left.
@@ -62,7 +62,7 @@ class ReceiveBuffers:
     """
 
     def __init__(self, budget: Budget) -> None:
-        """Takes the memory from `budget`."""
+        """Starts without a buffer; their memory is counted in `budget`."""
         self._budget = budget
         self._kept: deque[ByteArray] = deque(maxlen=KEPT_BUFFERS)
 

@@ -215,7 +215,7 @@ class Connection:
             LimitError: Unknown peers have too many bytes under way.
         """
         if self._unknown is not None and not self.is_known and nbytes > HELLO_NBYTES_MAX:
-            self._unknown.take(nbytes, "a header of a peer that is not known yet")
+            self._unknown.take(nbytes, "a header of a peer that is not authenticated yet")
             self._reserved_nbytes = nbytes
 
     def _return_reserved(self) -> None:
@@ -268,5 +268,5 @@ class Connection:
             line.send(frame, lambda sent: queue.send_parts([memoryview(sent)]), queue.cut)
 
     def _note_overflow(self, problem: LimitError) -> None:
-        event = "connection closed, its peer does not read"
+        event = "connection closed: its peer does not read"
         self._service.log(event, self._peer, reason=str(problem))

@@ -79,7 +79,7 @@ def read_credentials(
         token_file: Used if the variable is not set.
 
     Raises:
-        ConfigError: A file cannot be used; the message says why and what to do.
+        ConfigError: A file cannot be used; the message has the reason and the remedy.
     """
     ca, cert, key = (
         readable(Path(path), name) if (path := variables.get(name)) else None
@@ -105,7 +105,9 @@ def read_tokens(path: Path) -> list[Token]:
     """
     require_private(readable(path, "the token file"), "the token file")
     if path.stat().st_size > FILE_NBYTES_MAX:
-        raise ConfigError(f"{path} is longer than {FILE_NBYTES_MAX} bytes, which no token file is")
+        raise ConfigError(
+            f"{path} is longer than {FILE_NBYTES_MAX} bytes, the most for a token file"
+        )
     lines = [
         line.split() for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
     ]
@@ -119,7 +121,7 @@ def read_tokens(path: Path) -> list[Token]:
         raise ConfigError(f"{path} holds {len(tokens)} tokens, must hold 1 to {TOKENS_MAX}")
     secrets = [token.secret for token in tokens]
     if len(set(secrets)) != len(secrets):
-        raise ConfigError(f"{path} has one token twice: give each job its own")
+        raise ConfigError(f"{path} holds the same token twice: give each job its own")
     return tokens
 
 
@@ -161,7 +163,7 @@ def require_private(path: Path, what: str) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o027:
         raise ConfigError(
-            f"{what} {path} is open to others (mode {mode:04o}); close it with: chmod 600 {path}"
+            f"{what} {path} can be read by others (mode {mode:04o}); run: chmod 600 {path}"
         )
 
 

@@ -104,7 +104,7 @@ def parse_envelope(header: bytes) -> pb.Envelope:
     try:
         envelope.ParseFromString(header)
     except ProtobufDecodeError as problem:
-        raise DecodeError(f"header of {len(header)} bytes is no message") from problem
+        raise DecodeError(f"header of {len(header)} bytes is not a message") from problem
     return envelope
 
 

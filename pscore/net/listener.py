@@ -193,7 +193,7 @@ class Listener:
     def _start_serving(self, accepted: socket.socket, serve: Serve) -> None:
         """Starts a thread for a new connection, or closes it."""
         if len(self._connections) >= CONNECTIONS_MAX:
-            self._note_refusal(f"{CONNECTIONS_MAX} connections are there already")
+            self._note_refusal(f"{CONNECTIONS_MAX} connections are open already")
         elif descriptors.is_scarce(accepted.fileno()) and not self._pending.drop_oldest():
             self._note_refusal(f"few of the {descriptors.limit()} file descriptors are left")
         elif _is_of_this_user(accepted):
@@ -211,7 +211,7 @@ class Listener:
 
     def _note_refusal(self, reason: str) -> None:
         self._refused_s = time.monotonic()
-        self._service.log("bulk connection refused, there is no room for it", reason=reason)
+        self._service.log("bulk connection refused: too many are open", reason=reason)
 
     def _serve(self, accepted: socket.socket) -> None:
         """Serves one connection to its end."""

@@ -225,7 +225,7 @@ def advance(parts: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 class Incoming:
-    """One frame whose header has been read, and whose payload has not."""
+    """One frame with its header read and its payload still to come."""
 
     def __init__(
         self, connection: Stream | ReadAhead, header: bytes, nbytes: int, start: bytes
@@ -347,7 +347,7 @@ def receive_into(
                 if may_end and filled == 0:
                     continue  # Nothing has begun that could be late.
                 raise TransportError(
-                    f"nothing came for long after {filled} of {target.nbytes} bytes"
+                    f"nothing arrived for too long, after {filled} of {target.nbytes} bytes"
                 ) from None
             if count == 0:
                 if may_end and filled == 0:

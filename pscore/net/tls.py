@@ -245,7 +245,7 @@ def diagnose(address: str, credentials: Credentials) -> TLSError | None:
     if credentials.cert is None:
         return TLSError(f"{address} asks for a certificate of this side; {OWN}")
     return TLSError(
-        f"{address} does not take this side's certificate {credentials.cert} "
+        f"{address} does not accept this side's certificate {credentials.cert} "
         f"({_validity(credentials.cert)} by the clock there); {OWN}"
     )
 
@@ -295,7 +295,7 @@ def _validity(cert: Path) -> str:
     try:
         found = x509.load_pem_x509_certificates(cert.read_bytes())
     except (OSError, ValueError):
-        return "of dates that cannot be read any more"
+        return "of unreadable dates"
     since = max(certificate.not_valid_before_utc for certificate in found)
     until = min(certificate.not_valid_after_utc for certificate in found)
     return f"valid from {since:%Y-%m-%d %H:%M} to {until:%Y-%m-%d %H:%M} UTC"
@@ -338,7 +338,7 @@ def explain(
             what = f"has expired; {NEW}"
         elif problem.verify_code in (HOST_MISMATCH, ADDRESS_MISMATCH):
             what = (
-                f"is not made out to this name ({problem.verify_message.rstrip('.')}); connect by "
+                f"is not valid for this name ({problem.verify_message.rstrip('.')}); connect by "
                 "a name that it has, or make one with `psserver certs --host NAME`"
             )
         else:
@@ -351,7 +351,7 @@ def explain(
         return TLSError(f"{address} asks for a certificate of this side; {OWN}")
     if "ALERT" in text:
         said = text.replace("_", " ").lower()
-        return TLSError(f"{address} does not take this side's certificate ({said}); {OWN}")
+        return TLSError(f"{address} does not accept this side's certificate ({said}); {OWN}")
     if "WRONG_VERSION_NUMBER" in text or "RECORD_LAYER" in text or "PACKET_LENGTH" in text:
         return TLSError(
             f"{address} does not speak TLS, but this side is set to use TLS; start the shards with "
@@ -389,6 +389,6 @@ def _show(context: ssl.SSLContext, cert: Path, key: Path) -> None:
         context.load_cert_chain(cert, key, password=lambda: "")
     except (OSError, ssl.SSLError) as problem:
         raise ConfigError(
-            f"{cert} and {key} are no certificate and its private key without a passphrase: "
+            f"{cert} and {key} are not a certificate and its private key without a passphrase: "
             f"{problem}"
         ) from problem

@@ -78,7 +78,7 @@ def examine(
     Args:
         addresses: `host:port` each.
         credentials: Certificate, key and token of this client.
-        job: Look at this job too.
+        job: Check this job too.
         fingerprint: That its model must have; empty: the shards are only compared.
     """
     findings = own_certificate(credentials)
@@ -108,7 +108,7 @@ def reach(address: str, credentials: Credentials) -> list[Finding]:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError, UnicodeError) as problem:
         do = "correct the address, or the name service of this machine"
-        return [wrong("address", address, f"{host!r} is no known host: {problem}", do)]
+        return [wrong("address", address, f"{host!r} is not a known host: {problem}", do)]
     try:
         socket.create_connection((host, int(port)), tls.PROBE_TIMEOUT_S).close()
     except OSError as problem:
@@ -116,9 +116,9 @@ def reach(address: str, credentials: Credentials) -> list[Finding]:
             f"start the shard (psserver start --port {port}), correct the address, or open the "
             "port in the firewall"
         )
-        return [wrong("port", address, f"nobody can be reached: {problem}", do)]
+        return [wrong("port", address, f"cannot connect: {problem}", do)]
     where = ", ".join(sorted({str(entry[4][0]) for entry in found}))
-    findings = [good("port", address, f"somebody listens ({where})")]
+    findings = [good("port", address, f"a server listens ({where})")]
     if reason := tls.diagnose(address, credentials):
         what, _, do = str(reason).partition("; ")
         findings.append(wrong("TLS", address, what, do))
@@ -126,7 +126,8 @@ def reach(address: str, credentials: Credentials) -> list[Finding]:
         findings += judge_certificate(address, x509.load_der_x509_certificate(der))
     elif credentials.ca is None and not _is_near(found):
         do = "psserver certs makes certificates; docs/security.md"
-        findings.append(doubtful("TLS", address, "no TLS beyond this machine", do))
+        open_ = "connections beyond this machine are not encrypted"
+        findings.append(doubtful("TLS", address, open_, do))
     return findings
 
 
@@ -276,7 +277,7 @@ def look_at_job(
         found = next((entry for entry in status.jobs if entry.job == job), None)
         if found is None:
             there = ", ".join(sorted(entry.job for entry in status.jobs)) or "none"
-            do = "it begins with its first worker; look at --job and PACELINE_JOB"
+            do = "it begins with its first worker; check --job and PACELINE_JOB"
             findings.append(doubtful("job", address, f"no job {job!r}; jobs there: {there}", do))
             continue
         findings += judge_workers(address, found)
@@ -292,7 +293,7 @@ def judge_model(job: str, table: str, prints: dict[str, set[str]], wanted: str) 
     about = f"{job}/{table}"
     listed = ", ".join(f"{mark} at {', '.join(sorted(at))}" for mark, at in prints.items())
     if len(prints) > 1:
-        do = "end the job and start it anew: its shards do not hold one model"
+        do = "end the job and start it again: its shards hold different models"
         return wrong("model", about, f"differs between shards: {listed}", do)
     if wanted and wanted not in prints:
         do = "give the model, and the order of its parameters, that the job began with"
@@ -308,7 +309,7 @@ def judge_workers(address: str, job: pb.JobStatus) -> list[Finding]:
     lost = [str(worker.rank) for worker in job.workers if worker.state == "lost"]
     waits = [f"{table.name} waits for {table.waiting_for}" for table in job.tables]
     waits = [text for text, table in zip(waits, job.tables, strict=True) if table.waiting_for]
-    do = "look at the log of that worker, and of the shards: psserver status, psserver logs"
+    do = "read the log of that worker, and of the shards: psserver status, psserver logs"
     if lost:
         what = "; ".join([what, f"lost: worker {', '.join(lost)}", *waits])
         return [doubtful("job", address, what, do)]
@@ -388,7 +389,7 @@ def show(findings: Sequence[Finding]) -> None:
     from rich.table import Table
 
     colors = {OK: "green", WARNING: "yellow", WRONG: "red"}
-    grid = Table("", "check", "of", "found, and what to do", box=box.SIMPLE_HEAD)
+    grid = Table("", "check", "of", "finding and advice", box=box.SIMPLE_HEAD)
     for finding in findings:
         text = f"{finding.what}\n-> {finding.do}" if finding.do else finding.what
         color = colors[finding.state]
@@ -399,7 +400,7 @@ def show(findings: Sequence[Finding]) -> None:
     console = Console(highlight=False)
     console.print(grid)
     counts = {state: sum(f.state == state for f in findings) for state in colors}
-    console.print(f"{counts[WRONG]} wrong, {counts[WARNING]} to look at, {counts[OK]} fine")
+    console.print(f"{counts[WRONG]} wrong, {counts[WARNING]} warnings, {counts[OK]} fine")
 
 
 def _refusal(check: str, address: str, failure: grpc.RpcError) -> Finding:
@@ -410,7 +411,7 @@ def _refusal(check: str, address: str, failure: grpc.RpcError) -> Finding:
         return wrong(check, address, "another service listens there", "correct the address")
     if failure.code() in RETRYABLE:
         what = f"no answer within {ASK_TIMEOUT_S:g} s: {failure.details()}"
-        do = "correct the address, or look at the shard's log (psserver logs)"
+        do = "correct the address, or read the shard's log (psserver logs)"
     return wrong(check, address, what, do)
 
 

@@ -5,8 +5,8 @@ end to a file of its own, `trace.worker0.json` or `trace.shard0.json`; `psworker
 files. Without the variable nothing is recorded, and each place costs one test of None.
 
 Times are those of the monotonic clock, which all processes of a Linux host share (containers too),
-so that their spans fit to the nanosecond. Between hosts, or boots, what the wall clocks say
-decides, and spans fit as well as those are set.
+so that their spans fit to the nanosecond. Between hosts, or boots, the wall clocks decide,
+and spans fit as well as those are set.
 
 Spans of one thread nest, as its calls do. A span that lasts while its thread does other work (a
 push) is on a track of its own name: as many rows as there were at once.
@@ -130,7 +130,7 @@ def join(paths: Sequence[Path], out: Path) -> list[str]:
 
     Args:
         paths: Files that `Timeline.write` wrote.
-        out: The file to make.
+        out: Path of the merged trace to write.
 
     Returns:
         A description of the file, a line for each process.

@@ -12,34 +12,58 @@ from typing import Any
 import numpy as np
 
 from pscore.errors import ConfigError, UnsupportedOptimizerError
+from pscore.optimizers.adagrad import Adagrad
 from pscore.optimizers.adam import Adam
 from pscore.optimizers.adamw import AdamW
+from pscore.optimizers.amsgrad import AMSGrad, AMSGradW
 from pscore.optimizers.assign import Assign
 from pscore.optimizers.base import Optimizer
+from pscore.optimizers.nadam import NAdam
+from pscore.optimizers.radam import RAdam
+from pscore.optimizers.rmsprop import CenteredRMSprop, RMSprop
 from pscore.optimizers.sgd import SGD
 from pscore.optimizers.slowmo import SlowMo
 from pscore.types import HyperArray, SegmentTable
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    optimizer.name: optimizer for optimizer in (SGD, Adam, AdamW, Assign, SlowMo)
+    optimizer.name: optimizer
+    for optimizer in (
+        SGD,
+        Adam,
+        AdamW,
+        AMSGrad,
+        AMSGradW,
+        Adagrad,
+        RMSprop,
+        CenteredRMSprop,
+        NAdam,
+        RAdam,
+        Assign,
+        SlowMo,
+    )
 }
 
 __all__ = ["OPTIMIZERS", "Optimizer", "from_torch", "hyper_rows", "warm_up"]
 
 # Arguments that only affect torch's implementation, or that `hyper_from_torch` checks.
 _KNOWN = {
+    "alpha",
     "amsgrad",
     "betas",
     "capturable",
+    "centered",
     "dampening",
     "decoupled_weight_decay",
     "differentiable",
     "eps",
     "foreach",
     "fused",
+    "initial_accumulator_value",
     "lr",
+    "lr_decay",
     "maximize",
     "momentum",
+    "momentum_decay",
     "nesterov",
     "weight_decay",
 }
@@ -91,17 +115,18 @@ def warm_up(optimizer: Optimizer) -> None:
 
 
 def _counterpart(found: type[Any], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
-    plugins = {plugin.torch_class: plugin for plugin in OPTIMIZERS.values() if plugin.torch_class}
-    is_torch = found.__module__.startswith("torch.optim.")
-    if not is_torch or found.__name__ not in plugins:
-        supported = ", ".join(f"torch.optim.{name}" for name in sorted(plugins))
+    """Returns the optimizer that implements a torch class with the flags that all groups set."""
+    plugins = [plugin for plugin in OPTIMIZERS.values() if found.__name__ in plugin.torch_classes]
+    if not found.__module__.startswith("torch.optim.") or not plugins:
+        names = {name for plugin in OPTIMIZERS.values() for name in plugin.torch_classes}
+        supported = ", ".join(f"torch.optim.{name}" for name in sorted(names))
         raise UnsupportedOptimizerError(
             f"optimizer is {found.__module__}.{found.__qualname__}, must be one of {supported}"
         )
-    plugin = plugins[found.__name__]
-    if plugin is Adam and all(group.get("decoupled_weight_decay") for group in groups):
-        plugin = AdamW
-    return plugin()
+    by_flags = {plugin.torch_classes[found.__name__]: plugin for plugin in plugins}
+    known = frozenset[str]().union(*by_flags)
+    flags = frozenset(flag for flag in known if all(group.get(flag) for group in groups))
+    return by_flags[flags]()
 
 
 def _refuse_unknown_arguments(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -113,5 +138,5 @@ def _refuse_unknown_arguments(optimizer: Any, groups: Sequence[Mapping[str, Any]
             if group.get(argument, default) != default:
                 raise UnsupportedOptimizerError(
                     f"{type(optimizer).__name__} has {argument}={group[argument]!r}, which the "
-                    f"shards do not know; known are {', '.join(sorted(_KNOWN))}"
+                    f"shards do not support; they support {', '.join(sorted(_KNOWN))}"
                 )

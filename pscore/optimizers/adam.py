@@ -8,7 +8,7 @@ arXiv:1412.6980; t counts the steps of each parameter from 1.
     v = beta2 * v + (1 - beta2) * d * d
     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-Differs from the paper: weight decay, which the paper does not have. `amsgrad` is refused.
+Differs from the paper: weight decay, which the paper does not have.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 
-from pscore.optimizers.base import Optimizer, StepKernels, refuse
+from pscore.memory.kernels import kernel, move, move_idle, read_only
+from pscore.optimizers.base import BLOCK, Optimizer, StepKernels
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, MAXIMIZE = range(6)
-
-# Elements that are copied to `out` and then changed there: small enough to stay in the first-level
-# cache, so that memory is passed over once although the loop below works in place.
-BLOCK = 1024
 
 
 class Adam(Optimizer):
@@ -34,10 +30,11 @@ class Adam(Optimizer):
 
     Attributes:
         decoupled: Weight decay shrinks the weights and is not a part of the gradient.
+        keeps_largest: The third state array is the largest second moment so far (`amsgrad.py`).
     """
 
     name: ClassVar[str] = "adam"
-    torch_class: ClassVar[str] = "Adam"
+    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"Adam": frozenset()}
     hyper_names: ClassVar[tuple[str, ...]] = (
         "lr",
         "beta1",
@@ -49,15 +46,17 @@ class Adam(Optimizer):
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     torch_has_step: ClassVar[bool] = True
     decoupled: ClassVar[bool] = False
+    keeps_largest: ClassVar[bool] = False
 
     @classmethod
     def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
         """Returns one row of hyper-parameters; flags are 0 or 1."""
-        for argument in ("amsgrad", "differentiable"):
-            if group.get(argument):
-                raise refuse(cls.torch_class, group, argument)
-        if bool(group.get("decoupled_weight_decay", cls.decoupled)) != cls.decoupled:
-            raise refuse(cls.torch_class, group, "decoupled_weight_decay")
+        cls.refuse_flags(
+            group,
+            "differentiable",
+            amsgrad=cls.keeps_largest,
+            decoupled_weight_decay=cls.decoupled,
+        )
         beta1, beta2 = group["betas"]
         return (
             float(group["lr"]),
@@ -84,12 +83,12 @@ class Adam(Optimizer):
     ) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
-            _read_only(weights),
+            read_only(weights),
             out,
-            _read_only(grad),
+            read_only(grad),
             float(scale),
-            _read_only(state[0]),
-            _read_only(state[1]),
+            read_only(state[0]),
+            read_only(state[1]),
             (state if state_out is None else state_out)[0],
             (state if state_out is None else state_out)[1],
             segments.bounds,
@@ -127,18 +126,14 @@ class Adam(Optimizer):
                 direction = direction.add(part, alpha=weight_decay)
             mean.lerp_(direction, 1.0 - beta1)
             square.mul_(beta2).addcmul_(direction, direction, value=1.0 - beta2)
+            if self.keeps_largest:
+                largest = state[2][start:stop]
+                square = largest.copy_(largest.maximum(square))
             spread = square.sqrt().div_((1.0 - beta2**count) ** 0.5).add_(eps)
             part.addcdiv_(mean, spread, value=-lr / (1.0 - beta1**count))
 
 
-def _read_only(array: FloatArray) -> FloatArray:
-    # As in `sgd.py`: one form for all arrays, so that the kernel is compiled once.
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+@kernel
 def _step(
     weights: FloatArray,
     out: FloatArray,
@@ -155,23 +150,13 @@ def _step(
     hyper: HyperArray,
     decoupled: bool,
 ) -> None:
-    moves = weights.ctypes.data != out.ctypes.data
-    keeps = mean.ctypes.data != mean_out.ctypes.data
-    written = 0
-    for index in range(groups.size + 1):
-        # Elements between the segments, and inactive segments, are copied.
-        last = index == groups.size
-        start = weights.size if last else bounds[index, 0]
-        stop = weights.size if last else bounds[index, 1]
-        idle = stop if last or active[index] == 0 else start
-        if moves:
-            _copy(weights[written:idle], out[written:idle])
-        if keeps:
-            _copy(mean[written:idle], mean_out[written:idle])
-            _copy(square[written:idle], square_out[written:idle])
-        written = stop
-        if idle == stop:
+    move_idle(weights, out, bounds, active)
+    move_idle(mean, mean_out, bounds, active)
+    move_idle(square, square_out, bounds, active)
+    for index in range(groups.size):
+        if active[index] == 0:
             continue
+        start, stop = bounds[index, 0], bounds[index, 1]
         row = hyper[groups[index]]
         counts[index] += 1
         correction1 = 1.0 - row[BETA1] ** counts[index]
@@ -181,11 +166,9 @@ def _step(
         shrink = np.float32(1.0 - row[LR] * row[WEIGHT_DECAY] if decoupled else 1.0)
         for low in range(start, stop, BLOCK):
             high = min(low + BLOCK, stop)
-            if moves:
-                _copy(weights[low:high], out[low:high])
-            if keeps:
-                _copy(mean[low:high], mean_out[low:high])
-                _copy(square[low:high], square_out[low:high])
+            move(weights[low:high], out[low:high])
+            move(mean[low:high], mean_out[low:high])
+            move(square[low:high], square_out[low:high])
             _adam(
                 out[low:high],
                 grad[low:high],
@@ -203,13 +186,7 @@ def _step(
             )
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _copy(source: FloatArray, target: FloatArray) -> None:
-    for i in range(target.size):
-        target[i] = source[i]
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+@kernel
 def _adam(
     w: FloatArray,
     g: FloatArray,

@@ -10,6 +10,7 @@ Differs from the paper: the decay is multiplied by the learning rate, as in torc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pscore.optimizers.adam import Adam
@@ -19,5 +20,8 @@ class AdamW(Adam):
     """`torch.optim.AdamW`, and `torch.optim.Adam` with `decoupled_weight_decay=True`."""
 
     name: ClassVar[str] = "adamw"
-    torch_class: ClassVar[str] = "AdamW"
+    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {
+        "AdamW": frozenset(),
+        "Adam": frozenset({"decoupled_weight_decay"}),
+    }
     decoupled: ClassVar[bool] = True

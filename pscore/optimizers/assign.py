@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 
+from pscore.memory.kernels import kernel, read_only
 from pscore.optimizers.base import Optimizer, StepKernels
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
@@ -44,9 +44,9 @@ class Assign(Optimizer):
     ) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
-            _read_only(weights),
+            read_only(weights),
             out,
-            _read_only(grad),
+            read_only(grad),
             float(scale),
             segments.bounds,
             counts,
@@ -71,14 +71,7 @@ class Assign(Optimizer):
             counts[index] += 1
 
 
-def _read_only(array: FloatArray) -> FloatArray:
-    # As in `sgd.py`: one form for all arrays, so that the kernel is compiled once.
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-@njit(nogil=True, cache=True, fastmath=False)
+@kernel
 def _step(
     weights: FloatArray,
     out: FloatArray,
@@ -101,7 +94,7 @@ def _step(
     _scaled(weights[written:], out[written:], np.float32(1.0))
 
 
-@njit(nogil=True, cache=True, fastmath=False)
+@kernel
 def _scaled(source: FloatArray, target: FloatArray, factor: np.float32) -> None:
     for i in range(target.size):
         target[i] = source[i] * factor

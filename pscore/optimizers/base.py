@@ -32,21 +32,29 @@ class StepKernels(Protocol):
         """Makes the step of `sgd.py` in place, on tensors of the device."""
 
 
+# Elements that a kernel copies to its output and then changes there: small enough to stay in the
+# first-level cache, so that memory is passed over once although the loops work in place.
+BLOCK = 1024
+
+
 class Optimizer(ABC):
     """One kind of step from a gradient to new weights.
 
     Attributes:
         name: Its name in `OPTIMIZERS` and on the wire.
-        torch_class: Name of the `torch.optim` class that it implements; empty if there is none.
+        torch_classes: Names of the `torch.optim` classes that it implements, each with the flags
+            that are then set in every group, of those by which optimizers of the class differ.
         hyper_names: Columns of the hyper-parameters. The first is always `lr`.
         state_names: Its state arrays, each `(numel,) float32`, under torch's own names.
+        scalar_names: Those of them that torch keeps as one number for each parameter.
         torch_has_step: Whether torch's state holds the number of steps as `step`.
     """
 
     name: ClassVar[str]
-    torch_class: ClassVar[str] = ""
+    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {}
     hyper_names: ClassVar[tuple[str, ...]]
     state_names: ClassVar[tuple[str, ...]] = ()
+    scalar_names: ClassVar[tuple[str, ...]] = ()
     torch_has_step: ClassVar[bool] = False
 
     @classmethod
@@ -59,9 +67,28 @@ class Optimizer(ABC):
         """
 
     @classmethod
-    def column(cls, name: str) -> int:
-        """Returns the index of hyper-parameter `name` in a row."""
-        return cls.hyper_names.index(name)
+    def refuse_flags(cls, group: Mapping[str, Any], *never: str, **fixed: bool) -> None:
+        """Refuses flags of a torch parameter group with which this optimizer makes no step.
+
+        Args:
+            group: The parameter group.
+            never: Flags that must not be set.
+            fixed: Flags that must have these values; one that is not there has it.
+
+        Raises:
+            UnsupportedOptimizerError: Names the first one that is set, or not set.
+        """
+        wanted = dict.fromkeys(never, False) | fixed
+        for argument, value in wanted.items():
+            if bool(group.get(argument, value)) == value:
+                continue
+            names = " or ".join(cls.torch_classes)
+            raise UnsupportedOptimizerError(
+                f"{names} has {argument}={group[argument]!r}, which the shards do not implement"
+                if argument in never
+                else f"{names} has {argument}={group[argument]!r} in one group, or since it was "
+                "made; the shards need one value for all groups and steps"
+            )
 
     def keeps_state(self, hyper: HyperArray) -> bool:
         """Returns whether a step with these hyper-parameters leaves the state as it is."""
@@ -116,10 +143,3 @@ class Optimizer(ABC):
         make the step; else torch's operations make it.
         """
         raise NotImplementedError(f"{self.name} has no step for device tensors")
-
-
-def refuse(optimizer: str, group: Mapping[str, Any], argument: str) -> UnsupportedOptimizerError:
-    """Returns the error for a torch argument that the shards do not implement."""
-    return UnsupportedOptimizerError(
-        f"{optimizer} has {argument}={group[argument]!r}, which the shards do not implement"
-    )

@@ -17,23 +17,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 
-from pscore.optimizers.base import Optimizer, StepKernels, refuse
+from pscore.memory.kernels import kernel, move, move_idle, read_only
+from pscore.optimizers.base import BLOCK, Optimizer, StepKernels
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 LR, MOMENTUM, DAMPENING, WEIGHT_DECAY, NESTEROV, MAXIMIZE = range(6)
-
-# Elements that are copied to `out` and then changed there: small enough to stay in the first-level
-# cache, so that memory is passed over once although the loops below work in place.
-BLOCK = 2048
 
 
 class SGD(Optimizer):
     """`torch.optim.SGD`: momentum, dampening, Nesterov, weight decay, maximize."""
 
     name: ClassVar[str] = "sgd"
-    torch_class: ClassVar[str] = "SGD"
+    torch_classes: ClassVar[Mapping[str, frozenset[str]]] = {"SGD": frozenset()}
     hyper_names: ClassVar[tuple[str, ...]] = (
         "lr",
         "momentum",
@@ -47,8 +43,7 @@ class SGD(Optimizer):
     @classmethod
     def hyper_from_torch(cls, group: Mapping[str, Any]) -> tuple[float, ...]:
         """Returns one row of hyper-parameters; flags are 0 or 1."""
-        if group.get("differentiable"):
-            raise refuse("SGD", group, "differentiable")
+        cls.refuse_flags(group, "differentiable")
         return (
             float(group["lr"]),
             float(group["momentum"]),
@@ -78,11 +73,11 @@ class SGD(Optimizer):
     ) -> None:
         """Makes one step on the CPU in one pass over memory."""
         _step(
-            _read_only(weights),
+            read_only(weights),
             out,
-            _read_only(grad),
+            read_only(grad),
             float(scale),
-            _read_only(state[0]),
+            read_only(state[0]),
             state[0] if state_out is None else state_out[0],
             segments.bounds,
             segments.groups,
@@ -127,15 +122,7 @@ class SGD(Optimizer):
             counts[index] += 1
 
 
-def _read_only(array: FloatArray) -> FloatArray:
-    # Numba compiles a kernel again for arrays that cannot be written, such as mapped weights: all
-    # come in one form, so that a daemon that has warmed up never stops to compile.
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-@njit(nogil=True, cache=True, fastmath=False)
+@kernel
 def _step(
     weights: FloatArray,
     out: FloatArray,
@@ -149,22 +136,12 @@ def _step(
     active: IntArray,
     hyper: HyperArray,
 ) -> None:
-    moves = weights.ctypes.data != out.ctypes.data
-    keeps = buffer.ctypes.data != buffer_out.ctypes.data
-    written = 0
-    for index in range(groups.size + 1):
-        # Elements between the segments, and inactive segments, are copied.
-        last = index == groups.size
-        start = weights.size if last else bounds[index, 0]
-        stop = weights.size if last else bounds[index, 1]
-        idle = stop if last or active[index] == 0 else start
-        if moves:
-            _copy(weights[written:idle], out[written:idle])
-        if keeps:
-            _copy(buffer[written:idle], buffer_out[written:idle])
-        written = stop
-        if idle == stop:
+    move_idle(weights, out, bounds, active)
+    move_idle(buffer, buffer_out, bounds, active)
+    for index in range(groups.size):
+        if active[index] == 0:
             continue
+        start, stop = bounds[index, 0], bounds[index, 1]
         row = hyper[groups[index]]
         factor = np.float32(-scale if row[MAXIMIZE] != 0.0 else scale)
         weight_decay = np.float32(row[WEIGHT_DECAY])
@@ -179,10 +156,8 @@ def _step(
         along = momentum if nesterov else np.float32(1.0)
         for low in range(start, stop, BLOCK):
             high = min(low + BLOCK, stop)
-            if moves:
-                _copy(weights[low:high], out[low:high])
-            if keeps:
-                _copy(buffer[low:high], buffer_out[low:high])
+            move(weights[low:high], out[low:high])
+            move(buffer[low:high], buffer_out[low:high])
             w, g, v = out[low:high], grad[low:high], buffer_out[low:high]
             if momentum == 0:
                 _plain(w, g, factor, weight_decay, lr)
@@ -191,13 +166,7 @@ def _step(
         counts[index] += 1
 
 
-@njit(nogil=True, cache=True, fastmath=False)
-def _copy(source: FloatArray, target: FloatArray) -> None:
-    for i in range(target.size):
-        target[i] = source[i]
-
-
-@njit(nogil=True, cache=True, fastmath=False)
+@kernel
 def _plain(
     w: FloatArray, g: FloatArray, factor: np.float32, weight_decay: np.float32, lr: np.float32
 ) -> None:
@@ -206,7 +175,7 @@ def _plain(
         w[i] -= lr * d
 
 
-@njit(nogil=True, cache=True, fastmath=False)
+@kernel
 def _momentum(
     w: FloatArray,
     g: FloatArray,

@@ -4,7 +4,7 @@ Enda Yu et al., "CD-SGD: Distributed Stochastic Gradient Descent with Compressio
 Compensation", ICPP 2021, arXiv:2106.10796; as in the authors' code (repository Tugraph/CD-SGD,
 kvstore_dist.h).
 
-    worker, step t after the warm-up, with r_i what error feedback owes:
+    worker, step t after the warm-up, with r_i the residual of error feedback:
         w_i^{t+1} = LU(W^t, g_i^t)                          as in OD-SGD, from the uncompressed g_i
         k-1 of k steps:       r_i = r_i + g_i;  q = Q(r_i);  r_i = r_i - q;  push q
         each k-th, raw:       push g_i                      r_i stays

@@ -63,7 +63,7 @@ class Grant:
             AccessError: The token is of another job.
         """
         if self.job not in (EVERY, job):
-            raise AccessError(f"the token is of job {self.job!r}, not of {job!r}; {HOW} of that")
+            raise AccessError(f"the token is for job {self.job!r}, not for {job!r}; {HOW} for that")
 
     def require_control(self, method: str) -> None:
         """Refuses a method that concerns all jobs to a token of one job.
@@ -108,12 +108,14 @@ class Authorizer:
         if self.is_open:
             return Grant(EVERY)
         if not secret:
-            raise AccessError(f"a token is needed, and none came; {HOW}")
+            raise AccessError(f"a token is required, and none was sent; {HOW}")
         digest, found = _digest(secret), ""
         for known, job in self._known:  # All of them, so that the time reveals nothing.
             found = job if hmac.compare_digest(known, digest) else found
         if not found:
-            raise AccessError(f"the token that came is none of this shard's; {HOW} that it has")
+            raise AccessError(
+                f"this shard does not know the token that was sent; {HOW} that it knows"
+            )
         return Grant(found)
 
     def admit_call(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Grant:

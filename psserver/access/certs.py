@@ -55,7 +55,7 @@ def make(
         raise CommandError(
             Exit.STATE_DIR,
             f"{folder} holds {', '.join(there)} already; take another directory, or replace them "
-            "with --force: what was made with them no longer connects then",
+            "with --force: clients that use the old ones can then no longer connect",
         )
     begins = (datetime.datetime.now(datetime.UTC) if now is None else now) - BEFORE
     until = begins + BEFORE + datetime.timedelta(days=days)
@@ -85,7 +85,8 @@ def next_steps(folder: Path, hosts: Sequence[str]) -> list[str]:
     named = ", ".join(dict.fromkeys([*LOCAL, socket.gethostname(), *hosts]))
     return [
         f"certificates for {named} are in {folder}; other names: --host NAME",
-        "the shards (with --tls-client-ca only who has client.pem and client.key can connect):",
+        "the shards (with --tls-client-ca only clients with client.pem and client.key "
+        "can connect):",
         f"  psserver start --host {listen} --tls-cert {place}/server.pem --tls-key "
         f"{place}/server.key --tls-client-ca {place}/ca.pem --token-file {place}/token",
         "workers, and psserver status and the others (copy these four to each machine):",

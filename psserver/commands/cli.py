@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
 
 app = typer.Typer(
-    help="Parameter server of Paceline: starts shards, and shows how they do.",
+    help="Parameter server of Paceline: starts shards, and shows their state.",
     epilog=EPILOG,
     context_settings=commandline.CONTEXT,
     no_args_is_help=True,
@@ -39,8 +39,7 @@ StateDir = Annotated[
 ]
 Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
 Servers = Annotated[
-    str | None,
-    typer.Option(envvar="PACELINE_SERVERS", help="Addresses, host:port,host:port,..."),
+    str | None, typer.Option(help="Addresses, host:port,host:port,... [PACELINE_SERVERS].")
 ]
 Job = Annotated[str | None, typer.Option(help="Name of the job [the only one].")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -81,25 +80,26 @@ def start(
         str | None, typer.Option(help="Name that shards which belong together share [a new one].")
     ] = None,
     port: Port = None,
+    data_port: Annotated[int | None, typer.Option(help="Of shard 0's data sockets [free].")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
     state_dir: StateDir = None,
     checkpoint_s: Annotated[
-        float | None, typer.Option(help="Seconds between checkpoints into --state-dir [300].")
+        float | None, typer.Option(help="Seconds between checkpoints in --state-dir [300].")
     ] = None,
     shard_addresses: Annotated[
         str | None,
-        typer.Option(help="Of all shards, in order; for checkpoints where each starts by itself."),
+        typer.Option(help="Of all shards, in order; for checkpoints with --shard-index."),
     ] = None,
     snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
     durability: Annotated[
         str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of a shard [cores/shards].")] = None,
-    lease_s: Annotated[float | None, typer.Option(help="Silence until a worker is lost.")] = None,
-    grace_s: Annotated[float | None, typer.Option(help="Time for requests under way.")] = None,
+    lease_s: Annotated[float | None, typer.Option(help="Silent seconds of a lost worker.")] = None,
+    grace_s: Annotated[float | None, typer.Option(help="Seconds for requests under way.")] = None,
     memory_mb: Annotated[
-        int | None, typer.Option(help="MiB of a shard for tables [what there is].")
+        int | None, typer.Option(help="MiB of each shard for tables [the host's memory].")
     ] = None,
     keep_ended_s: Annotated[
         float | None, typer.Option(help="Seconds that an ended job is kept [3600].")
@@ -122,7 +122,7 @@ def start(
         Path | None, typer.Option(help="A token for everything, or lines: job token.")
     ] = None,
     insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Listen beyond loopback without these.")
+        bool | None, typer.Option("--insecure", help="Listen elsewhere without TLS and tokens.")
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of the metrics page [port+1000]; 0 is off.")
@@ -130,7 +130,7 @@ def start(
     log_format: Annotated[str | None, typer.Option(help="text or json [text].")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
     log_max_mb: Annotated[
-        int | None, typer.Option(help="MiB of a log file until the next is begun [64]; 0: never.")
+        int | None, typer.Option(help="MiB of a log file before the next one [64]; 0: no limit.")
     ] = None,
     config: Config = None,
 ) -> None:
@@ -150,7 +150,7 @@ def status(
     job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show shards, jobs, workers, and what waits for whom."""
+    """Show shards, jobs, workers, and the workers that each one waits for."""
     from psserver.commands.find import find
     from psserver.remote import ask
     from psserver.remote import status as picture
@@ -192,9 +192,12 @@ def jobs(
 @app.command()
 def forget(
     *,
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Its name, as `jobs` shows it.")],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of the job, as `jobs` shows it.")],
     force: Annotated[
-        bool, typer.Option("--force", help="Also if workers take part: they end with an error.")
+        bool,
+        typer.Option(
+            "--force", help="Forget the job even if it has live workers; they end with an error."
+        ),
     ] = False,
     port: Port = None,
     state_dir: StateDir = None,
@@ -241,7 +244,7 @@ def stop(
     servers: Servers = None,
     grace_s: Annotated[
         float | None,
-        typer.Option(help="With --servers: time for requests under way [10].", min=0.0),
+        typer.Option(help="With --servers: seconds for requests under way [10].", min=0.0),
     ] = None,
 ) -> None:
     """End shards once the requests under way are answered."""
@@ -267,9 +270,13 @@ def logs(
     *,
     port: Port = None,
     state_dir: StateDir = None,
-    shard: Annotated[int | None, typer.Option(help="Only this one.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until they end.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="At most so many.", min=1)] = 1000,
+    shard: Annotated[int | None, typer.Option(help="Only the log of this shard.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow the logs until the shards end.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", help="Number of last lines to show.", min=1)
+    ] = 1000,
 ) -> None:
     """Print the logs of detached shards of this machine, or of those that ran last."""
     from psserver.commands import logview
@@ -297,7 +304,9 @@ def embedded(
     shards: Annotated[int, typer.Option(help="Number of shards.", min=1, max=64)] = 1,
     lease_s: Annotated[float, typer.Option(envvar="PACELINE_LEASE_S", min=0.5, max=3600.0)] = 10.0,
     log_level: Annotated[str, typer.Option(envvar="PACELINE_LOG_LEVEL")] = "error",
-    token: Annotated[bool, typer.Option("--token", help="With a token; names its file.")] = False,
+    token: Annotated[
+        bool, typer.Option("--token", help="Path of the file that holds the token.")
+    ] = False,
 ) -> None:
     """Start shards that end when standard input does; print their addresses as JSON."""
     from psserver.process.embedded import serve_parent
@@ -310,7 +319,12 @@ def checkpoint(
     *,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where checkpoints go.")],
     job: Job = None,
-    keep: Annotated[int, typer.Option(help="Delete this job's oldest beyond so many.", min=1)] = 3,
+    keep: Annotated[
+        int,
+        typer.Option(
+            help="Number of this job's checkpoints to keep; older ones are deleted.", min=1
+        ),
+    ] = 3,
     port: Port = None,
     state_dir: StateDir = None,
     servers: Servers = None,
@@ -335,11 +349,13 @@ def restore(
     job: Annotated[
         str | None,
         typer.Option(
-            help="Name of the job [as it was]; chooses where DIR has checkpoints of several."
+            help="Name of the job [as in the checkpoint]; selects one if DIR holds checkpoints "
+            "of several jobs."
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Workers that will join [as many as there were].", min=1)
+        int | None,
+        typer.Option(help="Number of workers that will join [as in the checkpoint].", min=1),
     ] = None,
     port: Port = None,
     state_dir: StateDir = None,
@@ -379,8 +395,9 @@ def export(
     from psserver.remote import checkpoint as shards
     from psserver.remote import checkpoint_files as files
 
-    if source is not None and (port is not None or state_dir is not None):
-        raise ConfigError("--from reads a checkpoint: --port and --state-dir have no effect on it")
+    for flag, value in (("--servers", servers), ("--port", port), ("--state-dir", state_dir)):
+        if source is not None and value is not None:
+            raise ConfigError(f"{flag} {value} has no effect with --from: it reads a checkpoint")
     if source is not None:
         _, taken = files.read(source, job, _warn)
     else:
@@ -398,12 +415,13 @@ def _warn(sentence: str) -> None:
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Says of a failing disk where and why."""
+    """Raises the command's error for a disk that fails."""
     try:
         yield
     except OSError as problem:
         raise CommandError(
-            Exit.STATE_DIR, f"cannot write {path}: {problem}; what was there before still is"
+            Exit.STATE_DIR,
+            f"cannot write {path}: {problem}; the file that was there before is unchanged",
         ) from problem
 
 
@@ -414,7 +432,7 @@ def certs(
     host: Annotated[
         list[str] | None, typer.Option(help="Name or address of a shard; may be repeated.")
     ] = None,
-    days: Annotated[int, typer.Option(help="How long they are good.", min=1, max=3650)] = 365,
+    days: Annotated[int, typer.Option(help="Days until they expire.", min=1, max=3650)] = 365,
     force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
 ) -> None:
     """Make a CA for development, certificates for shards and clients, and a token."""
@@ -430,10 +448,10 @@ def doctor(
     port: Port = None,
     state_dir: StateDir = None,
     servers: Servers = None,
-    job: Annotated[str | None, typer.Option(help="Look at this job too.")] = None,
+    job: Annotated[str | None, typer.Option(help="Check this job too.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look for what is wrong with the shards and this machine; exit with 1 if something is."""
+    """Check the shards and this machine for problems; exit with 1 if there is one."""
     from pscore.observe import doctor as doc
     from psserver.commands.doctor import examine
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from pscore.errors import ConfigError
 from pscore.observe import doctor
 from pscore.observe.doctor import Finding
-from psserver.commands.find import find
+from psserver.commands.find import find, require_one_way
 from psserver.exits import CommandError
 from psserver.process.run_dir import RunDirectory
 
@@ -21,8 +21,12 @@ def examine(
         servers: Addresses with commas between them.
         port: Port of shard 0 on this machine.
         state_dir: As given to `start`.
-        job: Look at this job too.
+        job: Check this job too.
+
+    Raises:
+        ConfigError: An argument would have no effect.
     """
+    require_one_way(servers, port, state_dir)
     here = doctor.examine_machine(RunDirectory(state_dir).path)
     try:
         found = find(servers, port, state_dir)

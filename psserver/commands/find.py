@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pscore.errors import ConfigError
 from pscore.net.credentials import Credentials, read_credentials
 from psserver.exits import CommandError, Exit
 from psserver.process.run_dir import Run, RunDirectory
@@ -31,15 +32,20 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
     """Returns the servers that are meant.
 
     Args:
-        servers: Addresses with commas between them; they are believed.
+        servers: Addresses with commas between them; they are believed. Without any argument, those
+            that PACELINE_SERVERS names.
         port: Port of shard 0 on this machine.
         state_dir: As given to `start`.
 
     Raises:
         CommandError: There are none, or several and it is not clear which.
-        ConfigError: The variables name files that cannot be used.
+        ConfigError: The variables name files that cannot be used, or an argument would have no
+            effect.
     """
-    if servers and port is None and state_dir is None:
+    require_one_way(servers, port, state_dir)
+    if port is None and state_dir is None:
+        servers = servers or os.environ.get("PACELINE_SERVERS")
+    if servers:
         addresses = [part.strip() for part in servers.split(",") if part.strip()]
         for address in addresses:
             _require_address(address)
@@ -53,12 +59,22 @@ def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found
     if chosen:
         listed = ", ".join(str(run.port) for run in chosen)
         raise CommandError(
-            Exit.USAGE, f"servers run on ports {listed}; say which with --port, or with --servers"
+            Exit.USAGE, f"servers run on ports {listed}; choose one with --port, or with --servers"
         )
     # Started by another user, in a container, or with another --state-dir.
     credentials = read_credentials()
     addresses = ask.neighbours("127.0.0.1", PORT if port is None else port, credentials)
     return Found(addresses=addresses, run=None, credentials=credentials)
+
+
+def require_one_way(servers: str | None, port: int | None, state_dir: Path | None) -> None:
+    """Raises a `ConfigError` if servers are named by address, and as those of this machine too."""
+    for flag, value in (("--port", port), ("--state-dir", state_dir)):
+        if servers is not None and value is not None:
+            raise ConfigError(
+                f"{flag} {value} has no effect with --servers: it names servers of this machine; "
+                "leave one of them out"
+            )
 
 
 def run_directory(state_dir: Path | None) -> RunDirectory:
@@ -75,7 +91,7 @@ def find_run(directory: RunDirectory, port: int | None) -> Run | None:
     runs = [run for run in directory.runs() if port in (None, run.port)]
     if len(runs) > 1:
         listed = ", ".join(str(run.port) for run in runs)
-        raise CommandError(Exit.USAGE, f"servers run on ports {listed}; say which with --port")
+        raise CommandError(Exit.USAGE, f"servers run on ports {listed}; choose one with --port")
     return runs[0] if runs else None
 
 

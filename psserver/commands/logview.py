@@ -52,8 +52,9 @@ def last_files(directory: RunDirectory, port: int | None, shard: int | None) -> 
         where = "" if port is None else f" on port {port}"
         raise CommandError(
             Exit.NO_ANSWER,
-            f"no psserver runs{where} according to {directory.path}, and none has left logs there; "
-            "if it was started with --state-dir, give the same",
+            f"no psserver runs{where} according to {directory.path}, and there are no logs "
+            f"of an earlier one; "
+            "if it was started with --state-dir, give the same directory",
         )
     if shard is None:
         return files

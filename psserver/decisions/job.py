@@ -138,5 +138,5 @@ class Job:
         return (
             f"; the job was interrupted at step {self.life.first_step or self.step}: start its "
             "workers as they were, or take another job name, or run `psserver forget "
-            f"{self.name}` and begin anew"
+            f"{self.name}` to start over"
         )

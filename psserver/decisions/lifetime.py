@@ -66,15 +66,15 @@ class Lifetimes:
         if lost is not None:
             _, reason = lost
             raise StateLostError(
-                f"shard {self._index} had job {name!r} and cannot go on with it: {reason}; restore "
+                f"shard {self._index} had job {name!r} and cannot continue it: {reason}; restore "
                 f"a checkpoint with `psserver restore DIR --job {name}`, or run `psserver forget "
-                f"{name}` and begin anew"
+                f"{name}` to start over"
             )
         former = self.jobs.get(name)
         how = self._ends.get(name, "")
         if former is not None and former.step > 0:
             how = former.end_in_words()
-        return f"job {name!r} begins anew at step 0: the former one {how}" if how else ""
+        return f"job {name!r} starts over at step 0: the former one {how}" if how else ""
 
     def meet(self, job: Job, member: Member, life: int) -> None:
         """Begins another life of a job if the worker that joins is the first of it.
@@ -103,10 +103,10 @@ class Lifetimes:
         job.barriers.begin_again()
         for table in job.tables.values():
             table.begin_again()
-        why = "as it was restored"
+        why = "it was restored from a checkpoint"
         if state is not State.RESTORED:
             why = (
-                "all of its workers were lost before the last of them had ended; to begin anew "
+                "all of its workers were lost before the last of them had ended; to start over "
                 f"instead, end them and run `psserver forget {job.name}`"
             )
         news = f"job {job.name!r} goes on at step {step}: {why}"

@@ -49,7 +49,7 @@ class Limits:
         """
         if self.memory_nbytes is not None and not self.has_room(wanted, held):
             raise LimitError(
-                f"{what} wants {wanted} bytes of memory, {max(0, self.memory_nbytes - held)} of "
+                f"{what} needs {wanted} bytes of memory, {max(0, self.memory_nbytes - held)} of "
                 f"{self.memory_nbytes} are left (memory_mb); `psserver jobs` shows which jobs have "
                 "them, `psserver forget JOB` frees one"
             )

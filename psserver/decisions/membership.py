@@ -1,7 +1,7 @@
 """The workers of a job, as one shard sees them: a state machine without a clock or a network.
 
-Each shard keeps its own membership of each job. A worker joins every shard, renews its lease at
-every shard, and leaves every shard; time is an argument. The rest of the shard asks one question:
+Each shard has its own membership of each job: a worker joins every shard, renews its lease at
+every shard, and leaves every shard. Time is an argument. The rest of the shard asks one question:
 which workers are expected to push step t? A job is *formed* when `num_workers` have joined; before,
 workers that have not joined yet are expected at every step, so that no step closes without them.
 
@@ -77,13 +77,13 @@ class Member:
     host: str
     pid: int
     heard_s: float  # Time of its last message.
-    lease_ends_s: float = 0.0  # When it is declared lost, unless it is heard before.
+    lease_ends_s: float = 0.0  # Time when it is declared lost, unless it is heard before.
     presence: Presence = Presence.LIVE
-    reason: str = ""  # Why it left.
-    returns: bool = False  # It was part of the job before: a job without live workers goes on.
-    waits: str = ""  # A shard that does not answer to it, in its own words.
+    reason: str = ""  # The reason for which it left.
+    returns: bool = False  # It was part of the job before: a job without live workers continues.
+    waits: str = ""  # The shard that does not answer it, as the worker describes it.
     news: str = ""  # Message about the job, for a worker that joins.
-    is_suspect: bool = False  # Not heard since its connection broke, or since it was restored.
+    is_suspect: bool = False  # Silent since its connection broke, or since it was restored.
     # By table: steps ended, begun and not ended, and those ended when the latter last changed.
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
@@ -113,7 +113,7 @@ class Membership:
         self.min_workers = min_workers
         self.lease_s = lease_s
         self.members: dict[int, Member] = {}
-        self.has_ended = False  # Whether the last worker to leave said that its part is done.
+        self.has_ended = False  # Whether the last worker that left had ended without an error.
         self.spent: dict[int, tuple[int, ...]] = {}  # Of ranks whose workers `begin_again` forgot.
 
     def join(self, member: Member) -> int:
@@ -240,7 +240,7 @@ class Membership:
         Args:
             rank: The worker's rank.
             incarnation: The worker's incarnation.
-            reason: Why it leaves, for people.
+            reason: The reason for people.
             failed: Whether its script failed: it counts as lost.
         """
         member = self.members.get(rank)
@@ -300,8 +300,8 @@ class Membership:
     def wanted(self) -> int:
         """Returns how many live workers a step needs in order to close; 0: it needs none.
 
-        That is so in a job that is not elastic, and in one without live workers: the pushes in its
-        open steps shall enter its weights.
+        It is 0 in a job that is not elastic, and in one without live workers, so that the pushes in
+        its open steps enter its weights.
         """
         if not self.is_elastic or self.is_idle:
             return 0
@@ -326,11 +326,11 @@ class Membership:
 
     @property
     def is_idle(self) -> bool:
-        """Whether workers had joined and none is live any more."""
+        """Whether workers have joined and none of them is live now."""
         return bool(self.members) and not self._in(Presence.LIVE)
 
     def is_deserted(self, rank: int) -> bool:
-        """Returns whether no worker takes part any more, for a new process that asks for `rank`.
+        """Returns whether the job has no worker left, for a new process that asks for `rank`.
 
         Suspect workers count as gone if the process asks for the rank of one of them.
         """
@@ -362,15 +362,15 @@ class Membership:
 
     def _was_replaced(self, member: Member, held: Member) -> bool:
         """Returns whether the process that holds or held a rank has replaced `member`'s."""
-        if self.is_elastic:  # Any process may have a free rank, whatever held it meanwhile.
+        if self.is_elastic:  # Any process may have a free rank, also one that others held.
             return False
         return member.restart < held.restart or not set(held.spent).isdisjoint(member.former)
 
     def _free_rank(self, incarnation: int) -> int:
-        """Returns the rank that this process has already, or the lowest that was never held.
+        """Returns the rank that this process already has, or the lowest that was never held.
 
-        In an elastic job the ranks of lost workers come before those, and of workers that have left
-        after them.
+        In an elastic job the ranks of lost workers are taken before those, and the ranks of workers
+        that have left after them.
         """
         former = self.rank_of(incarnation)
         if former is not None:

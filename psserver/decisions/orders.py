@@ -78,7 +78,7 @@ class Answer:
     worker: int
     version: int
     with_state: bool
-    clock: int = 0  # Where that worker goes on counting if it has come anew.
+    clock: int = 0  # Next step of a worker that has just (re)joined.
     is_look: bool = False  # Only to be seen (`Pull.is_look`).
 
 

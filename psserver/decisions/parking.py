@@ -63,8 +63,8 @@ class Parking:
         """
         if sum(worker == push.worker for _, worker in self._pushes) >= PARKED_MAX:
             raise RemoteProtocolError(
-                f"worker {push.worker} pushed step {push.step}, {PARKED_MAX} of its pushes wait "
-                f"already for version {version}"
+                f"worker {push.worker} pushed step {push.step}, {PARKED_MAX} of its pushes already "
+                f"wait for version {version}"
             )
         self._pushes[push.step, push.worker] = (push, token)
 

@@ -76,9 +76,9 @@ class Shard:
     def decide_join(
         self, name: str, num_workers: int, member: Member, min_workers: int = 0, life: int = 0
     ) -> tuple[Job, Actions]:
-        """Adds a worker to a job; the first one creates it. Returns the job, and what follows.
+        """Adds a worker to a job; the first one creates it. Returns the job and the actions.
 
-        A job that is over begins anew; one that was interrupted goes on (lifetime.py).
+        A job that has ended starts over; one that was interrupted continues (lifetime.py).
 
         Args:
             name: Name of the job.
@@ -101,8 +101,8 @@ class Shard:
             job.life.news = news
         if job.membership.size != (wanted := Membership(num_workers, 0.0, min_workers).size):
             raise JobMismatchError(
-                f"job {name!r} has {job.membership.size} workers, this one was started for {wanted}"
-                f"{job.hint()}"
+                f"job {name!r} has {job.membership.size} workers, this worker was started for "
+                f"{wanted}{job.hint()}"
             )
         job.membership.require_new(member)
         repeated = is_repeated(job, member)
@@ -187,7 +187,7 @@ class Shard:
         """Returns the table that `spec` declares, and whether it is new.
 
         Raises:
-            JobMismatchError: The job's table of this name differs; the message says in what.
+            JobMismatchError: The job's table of this name differs; the message names how.
             LimitError: There are too many tables, or too little memory.
             ConfigError: The declaration is not one that a shard can serve.
         """
@@ -198,7 +198,7 @@ class Shard:
                 raise JobMismatchError(f"job {job.name!r}: {difference}{job.hint()}")
             return table, False
         if len(job.tables) >= TABLES_MAX:
-            raise LimitError(f"job {job.name!r} has {TABLES_MAX} tables already")
+            raise LimitError(f"job {job.name!r} already has {TABLES_MAX} tables")
         if spec.num_shards != self.num_shards:
             raise ConfigError(f"table for {spec.num_shards} shards, there are {self.num_shards}")
         kept = self.limits.is_kept
@@ -258,7 +258,8 @@ class Shard:
         if rank not in aside:
             if str(rule) != str(table.spec.rule):
                 raise JobMismatchError(
-                    f"job {job.name!r}: mode is changed to {rule} here and to {table.spec.rule} "
+                    f"job {job.name!r}: this worker changes the mode to {rule}, another one to "
+                    f"{table.spec.rule} "
                     "in the job"
                 )
             return None

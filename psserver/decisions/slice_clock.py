@@ -50,7 +50,7 @@ class SliceClock(SliceState):
             return self._load(push, token)
         if self.version < 0:
             raise RemoteProtocolError(
-                f"worker {push.worker} pushed step {push.step} before there were weights"
+                f"worker {push.worker} pushed step {push.step} before the weights were initialised"
             )
         if push.base_version > self.version:
             raise RemoteProtocolError(
@@ -69,7 +69,7 @@ class SliceClock(SliceState):
         if len(counted.ahead) >= AHEAD_MAX:
             raise RemoteProtocolError(
                 f"worker {push.worker} pushed step {push.step}, {AHEAD_MAX} steps since "
-                f"{counted.clock} are in and others between them are not"
+                f"{counted.clock} have arrived and others between them have not"
             )
         return self._count(push, token) + self._proceed()
 

@@ -1,4 +1,4 @@
-"""Waits that last: reported in the shard's log, to workers, and in its status."""
+"""Long waits: reported in the shard's log, to workers, and in its status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stalls:
         """Records the waits of this moment; called about once a second.
 
         Args:
-            standing: What is waited for, as text, by a key that changes with every step forward.
+            standing: The waits as text, each by a key that changes with every step forward.
             now_s: The time, in seconds.
 
         Returns:
@@ -47,6 +47,6 @@ class Stalls:
 
     @property
     def told(self) -> str:
-        """The longest wait, as text; empty if none has lasted."""
+        """The longest wait, as text; empty if none is long."""
         oldest = max(self._waits.values(), key=lambda wait: wait.age_s, default=None)
         return oldest.text if oldest is not None and oldest.age_s >= TELL_AFTER_S else ""

@@ -108,7 +108,9 @@ class Table:
         """
         if index not in self.clocks:
             owned = f"{len(self.layout.slices)} slices in all, {len(self.clocks)} of them here"
-            raise RemoteProtocolError(f"slice {index} of {self.spec.name!r} is not here ({owned})")
+            raise RemoteProtocolError(
+                f"slice {index} of {self.spec.name!r} is not on this shard ({owned})"
+            )
         return self.clocks[index]
 
 

@@ -212,7 +212,7 @@ class JournalDir:
             stamp = read_json(folder / STAMP)
         known = stamp.get("instance")
         if (found := _format_of(folder / STAMP)) is not None and found != FORMAT:
-            log.error("journals of another format are left alone", folder=str(folder))
+            log.error("journals of another format are left untouched", folder=str(folder))
         elif stamp.get("boot") == boot_id() and isinstance(known, int):
             self.instance = known
             return
@@ -252,7 +252,7 @@ class JournalDir:
         """
         name, is_worth_it = name_of(folder), _is_worth_it(folder)
         log.error(
-            "a job's journal cannot be used",
+            "the journal of a job cannot be used",
             job=name or "unknown",
             path=str(folder),
             reason=str(problem),
@@ -292,7 +292,7 @@ class JournalDir:
             if not _is_worth_it(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
-            reason = "the machine was started anew since, which a journal does not survive"
+            reason = "the machine has been restarted since; a journal does not survive that"
             with contextlib.suppress(OSError):
                 if not (folder / LOST).exists():
                     write_json(folder / LOST, {"reason": reason})
@@ -309,7 +309,7 @@ class JournalDir:
         try:
             self._write_stamp()
         except OSError as problem:
-            log.error("stamp of the journals cannot be written", reason=str(problem))
+            log.error("the stamp of the journals cannot be written", reason=str(problem))
 
 
 def _format_of(stamp: Path) -> int | None:
@@ -361,7 +361,7 @@ class TemporaryJournalDir:
             base.mkdir(mode=0o700, exist_ok=True)
             found = base.stat(follow_symlinks=False)
             if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
-                raise PermissionError(f"{base} belongs to somebody else")
+                raise PermissionError(f"{base} belongs to another user")
             _sweep(base)
             folder = base / name
             folder.mkdir(mode=0o700, exist_ok=True)

@@ -129,7 +129,7 @@ class JobRecorder:
                 folder = self._journal.folder
                 self.close()
                 log.warning(
-                    "no room to journal a job: it would be lost with this process",
+                    "no space to journal a job: it would be lost with this process",
                     job=self._job.name,
                     table=table.spec.name,
                     folder=str(folder),

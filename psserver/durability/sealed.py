@@ -111,7 +111,7 @@ def read_json(path: Path) -> Meta:
         whole = json.loads(path.read_bytes())
         meta = whole["meta"]
         if not isinstance(meta, dict) or whole["sha256"] != _hash(json.dumps(meta).encode()):
-            raise ValueError(f"{path} does not have the hash that stands in it")
+            raise ValueError(f"{path} does not match the hash that it contains")
     except (TypeError, KeyError, RecursionError) as problem:
         raise ValueError(f"{path} is not a JSON object with a hash") from problem
     except ValueError as problem:
@@ -138,7 +138,7 @@ def read_bytes(path: Path) -> bytes:
     whole = path.read_bytes()
     size = hashlib.sha256().digest_size
     if hashlib.sha256(whole[size:]).digest() != whole[:size]:
-        raise ValueError(f"{path} is damaged: it does not have the hash that stands in it")
+        raise ValueError(f"{path} is damaged: it does not match the hash that it contains")
     return whole[size:]
 
 

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import psutil
 
 from pscore.errors import ConfigError, LimitError, RemoteProtocolError
 from pscore.types import ANY_STEP, Origin
 from psserver.decisions.table import Table
 from psserver.engine.engine import Engine
+from psserver.engine.host_memory import available_nbytes
 from psserver.engine.job import AtVersion, RunningJob, RunningTable
 from psserver.engine.residuals import ResidualCollection
 from psserver.engine.slice_queue import CopyOut
@@ -32,7 +32,7 @@ class CaptureState(enum.Enum):
     WAITING = "some slices have not reached the version"
     COLLECTING = "residuals of some workers are missing"
     PASSED = "a slice or a worker is past the version"
-    DONE = "all of it is here"
+    DONE = "all arrays are here"
 
 
 PENDING = (CaptureState.WAITING, CaptureState.COLLECTING)
@@ -242,7 +242,7 @@ def _require_memory(job: RunningJob, table: Table, shard: int, *, weights_only: 
     num_residuals = 0 if weights_only else len(table.spec.compressor.state_names)
     num_workers = job.job.membership.num_workers
     num_arrays = 1 + len(table.optimizer.state_names) + num_residuals * num_workers
-    available = psutil.virtual_memory().available
+    available = available_nbytes()
     if num_arrays * table.nbytes > available:
         raise LimitError(
             f"a copy of table {table.spec.name!r} of job {job.name!r} on shard {shard} is of "

@@ -319,7 +319,7 @@ def _shared_grad(job: RunningJob, table: Table, address: Address, worker: int) -
     """
     grads = job.tables[address.table].shared_grads.get(worker)
     if grads is None:
-        raise RemoteProtocolError(f"worker {worker} has attached no segment for its gradients")
+        raise RemoteProtocolError(f"worker {worker} has not attached a segment for its gradients")
     spec = table.specs[address.slice]
     return grads[spec.start : spec.stop].view(np.uint8)
 

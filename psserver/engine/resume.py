@@ -14,7 +14,7 @@ from psserver.engine.engine import Engine
 from psserver.engine.job import Request, RunningJob, RunningTable
 from psserver.slices.base import Payload, Store
 from psserver.slices.journal import SliceJournal
-from psserver.slices.store import RAW
+from psserver.slices.sums import RAW
 
 
 def recover(engine: Engine, inspect: Callable[[Store], None] | None = None) -> list[str]:

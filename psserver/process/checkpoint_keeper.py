@@ -55,7 +55,10 @@ class Keeper:
             if process is not None:
                 process.wait(self._last_s)
         except subprocess.TimeoutExpired:
-            log.warning("no last checkpoint in time; those before it stay", waited_s=self._last_s)
+            log.warning(
+                "no last checkpoint was written in time; earlier ones are kept",
+                waited_s=self._last_s,
+            )
         self.close()
 
     def close(self) -> None:
@@ -78,7 +81,7 @@ class Keeper:
             if time.monotonic() - started_s > SETTLED_S:
                 pause_s = PAUSE_S_MIN
             log.error(
-                "the process that takes checkpoints died, it is started again",
+                "the process that writes checkpoints died; it is started again",
                 how=how,
                 pause_s=pause_s,
             )
@@ -90,7 +93,7 @@ class Keeper:
         try:
             with self._lock:
                 if self._is_ending.is_set():
-                    return "was not wanted any more"
+                    return "was no longer needed"
                 self._process = process = subprocess.Popen(
                     [sys.executable, *SAFE, "-m", "psserver", "schedule", plan],
                     stdin=subprocess.PIPE,

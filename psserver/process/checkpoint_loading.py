@@ -46,7 +46,7 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
         if job in engine.shard.jobs and job != half:
             continue  # Its journal is newer.
         if found[0].manifest.get("finished"):
-            log.info("job had ended, it is not loaded", job=job, path=str(found[0].path))
+            log.info("job had ended; it is not loaded", job=job, path=str(found[0].path))
             continue
         chosen = _newest_good(job, found)
         if chosen is None:
@@ -62,11 +62,11 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
             raise CommandError(
                 Exit.STATE_DIR,
                 f"cannot load {path}: {problem}; make room for it, or move its checkpoints away "
-                f"if job {job!r} is not to go on",
+                f"if job {job!r} is not to be continued",
             ) from problem
         loaded[job] = checkpoint
         log.warning(
-            "job taken up from its newest checkpoint",
+            "job recovered from its newest checkpoint",
             job=job,
             at=checkpoint.position,
             path=str(path),
@@ -80,7 +80,7 @@ def _newest_good(job: str, found: Sequence[Found]) -> tuple[Path, Checkpoint] | 
             return one.path, verified(one)
         except PROBLEMS as problem:
             log.error("checkpoint cannot be used", job=job, path=str(one.path), reason=str(problem))
-    log.error("no checkpoint of a job can be used, it would begin anew", job=job)
+    log.error("no checkpoint of a job can be used; the job would start over", job=job)
     return None
 
 
@@ -111,4 +111,4 @@ def bring(
         lacking = [index for index, jobs in enumerate(known) if job not in jobs]
         if lacking:
             shards.restore(addresses, credentials, checkpoint, job, lacking)
-            log.warning("checkpoint brought to other shards", job=job, shards=lacking)
+            log.warning("checkpoint sent to the other shards", job=job, shards=lacking)

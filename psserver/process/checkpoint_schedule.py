@@ -71,7 +71,7 @@ class Schedule:
             credentials = read_credentials(token_file=self._plan.token_file)
             statuses = ask.statuses(self._plan.addresses, credentials)
         except (PacelineError, OSError) as problem:
-            log.warning("no checkpoints taken; the last ones stay", reason=str(problem))
+            log.warning("no checkpoints written; the last ones are kept", reason=str(problem))
             return
         for job in statuses[0].jobs:
             mark = mark_of(statuses, job.job)
@@ -82,7 +82,7 @@ class Schedule:
                 path = write(self._folder, taken, keep=KEEP)
             except (PacelineError, OSError, MemoryError) as problem:
                 log.warning(
-                    "no checkpoint taken; the last one stays",
+                    "no checkpoint written; the last one is kept",
                     job=job.job,
                     reason=str(problem) or type(problem).__name__,
                 )

@@ -129,30 +129,32 @@ class Daemon:
             partial(_set_aside, self.plan.checkpoint_dir),
         )
         if self._to_bring:
-            self._servicer.closed = "it brings the newest checkpoints to the other shards first"
+            self._servicer.closed = "it first sends the newest checkpoints to the other shards"
         control_pb2_grpc.add_ControlServicer_to_server(self._servicer, server)
         checkpoint_pb2_grpc.add_CheckpointsServicer_to_server(Checkpointer(self.engine), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
     def _make_bulk(self) -> Listener:
-        """Binds the bulk data plane to any free port; workers learn it from this shard.
+        """Binds the bulk data plane to its port; workers learn it from this shard.
 
         Raises:
-            CommandError: The host is not one of this machine.
+            CommandError: The host is not one of this machine, or the port is taken.
         """
         local = f"paceline-{self.plan.cluster}-{self.plan.index}-{self._instance:x}"
         try:
             return make_listener(
                 self.engine,
                 self.plan.host,
-                0,
+                self.plan.data_port,
                 local,
                 authorizer=self._authorizer,
                 context=self.plan.trust.context(),
             )
         except OSError as problem:
-            raise bind_error(problem, self.plan.host, 0, "--port") from problem
+            raise bind_error(
+                problem, self.plan.host, self.plan.data_port, "--data-port"
+            ) from problem
 
     async def start(self) -> Ready:
         """Binds, and answers from then on.
@@ -212,7 +214,10 @@ class Daemon:
 
     def broke(self, problem: BaseException) -> None:
         """Ends the process at once: an invariant is broken. May be called from any thread."""
-        log.error("shard broke and ends; this is a bug in Paceline", exc_info=problem)
+        log.error(
+            "an invariant of the shard broke and the shard ends; this is a bug in Paceline",
+            exc_info=problem,
+        )
         self.code = Exit.BUG
         self._loop.call_soon_threadsafe(self._ending.set)
 
@@ -243,6 +248,8 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_S)
             self.engine.tick()
+            if self.plan.beats:
+                beat()
             setup.tell_left_out()
             await self._look_at_doors()
             # A process that the parent forked may keep our standard input open after its death.
@@ -260,9 +267,12 @@ class Daemon:
             await self._health.set(name, STATUS.NOT_SERVING if is_short else STATUS.SERVING)
         if is_short:
             log.error(
-                "shard not ready, it cannot let anybody in",
+                "shard not ready: it cannot accept connections",
                 descriptors=descriptors.limit(),
-                do="raise the limit (ulimit -n, LimitNOFILE=), or find who holds connections open",
+                do=(
+                    "raise the limit (ulimit -n, LimitNOFILE=), or find the process that holds "
+                    "connections open"
+                ),
             )
         else:
             log.warning("shard ready again")
@@ -270,7 +280,7 @@ class Daemon:
     def _restore(self) -> None:
         """Resumes the jobs in the journals of this shard's previous process."""
         for name in recover(self.engine):
-            log.warning("job taken up where it was", job=name)
+            log.warning("job continues where it was", job=name)
         if self._journals is not None:
             self._instance = self._journals.instance
         if self.plan.checkpoint_dir is None:
@@ -361,7 +371,7 @@ def _set_aside(folder: str | None, job: str) -> str:
     except OSError as problem:
         raise ConfigError(
             f"job {job!r} is forgotten, but its checkpoints in {folder} cannot be moved aside: "
-            f"{problem}; move them away, or the next start begins with them"
+            f"{problem}; move them away, or the next start loads them"
         ) from problem
     return "" if moved is None else str(moved)
 
@@ -459,6 +469,13 @@ def tell(report: Report) -> None:
     """Reports to the supervisor; that it is gone is seen at standard input."""
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(report_to_json(report) + "\n")
+        sys.stdout.flush()
+
+
+def beat() -> None:
+    """Writes an empty line to the supervisor, as a sign of life."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write("\n")
         sys.stdout.flush()
 
 

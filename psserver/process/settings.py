@@ -39,7 +39,7 @@ def _config(prefix: str) -> SettingsConfigDict:
 
 
 class ServerSettings(BaseSettings):
-    """Section `server`: where the shards listen and what they may use."""
+    """Section `server`: the addresses and resources of the shards."""
 
     model_config = _config("PACELINE_")
 
@@ -47,6 +47,9 @@ class ServerSettings(BaseSettings):
     """Address to listen on. Anything but loopback needs TLS and tokens, or `insecure`."""
     port: int = Field(default=7070, ge=0, le=PORT_MAX)
     """Port of shard 0; the others follow. 0 takes free ports."""
+    data_port: int | None = Field(default=None, ge=1, le=PORT_MAX)
+    """Port of shard 0's data sockets, for firewalls; the others follow. By default free ones, which
+    workers learn from the shards. Workers that cannot reach it use gRPC, which is slower."""
     shards: int = Field(default=1, ge=1, le=SHARDS_MAX)
     """Number of shard processes. About one for each two cores is enough."""
     shard_index: int | None = Field(default=None, ge=0, le=SHARDS_MAX - 1)
@@ -138,9 +141,12 @@ class ServerSettings(BaseSettings):
     def why_no_checkpoints(self) -> str:
         """Why the start of shard 0 cannot take scheduled checkpoints; empty if it can."""
         if self.state_dir is None:
-            return "there is no place for them: give --state-dir"
+            return "they have no directory: give --state-dir"
         if self.shard_index == 0 and self.shards > 1 and self.shard_addresses is None:
-            return "shard 0 does not know the others: give --shard-addresses HOST:PORT,HOST:PORT"
+            return (
+                "shard 0 does not know the addresses of the others: give --shard-addresses "
+                "HOST:PORT,HOST:PORT"
+            )
         if self.tls_cert is not None and not os.environ.get("PACELINE_TLS_CA"):
             return "they are read over TLS: set PACELINE_TLS_CA to the CA that signed --tls-cert"
         return ""
@@ -163,7 +169,7 @@ class MetricsSettings(BaseSettings):
 
 
 class LogSettings(BaseSettings):
-    """Section `log`: what is written to standard error."""
+    """Section `log`: the messages on standard error."""
 
     model_config = _config("PACELINE_LOG_")
 
@@ -276,14 +282,25 @@ def _check(settings: Settings) -> None:
     ]
     if missing and not is_loopback(server.host) and not server.insecure:
         raise ConfigError(
-            f"server.host is {server.host!r}: others than this machine could connect; give "
+            f"server.host is {server.host!r}: other machines could connect; give "
             f"{' and '.join(missing)} too (`psserver certs DIR --host NAME` makes the files), or "
-            "--insecure if the network is yours alone, or --host 127.0.0.1"
+            "--insecure if nobody else uses the network, or --host 127.0.0.1"
         )
+    if server.insecure and settings.origins["server.insecure"].startswith("flag"):
+        # A file or the environment may be that of several starts; a flag is for this one.
+        reason = f"only this machine can reach {server.host}"
+        if not missing:
+            reason = "--tls-cert and --token-file are given"
+        if is_loopback(server.host) or not missing:
+            raise ConfigError(f"--insecure has no effect: {reason}; leave it out")
     server.trust.check()
     _check_part(server)
     _check_checkpoints(settings)
-    for name, first in (("server.port", server.port), ("metrics.port", settings.metrics.port)):
+    for name, first in (
+        ("server.port", server.port),
+        ("server.data_port", server.data_port),
+        ("metrics.port", settings.metrics.port),
+    ):
         num_shards = len(server.indices)
         last = (first or 0) + num_shards - 1
         if last > PORT_MAX:
@@ -291,6 +308,7 @@ def _check(settings: Settings) -> None:
                 f"{name} is {first} for {num_shards} shards, the last would have {last}, must be "
                 f"at most {PORT_MAX}"
             )
+    _check_apart(settings)
     last_metrics = server.port + METRICS_OFFSET + len(server.indices) - 1
     if settings.metrics.port is None and last_metrics > PORT_MAX:
         raise ConfigError(
@@ -338,6 +356,23 @@ def _check_checkpoints(settings: Settings) -> None:
         raise ConfigError(
             f"server.shard_addresses has {len(addresses)} addresses for {server.shards} shards"
         )
+
+
+def _check_apart(settings: Settings) -> None:
+    """Raises a `ConfigError` if two kinds of ports overlap."""
+    server = settings.server
+    taken: dict[int, str] = {}  # Kind by port.
+    kinds = {
+        "server.port": server.port,
+        "server.data_port": server.data_port,
+        "metrics.port": metrics_ports(settings)[0],
+    }
+    for name, first in kinds.items():
+        for port in range(first, first + len(server.indices)) if first else ():
+            if (other := taken.setdefault(port, name)) != name:
+                raise ConfigError(
+                    f"{name} and {other} both take port {port}: give one of them other ports"
+                )
 
 
 def _check_part(server: ServerSettings) -> None:

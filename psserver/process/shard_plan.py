@@ -27,6 +27,7 @@ class ShardPlan:
     host: str
     port: int  # 0: any free one.
     metrics_port: int | None  # None: no metrics page; 0: any free port.
+    data_port: int = 0  # Of the data sockets; 0: any free port.
     num_threads: int
     lease_s: float
     grace_s: float
@@ -46,6 +47,7 @@ class ShardPlan:
     keep_ended_s: float = KEEP_ENDED_S
     # Where timelines are written (pscore/observe/timeline.py); None: nowhere.
     timeline: str | None = None
+    beats: bool = False  # Whether the process writes a line to its supervisor at each tick.
 
     @property
     def limits(self) -> Limits:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from pscore.errors import ConfigError
 from pscore.net import faults
 from pscore.observe.boot import began
 from pscore.text import join_address
@@ -23,6 +24,7 @@ from psserver.exits import CommandError, Exit
 from psserver.logs import setup
 from psserver.process import run_dir
 from psserver.process.checkpoint_keeper import Keeper
+from psserver.process.notify import ServiceManager
 from psserver.process.run_dir import FREE, Run, RunDirectory, ShardRun
 from psserver.process.settings import Settings, metrics_ports
 from psserver.process.shard_plan import FOLDER, SchedulePlan, ShardPlan
@@ -51,6 +53,7 @@ class Launch:
     detached: bool
     cluster: str = ""
     is_told: bool = False
+    service: ServiceManager = field(default_factory=ServiceManager.of)
     keeper: Keeper = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +80,8 @@ class Launch:
             restart=settings.server.restart,
             on_ready=self._on_ready,
             on_end=self._on_end,
-            before_stop=self.keeper.last,
+            before_stop=self._before_stop,
+            service=self.service,
         )
         try:
             return supervisor.run()
@@ -104,6 +108,7 @@ class Launch:
                 host=server.host,
                 port=server.port + place if server.port else 0,
                 metrics_port=metrics_port,
+                data_port=server.data_port + place if server.data_port else 0,
                 num_threads=server.threads_each,
                 lease_s=server.lease_s,
                 grace_s=server.grace_s,
@@ -123,6 +128,7 @@ class Launch:
                 if (log_file := self._log_file(f"shard-{index}")) is None
                 else str(log_file),
                 log_max_mb=self.settings.log.max_mb,
+                beats=self.service.watchdog_s > 0,
             )
             for place, (index, metrics_port) in enumerate(
                 zip(server.indices, metrics_ports(self.settings), strict=True)
@@ -162,9 +168,14 @@ class Launch:
             self.keeper.start(lambda: self._schedule(folder, run.addresses).to_json())
         if self.folder is not None:
             self._write(self.folder, run)
+        self.service.ready(f"{len(posts)} shard(s) ready at {','.join(run.addresses)}")
         if not self.is_told:
             self.is_told = True
             self.tell(self._started(run))
+
+    def _before_stop(self) -> None:
+        self.service.stopping()
+        self.keeper.last()
 
     def _write(self, folder: Path, run: Run) -> None:
         """Writes the run file; a later one that cannot be written leaves the one before.
@@ -247,7 +258,7 @@ class Launch:
         server = self.settings.server
         wanted = []
         if server.tls_cert is not None:
-            wanted.append("PACELINE_TLS_CA=ca.pem (who signed --tls-cert)")
+            wanted.append("PACELINE_TLS_CA=ca.pem (the CA that signed --tls-cert)")
         if server.tls_client_ca is not None:
             wanted.append("PACELINE_TLS_CERT and PACELINE_TLS_KEY (a certificate of their own)")
         if server.token_file is not None:
@@ -255,7 +266,10 @@ class Launch:
         if wanted:
             return [f"workers and psserver's commands need {', '.join(wanted)}"]
         if server.insecure:
-            return ["nothing is checked (--insecure): whoever reaches the port changes the weights"]
+            return [
+                "nothing is checked (--insecure): any process that reaches the port can change "
+                "the weights"
+            ]
         return []
 
     def _which(self) -> str:
@@ -282,8 +296,14 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
 
     Raises:
         CommandError: They cannot be started.
+        ConfigError: A flag would have no effect.
     """
     server = settings.server
+    if not detach and settings.origins["log.max_mb"].startswith("flag"):
+        raise ConfigError(
+            f"--log-max-mb {settings.log.max_mb} has no effect without --detach: log lines go to "
+            "standard error"
+        )
     faults.from_environment()  # Errors in them are reported here, not by each shard.
     directory = RunDirectory(server.state_dir)
     for run in directory.runs():

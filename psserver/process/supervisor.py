@@ -21,6 +21,7 @@ from typing import IO
 import structlog
 
 from psserver.exits import CommandError, Exit
+from psserver.process.notify import ServiceManager
 from psserver.process.shard_plan import Ready, Refused, Report, ShardPlan, report_from_json
 
 log = structlog.get_logger()
@@ -31,6 +32,7 @@ PAUSE_S_MIN = 0.1
 PAUSE_S_MAX = 30.0
 RESTARTS_MAX = 10  # One after the other, without having lived for `SETTLED_S`.
 SETTLED_S = 10.0
+WATCHDOG_PARTS = 3  # Signs of life within the time that systemd allows.
 LINE_NBYTES_MAX = 64 << 10
 # A file of the user's named like a module must not be found, unless Paceline itself is found there.
 SAFE = [] if sys.path[:1] == [os.getcwd()] else ["-P"]
@@ -49,7 +51,7 @@ class ShardProcess:
         self.plan = plan
         self.log_file = log_file
         self.report: Report | None = None
-        self.started_s = time.monotonic()
+        self.started_s = self.heard_s = time.monotonic()
         self._line = b""
         stderr = None if log_file is None else _open_log(log_file)
         self._popen = subprocess.Popen(
@@ -75,6 +77,7 @@ class ShardProcess:
     def read(self) -> bool:
         """Reads the output of the process; returns False if it has ended."""
         chunk = os.read(self.fileno(), LINE_NBYTES_MAX)
+        self.heard_s = time.monotonic()
         if self.report is None:
             self._line += chunk
             line, newline, _ = self._line.partition(b"\n")
@@ -117,7 +120,7 @@ def _open_log(path: Path) -> IO[bytes]:
     try:
         return path.open("ab")
     except OSError as problem:
-        log.error("a shard goes without its log file", path=str(path), reason=str(problem))
+        log.error("a shard continues without its log file", path=str(path), reason=str(problem))
         return Path(os.devnull).open("ab")
 
 
@@ -161,7 +164,7 @@ def stop(shards: Iterable[ShardProcess], grace_s: float) -> bool:
     deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
     late = [s for s in shards if s.wait(max(0.0, deadline_s - time.monotonic())) is None]
     for shard in late:
-        log.error("shard killed, it did not end in time", shard=shard.plan.index, pid=shard.pid)
+        log.error("shard killed: it did not end in time", shard=shard.plan.index, pid=shard.pid)
         shard.send(signal.SIGKILL)
         shard.wait()
     for shard in shards:
@@ -216,6 +219,7 @@ class Supervisor:
     on_ready: Callable[[Sequence[Post]], None]  # After the start, and after each restart.
     on_end: Callable[[], None]
     before_stop: Callable[[], None] = lambda: None  # While the shards still serve.
+    service: ServiceManager = field(default_factory=ServiceManager)
     posts: list[Post] = field(default_factory=list)
 
     def run(self) -> Exit:
@@ -256,6 +260,7 @@ class Supervisor:
                     selector.unregister(key.fileobj)
                     if not self._bury(key.fileobj):
                         return Exit.SHARD_DIED
+                self._feed_watchdog()
                 for post in self.posts:
                     if post.due_s and post.due_s <= time.monotonic():
                         self._start_again(post, selector)
@@ -269,7 +274,7 @@ class Supervisor:
         except OSError as problem:
             post.due_s = time.monotonic() + PAUSE_S_MAX
             log.error(
-                "shard cannot be started, it is tried again",
+                "shard cannot be started; the start is tried again",
                 shard=post.plan.index,
                 reason=str(problem),
                 pause_s=PAUSE_S_MAX,
@@ -309,7 +314,7 @@ class Supervisor:
         gives_up = not self.restart or post.num_restarts >= RESTARTS_MAX
         pause_s = min(PAUSE_S_MIN * 2**post.num_restarts, PAUSE_S_MAX)
         log.error(
-            "shard died" if gives_up else "shard died, it is started again",
+            "shard died" if gives_up else "shard died; it is started again",
             shard=process.plan.index,
             pid=process.pid,
             how=how,
@@ -319,10 +324,19 @@ class Supervisor:
         post.due_s = 0.0 if gives_up else time.monotonic() + pause_s
         return not gives_up
 
+    def _feed_watchdog(self) -> None:
+        """Resets systemd's watchdog, unless a shard that was ready is silent for as long."""
+        now_s, limit_s = time.monotonic(), self.service.watchdog_s
+        ready = [each for each in self._processes() if isinstance(each.report, Ready)]
+        if limit_s and all(now_s - each.heard_s < limit_s for each in ready):
+            self.service.alive()
+
     def _pause_s(self) -> float | None:
-        """Returns the time until the next restart is due."""
-        due = [post.due_s for post in self.posts if post.due_s]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        """Returns the time until the next restart, or sign of life to systemd, is due."""
+        pauses = [max(0.0, post.due_s - time.monotonic()) for post in self.posts if post.due_s]
+        if self.service.watchdog_s:
+            pauses.append(self.service.watchdog_s / WATCHDOG_PARTS)
+        return min(pauses, default=None)
 
     def _processes(self) -> list[ShardProcess]:
         return [post.process for post in self.posts if post.process is not None]

@@ -174,7 +174,7 @@ def _answer(address: str, call: Any, started_s: float, credentials: Credentials)
         if call.code() is grpc.StatusCode.UNIMPLEMENTED:
             what = f"{address} is another service, not a shard of psserver"
         elif call.code() in RETRYABLE:
-            what = f"nobody answers at {address} (waited {waited_s:.1f} s)"
+            what = f"nothing answers at {address} (waited {waited_s:.1f} s)"
         else:
             what = f"{address} answers {call.code().name}: {call.details()}"
         raise CommandError(Exit.NO_ANSWER, f"{what}; {how}") from problem

@@ -123,8 +123,8 @@ def _choose(status: control_pb2.StatusReply, name: str | None) -> control_pb2.Jo
         return jobs[0]
     listed = ", ".join(repr(job.job) for job in status.jobs) or "none"
     wanted = "a job with weights" if name is None else f"a job {name!r} with weights"
-    hint = "; say which with --job" if jobs else ""
-    raise CommandError(Exit.USAGE, f"{wanted} is wanted, and there are {listed}{hint}")
+    hint = "; choose one with --job" if jobs else ""
+    raise CommandError(Exit.USAGE, f"this needs {wanted}, and there are {listed}{hint}")
 
 
 def _capture_table(
@@ -158,7 +158,7 @@ def _capture_table(
     raise CommandError(
         Exit.NO_ANSWER,
         f"table {table!r} of job {job!r} could not be copied at one version in {ATTEMPTS} "
-        "attempts: a worker has stopped in the middle of a step (psserver status says which), or "
+        "attempts: a worker has stopped in the middle of a step (see psserver status), or "
         "steps are too fast",
     )
 
@@ -168,7 +168,7 @@ def _require_weights(state: TableState, job: str) -> None:
     if state.updates[0] < 0:
         raise CommandError(
             Exit.NO_ANSWER,
-            f"table {state.spec.name!r} of job {job!r} has no weights yet; worker 0 brings them "
+            f"table {state.spec.name!r} of job {job!r} has no weights yet; worker 0 uploads them "
             "when it has joined",
         )
 
@@ -205,7 +205,7 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
                 Exit.NO_ANSWER,
                 f"table {request.table!r} of job {request.job!r} could not be copied within "
                 f"{OWED_WAIT_S:g} s: a worker has stopped in the middle of a step, or has not sent "
-                f"what its error feedback owes: {ranks or 'nobody'}; the job waits for {awaited}",
+                f"its residuals: {ranks or 'nobody'}; the job waits for {awaited}",
             )
     return replies
 

@@ -41,7 +41,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pscore.errors import ConfigError
-from pscore.table_spec import TableSpec
+from pscore.table_spec import GROWN, TableSpec
 from pscore.types import FloatArray
 from psserver.durability import records
 from psserver.engine.residuals import is_residual
@@ -193,6 +193,17 @@ def set_aside(folder: Path, job: str) -> Path | None:
         os.close(fd)
 
 
+def newest_table(checkpoint: Checkpoint) -> TableState:
+    """Returns the first table, or the last of those that follow it because the model has grown."""
+    stem = checkpoint.tables[0].spec.name + GROWN
+    following = [table for table in checkpoint.tables if table.spec.name.startswith(stem)]
+    return max(
+        following,
+        key=lambda table: int(table.spec.name.removeprefix(stem)),
+        default=checkpoint.tables[0],
+    )
+
+
 def export(path: Path, checkpoint: Checkpoint) -> None:
     """Writes the weights of a job as one safetensors file.
 
@@ -201,7 +212,7 @@ def export(path: Path, checkpoint: Checkpoint) -> None:
     """
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}-{path.name}")
     try:
-        _save(checkpoint.tables[0].arrays["weights"], draft)
+        _save(newest_table(checkpoint).arrays["weights"], draft)
         draft.replace(path)
         records.sync(path.parent)
     finally:
@@ -365,7 +376,7 @@ def read(path: Path, job: str | None, tell: Tell) -> tuple[Path, Checkpoint]:
         if not left:
             raise CommandError(
                 Exit.STATE_DIR,
-                f"none of the {len(tried)} checkpoints in {path} is whole: "
+                f"none of the {len(tried)} checkpoints in {path} is complete: "
                 f"{', '.join(one.name for one in sorted(tried))}; give another folder",
             )
         tried.add(left[0].path)
@@ -373,7 +384,7 @@ def read(path: Path, job: str | None, tell: Tell) -> tuple[Path, Checkpoint]:
             return left[0].path, verified(left[0])
         except PROBLEMS as problem:
             if left[0].path.exists():  # Else it has just been deleted as too old.
-                tell(f"{_refusal(left[0].path, problem)}; the next best is taken")
+                tell(f"{_refusal(left[0].path, problem)}; the next newest is used")
 
 
 def newest(folder: Path) -> dict[str, list[Found]]:
@@ -476,7 +487,7 @@ def _choose(path: Path, found: list[Found], job: str | None) -> str:
         listed = ", ".join(repr(name) for name in sorted(jobs))
         raise CommandError(
             Exit.USAGE,
-            f"{path} holds checkpoints of jobs {listed}; say which with --job, or name one "
+            f"{path} holds checkpoints of jobs {listed}; choose one with --job, or name one "
             f"checkpoint, such as {found[0].path}",
         )
     if found:

@@ -11,7 +11,6 @@ import json
 from dataclasses import dataclass, replace
 
 import numpy as np
-import psutil
 
 from pscore.errors import ConfigError, LimitError, RemoteProtocolError
 from pscore.optimizers import OPTIMIZERS
@@ -20,6 +19,7 @@ from pscore.pb.ps.v1 import checkpoint_pb2 as pb
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, SliceSpec
 from psserver.engine.engine import Engine
+from psserver.engine.host_memory import available_nbytes
 from psserver.engine.residuals import is_residual
 from psserver.engine.restore import RestoredTable, require_free, restore
 
@@ -74,7 +74,7 @@ class CheckpointUpload:
         what = f"the checkpoint of job {self.job!r} on shard {engine.shard.index}"
         with engine.lock:
             engine.shard.require_memory(what, self.nbytes, staged_nbytes)
-        available = psutil.virtual_memory().available
+        available = available_nbytes()
         if self.nbytes > available:
             raise LimitError(f"{what} has {self.nbytes} bytes, {available} are left on its host")
         self._written: dict[tuple[int, int, str], int] = {}  # Bytes: by table, slice, array.
@@ -118,7 +118,7 @@ class CheckpointUpload:
             for name, array in arrays.items():
                 if self._written.get((number, index, name), 0) < array.nbytes:
                     raise RemoteProtocolError(
-                        f"{name!r} of slice {index} of the checkpoint is not whole"
+                        f"{name!r} of slice {index} of the checkpoint is incomplete"
                     )
         tables: list[RestoredTable] = []
         for number, declared in enumerate(self._tables):
@@ -171,12 +171,12 @@ def _declared(text: str, engine: Engine) -> DeclaredTable:
     }
     for name in sorted(names ^ wanted):
         if name in wanted:
-            raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint is without {name!r}")
+            raise RemoteProtocolError(f"table {spec.name!r} of the checkpoint lacks {name!r}")
         is_kept = name.startswith("memory.") or is_residual(name, spec.compressor)
         if not is_kept or len(name) > NAME_LENGTH_MAX:
             raise RemoteProtocolError(
                 f"array {name[:NAME_LENGTH_MAX]!r} of table {spec.name!r} of the checkpoint is "
-                "none that a shard keeps"
+                "not one that a shard keeps"
             )
     parts = make_layout(spec.tensors, spec.num_shards).of_shard(shard.index)
     return DeclaredTable(

@@ -93,7 +93,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
 
     def _begin(self, request: pb.CaptureRequest) -> ReadCapture:
         if len(self._captures) >= CAPTURES_MAX:
-            raise LimitError(f"{CAPTURES_MAX} checkpoints are being read already")
+            raise LimitError(f"{CAPTURES_MAX} checkpoints are already being read")
         copy = capture(
             self._engine,
             request.job,
@@ -123,7 +123,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
         """Allocates memory for a job's numbers."""
         if len(self._uploads) >= UPLOADS_MAX:
-            raise LimitError(f"{UPLOADS_MAX} checkpoints are being restored already")
+            raise LimitError(f"{UPLOADS_MAX} checkpoints are already being restored")
         staged_nbytes = sum(other.nbytes for other in self._uploads.values())
         upload = CheckpointUpload(request, self._engine, staged_nbytes)
         self._uploads[request.id] = upload

@@ -37,7 +37,7 @@ from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.shared_view import SharedView
 
-TEXT_LENGTH_MAX = 512  # Of texts from workers: what they wait for, why they leave.
+TEXT_LENGTH_MAX = 512  # Of texts from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:

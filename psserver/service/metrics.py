@@ -60,7 +60,8 @@ class ShardCollector:
         )
         yield _histogram(
             "paceline_staleness_steps",
-            "Updates between the weights a gradient was made from and those it is applied to.",
+            "Number of updates between the weights that a gradient was computed from and "
+            "those it is applied to.",
             counters.staleness,
         )
         yield GaugeMetricFamily("paceline_jobs", "Jobs on this shard.", value=len(figures.live))
@@ -76,7 +77,7 @@ class ShardCollector:
             "shard": str(shard.index),
             "num_shards": str(shard.num_shards),
         }
-        yield InfoMetricFamily("paceline_build", "What runs here.", value=about)
+        yield InfoMetricFamily("paceline_build", "The shard and its version.", value=about)
 
 
 def _requests(counters: Counters) -> Iterator[Metric]:
@@ -99,7 +100,7 @@ def _requests(counters: Counters) -> Iterator[Metric]:
     yield pushes
     pulls = CounterMetricFamily(
         "paceline_pull_requests",
-        "Pulls answered, by job, with weights or not yet.",
+        "Pulls answered, by job, with weights or with `not yet`.",
         labels=["job", "answer"],
     )
     answered = sum(share.num_pulls_answered for share in shares)

@@ -62,7 +62,7 @@ class Arena(Descriptor):
         if seal is not None:
             self._used[:] = PAGE, seal
         elif not PAGE <= self._used[0] <= self._size:
-            raise ValueError(f"{path} is cut off")
+            raise ValueError(f"{path} is truncated")
 
     @property
     def seal(self) -> int:

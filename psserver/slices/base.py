@@ -1,4 +1,4 @@
-"""Interface of a slice's numbers: what queues, journals and recovery need of them."""
+"""Interface of a slice's numbers, as queues, journals and recovery use it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ NO_OBSERVER = Observer()
 class Store(Protocol):
     """The numbers of one slice. Orders are executed one after the other, by one thread at a time.
 
-    The methods raise nothing but what they state: an order that fails is a bug.
+    The methods raise only the errors that they state: an order that fails is a bug.
     """
 
     numel: int

@@ -208,7 +208,7 @@ class SliceJournal:
     def _take_up(self) -> None:
         word = int(self._root[ACTIVE])
         if word == NONE_MORE:
-            raise ValueError("there was no room to journal a slice any more")
+            raise ValueError("there was no space left to journal a slice")
         self._number = number = word >> CHECK_BITS
         for half in (0, 1):
             mark = self._arena.bytes_at(int(self._root[3 * half + PLACE]), MARK_NBYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 
@@ -91,6 +92,20 @@ class Pool:
 
     def _make(self) -> Cell:
         return Cell(np.zeros(self._nbytes, dtype=np.uint8), self._numel)
+
+
+class CellSource(Protocol):
+    """A pool, or a journal whose cells outlive the process."""
+
+    def give(self, cell: Cell) -> None:
+        """Returns a cell to the pool."""
+
+
+def give(source: CellSource, *cells: Cell | None) -> None:
+    """Returns cells to their pool; None is skipped."""
+    for cell in cells:
+        if cell is not None:
+            source.give(cell)
 
 
 class Scratch:

@@ -15,24 +15,21 @@ from dataclasses import replace
 import numpy as np
 
 from pscore.compressors.base import Compressor
-from pscore.compressors.none import NoCompression
-from pscore.memory import kernels
 from pscore.net.wire import floats
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule
-from pscore.types import FloatArray, IntArray, Role, SegmentTable, SliceSpec
+from pscore.types import FloatArray, IntArray, Role, SliceSpec
 from psserver.decisions.orders import Acknowledge, Add, Answer, Hold, Load, Skip, Update
 from psserver.decisions.progress import Progress
 from psserver.slices.base import NO_CLOCKS, NO_OBSERVER, Observer, Payload, WeightedGrad
 from psserver.slices.journal import SliceJournal
 from psserver.slices.journaled_progress import JournaledProgress
-from psserver.slices.pool import Buffer, Cell, Pool, Scratch
+from psserver.slices.optimizer_state import OptimizerState
+from psserver.slices.pool import Buffer, Cell, Pool, give
 from psserver.slices.pull_estimate import Estimate
 from psserver.slices.rule_memory import RuleMemory
+from psserver.slices.sums import Sums
 from psserver.slices.weights import Weights
-
-RAW = NoCompression()
-SCRATCH = Scratch()  # For sums of all slices of this process.
 
 
 class SliceStore:
@@ -68,23 +65,20 @@ class SliceStore:
             observer: Sees additions, steps and publications, for a timeline.
         """
         self.numel = spec.numel
-        self._segments = SegmentTable.of(spec)
-        self.counts: IntArray = np.zeros(len(self._segments), dtype=np.int64)
         self._rule = rule
-        self._optimizer = optimizer
         self._journal = journal
         self._observer = observer
         self._pool = Pool(spec.numel, 0) if journal is None else journal
-        self._sums: dict[int, Cell] = {}  # By open step. Invariant: none without an `Add` to it.
         self._progress = None if journal is None else JournaledProgress(journal)
         self._memory = RuleMemory(self._pool)
         self._estimate: Estimate | None = None
         self.copies = Weights(self._pool, buffers, versions, stamps)
-        self._active: tuple[int, IntArray] = (0, np.zeros(len(self._segments), dtype=np.int64))
-        self._state: list[Cell] = []  # Invariant: as many as the optimizer has state names.
-        if journal is None or journal.is_new:
-            self._state = [_zeros(self._pool) for _ in optimizer.state_names]
-        else:
+        self._state = OptimizerState(spec, optimizer, self._pool)
+        self.counts = self._state.counts
+        self._sums = Sums(
+            *(spec.numel, rule, self._pool, self._memory, self.copies, observer, self._progress)
+        )
+        if journal is not None and not journal.is_new:
             self._recover(journal)
 
     @property
@@ -105,7 +99,7 @@ class SliceStore:
     @property
     def state(self) -> list[FloatArray]:
         """The optimizer's state."""
-        return [cell.array for cell in self._state]
+        return self._state.arrays
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +122,7 @@ class SliceStore:
         """
         assert len(self._sums) <= sums_max, f"{len(self._sums)} sums are open"
         assert self._pool.nbytes <= 4 * self.numel * cells_max, f"{self._pool.nbytes} bytes"
-        assert len(self._state) == len(self._optimizer.state_names)
+        self._state.check_invariants()
         self.copies.check_invariants(buffers_max, is_idle=is_idle)
 
     # ----- checkpoints
@@ -156,8 +150,8 @@ class SliceStore:
         spare = self._spare()
         np.copyto(spare.array, arrays["weights"])
         self.counts[:] = arrays["counts"]
-        for index, cell in enumerate(self._state):
-            np.copyto(cell.array, arrays[f"state.{index}"])
+        for index, array in enumerate(self.state):
+            np.copyto(array, arrays[f"state.{index}"])
         prefix = "memory."
         for name in [name for name in arrays if name.startswith(prefix)]:
             memory = self._memory.at(self.weights)
@@ -166,7 +160,7 @@ class SliceStore:
         if self._progress is not None:
             for rank, clock in clocks.items():
                 self._progress.advance(rank, clock)
-        self._publish(spare, version, self._state)
+        self._publish(spare, version, self._state.cells)
 
     # ----- reading
 
@@ -205,7 +199,7 @@ class SliceStore:
         weights, *values = floats(memoryview(payload.data), num_arrays, self.numel)
         spare = self._spare()
         np.copyto(spare.array, weights)
-        state = self._next_state() if values else self._state
+        state = self._state.next_cells() if values else self._state.cells
         for cell, value in zip(state, values, strict=False):
             np.copyto(cell.array, value)
         if payload.counts:
@@ -230,55 +224,25 @@ class SliceStore:
 
     def add(self, action: Add, payload: Payload) -> None:
         """Adds a gradient to an open step's sum; an empty payload is a gradient of zeros."""
-        former = self._sums.get(action.open_step)
-        assert (former is None) == action.is_first
-        target = self._pool.take() if former is None or self._journal is not None else former
-        grads = [(action, payload)]
-        with self._observer.adding(grads):
-            self._sum(former, grads, target.array)
-        self._sums[action.open_step] = target
-        if self._journal is not None:
-            self._note_added(action)
-            self._journal.add(action.open_step, action.push, action.weight, target)
-            self._journal.commit()
-        _give(self._pool, former if former is not target else None, payload.cell)
+        self._sums.add(action, payload)
 
     def update(self, action: Update) -> None:
         """Makes one optimizer step with an open step's mean, and frees its sum."""
-        sum_ = self._sums.pop(action.open_step)
+        sum_ = self._sums.take(action.open_step)
         self._step(sum_.array, action)
-        _give(self._pool, sum_)
+        give(self._pool, sum_)
 
     def add_and_update(self, grads: Sequence[WeightedGrad], update: Update) -> None:
-        """Makes the last additions of an update and its optimizer step: their sum is not kept.
-
-        A raw gradient that is alone in its update is no sum, and is read where it lies.
-        """
-        if self._journal is not None:
-            for add, _ in grads:
-                self._note_added(add)
-        former = self._sums.pop(update.open_step, None)
-        assert (former is None) == grads[0][0].is_first
-        if (
-            former is None
-            and len(grads) == 1
-            and grads[0][0].weight == 1.0
-            and _is_raw(grads, self._rule)
-        ):
-            self._step(grads[0][1].data.view("<f4"), update)
-        else:
-            with SCRATCH.borrow(self.numel) as sum_:
-                with self._observer.adding(grads):
-                    self._sum(former, grads, sum_)
-                self._step(sum_, update)
-        _give(self._pool, former, *(payload.cell for _, payload in grads))
+        """Makes the last additions of an update and its optimizer step: their sum is not kept."""
+        with self._sums.total(update.open_step, grads) as sum_:
+            self._step(sum_, update)
 
     def skip(self, action: Skip) -> None:
         """Gives the weights another version; with a journal a copy of them, as an update does."""
         spare = self._spare()
         if spare.array is not self.weights:
             np.copyto(spare.array, self.weights)
-        self._publish(spare, action.version, self._state)
+        self._publish(spare, action.version, self._state.cells)
 
     def note_late(self, action: Acknowledge) -> None:
         """Records in the journal a push that is counted without being added."""
@@ -295,84 +259,26 @@ class SliceStore:
             clocks: Clock of each worker from now on, by rank.
         """
         self._rule = rule
+        self._sums.change(rule)
         self._memory.clear()
         if self._journal is not None and self._progress is not None:
             self._progress.begin(epoch, clocks)
             self._journal.commit()
-
-    # ----- sums
-
-    def _sum(self, former: Cell | None, grads: Sequence[WeightedGrad], out: FloatArray) -> None:
-        """Sets `out` to a former sum, if there is one, plus gradients; `out` may be that sum's."""
-        before = [] if former is None else [former.array]
-        if _is_raw(grads, self._rule):
-            arrays = [payload.data.view("<f4") for _, payload in grads]
-            scales = [add.weight for add, _ in grads]
-            kernels.sum_all([*before, *arrays], [1.0] * len(before) + scales, out)
-            return
-        if former is not None and former.array is not out:
-            np.copyto(out, former.array)
-        for index, (add, payload) in enumerate(grads):
-            assign = former is None and index == 0
-            data, compressor = payload.data, payload.compressor
-            if data.nbytes and self._rule.compensates:
-                memory = self._memory.at(self.weights)
-                compressor.decode_add(data, memory.scratch, 1.0, assign=True)
-                self._rule.compensate(memory.scratch, add.push.worker, memory)
-                self._memory.write()
-                data, compressor = memory.scratch.view(np.uint8), RAW
-            if data.nbytes:
-                compressor.decode_add(data, out, add.weight, assign=assign)
-            elif assign:
-                out.fill(0.0)
-
-    def _note_added(self, add: Add) -> None:
-        assert self._journal is not None
-        assert self._progress is not None
-        self._progress.add(add.push)
-        self._journal.drop(add.push)
 
     # ----- optimizer steps
 
     def _step(self, grad: FloatArray, update: Update) -> None:
         with self._observer.stepping(update):
             spare = self._spare()
-            state = self._state
-            if self._journal is not None and not self._optimizer.keeps_state(update.hyper):
-                state = self._next_state()
-            self._optimizer.step(
-                self.weights,
-                spare.array,
-                grad,
-                update.scale,
-                self.state,
-                self._segments,
-                self.counts,
-                self._active_in(update.present),
-                update.hyper,
-                state_out=None if state is self._state else [cell.array for cell in state],
-            )
+            state = self._state.step(self.weights, spare.array, grad, update)
             if self._journal is not None:
                 self._journal.remove(update.open_step)
             self._publish(spare, update.version, state)
-
-    def _next_state(self) -> list[Cell]:
-        """Returns where the next state is written: in place, unless the present one must stay."""
-        if self._journal is None:
-            return self._state
-        return [self._journal.take() for _ in self._state]
 
     def _spare(self) -> Buffer:
         """Returns where the next weights are written."""
         # In a mode by step a worker has copied the weights it pulled before it pushes.
         return self.copies.spare(in_place=self._journal is None, readers_wait=self._rule.by_step)
-
-    def _active_in(self, present: int) -> IntArray:
-        """Returns which segments have a gradient, `(num_segments,)` of 0 and 1."""
-        if self._active[0] != present:
-            bits = [present >> i & 1 for i in range(len(self._segments))]
-            self._active = present, np.array(bits, dtype=np.int64)
-        return self._active[1]
 
     def _publish(self, buffer: Buffer, version: int, state: list[Cell]) -> None:
         """Makes new weights and state the ones that count, in the journal first."""
@@ -384,9 +290,7 @@ class SliceStore:
                 record.state[:] = [cell.place for cell in state]
                 record.counts[:] = self.counts.tolist()
                 self._journal.commit()
-            if state is not self._state:
-                _give(self._pool, *self._state)
-                self._state = state
+            self._state.replace(state)
             self.copies.publish(buffer)
 
     # ----- answers, and the start after a crash
@@ -413,26 +317,6 @@ class SliceStore:
     def _recover(self, journal: SliceJournal) -> None:
         """Restores the slice from the journal of a killed process."""
         record = journal.record
-        self._state = [journal.pool.at(place) for place in record.state]
-        self.counts[:] = list(record.counts)
-        self._sums = {step.key: journal.pool.at(step.place) for step in record.open_steps}
+        self._sums.recover(journal)
         self._memory.recover(self.weights)
         self.copies.recover(record.weights, record.version, journal.pool.at)
-
-
-def _give(pool: Pool | SliceJournal, *cells: Cell | None) -> None:
-    for cell in cells:
-        if cell is not None:
-            pool.give(cell)
-
-
-def _zeros(pool: Pool | SliceJournal) -> Cell:
-    cell = pool.take()
-    cell.data.fill(0)
-    return cell
-
-
-def _is_raw(grads: Sequence[WeightedGrad], rule: Rule) -> bool:
-    """Returns whether each gradient is added as it lies there."""
-    is_raw = all(payload.compressor.is_raw and payload.data.nbytes for _, payload in grads)
-    return is_raw and not rule.compensates

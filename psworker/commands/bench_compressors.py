@@ -42,8 +42,9 @@ from psworker.commands.run import new_job
 from psworker.compression.error_feedback import choose
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
-from psworker.job.context import open_session, start_shards
+from psworker.job.context import open_session
 from psworker.job.environment import Environment
+from psworker.job.own_shards import start_shards
 from psworker.replica.ports import PullBuffer
 
 # From the mildest to the harshest.
@@ -479,7 +480,7 @@ def advise(rows: Sequence[Row]) -> tuple[str, bool, str]:
     ]
     best_s = max((saved_s for _, _, saved_s in choices), default=0.0)
     if base_s <= 0.0:
-        return "none", False, "do not compress: computing hides all that a step moves"
+        return "none", False, "do not compress: computing hides all traffic of a step"
     if best_s < WORTH * base_s:
         return "none", False, (
             f"do not compress: of the {MS * base_s:.3g} ms that a step waits uncompressed, no "

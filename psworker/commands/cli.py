@@ -1,4 +1,8 @@
-"""The commands of `psworker`: flags to plans, and errors to exit codes."""
+"""The commands of `psworker`: flags to plans, and errors to exit codes.
+
+Torch, NumPy and gRPC are imported by the commands that need them, so that help, completion and
+`run` start without; `commandline.importing` ends a command by Ctrl-C meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,9 @@ import typer
 
 from pscore import commandline
 from pscore.errors import ConfigError, PacelineError, TransportError
-from pscore.rules import RULES
 from pscore.text import printable
 from psworker.commands.output import Prefixed, plain
 from psworker.commands.run import (
-    MEANINGS,
-    Exit,
     Launch,
     LaunchPlan,
     OnFailure,
@@ -28,9 +29,9 @@ from psworker.commands.run import (
     parse_elastic,
     worker_command,
 )
-from psworker.job.environment import Environment, parse_servers
-from psworker.modes import modes as list_modes
+from psworker.exits import MEANINGS, Exit
 
+PROGRAM = "psworker"
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
 RUN_EPILOG = (
     "\b\nExit codes:\n"
@@ -84,7 +85,7 @@ def run(
         list[str], typer.Argument(help="script.py, -m module, or a program; then its arguments.")
     ],
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", help="Workers to start [1, or MIN].")
+        int | None, typer.Option("--workers", "-n", help="Number of workers to start [1, or MIN].")
     ] = None,
     elastic: Annotated[
         str | None,
@@ -95,23 +96,23 @@ def run(
         typer.Option(help="Addresses of the shards, host:port,... [PACELINE_SERVERS]."),
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(help="Shards to start if no servers are given [1].")
+        int | None, typer.Option(help="Number of shards to start if no servers are given [1].")
     ] = None,
     job: Annotated[
         str | None, typer.Option(envvar="PACELINE_JOB", help="Name of the job [a new one].")
     ] = None,
     on_failure: Annotated[
         OnFailure | None,
-        typer.Option(help="What to do when a worker fails [stop; continue if elastic]."),
+        typer.Option(help="Action when a worker fails [stop; continue if elastic]."),
     ] = None,
     grace_s: Annotated[
-        float, typer.Option(help="Seconds from the request to end until a kill.")
+        float, typer.Option(help="Seconds between the request to end and the kill.")
     ] = 10.0,
-    prefix: Annotated[bool, typer.Option(help="Put the rank in front of each line.")] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Report failures only.")] = False,
+    prefix: Annotated[bool, typer.Option(help="Prefix each line with the rank.")] = True,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print failures only.")] = False,
 ) -> None:
     """Start workers on this machine; without any server address, shards too."""
-    addresses = parse_servers(servers) or _servers_around()
+    addresses = _addresses(servers)
     if addresses and shards is not None:
         raise ConfigError(
             f"--shards {shards} starts shards here, but servers are given: {','.join(addresses)}; "
@@ -137,10 +138,12 @@ def run(
 @app.command()
 def modes(*, as_json: AsJson = False) -> None:
     """List the modes and their arguments."""
+    with commandline.importing(PROGRAM):
+        from psworker.training.modes import modes as list_modes
     if as_json:
         sys.stdout.write(json.dumps(list_modes(), indent=1) + "\n")
     else:
-        _show_modes()
+        _show_modes(list_modes())
 
 
 @app.command()
@@ -159,11 +162,14 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("paceline-demo"),
     workers: Annotated[int, typer.Option(help="Worker processes.", min=1, max=64)] = 2,
     shards: Annotated[int, typer.Option(help="Shard processes.", min=1, max=64)] = 2,
-    images: Annotated[int | None, typer.Option(help="Train on so many images only.", min=1)] = None,
+    images: Annotated[
+        int | None, typer.Option(help="Number of images to train on [all].", min=1)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights and the order of images.")] = 1,
 ) -> None:
     """Train a small model on real shards and workers, in several modes."""
-    from psworker.commands.demo.run import DemoPlan, run_demo
+    with commandline.importing(PROGRAM):
+        from psworker.commands.demo.run import DemoPlan, run_demo
 
     plan = DemoPlan(
         modes=modes,
@@ -184,21 +190,22 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="lenet, resnet50, or module:factory of a torch module.")
     ],
-    shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
+    shards: Annotated[int, typer.Option(help="Number of shards of the job.", min=1, max=4096)] = 1,
     mode: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "ssgd",
     compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     optimizer: Annotated[
-        str, typer.Option(help="Optimizer of the shards: sgd, adam, adamw.")
+        str, typer.Option(help="Optimizer of the shards: sgd, adam, rmsprop, ...")
     ] = "sgd",
     as_json: AsJson = False,
 ) -> None:
     """Show slices, shards, and bytes per step of a model, without any server."""
-    from pscore.compressors import parse_compressor
-    from pscore.estimate import parse_pull_compressor
-    from pscore.optimizers import OPTIMIZERS
-    from pscore.rules import parse_mode
-    from psworker.commands.model_plan import lines_of, make_report, shapes_of
+    with commandline.importing(PROGRAM):
+        from pscore.compressors import parse_compressor
+        from pscore.estimate import parse_pull_compressor
+        from pscore.optimizers import OPTIMIZERS
+        from pscore.rules import parse_mode
+        from psworker.commands.model_plan import lines_of, make_report, shapes_of
 
     if optimizer not in OPTIMIZERS:
         raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
@@ -225,34 +232,38 @@ def compressors(
         typer.Option(help="Shards to measure the link to, host:port,... [PACELINE_SERVERS]."),
     ] = None,
     gbit: Annotated[
-        float | None, typer.Option(help="Assume a link of so many 10^9 bit/s.", min=1e-6, max=1e6)
+        float | None,
+        typer.Option(help="Assume a link of this bandwidth, in 10^9 bit/s.", min=1e-6, max=1e6),
     ] = None,
     latency_ms: Annotated[
         float | None, typer.Option(help="With --gbit: round trip in ms [0.2].", min=0.0)
     ] = None,
-    workers: Annotated[int, typer.Option(help="Workers of the job.", min=1, max=1 << 20)] = 1,
-    shards: Annotated[int, typer.Option(help="Shards of the job.", min=1, max=4096)] = 1,
+    workers: Annotated[
+        int, typer.Option(help="Number of workers of the job.", min=1, max=1 << 20)
+    ] = 1,
+    shards: Annotated[int, typer.Option(help="Number of shards of the job.", min=1, max=4096)] = 1,
     compute_ms: Annotated[
-        float, typer.Option(help="Computing time that can hide a step's traffic.", min=0.0)
+        float, typer.Option(help="Computing time in ms that can hide a step's traffic.", min=0.0)
     ] = 0.0,
     only: Annotated[
         list[str] | None, typer.Option(help="A compressor to measure; may be repeated.")
     ] = None,
-    min_nbytes: Annotated[int, typer.Option(help="Smaller parameters are not compressed.")] = 1
-    << 16,
+    min_nbytes: Annotated[
+        int, typer.Option(help="Bytes below which a parameter is not compressed.")
+    ] = 1 << 16,
     as_json: AsJson = False,
 ) -> None:
     """Show what each compressor costs and saves on this machine and link."""
-    from psworker.commands import bench_compressors as measuring
-    from psworker.commands.model_plan import shapes_of
-
     if gbit is None and latency_ms is not None:
         raise ConfigError("--latency-ms has no effect without --gbit: the link is measured")
     if gbit is not None and servers is not None:
         raise ConfigError("--servers has no effect with --gbit: no link is measured")
+    with commandline.importing(PROGRAM):
+        from psworker.commands import bench_compressors as measuring
+        from psworker.commands.model_plan import shapes_of
     shapes = shapes_of(model)
     if gbit is None:
-        wire = measuring.measure_wire_to(parse_servers(servers) or _servers_around())
+        wire = measuring.measure_wire_to(_addresses(servers))
     else:
         wire = measuring.Wire.given(gbit, (0.2 if latency_ms is None else latency_ms) / 1e3)
     report = measuring.make_report(
@@ -286,9 +297,9 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Diagnose the path to the shards; exit with 1 if something is wrong."""
-    from pscore.observe import doctor as doc
-    from psworker.commands.doctor import examine
-
+    with commandline.importing(PROGRAM):
+        from pscore.observe import doctor as doc
+        from psworker.commands.doctor import examine
     findings = examine(servers, job, model)
     if as_json:
         sys.stdout.write(json.dumps(doc.as_json(findings), indent=1) + "\n")
@@ -300,8 +311,10 @@ def doctor(
 @app.command()
 def timeline(
     *,
-    files: Annotated[list[Path], typer.Argument(help="trace.worker0.json trace.shard0.json ...")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to make.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Trace files: trace.worker0.json trace.shard0.json ...")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the merged trace to write.")],
 ) -> None:
     """Join the PACELINE_TIMELINE files of a job's processes into one for Perfetto."""
     from pscore.observe.timeline import join
@@ -324,9 +337,9 @@ def version(*, as_json: AsJson = False) -> None:
 def main() -> None:
     """Runs one command; an error ends the process with its code and one line."""
     try:
-        commandline.run(app, "psworker")
+        commandline.run(app, PROGRAM)
     except PacelineError as problem:
-        commandline.tell_error("psworker", problem)
+        commandline.tell_error(PROGRAM, problem)
         sys.exit(exit_code(problem))
 
 
@@ -337,14 +350,16 @@ def exit_code(problem: PacelineError) -> Exit:
     return Exit.NO_SHARDS if isinstance(problem, TransportError) else Exit.FAILED
 
 
-def _show_modes() -> None:
+def _show_modes(listed_modes: dict[str, dict[str, object]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
+    from pscore.rules import RULES
+
     grid = Table("mode", "what it is", "arguments", box=box.SIMPLE_HEAD)
-    for name, arguments in sorted(list_modes().items()):
+    for name, arguments in sorted(listed_modes.items()):
         rule = RULES[name]
         about = f"{(inspect.getdoc(rule) or '').partition(chr(10))[0]}\n{rule.source}"
         listed = "\n".join(f"{key}={value!r}" for key, value in arguments.items())
@@ -361,7 +376,12 @@ def _tell(line: str) -> None:
         sys.stderr.flush()
 
 
-def _servers_around() -> tuple[str, ...]:
-    """Returns the servers that the environment names; ignores its rank."""
+def _addresses(servers: str | None) -> tuple[str, ...]:
+    """Returns the servers of the flag, else those that the environment names; ignores its rank."""
+    with commandline.importing(PROGRAM):
+        from psworker.job.environment import Environment, parse_servers
+
+    if found := parse_servers(servers):
+        return found
     wanted = ("PACELINE_SERVERS", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_SERVER")
     return Environment.read({name: os.environ.get(name, "") for name in wanted}).servers

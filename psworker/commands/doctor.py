@@ -19,9 +19,16 @@ def examine(servers: str | None, job: str | None, model: str | None) -> list[Fin
 
     Args:
         servers: Addresses with commas between them; None: as in the environment.
-        job: Look at this job too.
+        job: Check this job too.
         model: As for `psworker plan`; the job's model must match it, uncompressed, in one group.
+
+    Raises:
+        ConfigError: `model` would have no effect, because there is no job to compare it with.
     """
+    if model is not None and job is None:
+        raise ConfigError(
+            f"--model {model} has no effect without --job: it is compared with that job's model"
+        )
     findings = doctor.examine_machine()
     try:
         environment = Environment.read()
@@ -30,6 +37,9 @@ def examine(servers: str | None, job: str | None, model: str | None) -> list[Fin
     except ConfigError as problem:
         what, _, do = str(problem).partition("; ")
         return [*findings, doctor.wrong("settings", "here", what, do)]
+    if not addresses and job is not None:
+        what = f"job {job!r} is looked for, and there is no server address"
+        return [*findings, doctor.wrong("settings", "here", what, "give --servers, host:port,...")]
     if not addresses:
         do = "set PACELINE_SERVERS or --servers to look at shards elsewhere"
         what = "no server address: a worker starts shards of its own"

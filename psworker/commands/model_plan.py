@@ -63,7 +63,7 @@ def make_report(
 
     Args:
         shapes: Names and shapes of its trained parameters, in order.
-        num_shards: Shards of the job.
+        num_shards: Number of shards of the job.
         rule: The mode.
         compressor: Of its pushes.
         optimizer: That the shards run.

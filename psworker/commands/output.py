@@ -60,6 +60,6 @@ class Drain:
                 os.dup2(null.fileno(), target.fileno())
         name = "output" if target is sys.stdout else "error"
         self._tell(
-            f"standard {name} takes nothing any more ({problem}): what the workers write there "
+            f"standard {name} accepts no more output ({problem}): what the workers write there "
             "is dropped, and they go on"
         )

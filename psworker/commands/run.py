@@ -27,7 +27,8 @@ from typing import IO
 
 from pscore.errors import ConfigError
 from psworker.commands.output import Drain, Write
-from psworker.job.context import OwnShards, start_shards
+from psworker.exits import Exit
+from psworker.job.own_shards import OwnShards, start_shards
 
 WORKERS_MAX = 1024
 LINE_CHARS_MAX = 1 << 16  # A longer line is passed on in pieces.
@@ -63,25 +64,6 @@ FOREIGN_VARIABLES = (
 )
 
 
-class Exit(enum.IntEnum):
-    """Exit codes of every `psworker` command; `MEANINGS` explains them."""
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    NO_SHARDS = 6
-    INTERRUPTED = 130
-    TERMINATED = 143
-
-
-MEANINGS: dict[Exit, str] = {
-    Exit.OK: "done; run: every worker ended with 0",
-    Exit.FAILED: "a shard refused something, doctor found something, or the demo went wrong",
-    Exit.USAGE: "a flag, variable or file is wrong",
-    Exit.NO_SHARDS: "no shard answers, or those started for the job ended",
-    Exit.INTERRUPTED: "ended by Ctrl-C",
-    Exit.TERMINATED: "ended by SIGTERM",
-}
 SIGNAL_BASE = 128  # As in a shell: a process that signal N ended has status 128 + N.
 
 
@@ -216,7 +198,7 @@ class Launch:
         if "OMP_NUM_THREADS" not in os.environ:
             self._tell(
                 f"OMP_NUM_THREADS={threads_each(self.plan.num_workers)} for each worker "
-                f"({count(num_cores(), 'core')}); set it to have another"
+                f"({count(num_cores(), 'core')}); set it to use another number"
             )
 
     def _start_worker(self, rank: int, servers: Sequence[str]) -> None:
@@ -339,17 +321,37 @@ class Launch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turns the signals that end a process into events."""
+        """Turns the signals that end a process into events.
 
-        def put(number: int, frame: FrameType | None) -> None:
-            self._events.put(Signalled(number))  # Safe in a handler: SimpleQueue is reentrant.
-
-        before = {number: signal.signal(number, put) for number in FORWARDED}
+        A handler in Python would run late, if at all: the signal may interrupt another thread, or
+        come just before the main thread begins to wait. The handler in C writes the number into a
+        pipe at once, and a thread reads it there.
+        """
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        reader = threading.Thread(target=self._hear, args=(read_fd,), name="signals", daemon=True)
+        former_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        before = {number: signal.signal(number, _ignore) for number in FORWARDED}
+        reader.start()
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(former_fd)
+            os.close(write_fd)
+            reader.join()
+            os.close(read_fd)
+
+    def _hear(self, read_fd: int) -> None:
+        """Queues an event for each signal, until the pipe is closed."""
+        while number := os.read(read_fd, 1):
+            if number[0] in FORWARDED:  # Handlers of others write here too.
+                self._events.put(Signalled(number[0]))
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Does nothing: the byte in the pipe is what counts."""
 
 
 # ----- commands and environments of workers

@@ -78,7 +78,7 @@ class PulledEstimate:
         if reply.whole:
             self.values = payload.view("<f4")
         elif self.values is None:
-            raise DecodeError(f"deltas for {self._name}, of which there is nothing to add to")
+            raise DecodeError(f"deltas for {self._name}, but there is no estimate to add them to")
         else:
             start = 0
             for nbytes in reply.deltas:
@@ -91,7 +91,7 @@ class PulledEstimate:
             self.fingerprint = found
             return True
         if reply.whole:
-            raise DecodeError(f"the estimate of {self._name} has not the fingerprint it came with")
+            raise DecodeError(f"the estimate of {self._name} does not match its fingerprint")
         self.num_resyncs += 1
         log.warning(
             "%s: the estimate of version %d is not the shard's after %d deltas; it is sent whole",

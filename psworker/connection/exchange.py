@@ -208,7 +208,7 @@ class Exchange:
         unanswered = [i for i, push in self._pushes.items() if not _is_answered(push)]
         came = self.missed.give_up(step, unanswered)
         why = str(problem) or type(problem).__name__
-        log.warning("worker %d comes back, %s: %s", self.session.rank, came, why)
+        log.warning("worker %d rejoins, %s: %s", self.session.rank, came, why)
 
     def _raise_failed(self) -> None:
         """Raises the error of a push that could not leave: answers may depend on it."""

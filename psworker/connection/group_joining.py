@@ -66,6 +66,7 @@ class GroupJoining(Joining):
             "rank": self._member.rank,
             "incarnation": self._member.incarnation,
             "lease_s": self._member.lease_s,
+            "progress": self.known.progress,
             "instances": [link.instance for link in self._links],
         }
 
@@ -75,7 +76,7 @@ class GroupJoining(Joining):
             return
         member = self._member
         member.rank, member.incarnation = identity["rank"], identity["incarnation"]
-        member.lease_s = identity["lease_s"]
+        member.lease_s, self.known.progress = identity["lease_s"], identity["progress"]
         for link, instance in zip(self._links, identity["instances"], strict=True):
             link.instance, link.joined_as = instance, (member.rank, member.incarnation)
             link.open(self._data_plane)

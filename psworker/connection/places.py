@@ -30,13 +30,13 @@ class PlaceWait:
         waited_s = time.monotonic() - self._started_s
         if waited_s >= self._patience_s:
             raise RankTakenError(
-                f"job {self._job!r} has had no free place for {waited_s:.0f} s: {problem}; wait "
+                f"job {self._job!r} has had no free rank for {waited_s:.0f} s: {problem}; wait "
                 "longer with PACELINE_TIMEOUT_S, or allow more workers with --elastic MIN:MAX"
             ) from problem
         if waited_s >= self._say_s:
             self._say_s *= 2
             log.warning(
-                "this worker has waited %.0f s for a free place in job %r: %s",
+                "this worker has waited %.0f s for a free rank in job %r: %s",
                 *(waited_s, self._job, problem),
             )
 

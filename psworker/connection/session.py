@@ -31,7 +31,7 @@ def _without_weights(address: str, job: str, table: str, step: int | None) -> St
     return StateLostError(
         f"the shard at {address} is without the weights of {table!r} of job {job!r}: it was "
         f"started again, or the job was forgotten there{known}. Restore a checkpoint with "
-        f"`psserver restore DIR --job {job}`, or run `psserver forget {job}` and begin anew; with "
+        f"`psserver restore DIR --job {job}`, or run `psserver forget {job}` to start over; with "
         "--state-dir shards keep what they have"
     )
 
@@ -141,6 +141,11 @@ class Session:
     def waits(self, text: str) -> None:
         self._member.waits = text
 
+    @property
+    def known_tables(self) -> list[str]:
+        """Names of the tables that had made updates when this worker joined."""
+        return list(self._joining.known.progress)
+
     # ----- what a job needs
 
     def define(self, spec: TableSpec, *, again: bool = False) -> tuple[int, Origin]:
@@ -167,7 +172,9 @@ class Session:
             if (again and reply.created) or (step is not None and not reply.has_weights):
                 raise _without_weights(link.address, self.job, name, step)
         if len(tables) != 1:
-            raise ShardMapError(f"table {name!r} has other numbers on other shards: {tables}")
+            raise ShardMapError(
+                f"table {name!r} has different numbers on different shards: {tables}"
+            )
         return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of the table.
 
     def step_aside(self, table: int, number: int, step: int) -> None:

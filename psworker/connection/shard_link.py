@@ -94,7 +94,7 @@ class Link:
             ReplacedError: It is another, which lacks unsaved state; this worker must rejoin.
         """
         if self.instance not in (0, instance):
-            raise ReplacedError(f"the shard at {self.address} has been started again")
+            raise ReplacedError(f"the shard at {self.address} has been restarted")
 
     def open(self, data_plane: str) -> None:
         """Chooses the data plane and connects it.

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from psworker.connection.shard_link import Link
 from psworker.group.local_group import LocalGroup
 from psworker.job.environment import Environment, parse_servers
 from psworker.job.grouping import Choice, choose_group
+from psworker.job.own_shards import OwnShards, start_shards
 from psworker.job.phases import Phases
 
 log = logging.getLogger("paceline")
@@ -92,26 +92,6 @@ class Context:
                 _await_others(self.session)
             self._shards.end()
             self._shards = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OwnShards:
-    """Shards of this process, and the file with their addresses for other local workers."""
-
-    addresses: tuple[str, ...]
-    process: subprocess.Popen[str]
-    token_file: str = ""
-    rendezvous: Path | None = None
-
-    def end(self) -> None:
-        """Ends the shards."""
-        if self.rendezvous is not None:
-            self.rendezvous.unlink(missing_ok=True)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
 
 
 _current: Context | None = None
@@ -292,7 +272,8 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards
     """
     if environment.min_workers:
         raise ConfigError(
-            f"{environment.min_workers} to {environment.num_workers} workers that come and go, and "
+            f"{environment.min_workers} to {environment.num_workers} workers that may join "
+            f"and leave, and "
             "no server address: start shards with `psserver start` and set "
             "PACELINE_SERVERS=host:port,..."
         )
@@ -326,45 +307,13 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards
     return *_await_addresses(path), None
 
 
-def start_shards(num_shards: int = 1) -> OwnShards:
-    """Starts shards that end when this process's end of the pipe closes.
-
-    Raises:
-        ServerUnavailableError: They did not start; their message is on standard error.
-    """
-    shards = subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "psserver"),
-            *("embedded", "--token", "--shards", str(num_shards)),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for the worker; the shard ends after it.
-    )
-    assert shards.stdin is not None
-    assert shards.stdout is not None
-    line = shards.stdout.readline()
-    if not line:
-        shards.stdin.close()
-        shards.stdout.close()
-        raise ServerUnavailableError(
-            f"shards on this machine did not start (exit status {shards.wait()}); their message "
-            "stands above"
-        )
-    ready = json.loads(line)
-    return OwnShards(
-        addresses=tuple(ready["addresses"]), process=shards, token_file=ready["token_file"]
-    )
-
-
 def _rendezvous(environment: Environment) -> Path:
     """Returns the file in which the first local worker writes the shards' addresses."""
     folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"{folder} must belong to this user, with no rights for others")
+        raise ConfigError(f"{folder} must belong to this user, without access for others")
     launch = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{environment.restart}"
     return folder / f"{urllib.parse.quote(environment.job, safe='')}-{launch}.json"
 
@@ -393,9 +342,9 @@ def _await_others(session: Session) -> None:
                 return
             if waited_s >= say_s:
                 say_s *= 2
-                who = f"worker {', '.join(live)}" if live else "workers that have not come yet"
+                who = f"worker {', '.join(live)}" if live else "workers that have not joined yet"
                 log.warning(
-                    "worker %d has done its part and keeps the shards for %s", session.rank, who
+                    "worker %d has finished and keeps the shards running for %s", session.rank, who
                 )
             time.sleep(POLL_S)
     except PacelineError as error:

@@ -157,7 +157,7 @@ def parse_servers(servers: str | list[str] | tuple[str, ...] | None) -> tuple[st
                 f"server address {address!r} must look like host:port or unix:///path"
             )
     if len(set(addresses)) != len(addresses):
-        raise ConfigError(f"a server address stands twice in {', '.join(addresses)}")
+        raise ConfigError(f"a server address is given twice in {', '.join(addresses)}")
     return addresses
 
 
@@ -172,7 +172,7 @@ def _number(variables: Mapping[str, str], default: int, *names: str) -> int:
             if not variables[name].strip().lstrip("-").isdecimal():
                 raise ConfigError(f"{name} is {variables[name]!r}, must be a whole number")
             if name.startswith("DMLC_"):
-                log.info("%s=%s taken as %s", name, variables[name], names[0])
+                log.info("using %s=%s as %s", name, variables[name], names[0])
             return int(variables[name])
     return default
 
@@ -195,5 +195,5 @@ def _dmlc(variables: Mapping[str, str]) -> tuple[str, ...]:
     count = _number(variables, 1, "DMLC_NUM_SERVER")
     first = _number(variables, 0, "DMLC_PS_ROOT_PORT")
     addresses = tuple(f"{host}:{first + index}" for index in range(count))
-    log.info("DMLC_PS_ROOT_URI and _PORT taken as PACELINE_SERVERS=%s", ",".join(addresses))
+    log.info("DMLC_PS_ROOT_URI and _PORT used as PACELINE_SERVERS=%s", ",".join(addresses))
     return parse_servers(list(addresses))

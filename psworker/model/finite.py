@@ -61,7 +61,7 @@ class FiniteCheck:
             part = grad[start:stop]
             if not bool(torch.isfinite(part).all()):
                 raise not_finite(name, part, step)
-        raise AssertionError("a number that is not finite, and in no tensor")
+        raise AssertionError("a value that is not finite, outside of every tensor")
 
 
 def is_finite_sum(values: torch.Tensor) -> bool:

@@ -66,20 +66,6 @@ def _can_train(parameter: torch.nn.Parameter) -> bool:
     return parameter.requires_grad and parameter.numel() > 0
 
 
-def refuse_thawed(frozen: Iterable[torch.nn.Parameter]) -> None:
-    """Refuses gradients of parameters that were frozen when the wrapper was made.
-
-    Raises:
-        ConfigError: There is one. Torch would train it, but the shards do not know it.
-    """
-    for parameter in frozen:
-        if parameter.grad is not None and parameter.numel():
-            raise ConfigError(
-                f"a parameter of shape {list(parameter.shape)} has a gradient, but it was "
-                "frozen when DistributedOptimizer was made; freeze it after that"
-            )
-
-
 def describe(
     named: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[int]
 ) -> list[TensorSpec]:

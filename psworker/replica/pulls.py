@@ -1,61 +1,98 @@
-"""The pulls of a replica that are under way, and the memory that their answers are written to."""
+"""The pulls of a replica: sent, waited for, and applied to its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator
 
-from pscore.local.base import LocalSlice, LocalUpdate
+from psworker.replica.clocks import Clocks
+from psworker.replica.local_weights import LocalWeights
 from psworker.replica.ports import PullBuffer, PushPull
 from psworker.replica.pull_buffers import PullBuffers
+from psworker.replica.rounds import Round
+
+Waits = Generator[int, None, None]
 
 
 class Pulls:
-    """Sends pulls, and remembers those that are not applied yet.
+    """Sends pulls, and applies each once when it has landed.
 
     Attributes:
-        local: The local update of the mode; None: it has none.
         early: Slices pulled in the step under way, before its `finish`; they are applied after it.
     """
 
-    def __init__(
-        self, parts: Sequence[LocalSlice], num_state: int, local: LocalUpdate | None
-    ) -> None:
+    def __init__(self, local: LocalWeights, clocks: Clocks, round_: Round) -> None:
         """Starts without a pull.
 
         Args:
-            parts: The slices.
-            num_state: Number of state arrays of the shards' optimizer.
-            local: The local update of the mode.
+            local: The weights that pulls are applied to.
+            clocks: This worker's push counts, which its pulls wait for.
+            round_: The open round; it records the weights of the last pull.
         """
-        self.local = local
+        self._local = local
+        self._clocks = clocks
+        self._round = round_
         self.early: set[int] = set()
         # Pulls sent and not applied yet; in the order of sending, in which they will land.
         self._pending: dict[int, None] = {}
-        self._buffers = PullBuffers(parts, num_state)
+        self._buffers = PullBuffers(local.parts, local.num_state)
 
     def __contains__(self, index: int) -> bool:
         """Returns whether a slice has a pull that is not applied yet."""
         return index in self._pending
 
-    def indices(self) -> list[int]:
-        """Returns the slices with a pull that is not applied yet, in the order of sending."""
-        return list(self._pending)
-
     def has_landed(self, index: int) -> bool:
-        """Returns whether no answer for a slice is outstanding."""
-        return index not in self._pending or self._buffers[index].version >= 0
+        """Returns whether a slice can be pushed: no answer of an earlier step is outstanding."""
+        is_out = index in self._pending and self._buffers[index].version < 0
+        return not is_out or index in self.early
 
-    def has_state_room(self, index: int, push_pull: PushPull) -> bool:
-        """Returns whether pulled state can land in its final place, in shared memory."""
-        return bool(self._buffers.state_room(index, self.local)) and push_pull.maps_weights(index)
+    def send_early(
+        self, index: int, push_pull: PushPull, *, with_state: bool, in_use: bool
+    ) -> None:
+        """Pulls a slice along with its push, before the step's `finish`.
+
+        Pulled state lands in its final place after the local update, if there is room; in shared
+        memory a later pull costs little, so nothing is sent yet.
+
+        Args:
+            index: Index of the slice.
+            push_pull: Sends the pull.
+            with_state: Whether the optimizer's state comes along.
+            in_use: Whether backward still reads the weights.
+        """
+        state_room = self._buffers.state_room(index, self._local.local_update)
+        if with_state and state_room and push_pull.maps_weights(index):
+            return
+        clock = self._clocks.next_push(index) + 1
+        self.send(index, push_pull, clock=clock, with_state=with_state, early=True, in_use=in_use)
+
+    def fetch(
+        self, index: int, push_pull: PushPull, oldest: int | None, *, begins_at: int | None = None
+    ) -> None:
+        """Pulls the exact weights of a slice, with the state that a local update may need.
+
+        Args:
+            index: Index of the slice.
+            push_pull: Sends the pull.
+            oldest: The oldest version that will do; None: one with this worker's pushes.
+            begins_at: Step of this worker's first push, if it has (re)joined.
+        """
+        self.send(
+            index,
+            push_pull,
+            clock=begins_at,
+            oldest=oldest,
+            with_state=self._local.pulls_state,
+            exact=True,
+            begins=begins_at is not None,
+        )
 
     def send(
         self,
         index: int,
-        clock: int,
-        oldest: int,
         push_pull: PushPull,
         *,
+        clock: int | None = None,
+        oldest: int | None = None,
         with_state: bool,
         exact: bool = False,
         early: bool = False,
@@ -69,9 +106,9 @@ class Pulls:
 
         Args:
             index: Index of the slice.
-            clock: Number of this worker's pushes that the answer waits for.
-            oldest: The oldest version that will do.
             push_pull: Sends the pull.
+            clock: Number of this worker's pushes that the answer waits for; None: all so far.
+            oldest: The oldest version that will do; None: one with these pushes.
             with_state: Whether the optimizer's state comes along.
             exact: As in `PullBuffer`.
             early: Whether the step's `finish` is still to come.
@@ -80,9 +117,11 @@ class Pulls:
         """
         if index in self.early:
             return
-        room = self._buffers.room(index, self.local, oldest)
-        state_room = [] if early else self._buffers.state_room(index, self.local)
-        in_use = in_use or (early and self.local is not None)
+        clock = self._clocks.count(index) if clock is None else clock
+        oldest = self._clocks.oldest_version(clock) if oldest is None else oldest
+        room = self._buffers.room(index, self._local.local_update, oldest)
+        state_room = [] if early else self._buffers.state_room(index, self._local.local_update)
+        in_use = in_use or (early and self._local.local_update is not None)
         copy_on_wait = in_use and room is not None and push_pull.maps_weights(index)
         buffer = self._buffers.prepare(
             index,
@@ -98,19 +137,49 @@ class Pulls:
         if early:
             self.early.add(index)
 
-    def pop(self, index: int) -> PullBuffer | None:
-        """Returns the answer of a slice's pull, once; None: there is none, or it is an early one.
+    def look(
+        self,
+        index: int,
+        buffer: PullBuffer,
+        push_pull: PushPull,
+        *,
+        with_state: bool,
+        is_counted: bool,
+    ) -> None:
+        """Pulls a slice into memory of the caller's; the answer is never applied.
 
-        Call `release` when it is applied.
+        Args:
+            index: Index of the slice.
+            buffer: The memory.
+            push_pull: Sends the pull.
+            with_state: Whether the optimizer's state comes along.
+            is_counted: Whether the pushes of the slice are known here; else any version will do.
         """
-        if index not in self._pending or index in self.early:
-            return None
-        del self._pending[index]
-        return self._buffers[index]
+        clock = self._clocks.count(index) if is_counted else 0
+        oldest = self._clocks.oldest_version(clock)
+        push_pull.pull(index, clock, oldest, buffer, with_state=with_state)
 
-    def release(self, index: int) -> None:
-        """Frees the memory of an answer that was applied."""
+    def apply(self, index: int) -> None:
+        """Applies a slice's pull, which has landed, once; an early one only after `finish`."""
+        if index not in self._pending or index in self.early:
+            return
+        del self._pending[index]
+        buffer = self._buffers[index]
+        self._clocks.pulled(index, buffer.clock, buffer.version)
+        self._local.rebase(index, buffer)
+        self._round.record_slice(index, self._local.parts[index].weights)
         self._buffers.release(index)
+
+    def settle(self) -> Waits:
+        """Waits for all pulls under way and applies them.
+
+        They are applied in the order of sending, in which they arrive, so that one is copied while
+        others arrive.
+        """
+        for index in list(self._pending):
+            if not self.has_landed(index):
+                yield index
+            self.apply(index)
 
     def abandon_early(self) -> None:
         """Gives up the pulls of an unfinished step.
@@ -122,11 +191,10 @@ class Pulls:
             self._buffers.forget(index)
         self.early.clear()
 
-    def restart(self, local: LocalUpdate | None) -> None:
+    def restart(self) -> None:
         """Forgets all pulls."""
         self.abandon_early()
         self._pending.clear()
-        self.local = local
 
     def free_memory(self) -> None:
         """Frees the memory of all answers; no pull may be under way."""

@@ -9,38 +9,37 @@ real shards; the simulator drives many replicas in one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from pscore.local.base import LocalSlice
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Plan, Rule
-from pscore.types import Origin, Push, Role, SegmentTable
+from pscore.types import Origin, Role
 from psworker.replica.clocks import Clocks
+from psworker.replica.local_weights import LocalWeights
 from psworker.replica.ports import PullBuffer, PushPull
-from psworker.replica.pulls import Pulls
+from psworker.replica.pulls import Pulls, Waits
+from psworker.replica.pushes import Pushes
 from psworker.replica.rounds import Round, not_finite
-
-Waits = Generator[int, None, None]
 
 
 class Replica:
-    """One worker's copy of the weights, slice by slice.
+    """The steps of one worker.
 
     In a mode whose workers run the user's own optimizer between rounds, the replica's driver makes
     that step on the weights before it calls `finish`; the push then carries the weights' move.
 
     Attributes:
-        parts: The slices, by index.
+        rule: The mode.
+        rank: Rank of this worker.
         step: Completed steps of training, which is the 0-based number of the step under way.
+        weights: `(layout.numel,) float32`, this worker's copy.
+        local: The slices of these weights, and their local update.
+        parts: The slices, by index.
         clocks: The pushes of each slice.
         is_ending: Whether `finish` has begun to end a step, and has not ended it.
-        around_update: Returns a context manager that each local update of a slice runs in; called
-            with the slice's index and the step.
     """
 
     def __init__(
@@ -69,26 +68,15 @@ class Replica:
         self.own: Sequence[int] = range(len(layout.slices)) if own is None else own
         self.step = 0
         self.is_ending = False
-        self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
-        self.local = rule.local_update()
         self.weights = weights
-        self.parts = [
-            LocalSlice(
-                weights=weights[spec.start : spec.stop],
-                segments=SegmentTable.of(spec),
-                optimizer=optimizer,
-                hyper=np.zeros((num_groups, len(optimizer.hyper_names))),
-                active=np.ones(len(spec.segments), dtype=np.int64),
-                counts=np.zeros(len(spec.segments), dtype=np.int64),
-            )
-            for spec in layout.slices
-        ]
+        self.local = LocalWeights(layout, rule, optimizer, num_groups, weights)
+        self.parts = self.local.parts
         self.clocks = Clocks(rule, self.parts, self.own)
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
-        self._num_state = len(optimizer.state_names)
         self._round = Round(layout, weights, pushes_moves=bool(rule.outer_optimizer))
-        self._pulls = Pulls(self.parts, self._num_state, self.local)
+        self._pushes = Pushes(rank, self.clocks, self.parts)
+        self._pulls = Pulls(self.local, self.clocks, self._round)
 
     # ----- one step
 
@@ -127,28 +115,16 @@ class Replica:
         plan = self.plan()
         if plan.push is not Role.GRADIENT:
             return
-        pulls = self._pulls
-        assert index in pulls.early or pulls.has_landed(index)
-        self._send(index, Role.GRADIENT, grad, present, samples, push_pull)
+        assert self._pulls.has_landed(index)
+        self._pushes.send(index, plan, Role.GRADIENT, grad, present, samples, push_pull)
         is_time = self.rule.by_step or not in_backward
-        if plan.pulls(self._places[index]) and index not in pulls and is_time:
-            with_state = self._wants_state(plan)
-            # Pulled state lands in its final place after the local update, if there is room; in
-            # shared memory the later pull costs little.
-            if with_state and pulls.has_state_room(index, push_pull):
-                return
-            clock = self.clocks.next_push(index) + 1
-            oldest = self.clocks.oldest_version(clock)
-            pulls.send(
-                *(index, clock, oldest, push_pull),
-                with_state=with_state,
-                early=True,
-                in_use=in_backward,
-            )
+        if plan.pulls(self._places[index]) and index not in self._pulls and is_time:
+            with_state = self.local.wants_state(self.step)
+            self._pulls.send_early(index, push_pull, with_state=with_state, in_use=in_backward)
 
     def land(self, index: int) -> Waits:
         """Waits until an earlier step's pull of a slice has landed; does not apply it yet."""
-        if index not in self._pulls.early and not self._pulls.has_landed(index):
+        if not self._pulls.has_landed(index):
             yield index
 
     def finish(
@@ -177,20 +153,20 @@ class Replica:
         # and backward, which decides when that is, ends with the front. Unless it was sent along
         # with the push, it is sent as soon as the previous one has been applied, so that the
         # connection from the shard is never idle.
-        with_state = plan.pull and self._wants_state(plan)
+        with_state = plan.pull and self.local.wants_state(self.step)
         order = self.front_first() if plan.block else self.own
         for index in order:
             yield from self.land(index)
-            self._rebase(index)
+            self._pulls.apply(index)
             if plan.local:
-                self._update(index, grads[index])
+                self.local.update(index, self.step, grads[index])
             if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
-                self._pull(index, push_pull, with_state=with_state)
+                self._pulls.send(index, push_pull, with_state=with_state)
         if plan.push is Role.DELTA:
             self._push_moves(grads, push_pull)
             if plan.pull:
                 for index in order:
-                    self._pull(index, push_pull, with_state=with_state)
+                    self._pulls.send(index, push_pull, with_state=with_state)
         self._pulls.early.clear()
         self.step += 1
         if plan.block:
@@ -221,9 +197,8 @@ class Replica:
         self.abandon()
         yield from self.settle()
         self._round.begin()
-        with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
-            self._pull(index, push_pull, min_version, with_state=with_state, exact=True)
+            self._pulls.fetch(index, push_pull, min_version)
         yield from self.settle()
         self._pulls.free_memory()  # The next steps may not need this memory.
 
@@ -242,12 +217,9 @@ class Replica:
         if not self.rule.by_step:
             return
         counts = self.clocks.counts
-        with_state = self._num_state > 0 and self.local is not None
         for index in self.front_first():
             if (counts[index], self.parts[index].version) != (step, step):
-                self._pulls.send(
-                    *(index, step, step, push_pull), with_state=with_state, exact=True, begins=True
-                )
+                self._pulls.fetch(index, push_pull, step, begins_at=step)
         self.clocks.begin_at(step)
         yield from self.settle()
         self._pulls.free_memory()
@@ -261,17 +233,17 @@ class Replica:
 
     def restart(self) -> None:
         """Starts again in the same job and step; the next pulls bring weights and clocks."""
-        self._pulls.restart(self.local)
+        self._pulls.restart()
         self.clocks.restart(self.rule)
         self._round.begin()
         self.is_ending = False
-        for part in self.parts:
-            part.restart()
+        self.local.restart()
 
     def change(self, rule: Rule) -> None:
         """Continues under another rule at the same step; its pulls bring weights and clocks."""
         assert self._round.pushes_moves == bool(rule.outer_optimizer)
-        self.rule, self.local = rule, rule.local_update()
+        self.rule = rule
+        self.local.change(rule)
         self.restart()
 
     def locate(self, origin: Origin) -> None:
@@ -288,9 +260,7 @@ class Replica:
 
         They are applied in the order of arrival, so that one is copied while others arrive.
         """
-        for index in self._pulls.indices():
-            yield from self.land(index)
-            self._rebase(index)
+        yield from self._pulls.settle()
 
     def peek(
         self, buffers: Sequence[PullBuffer], push_pull: PushPull, *, with_state: bool
@@ -307,9 +277,10 @@ class Replica:
         self.abandon()
         for index in range(len(self.parts)):
             yield from self.land(index)
-            clock = self.clocks.count(index) if index in self.own or self.rule.by_step else 0
-            oldest = self.clocks.oldest_version(clock)
-            push_pull.pull(index, clock, oldest, buffers[index], with_state=with_state)
+            is_counted = self.rule.by_step or index in self.own
+            self._pulls.look(
+                *(index, buffers[index], push_pull), with_state=with_state, is_counted=is_counted
+            )
         yield from range(len(self.parts))
 
     @property
@@ -325,7 +296,7 @@ class Replica:
     @property
     def drifts(self) -> bool:
         """Whether the weights here differ from those of the shards between two pulls."""
-        return self.local is not None or self._round.pushes_moves
+        return self.local.local_update is not None or self._round.pushes_moves
 
     def front_first(self) -> Sequence[int]:
         """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
@@ -333,91 +304,14 @@ class Replica:
 
     # ----- inside
 
-    def _send(
-        self,
-        index: int,
-        role: Role,
-        values: torch.Tensor,
-        present: int,
-        samples: float,
-        push_pull: PushPull,
-    ) -> None:
-        plan, part = self.plan(), self.parts[index]
-        push = Push(
-            worker=self.rank,
-            step=self.clocks.next_push(index),
-            base_version=max(0, part.version),
-            role=role,
-            samples=samples,
-            present=present,
-            hyper=part.hyper,
-            may_wait=plan.block and plan.pull,
-        )
-        push_pull.push(index, push, values, compress=plan.compress, flush=plan.flush)
-
     def _push_moves(self, moves: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes the weights of the last pull minus the current ones, weighted by mean samples."""
         bad = self._round.write_moves(self.parts, moves)
         if bad is not None:
             self.is_ending = False
             raise not_finite(bad, self.step)
-        samples = self._round.mean_samples
+        plan, samples = self.plan(), self._round.mean_samples
         for index in self.front_first():
-            self._send(index, Role.DELTA, moves[index], -1, samples, push_pull)
+            self._pushes.send(index, plan, Role.DELTA, moves[index], -1, samples, push_pull)
         self.clocks.pushed()
         self._round.begin()
-
-    def _pull(
-        self,
-        index: int,
-        push_pull: PushPull,
-        min_version: int | None = None,
-        *,
-        with_state: bool,
-        exact: bool = False,
-    ) -> None:
-        """Pulls a slice; without `min_version`, a version with this worker's pushes in it."""
-        clock = self.clocks.count(index)
-        oldest = self.clocks.oldest_version(clock) if min_version is None else min_version
-        self._pulls.send(index, clock, oldest, push_pull, with_state=with_state, exact=exact)
-
-    def _update(self, index: int, grad: torch.Tensor) -> None:
-        assert self.local is not None
-        part = self.parts[index]
-        with self.around_update(index, self.step):
-            self.local.update(part, grad)
-        part.past.append(part.hyper)
-        part.num_made += 1
-
-    def _wants_state(self, plan: Plan) -> bool:
-        """Returns whether the pull of this step needs the shard's optimizer state."""
-        if self.local is None or self._num_state == 0:
-            return False
-        ends_warmup = plan.block and not self.rule.plan(self.step + 1).block
-        if plan.block and not ends_warmup:
-            return False
-        return bool(self.local.wants_state(last_of_warmup=ends_warmup))
-
-    def _rebase(self, index: int) -> None:
-        """Applies a pull that has landed, if there is one."""
-        buffer = self._pulls.pop(index)
-        if buffer is None:
-            return
-        part = self.parts[index]
-        state: list[torch.Tensor] = []
-        if buffer.counts is not None:
-            part.counts[:] = buffer.counts
-            state = buffer.state
-        if self.local is not None:
-            self.local.rebase(part, buffer.weights, state, buffer.version)
-        elif buffer.weights.data_ptr() != part.weights.data_ptr():
-            part.weights.copy_(buffer.weights, non_blocking=True)
-        self._round.record_slice(index, part.weights)
-        self.clocks.pulled(index, buffer.clock, buffer.version)
-        part.version = buffer.version
-        part.past.clear()
-        self._pulls.release(index)
-
-
-def _unobserved(index: int, step: int) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -89,6 +89,7 @@ def not_finite(index: int, step: int) -> GradientError:
     """Returns the error for a slice whose weights hold NaN or Inf."""
     return GradientError(
         f"the weights of slice {index} hold NaN or Inf at step {step}, at the end of a round; "
-        "nothing of it was pushed, and the weights are those of its begin again (the state of the "
+        "nothing of it was pushed, and the weights are reset to those of its beginning "
+        "(the state of the "
         "wrapped optimizer may hold NaN too)"
     )

@@ -53,7 +53,8 @@ class Buffers:
             return
         if self._policy == "mean" and session.min_workers:
             raise ConfigError(
-                "buffers is 'mean', but workers of this job come and go; use 'rank0' or 'local'"
+                "buffers is 'mean', but workers of this job may join and leave; use 'rank0' or "
+                "'local'"
             )
         tensors = [
             TensorSpec(name=name, shape=tuple(buffer.shape), dtype="float32")

@@ -14,7 +14,6 @@ from torch.amp.grad_scaler import GradScaler
 from pscore.errors import GradientError, ReplacedError, UnknownJobError
 from pscore.types import Role
 from psworker.connection.trace import local_update
-from psworker.model.flat import refuse_thawed
 from psworker.training import scaling
 from psworker.training.agreement import together
 from psworker.training.group_gradients import GroupGradients
@@ -52,6 +51,8 @@ class GroupSteps(Steps):
                 table.progress.locate(number)
                 self._gradients.end()
                 self._left_out.ended()
+                # Of a scheduler that was made before the wrapper, which warns without it.
+                self._inner._opt_called = True  # type: ignore[attr-defined]
             else:
                 recovery.come_back()
                 self._left_out.given_up()
@@ -99,7 +100,6 @@ class GroupSteps(Steps):
         self._gradients.check()
         self._table.flat.check_weights()
         self._table.flat.warn_of_changes()
-        refuse_thawed(self._frozen)
         if scaler is not None:
             if self._gradients.overlap.has_begun:
                 scaling.refuse_early()

@@ -8,6 +8,7 @@ brings the weights for the next forward pass into the model.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,21 +19,21 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
-from pscore.errors import ConfigError
+from pscore.errors import ConfigError, GradientError
 from pscore.estimate import parse_pull_compressor
 from pscore.optimizers import OPTIMIZERS
 from pscore.rules import make_server_optimizer, parse_mode
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
+from pscore.types import TensorSpec
 from psworker.compression.error_feedback import choose
 from psworker.connection.left_out import LeftOut
-from psworker.connection.missed import Missed
-from psworker.connection.traffic import Traffic
 from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.model.flat import describe, trained
-from psworker.training import clipping, scaling
+from psworker.training import clipping, growth, scaling
 from psworker.training.buffers import Buffers
+from psworker.training.figures import Figures
 from psworker.training.global_weights import global_weights
 from psworker.training.gradients import Gradients
 from psworker.training.group_gradients import group_gradients
@@ -50,13 +51,14 @@ TABLE = "model"
 _open: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(Figures, torch.optim.Optimizer):
     """A torch optimizer whose steps are made by parameter-server shards.
 
     It joins the job when it is made, and brings rank 0's weights into the model.
 
     Args:
-        optimizer: SGD, Adam or AdamW; its groups' hyper-parameters travel with each push.
+        optimizer: One that the shards run (docs/training.md lists them); its groups'
+            hyper-parameters travel with each push.
         named_parameters: `model.named_parameters()`, in the same order on every worker.
         mode: An update rule: `"ssgd"`, `"ssd(steps=5)"`, or `psworker.SSD(steps=5)`.
         compression: The compressor of pushes: `"none"`, `"fp16"`, or a `Compressor`.
@@ -89,6 +91,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ServerUnavailableError: No shard answers.
     """
 
+    _recovery: Recovery
+    _steps: Steps
+    _frozen: list[torch.nn.Parameter]  # Parameters of the groups that are not trained.
     _step_supports_amp_scaling = True  # `GradScaler.step` calls `step` for an overflow too.
 
     def __init__(
@@ -117,7 +122,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compressors = parse_compressor(compression), parse_pull_compressor(pull_compression)
         outer = rule.outer_optimizer
         plugin = OPTIMIZERS[outer]() if outer else make_server_optimizer(optimizer)
-        names, parameters, groups = trained(optimizer, named_parameters)
+        self._named = list(named_parameters)
+        names, parameters, groups = trained(optimizer, self._named)
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inner = optimizer
@@ -126,11 +132,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         session = self._context.session
         _replace_others(parameters)
-        described = describe(list(zip(names, parameters, strict=True)), groups)
-        sizes = {"min_nbytes": compress_min_nbytes, "exclude": compress_exclude}
+        self._choice = compressors, compress_min_nbytes, compress_exclude
+        name = growth.newest(self._context.table_name(TABLE), session.known_tables)
         spec = TableSpec(
-            name=self._context.table_name(TABLE),
-            tensors=tuple(choose(described, *compressors, **sizes)),  # type: ignore[arg-type]
+            name=name,
+            tensors=_choose(names, parameters, groups, *self._choice),
             num_shards=len(session.links),
             rule=rule,
             compressor=compressors[0],
@@ -138,20 +144,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             num_groups=len(self.param_groups),
             pull_compressor=compressors[1],
         )
-        self._table = TrainingTable(
-            session, spec, parameters, plugin, samples=samples, has_grad_views=early.has_views
-        )
-        shared = group_gradients(self._table, early, self._set_hyper)
-        self._gradients = shared or Gradients(self._table, early, self._set_hyper)
+        with growth.explained(name):
+            table = TrainingTable(
+                session, spec, parameters, plugin, samples=samples, has_grad_views=early.has_views
+            )
         self._end = ""  # Why training has ended.
-        self._left_out = left_out = LeftOut()
-        if rule.takes_all and not session.min_workers and session.is_leader:
-            session.left_out[self._table.exchange.table] = left_out
+        self._left_out = LeftOut()
         self._buffers = Buffers(model, buffers, session)
-        self._recovery = Recovery(self._table, self._gradients, self._buffers, left_out)
-        held = self._table, self._gradients, self._buffers, self._recovery, left_out
-        parts = (self, optimizer, _frozen(self.param_groups, parameters), *held)
-        self._steps = Steps(*parts) if shared is None else GroupSteps(shared, *parts)
+        _drive(self, table, early)
         self._table.start(self.param_groups)
         self._gradients.watch(self._recovery.hook)
         self._context.at_close(self.close)
@@ -159,51 +159,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ----- the training loop
 
-    @property
-    def samples(self) -> float:
-        """Weight of this worker's gradient in the mean."""
-        return self._table.progress.samples
-
-    @samples.setter
-    def samples(self, samples: float) -> None:
-        if samples != self.samples:
-            self._gradients.overlap.changed(f"samples ({self.samples:g}, now {samples:g})")
-            self._table.progress.samples = require_weight(samples)
-
-    @property
-    def steps(self) -> int:
-        """Steps of the job's training behind this worker: seeds its next data (docs/elastic.md)."""
-        return self._table.replica.step
-
-    @property
-    def samples_seen(self) -> float:
-        """Sum of `samples` over these steps: this worker's position in its data."""
-        return self._table.progress.seen
-
-    @property
-    def clock(self) -> int:
-        """Pushes of this worker that the shards have counted: steps, or rounds; 0 in a new job."""
-        return self._table.replica.next_push
-
-    @property
-    def rule(self) -> Rule:
-        """The mode."""
-        return self._table.rule
-
-    @property
-    def missed(self) -> Missed:
-        """Steps of this worker that did not count, or not in every slice."""
-        return self._table.exchange.missed
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes sent and received, and pushes that came too late."""
-        return self._table.exchange.traffic
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients as `torch.optim.Optimizer.zero_grad` does; counts a step's start."""
         self._left_out.zeroed()
         super().zero_grad(set_to_none)
+        if self._gradients.overlap.is_wanted and not self._gradients.overlap.has_begun:
+            self._grow_if_thawed()  # At `step` gradients of this step have left.
 
     def step(
         self,
@@ -220,8 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             GradientError: A gradient holds NaN or Inf, or was changed after it had left.
-            ConfigError: A parameter has moved, or was frozen when the wrapper was made; or
-                training has ended.
+            ConfigError: A parameter has moved, or training has ended.
             PacelineError: A shard refused something, or does not answer.
         """
         self._require_open("step")
@@ -230,6 +190,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scaling.refuse_attributes(self)
+        self._grow_if_thawed()
         self._steps.run(grad_scaler)
         return loss
 
@@ -246,6 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PacelineError: A shard refused something, or does not answer.
         """
         self._require_open("skip_step")
+        self._grow_if_thawed()
         self._steps.run(None, skips=True)
 
     @contextlib.contextmanager
@@ -325,14 +287,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             restore(self._table, loaded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group while the wrapper is made; later the layout is fixed.
+        """Adds a parameter group, as torch does; every worker calls it, between the same two steps.
+
+        Its parameters must be in `named_parameters` of the constructor. Parameters of other groups
+        that were frozen and have been unfrozen are trained from then on too; without new groups
+        `step` finds these by itself. The shards' memory holds the former table beside the new one
+        until the job ends (psworker/training/growth.py).
 
         Raises:
-            ConfigError: The wrapper is ready.
+            ConfigError: A parameter has no name, or workers of this job come and go.
+            GradientError: Gradients of this step have left during backward.
+            PacelineError: A shard refused something, or does not answer.
         """
-        if hasattr(self, "_table"):
-            raise ConfigError("parameter groups cannot be added after DistributedOptimizer is made")
         super().add_param_group(param_group)
+        if hasattr(self, "_table"):  # The constructor of torch calls this too.
+            try:
+                _grow(self)
+            except (ConfigError, GradientError):
+                self.param_groups.pop()
+                raise
 
     # ----- inside
 
@@ -340,9 +313,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Sets the hyper-parameters of the next push; returns whether they have changed."""
         return self._table.set_hyper(self.param_groups)
 
+    def _grow_if_thawed(self) -> None:
+        if growth.is_thawed(self._frozen):
+            _grow(self)
+
     def _require_open(self, name: str) -> None:
         if self._end:
-            raise ConfigError(f"training has ended: {name}() after {self._end}")
+            raise ConfigError(f"training has ended: {name}() called after {self._end}")
         self._table.session.require_own()
 
     def _retire(self, why: str) -> None:
@@ -370,8 +347,68 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
         GradientError: Gradients have left during backward.
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
+    optimizer._grow_if_thawed()
     table, gradients = optimizer._table, optimizer._gradients
     return clipping.clip(table, gradients, optimizer._recovery, max_norm)
+
+
+def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: Overlap) -> None:
+    """Makes the gradients, the recovery and the steps of a table."""
+    wrapper._table = table
+    shared = group_gradients(table, early, wrapper._set_hyper)
+    wrapper._gradients = shared or Gradients(table, early, wrapper._set_hyper)
+    wrapper._recovery = Recovery(table, wrapper._gradients, wrapper._buffers, wrapper._left_out)
+    parts = table, wrapper._gradients, wrapper._buffers, wrapper._recovery, wrapper._left_out
+    made = wrapper, wrapper._inner, *parts
+    wrapper._steps = Steps(*made) if shared is None else GroupSteps(shared, *made)
+    wrapper._frozen = _frozen(wrapper.param_groups, table.flat.parameters)
+    session = table.session
+    if table.rule.takes_all and not session.min_workers and session.is_leader:
+        session.left_out[table.exchange.table] = wrapper._left_out
+
+
+def _grow(wrapper: DistributedOptimizer) -> None:
+    """Continues with another table, of all parameters that are to be trained now."""
+    former, gradients = wrapper._table, wrapper._gradients
+    wrapper._require_open("add_param_group")
+    growth.require_possible(former, gradients)
+    names, parameters, groups = trained(wrapper, wrapper._named)
+    early = Overlap(gradients.overlap.is_wanted, names, has_views=gradients.overlap.has_views)
+    kept = growth.leave(former, wrapper._recovery)
+    gradients.unwatch()
+    former.session.left_out.pop(former.exchange.table, None)
+    spec = dataclasses.replace(
+        former.exchange.spec,
+        name=growth.next_name(former.name),
+        tensors=_choose(names, parameters, groups, *wrapper._choice),
+        num_groups=len(wrapper.param_groups),
+    )
+    table = TrainingTable(
+        former.session,
+        spec,
+        parameters,
+        former.optimizer,
+        samples=wrapper.samples,
+        has_grad_views=early.has_views,
+    )
+    wrapper._inner.param_groups = wrapper.param_groups
+    _drive(wrapper, table, early)
+    with wrapper._recovery.guard():
+        growth.take_over(former, table, kept, wrapper.param_groups)
+    wrapper._gradients.watch(wrapper._recovery.hook)
+
+
+def _choose(
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+    groups: Sequence[int],
+    compressors: tuple[Compressor, Compressor],
+    min_nbytes: int,
+    exclude: Sequence[str],
+) -> tuple[TensorSpec, ...]:
+    """Returns the declarations of parameters, with those marked that may be compressed."""
+    described = describe(list(zip(names, parameters, strict=True)), groups)
+    return tuple(choose(described, *compressors, min_nbytes=min_nbytes, exclude=exclude))
 
 
 def _frozen(

@@ -35,7 +35,7 @@ def install() -> None:
 
 def sentence_of(problem: BaseException) -> str:
     """Returns the message: the reason, the line of the script, and how to see more."""
-    reason = "ended by Ctrl-C" if isinstance(problem, KeyboardInterrupt) else str(problem)
+    reason = "interrupted by Ctrl-C" if isinstance(problem, KeyboardInterrupt) else str(problem)
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(problem.__traceback__)

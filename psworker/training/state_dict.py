@@ -52,15 +52,14 @@ def torch_state(
         plain: Its `torch.optim.Optimizer.state_dict`.
         inner: State of the wrapped optimizer if this worker runs it, else None.
     """
-    flat, counts = _pull_state(table, recovery)
+    flat, counts = pull_state(table, recovery)
     order = _torch_order(table, param_groups)
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, steps in enumerate(counts):
         if steps == 0:
             continue
         entry = {
-            name: table.flat.state_view(flat[name], index).clone()
-            for name in table.optimizer.state_names
+            name: _state_of(table, flat[name], index, name) for name in table.optimizer.state_names
         }
         if table.optimizer.torch_has_step:
             entry["step"] = torch.tensor(float(steps))
@@ -133,12 +132,16 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     table.session.barrier(BARRIER)
     if table.session.process_rank == 0:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
-    table.session.barrier(BARRIER)
-    table.exchange.ask_origin()
-    table.fetch(0)
-    table.progress.locate(loaded.step, loaded.samples_seen)
-    table.show_weights()
+    table.continue_from(loaded.step, loaded.samples_seen, BARRIER)
     table.exchange.load_compressor_state(loaded.compressor)
+
+
+def _state_of(table: TrainingTable, flat: torch.Tensor, index: int, name: str) -> torch.Tensor:
+    """Returns a copy of parameter `index`'s part of a state array, as torch keeps it."""
+    view = table.flat.state_view(flat, index)
+    if name in table.optimizer.scalar_names:
+        view = view.reshape(-1)[0]
+    return view.clone()
 
 
 def _fill(table: TrainingTable, flat: FloatArray, value: Any, index: int, name: str) -> None:
@@ -146,6 +149,8 @@ def _fill(table: TrainingTable, flat: FloatArray, value: Any, index: int, name: 
     if value is None:
         return
     target, tensor = table.flat.state_view(flat, index), torch.as_tensor(value)
+    if name in table.optimizer.scalar_names and tensor.numel() == 1:
+        tensor = tensor.reshape(()).expand(target.shape)
     if tensor.shape != target.shape:
         raise ConfigError(
             f"{name} of {table.layout.tensors[index].name!r} has shape "
@@ -164,7 +169,7 @@ def _torch_order(table: TrainingTable, param_groups: Groups) -> dict[int, int]:
     return {i: numbers[id(parameter)] for i, parameter in enumerate(table.flat.parameters)}
 
 
-def _pull_state(
+def pull_state(
     table: TrainingTable, recovery: Recovery
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Pulls the optimizer's state; returns flat `(numel,)` tensors, and steps per parameter."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.amp.grad_scaler import GradScaler
 
@@ -11,7 +9,6 @@ from pscore.errors import ReplacedError, UnknownJobError
 from pscore.types import Role
 from psworker.connection.left_out import LeftOut
 from psworker.connection.trace import local_update
-from psworker.model.flat import refuse_thawed
 from psworker.training import scaling
 from psworker.training.buffers import Buffers
 from psworker.training.gradients import Gradients
@@ -26,7 +23,6 @@ class Steps:
         self,
         wrapper: torch.optim.Optimizer,
         inner: torch.optim.Optimizer,
-        frozen: Sequence[torch.nn.Parameter],
         table: TrainingTable,
         gradients: Gradients,
         buffers: Buffers,
@@ -38,7 +34,6 @@ class Steps:
         Args:
             wrapper: The optimizer that the script holds; its groups have the hyper-parameters.
             inner: The user's own optimizer, which some modes run on the worker.
-            frozen: Parameters of the groups that are not trained.
             table: The table that is trained.
             gradients: The gradients of the step under way.
             buffers: The model's shared buffers.
@@ -47,7 +42,6 @@ class Steps:
         """
         self._wrapper = wrapper
         self._inner = inner
-        self._frozen = frozen
         self._table = table
         self._gradients = gradients
         self._buffers = buffers
@@ -72,6 +66,8 @@ class Steps:
                 table.progress.locate(number)
                 self._gradients.end()
                 self._left_out.ended()
+                # Of a scheduler that was made before the wrapper, which warns without it.
+                self._inner._opt_called = True  # type: ignore[attr-defined]
             else:
                 recovery.come_back()
                 self._left_out.given_up()
@@ -86,7 +82,6 @@ class Steps:
         self._gradients.check()
         self._table.flat.check_weights()
         self._table.flat.warn_of_changes()
-        refuse_thawed(self._frozen)
         has_overflow = grad_scaler is not None and self._overflows(grad_scaler)
         if not (has_overflow and self._table.rule.takes_all):  # Then all leave it out.
             self._finish_step(skips=skips or has_overflow)

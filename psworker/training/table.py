@@ -98,7 +98,7 @@ class TrainingTable:
             part.kernels = kernels
         timeline = session.timeline
         if timeline is not None:
-            self.replica.around_update = lambda index, step: local_update(
+            self.replica.local.around_update = lambda index, step: local_update(
                 timeline, step, slice=index
             )
         self.progress = Progress(samples, self.replica, self.exchange)
@@ -139,6 +139,8 @@ class TrainingTable:
         state: Sequence[FloatArray] = (),
         counts: Sequence[int] = (),
         step: int = 0,
+        *,
+        gathers: bool = True,
     ) -> None:
         """Uploads the weights of the model; with `Role.STATE` the optimizer's state too.
 
@@ -147,8 +149,10 @@ class TrainingTable:
             state: State arrays of the optimizer, flat, `(layout.numel,)` each.
             counts: Optimizer steps of each parameter.
             step: Steps of training behind these weights.
+            gathers: Whether the weights are those of the model; else the flat ones as they are.
         """
-        self.flat.gather_weights()
+        if gathers:
+            self.flat.gather_weights()
         weights = self.flat.weights.cpu().numpy()
         for spec in self.layout.slices:
             arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
@@ -183,6 +187,20 @@ class TrainingTable:
         self.agree_on_push()
         self.progress.locate(step)
         self.gather_parts()
+        self.show_weights()
+
+    def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
+        """Continues from a state that rank 0 has uploaded; all workers call it.
+
+        Args:
+            step: Steps of training behind the state.
+            samples_seen: Samples behind it.
+            barrier: Name of the barrier at which they wait for rank 0.
+        """
+        self.session.barrier(barrier)
+        self.exchange.ask_origin()
+        self.fetch(0)
+        self.progress.locate(step, samples_seen)
         self.show_weights()
 
     def finish_step(self, samples: float) -> None:

@@ -32,9 +32,9 @@ from tests.integration.worker import NUMEL, Worker
 MIB = 1 << 20
 WRONG = "0" * 32
 GRADIENT = bytes(4 * NUMEL)
-NO_TOKEN = "a token is needed, and none came; set PACELINE_TOKEN_FILE"
-NOT_OURS = "the token that came is none of this shard's; set PACELINE_TOKEN_FILE"
-NOT_YOURS = "the token is of job 'other', not of 'train'; set PACELINE_TOKEN_FILE"
+NO_TOKEN = "a token is required, and none was sent; set PACELINE_TOKEN_FILE"
+NOT_OURS = "this shard does not know the token that was sent; set PACELINE_TOKEN_FILE"
+NOT_YOURS = "the token is for job 'other', not for 'train'; set PACELINE_TOKEN_FILE"
 BAD = [("", NO_TOKEN), (WRONG, NOT_OURS), (TRAIN + "2", NOT_OURS)]
 FOREIGN = [*BAD, (OTHER, NOT_YOURS)]
 

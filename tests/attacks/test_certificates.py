@@ -41,11 +41,11 @@ EARLY = (
     r"clock says 20..-..-.. ..:.. UTC; check the clocks of both machines"
 )
 FOREIGN = "the certificate of .* is not signed by the CA in PACELINE_TLS_CA"
-MISNAMED = r"the certificate of .* is not made out to this name .*`psserver certs --host NAME`"
+MISNAMED = r"the certificate of .* is not valid for this name .*`psserver certs --host NAME`"
 NO_TLS = "does not speak TLS, but this side is set to use TLS; start the shards with --tls-cert"
 TLS_ONLY = "speaks TLS only; set PACELINE_TLS_CA"
 ASKS = "asks for a certificate of this side; set PACELINE_TLS_CERT and PACELINE_TLS_KEY"
-NOT_TAKEN = "does not take this side's certificate .*; set PACELINE_TLS_CERT and"
+NOT_TAKEN = "does not accept this side's certificate .*; set PACELINE_TLS_CERT and"
 TAKEN_FROM = NOT_TAKEN.replace(
     ".*", r".* \(valid from 20..-..-.. ..:.. to 20..-..-.. ..:.. UTC by the clock there\)"
 )

@@ -95,7 +95,7 @@ def test_a_model_larger_than_the_memory_of_the_host_is_refused(
     async def scene(front: Front) -> None:
         await front.join(0)
         with pytest.raises(
-            Refused, match=r"LimitError: table 'model' on shard 0 wants \d+ bytes of memory"
+            Refused, match=r"LimitError: table 'model' on shard 0 needs \d+ bytes of memory"
         ):
             await front.define(tensors=[tensor(1 << 18)])
         assert front.job.tables == {}

@@ -12,7 +12,7 @@ from psserver.commands import cli as psserver_cli
 from psserver.exits import Exit as ServerExit
 from psserver.process.settings import SECTIONS
 from psworker.commands import cli as psworker_cli
-from psworker.commands.run import Exit as WorkerExit
+from psworker.exits import Exit as WorkerExit
 from tests.house.source import PACKAGES, ROOT, modules, parse
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

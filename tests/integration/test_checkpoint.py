@@ -22,7 +22,8 @@ HALF, WHOLE = 5, 10
 COMPRESSIONS = {"2bit": "2bit(threshold=0.5)", "qsgd": "qsgd"}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "2bit": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "qsgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
@@ -80,7 +81,7 @@ def run(command: Command, shards: Shards, *arguments: object, code: int = 0) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_shards"), [("sgd", 3), ("adam", 3), ("2bit", 3), ("qsgd", 2)]
+    ("kind", "num_shards"), [("sgd", 3), ("amsgrad", 3), ("nadam", 3), ("2bit", 3), ("qsgd", 2)]
 )
 def test_a_restored_job_goes_on_to_the_bit_on_other_shards(
     shards: Shards, command: Command, tmp_path: Path, kind: str, num_shards: int
@@ -202,7 +203,7 @@ def test_what_is_wrong_is_said(shards: Shards, command: Command, tmp_path: Path)
         assert "has live workers on shard 0" in said
         (tmp_path / "file").write_text("")
         said = run(command, shards, "checkpoint", tmp_path / "file" / "x", "--job", job, code=5)
-        assert "what was there before still is" in said
+        assert "the file that was there before is unchanged" in said
         worker.tell()
         worker.result()
     weights = path / "model.safetensors"

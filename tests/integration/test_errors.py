@@ -51,7 +51,7 @@ def wrap(model: torch.nn.Module, **options: Any) -> psworker.DistributedOptimize
             {"servers": "localhost"},
             r"server address 'localhost' must look like host:port",
         ),
-        ({"servers": "a:1,a:1"}, r"a server address stands twice in a:1, a:1"),
+        ({"servers": "a:1,a:1"}, r"a server address is given twice in a:1, a:1"),
         ({"timeout_s": -1.0}, r"timeout_s is -1.0, must be in 0..86400 seconds"),
     ],
 )
@@ -66,12 +66,12 @@ def test_a_wrong_argument_is_refused_with_the_right_ones(
     ("make", "message"),
     [
         (
-            torch.optim.Adagrad,
-            r"optimizer is torch.optim.adagrad.Adagrad, must be one of .*torch.optim.Adam, .*SGD",
+            torch.optim.Adadelta,
+            r"optimizer is torch.optim.adadelta.Adadelta, must be one of .*torch.optim.Adam, .*SGD",
         ),
         (
-            lambda weights: torch.optim.Adam(weights, amsgrad=True),
-            r"Adam has amsgrad=True, which the shards do not implement",
+            lambda weights: torch.optim.Adam(weights, differentiable=True),
+            r"Adam has differentiable=True, which the shards do not implement",
         ),
         (
             lambda weights: torch.optim.SGD([{"params": weights, "differentiable": True}], lr=1.0),
@@ -197,7 +197,7 @@ def join_after(me: Station, what: str) -> tuple[str, str]:
 
 
 MISMATCHES = {
-    "number of workers": r"job 'test-.*' has 2 workers, this one was started for 3",
+    "number of workers": r"job 'test-.*' has 2 workers, this worker was started for 3",
     "rank": r"rank 0 is held by process \d+ on .*, last heard \d+\.\d s ago",
     "tensor": (
         r"tensor 2 is '2.weight' \[32, 128\] float32 in parameter group 0 here and "
@@ -348,9 +348,8 @@ def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
     problems["moved"] = problem_of(optimizer.step)
     model = make_model()
     model.get_submodule("2").requires_grad_(False)
-    optimizer = begin(model)
-    model.requires_grad_(True)
-    problems["unfrozen"] = problem_of(lambda: early(model, lambda: None))
+    optimizer = begin(model, overlap=True)
+    problems["unfrozen"] = problem_of(lambda: early(model, lambda: model.requires_grad_(True)))
     model = make_model()
     optimizer = begin(model, overlap=True)
     problems["clipped"] = problem_of(
@@ -370,7 +369,14 @@ def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
     problems["lr"] = problem_of(
         lambda: early(model, lambda: optimizer.param_groups[0].update(lr=0.5))
     )
+    backward(model, *batch(0, 0))
     problems["group"] = problem_of(lambda: optimizer.add_param_group({"params": []}))
+    assert len(optimizer.param_groups) == 1
+    optimizer = begin(make_model())
+    stranger = torch.nn.Parameter(torch.zeros(3))
+    problems["stranger"] = problem_of(lambda: optimizer.add_param_group({"params": [stranger]}))
+    assert len(optimizer.param_groups) == 1
+    early(make_model(), lambda: None)
     problems["overlap"] = problem_of(lambda: begin(make_model(), overlap="maybe"))
     problems["buffers"] = problem_of(lambda: begin(make_model(), buffers="rank1"))
     problems["another job"] = problem_of(lambda: psworker.init(job="another"))
@@ -390,8 +396,8 @@ MISUSES = {
         "parameter '2.weight' was given other memory .* move the model",
     ),
     "unfrozen": (
-        "ConfigError",
-        r"a parameter of shape \[64, 128\] has a gradient, but it was",
+        "GradientError",
+        "parameters were unfrozen or added after gradients had been pushed during backward; do it",
     ),
     "clipped": (
         "GradientError",
@@ -403,7 +409,11 @@ MISUSES = {
         r"samples \(1, now 7\) was changed after gradients had been",
     ),
     "lr": ("GradientError", "a learning rate or other hyper-parameter was changed after gradients"),
-    "group": ("ConfigError", "parameter groups cannot be added after DistributedOptimizer is made"),
+    "group": ("GradientError", "parameters were unfrozen or added after gradients had been pushed"),
+    "stranger": (
+        "ConfigError",
+        r"parameter 0 of group 1 \[3\] is in the optimizer but not",
+    ),
     "overlap": ("ConfigError", "overlap is 'maybe', must be True .* or False"),
     "buffers": ("ConfigError", "buffers is 'rank1', must be one of rank0, mean, local"),
     "another job": ("ConfigError", "this process has joined with job='test-.*; call .*shutdown"),

@@ -268,7 +268,7 @@ def test_ctrl_c_ends_a_waiting_worker_at_once_and_the_others_go_on(
         second.process.send_signal(signal.SIGINT)
         assert second.wait() == -signal.SIGINT
         assert time.monotonic() - interrupted_s < 10.0  # No lease had to be over.
-        assert "psworker: ended by Ctrl-C" in second.stderr()
+        assert "psworker: interrupted by Ctrl-C" in second.stderr()
         first.tell()
         assert first.result()
 

@@ -103,7 +103,7 @@ def test_workers_go_on_when_nobody_reads_what_they_print(tmp_path: Path, how: st
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.glob("end*")} == {"end0", "end1"}
     assert "Traceback" not in done.stderr
-    told = "standard output takes nothing any more"
+    told = "standard output accepts no more output"
     assert done.stderr.count(told) == (how == "broken")
 
 
@@ -132,8 +132,27 @@ def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=WAIT_S)
     assert process.returncode == -signal.SIGINT
-    assert f"psworker: ended by Ctrl-C ({script}, line " in told
+    assert f"psworker: interrupted by Ctrl-C ({script}, line " in told
     assert "Traceback" not in told
+
+
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+except BaseException as problem:
+    raise ImportError("a part is missing") from problem
+"""
+
+
+def test_ctrl_c_ends_a_command_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text(SWALLOWS)
+    done = run(psworker("modes"), PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (130, "psworker: interrupted by Ctrl-C\n")
+    assert not done.stdout
 
 
 def test_a_forked_child_is_told_that_it_takes_no_part(tmp_path: Path) -> None:
@@ -166,7 +185,7 @@ def test_both_commands_have_a_version_and_say_where_they_are_wrong(tmp_path: Pat
     assert psserver.run("status", "-h").stdout == psserver.run("status", "--help").stdout
     assert "_PSSERVER_COMPLETE" in psserver.run(_PSSERVER_COMPLETE="source_bash").stdout
     silent = psserver.run("status", "--servers", "127.0.0.1:1", code=6).stderr
-    assert silent.startswith("psserver: nobody answers at 127.0.0.1:1")
+    assert silent.startswith("psserver: nothing answers at 127.0.0.1:1")
     assert "Traceback" not in silent
     debugged = psserver.run("--debug", "status", "--servers", "127.0.0.1:1", code=6).stderr
     assert "Traceback" in debugged

@@ -76,7 +76,7 @@ def train(station: Station, optimizer: str, mode: str, compression: str) -> list
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.001}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.001}),
 }
 
 
@@ -114,7 +114,7 @@ def run(shards: Shards, job: str, kills: int, arguments: tuple[Any, ...]) -> lis
     ("optimizer", "mode", "compression"),
     [
         ("sgd", "ssgd", "none"),
-        ("adam", "ssd(steps=3, warmup=4)", "none"),
+        ("nadam", "ssd(steps=3, warmup=4)", "none"),
         ("sgd", "cd(steps=4)", "2bit"),
     ],
 )

@@ -120,7 +120,7 @@ def test_workers_that_were_all_killed_are_gone_on_with_and_ended_ones_are_not(
             other.join()
             other.define(cluster.num_shards)
             anew = (
-                f"job 'night' begins anew at step 0: the former one ended at step {2 * STEPS} "
+                f"job 'night' starts over at step 0: the former one ended at step {2 * STEPS} "
                 "(table 'model' of 2 tensors in ssgd"
             )
             assert anew in cluster.log()
@@ -216,7 +216,7 @@ def test_after_a_power_cut_a_job_of_which_nothing_is_on_the_disk_is_not_begun_in
         with pytest.raises(grpc.RpcError) as refusal:
             worker.join()
         assert re.search(
-            "job 'night' and cannot go on.*machine was started anew since.*psserver forget",
+            "job 'night' and cannot continue it.*machine has been restarted since.*psserver forget",
             str(refusal.value),
         )
         assert re.search(r"night +lost .*night is lost: the machine", jobs(cluster), re.DOTALL)

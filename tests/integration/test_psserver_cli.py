@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -151,6 +152,20 @@ def test_a_taken_metrics_port_is_named(psserver: Command) -> None:
         assert "--metrics-port" in done.stderr
 
 
+def test_a_taken_data_port_is_named(psserver: Command) -> None:
+    with taken_port() as listener:
+        port = listener.getsockname()[1]
+        done = psserver.run("start", "--port", 0, "--data-port", port, code=3)
+        assert f"127.0.0.1:{port}" in done.stderr
+        assert "--data-port" in done.stderr
+
+
+def test_data_sockets_listen_where_they_were_told(psserver: Command) -> None:
+    port = 20_000 + os.getpid() % 10_000  # Below the ports that the kernel gives to other tests.
+    with psserver.detached("--data-port", port):
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+
+
 def test_a_host_of_another_machine_is_named(psserver: Command) -> None:
     # 192.0.2.0/24 is for documentation: RFC 5737.
     done = psserver.run("start", "--port", 0, "--host", "192.0.2.1", "--insecure", code=10)
@@ -198,12 +213,27 @@ def test_a_second_start_on_the_port_says_that_the_first_runs(psserver: Command) 
         (["--host", "0.0.0.0"], "--insecure"),
         (["--log-format", "xml"], "log.format is 'xml'"),
         (["--config", "nonesuch.toml"], "nonesuch.toml"),
+        (["--insecure"], "--insecure has no effect"),
+        (["--log-max-mb", "8"], "--log-max-mb 8 has no effect without --detach"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_starts(
     psserver: Command, arguments: list[str], named: str
 ) -> None:
     assert named in psserver.run("start", *arguments, code=2).stderr
+
+
+@pytest.mark.parametrize("command", ["status", "jobs", "health", "stop", "doctor"])
+def test_servers_are_named_in_one_way(psserver: Command, command: str) -> None:
+    for flag in ("--port", "--state-dir"):
+        told = psserver.run(command, "--servers", "127.0.0.1:1", flag, 1, code=2).stderr
+        assert told.startswith(f"psserver: {flag} 1 has no effect with --servers")
+
+
+def test_a_checkpoint_that_is_exported_comes_from_no_server(psserver: Command) -> None:
+    for flag, value in (("--servers", "127.0.0.1:1"), ("--port", 1), ("--state-dir", "here")):
+        told = psserver.run("export", "x", "--from", "y", flag, value, code=2).stderr
+        assert told.startswith(f"psserver: {flag} {value} has no effect with --from")
 
 
 def test_python_without_assertions_is_refused(tmp_path: Path) -> None:
@@ -334,7 +364,7 @@ def test_a_wrong_address_is_one_clear_line(psserver: Command) -> None:
     for command in ("status", "stop"):
         done = psserver.run(command, "--servers", f"127.0.0.1:{free}", code=6)
         (line,) = done.stderr.splitlines()
-        assert f"nobody answers at 127.0.0.1:{free} (waited " in line
+        assert f"nothing answers at 127.0.0.1:{free} (waited " in line
         assert f"psserver start --port {free}" in line
     psserver.run("status", "--servers", "nonsense", code=2)
 

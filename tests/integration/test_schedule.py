@@ -181,7 +181,7 @@ def test_after_a_power_cut_training_goes_on_from_the_newest(tmp_path: Path) -> N
         seen = run_until(worker, 3)
         earlier = first.newest()
         first.schedule().kill()
-        first.said("the process that takes checkpoints died, it is started again")
+        first.said("the process that writes checkpoints died; it is started again")
         worker.tell("go on")
         seen |= run_until(worker, 8)
         found = first.newest(earlier.sequence)
@@ -196,7 +196,7 @@ def test_after_a_power_cut_training_goes_on_from_the_newest(tmp_path: Path) -> N
     shutil.copytree(found.path, damaged)
     (damaged / "manifest.json").write_text("{}")
     with start(tmp_path, "--shards", 3, "--checkpoint-s", 3600) as second:
-        line = second.said("job taken up from its newest checkpoint")
+        line = second.said("job recovered from its newest checkpoint")
         assert "step 8" in line
         assert str(found.path) in line
         second.said("checkpoint cannot be used")
@@ -234,7 +234,7 @@ def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Pa
         eventually(lambda: files.scan(shards.folder)[0].manifest["finished"])
         victim = shards.pid(1)
         os.kill(victim, signal.SIGKILL)
-        shards.said("job had ended, it is not loaded")
+        shards.said("job had ended; it is not loaded")
 
 
 def test_weights_that_were_not_saved_are_not_begun_anew_in_silence(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_shards_of_several_machines_start_from_the_checkpoints_of_shard_0(tmp_pa
         worker.close()
     assert not other.folder.exists()
     with part(tmp_path, 0, ports, "d", "--checkpoint-s", 3600) as first:
-        first.said("job taken up from its newest checkpoint")
+        first.said("job recovered from its newest checkpoint")
         first.said("workers wait until all shards have the checkpoints")
         with grpc.insecure_channel(first.addresses[0]) as channel:
             request = pb.JoinRequest(job=JOB, num_workers=1, protocol=wire.PROTOCOL)
@@ -278,5 +278,5 @@ def test_shards_of_several_machines_start_from_the_checkpoints_of_shard_0(tmp_pa
             worker = first.worker()
             clock, _ = worker.hear(DEADLINE_S)
             assert clock == 5
-            first.said("checkpoint brought to other shards")
+            first.said("checkpoint sent to the other shards")
             ended(worker)

@@ -199,4 +199,4 @@ def test_what_does_not_fit_is_refused(shards: Shards) -> None:
         assert "must be less than the 2 workers" in said[1]
         assert "ssgd" in said[2]
     (refused,) = [said[3] for said in results if len(said) > 3]
-    assert "mode is changed to" in refused
+    assert "changes the mode to" in refused

@@ -218,7 +218,7 @@ def lose_a_round(me: Station) -> dict[str, np.ndarray]:
         if step == 3:
             with torch.no_grad():
                 model.get_parameter("2.weight").fill_(float("nan"))
-            with pytest.raises(psworker.GradientError, match="those of its begin again"):
+            with pytest.raises(psworker.GradientError, match="those of its beginning"):
                 optimizer.step()
             look(model, optimizer)
             backward(model, *batch(me.rank, step))

@@ -34,6 +34,10 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
+def nadam(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(groups, lr=1e-2)
+
+
 MAKERS = [sgd, plain, adam, adamw]
 
 
@@ -122,7 +126,12 @@ def resume(me: Station, make: Make, mode: str, checkpoint: bytes) -> Weights:
 
 @pytest.mark.parametrize(
     ("make", "mode", "num_workers"),
-    [*((make, "ssgd", 2) for make in MAKERS), (sgd, "asgd", 1), (adam, "ssp(bound=2)", 1)],
+    [
+        *((make, "ssgd", 2) for make in MAKERS),
+        (sgd, "asgd", 1),
+        (adam, "ssp(bound=2)", 1),
+        (nadam, "asgd", 1),
+    ],
 )
 def test_a_resumed_job_goes_on_to_the_bit(
     shards: Shards, make: Make, mode: str, num_workers: int

@@ -35,12 +35,42 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
+def amsgrad(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    groups[0] |= {"lr": 1e-2, "weight_decay": 1e-2}
+    groups[1] |= {"lr": 3e-3, "betas": (0.8, 0.9)}
+    return torch.optim.AdamW(groups, amsgrad=True)
+
+
+def adagrad(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    groups[1] |= {"lr": 0.02, "lr_decay": 0.1}
+    return torch.optim.Adagrad(groups, lr=0.01, initial_accumulator_value=0.1)
+
+
+def rmsprop(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    groups[1] |= {"lr": 3e-4, "momentum": 0.9, "weight_decay": 1e-2}
+    return torch.optim.RMSprop(groups, lr=1e-3, eps=1e-3, centered=True)
+
+
+def nadam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    groups[1] |= {"lr": 3e-3, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    return torch.optim.NAdam(groups, lr=1e-2)
+
+
+def radam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    groups[1] |= {"lr": 3e-3, "betas": (0.8, 0.9), "weight_decay": 0.1}
+    return torch.optim.RAdam(groups, lr=1e-2)
+
+
 def step_lr(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
 
 
 def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS + 1)
 
 
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -82,8 +112,20 @@ def train_alone(make: Make, schedule: Schedule, num_workers: int) -> dict[str, n
     return weights_of(model)
 
 
-@pytest.mark.parametrize("make", [sgd, adam, adamw])
-@pytest.mark.parametrize("schedule", [step_lr, cosine])
+@pytest.mark.parametrize(
+    ("make", "schedule"),
+    [
+        (sgd, step_lr),
+        (sgd, one_cycle),
+        (adam, cosine),
+        (adamw, step_lr),
+        (amsgrad, cosine),
+        (adagrad, step_lr),
+        (rmsprop, cosine),
+        (nadam, one_cycle),
+        (radam, cosine),
+    ],
+)
 def test_ssgd_equals_one_torch_process_on_the_joined_batch(
     shards: Shards, make: Make, schedule: Schedule
 ) -> None:

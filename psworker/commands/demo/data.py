@@ -39,7 +39,7 @@ def find_folder(given: Path | None) -> Path:
     shipped = Path(__file__).parents[3] / "examples" / "data"
     folder = shipped if given is None else given
     if not (folder / _file("t10k", "images")).is_file():
-        where = "this installation comes without images" if given is None else f"none at {given}"
+        where = "this installation has no images" if given is None else f"none at {given}"
         raise ConfigError(
             f"Fashion-MNIST is needed, and {where}: give a folder that holds "
             f"{_file('t10k', 'images')} and {_file('t10k', 'labels')} (and the train files for "

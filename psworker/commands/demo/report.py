@@ -61,7 +61,7 @@ def make_folder(folder: Path) -> None:
     except OSError as problem:
         raise ConfigError(f"cannot write to --out {folder}: {problem.strerror}") from problem
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write to --out {folder}: no rights for it")
+        raise ConfigError(f"cannot write to --out {folder}: permission denied")
 
 
 def show(results: dict[str, Result], plot_path: Path | None) -> None:

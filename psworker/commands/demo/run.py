@@ -28,8 +28,9 @@ from pscore.rules import parse_mode
 from psworker.commands.demo import data, report
 from psworker.commands.demo.report import Curve, Result
 from psworker.commands.demo.train import BATCH
-from psworker.commands.run import Exit, Launch, LaunchPlan, count, new_job, worker_command
-from psworker.job.context import start_shards
+from psworker.commands.run import Launch, LaunchPlan, count, new_job, worker_command
+from psworker.exits import Exit
+from psworker.job.own_shards import start_shards
 
 STEPS_PER_REFRESH = 5
 MEGABYTE = 1e6
@@ -164,7 +165,7 @@ def keyed(text: str) -> dict[str, str]:
     several = Counter(names)
     keys = [name if several[name] == 1 else mode for name, mode in zip(names, modes, strict=True)]
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"a mode stands twice in {text!r}")
+        raise ConfigError(f"a mode is given twice in {text!r}")
     return dict(zip(keys, modes, strict=True))
 
 

@@ -129,7 +129,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mode", default="ssgd")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--images", type=int, help="train on so many images only")
+    parser.add_argument("--images", type=int, help="number of images to train on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=LR, help="of one synchronous step")
     parser.add_argument("--momentum", type=float, default=MOMENTUM)

@@ -51,7 +51,7 @@ def test_a_file_without_ones_own_job_is_refused_by_name(file: Path) -> None:
         ("a" * 257, "ends in 257 characters"),
         (f"\njob {A} {B}", "line 2 of .* has 3 words, must be: job token"),
         ("t\u00f6ken" * 5, "printable ones; make one with: openssl rand -hex 32"),
-        (f"x {A}\ny {A}", "has one token twice: give each job its own"),
+        (f"x {A}\ny {A}", "holds the same token twice: give each job its own"),
         ("\n".join(f"j{i} {i:016}" for i in range(1025)), "holds 1025 tokens"),
         ("x" * (1 << 20), "is longer than 524288 bytes"),
     ],
@@ -66,7 +66,7 @@ def test_what_is_no_token_file_is_refused_without_showing_it(
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602, 0o620, 0o666, 0o601])
 def test_a_file_that_is_open_to_others_is_refused(file: Path, mode: int) -> None:
-    with pytest.raises(ConfigError, match=f"is open to others .mode 0{mode:o}.*chmod 600"):
+    with pytest.raises(ConfigError, match=f"can be read by others .mode 0{mode:o}.*chmod 600"):
         read_tokens(written(file, A, mode))
 
 
@@ -91,5 +91,5 @@ def test_variables_name_files(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="PACELINE_TLS_CERT and PACELINE_TLS_KEY belong together"):
         read_credentials({"PACELINE_TLS_CA": str(file), "PACELINE_TLS_CERT": str(file)})
     file.chmod(0o644)
-    with pytest.raises(ConfigError, match=r"PACELINE_TLS_KEY .* is open to others"):
+    with pytest.raises(ConfigError, match=r"PACELINE_TLS_KEY .* can be read by others"):
         read_credentials({"PACELINE_TLS_KEY": str(file)})

@@ -202,7 +202,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_is_closed(
         stream.sendmsg([memoryview(wire.encode(header, bytes(1000))[:-1])])
         eventually(lambda: peer.num_ended)
     assert not peer.seen
-    assert "nothing came for long" in peer.lines[0]
+    assert "nothing arrived for too long" in peer.lines[0]
 
 
 def test_calls_to_a_peer_that_is_gone_fail() -> None:

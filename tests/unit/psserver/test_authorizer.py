@@ -24,7 +24,7 @@ def test_a_method_that_names_a_job_is_the_workers_and_no_other_but_describe(meth
 def test_a_token_opens_its_job_and_nothing_else() -> None:
     assert AUTHORIZER.admit(A) == Grant("a")
     AUTHORIZER.admit(A).require("a")
-    with pytest.raises(AccessError, match="the token is of job 'a', not of 'b'"):
+    with pytest.raises(AccessError, match="the token is for job 'a', not for 'b'"):
         AUTHORIZER.admit(A).require("b")
     with pytest.raises(AccessError, match="of job 'a', and Drain concerns every job"):
         AUTHORIZER.admit(A).require_control("Drain")
@@ -44,7 +44,7 @@ def test_nothing_else_opens_anything(secret: str) -> None:
 def test_a_call_shows_one_token() -> None:
     assert AUTHORIZER.admit_call([("x", "y"), (TOKEN_KEY, A)]) == Grant("a")
     for metadata in (None, [], [("x", A)], [(TOKEN_KEY, A), (TOKEN_KEY, BOTH)]):
-        with pytest.raises(AccessError, match="none came"):
+        with pytest.raises(AccessError, match="none was sent"):
             AUTHORIZER.admit_call(metadata)
 
 

@@ -146,7 +146,7 @@ def test_what_was_written_is_a_job_once_it_is_whole() -> None:
         clock = front.engine.shard.jobs["again"].table(0).clock(0)
         assert (clock.version, clock.clock(0), clock.clock(1)) == (3, 3, 3)
         await desk.prepare({**json.loads((await desk.capture("b", 1)).about)})
-        with pytest.raises(Refused, match="of slice 0 of the checkpoint is not whole"):
+        with pytest.raises(Refused, match="of slice 0 of the checkpoint is incomplete"):
             await desk.service.Finish(pb.FinishRequest(id="r"), Context())
 
     play(scene)
@@ -158,7 +158,7 @@ def test_only_what_was_declared_is_taken() -> None:
         about = await taken(front, desk)
         with pytest.raises(Refused, match=r"array 'owed.0.residual' of"):
             await desk.prepare(about, "owed.0.residual")  # Nothing is compressed.
-        with pytest.raises(Refused, match=r"array 'more' of table 'model' .* none that a shard"):
+        with pytest.raises(Refused, match=r"array 'more' of table 'model' .* not one that a shard"):
             await desk.prepare(about, "more")
         await desk.prepare(about, "memory.mean")
         with pytest.raises(Refused, match=r"no array 'memory.other' of slice 0 of table 0"):
@@ -175,7 +175,7 @@ def test_room_is_asked_for_before_anything_is_written() -> None:
         held = front.job.table(0).nbytes * 4  # Weights twice, momentum and a sum.
         shard.limits = replace(shard.limits, memory_nbytes=held + 3 * 4 * NUMEL)
         await desk.prepare(about)  # Two arrays.
-        with pytest.raises(Refused, match="wants 256 bytes of memory, 128 of 896 are left"):
+        with pytest.raises(Refused, match="needs 256 bytes of memory, 128 of 896 are left"):
             await desk.prepare(about, name="other")
 
     play(scene)

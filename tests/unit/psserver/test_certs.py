@@ -101,9 +101,12 @@ def test_a_listener_for_all_needs_no_more_than_these_files(files: Path) -> None:
         ({"token_file": None}, "could connect; give --token-file too"),
         ({"token_file": "none"}, "cannot read the token file .*none: No such file"),
         ({"tls_cert": "none"}, "cannot read --tls-cert .*none: No such file"),
-        ({"tls_key": "client.key"}, "are no certificate and its private key"),
+        ({"tls_key": "client.key"}, "are not a certificate and its private key"),
         ({"tls_client_ca": "token"}, "token holds no certificate of a CA"),
-        ({"tls_key": "open.key"}, "--tls-key .*open.key is open to others .mode 0644.; close it"),
+        (
+            {"tls_key": "open.key"},
+            "--tls-key .*open.key can be read by others .mode 0644.; run",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_at_the_start(

@@ -92,7 +92,9 @@ def test_another_mode_is_refused() -> None:
     for rank in (0, 1):
         aside(shard, job, rank)
     shard.change(job, 0, 0, NEW)
-    with pytest.raises(JobMismatchError, match=r"changed to asgd here and to ssd\(steps=4"):
+    with pytest.raises(
+        JobMismatchError, match=r"changes the mode to asgd, another one to ssd\(steps=4"
+    ):
         shard.change(job, 0, 1, ASGD())
 
 
@@ -113,7 +115,7 @@ def test_a_mode_that_needs_more_memory_than_there_is_is_refused() -> None:
     table = job.table(0)
     shard.limits = Limits(memory_nbytes=table.memory_nbytes + table.nbytes - 1)
     aside(shard, job, 0)
-    with pytest.raises(LimitError, match="table 'model' of job 'run' on shard 0 wants"):
+    with pytest.raises(LimitError, match="table 'model' of job 'run' on shard 0 needs"):
         shard.change(job, 0, 0, NEW)
     shard.limits = Limits(memory_nbytes=table.memory_nbytes + table.nbytes)
     aside(shard, job, 0, number=2)

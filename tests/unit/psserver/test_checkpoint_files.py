@@ -118,7 +118,7 @@ def test_jobs_share_a_folder_and_each_keeps_its_own(tmp_path: Path) -> None:
     files.write(tmp_path, make(3.0, "run/1"), keep=1)
     assert value_of(tmp_path, "run/1") == 3.0
     assert value_of(tmp_path, "run_1") == 2.0
-    with pytest.raises(CommandError, match=r"of jobs 'run/1', 'run_1'; say which") as refusal:
+    with pytest.raises(CommandError, match=r"of jobs 'run/1', 'run_1'; choose one") as refusal:
         files.read(tmp_path, None, lambda _: None)
     assert refusal.value.code is Exit.USAGE
 
@@ -315,7 +315,7 @@ def test_damage_is_refused_by_name_and_the_next_best_is_taken(tmp_path: Path, da
     assert chosen.name == "run_1-00000001"
     (sentence,) = told
     assert str(path) in sentence
-    assert sentence.endswith("; the next best is taken")
+    assert sentence.endswith("; the next newest is used")
     assert files.write(tmp_path, make(3.0), keep=1).name == "run_1-00000003"
     assert value_of(tmp_path) == 3.0
 

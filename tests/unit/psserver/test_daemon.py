@@ -140,7 +140,7 @@ def test_health_says_whether_anybody_can_be_let_in(monkeypatch: pytest.MonkeyPat
                 ]
             said = [line["event"] for line in lines]
         assert ready == [True, False, False, True]
-        assert said == ["shard not ready, it cannot let anybody in", "shard ready again"]
+        assert said == ["shard not ready: it cannot accept connections", "shard ready again"]
 
     def ask(name: str) -> health_pb2.HealthCheckRequest:
         return health_pb2.HealthCheckRequest(service=name)

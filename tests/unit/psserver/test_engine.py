@@ -353,7 +353,7 @@ def test_status_tells_what_there_is() -> None:
         ({"sender": sender(7)}, "UnknownJobError: no worker has joined at rank 7"),
         ({"sender": sender(0, incarnation=1)}, "ReplacedError: rank 0 is now process 0 on a"),
         ({"sender": sender(0, table=3)}, "UnknownJobError: job 'run' has no table 3"),
-        ({"slice": 5}, r"RemoteProtocolError: slice 5 of 'model' is not here"),
+        ({"slice": 5}, r"RemoteProtocolError: slice 5 of 'model' is not on this shard"),
         ({"role": 9}, r"DecodeError: role of a push is 9, must be 0\.\.3"),
         ({"samples": -1.0}, r"DecodeError: weight of a push is -1\.0, must be 0\.\."),
         ({"hyper": [1.0]}, "DecodeError: 1 hyper-parameters, 1 groups of 6 wanted"),
@@ -361,7 +361,7 @@ def test_status_tells_what_there_is() -> None:
         ({"counts": [1]}, "DecodeError: 1 counts of steps for 2 segments"),
         ({"compressor": "fp16"}, "RemoteProtocolError: worker 0 pushed step 0 compressed by"),
         ({"base_version": 1}, "RemoteProtocolError: worker 0 pushed step 0 on version 1, the"),
-        ({"shared": True}, "RemoteProtocolError: worker 0 has attached no segment"),
+        ({"shared": True}, "RemoteProtocolError: worker 0 has not attached a segment"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

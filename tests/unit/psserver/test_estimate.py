@@ -244,7 +244,7 @@ def test_deltas_without_an_estimate_are_refused() -> None:
     held = PulledEstimate(parse_compressor("2bit"), NUMEL, "slice 3")
     reply = data_pb2.PullReply(fingerprint=1)
     held.room(reply, 0)
-    with pytest.raises(DecodeError, match="nothing to add to"):
+    with pytest.raises(DecodeError, match="no estimate to add them to"):
         held.take(reply)
 
 

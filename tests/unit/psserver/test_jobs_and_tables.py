@@ -103,7 +103,9 @@ def test_a_job_has_a_name_of_limited_length(name: str) -> None:
 def test_another_number_of_workers_is_refused() -> None:
     shard = Shard(0, 1, LEASE_S)
     shard.decide_join("run", 2, member(0))
-    with pytest.raises(JobMismatchError, match=r"'run' has 2 workers, this one was started for 3"):
+    with pytest.raises(
+        JobMismatchError, match=r"'run' has 2 workers, this worker was started for 3"
+    ):
         shard.decide_join("run", 3, member(1))
 
 
@@ -280,7 +282,7 @@ def test_tables_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(shard, 1)
     for name in ("a", "b"):
         shard.define(job, dataclasses.replace(SPEC, name=name))
-    with pytest.raises(LimitError, match="job 'run' has 2 tables already"):
+    with pytest.raises(LimitError, match="job 'run' already has 2 tables"):
         shard.define(job, dataclasses.replace(SPEC, name="c"))
     assert shard.define(job, dataclasses.replace(SPEC, name="b"))[1] is False
 
@@ -289,7 +291,9 @@ def test_a_table_or_slice_that_is_not_there_is_named() -> None:
     shard, job, address = ready(1)
     with pytest.raises(UnknownJobError, match="job 'run' has no table 4"):
         push(shard, job, address._replace(table=4), 0, 0)
-    with pytest.raises(RemoteProtocolError, match=r"slice 9 of 'model' is not here \(1 slices"):
+    with pytest.raises(
+        RemoteProtocolError, match=r"slice 9 of 'model' is not on this shard \(1 slices"
+    ):
         push(shard, job, address._replace(slice=9), 0, 0)
 
 

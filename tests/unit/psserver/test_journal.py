@@ -207,7 +207,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_training(
     for message in sent[3:]:
         process.send(*message)
     assert numbers(process.store) == numbers(calm(SSGD(), "sgd"))
-    with pytest.raises(ValueError, match="no room to journal a slice"):
+    with pytest.raises(ValueError, match="no space left to journal a slice"):
         SliceJournal(Arena(arena.path), root, NUMEL, 4 * NUMEL, 1)
 
 

@@ -73,7 +73,7 @@ def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
         return
     (folder,) = second.found()
     assert sorted(path.name for path in folder.iterdir()) == ["job.json", "lost.json"]
-    with pytest.raises(ValueError, match="machine was started anew"):
+    with pytest.raises(ValueError, match="machine has been restarted"):
         JobJournal(folder)
     second.forget("a")
     assert second.found() == []

@@ -147,7 +147,7 @@ def test_a_job_that_begins_anew_under_a_name_says_how_the_former_one_ended() -> 
     first = member(0, 2)
     assert shard.decide_join("run", 1, first)[0] is not job
     assert first.news == (
-        "job 'run' begins anew at step 0: the former one ended at step 1 (table 'model' of "
+        "job 'run' starts over at step 0: the former one ended at step 1 (table 'model' of "
         f"{len(SPEC.tensors)} tensors in {SPEC.rule})"
     )
 
@@ -163,7 +163,7 @@ def test_an_ended_job_is_forgotten_after_a_while_but_not_how_it_ended() -> None:
     assert not shard.jobs
     first = member(0, 2)
     shard.decide_join("run", 1, first)
-    assert "begins anew at step 0: the former one ended at step 1" in first.news
+    assert "starts over at step 0: the former one ended at step 1" in first.news
 
 
 def test_an_interrupted_job_is_kept() -> None:

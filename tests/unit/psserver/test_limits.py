@@ -39,7 +39,7 @@ def test_tables_of_all_jobs_share_the_memory_of_a_shard() -> None:
     table, _ = shard.define(jobs[0], spec("model", 2 * MB))
     assert table.memory_nbytes == 32 * MB
     message = (
-        r"table 'model' of job 'other' on shard 0 wants 16777216 bytes .*, 8388608 of 41943040"
+        r"table 'model' of job 'other' on shard 0 needs 16777216 bytes .*, 8388608 of 41943040"
     )
     with pytest.raises(LimitError, match=message):
         shard.define(jobs[1], spec("model", MB))
@@ -55,7 +55,7 @@ def test_what_outlives_the_process_takes_more() -> None:
     shard = Shard(0, 1, 10.0, limits)
     member = Member(rank=0, incarnation=1, restart=0, host="a", pid=1, heard_s=0.0)
     job, _ = shard.decide_join("one", 1, member)
-    with pytest.raises(LimitError, match=f"wants {48 * MB} bytes"):
+    with pytest.raises(LimitError, match=f"needs {48 * MB} bytes"):
         shard.define(job, spec("model", 2 * MB))
 
 

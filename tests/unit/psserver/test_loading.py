@@ -54,8 +54,8 @@ def test_the_newest_good_one_of_each_job_is_loaded(tmp_path: Path) -> None:
     assert (job.membership.num_workers, job.membership.members) == (2, {})
     events = [line["event"] for line in lines]
     assert "checkpoint cannot be used" in events
-    assert "job had ended, it is not loaded" in events
-    (told,) = [line for line in lines if line["event"].startswith("job taken up")]
+    assert "job had ended; it is not loaded" in events
+    (told,) = [line for line in lines if line["event"].startswith("job recovered")]
     assert (told["at"], told["path"]) == ("7 updates", str(tmp_path / "run_1-00000001"))
 
 

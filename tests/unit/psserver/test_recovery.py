@@ -205,7 +205,7 @@ def test_what_is_damaged_is_refused_by_name_and_nobody_begins_it_anew(
     process = Process(folder)
     assert process.names == []
     assert process.journals.instance != before.instance  # So that its workers know.
-    text = r"shard 0 had job 'a' and cannot go on with it: .*psserver restore DIR --job a.* forget"
+    text = r"shard 0 had job 'a' and cannot continue it: .*psserver restore DIR --job a.* forget"
     with pytest.raises(StateLostError, match=text):
         process.engine.join("a", 1, worker(8))
     process.engine.join("b", 1, worker(8))  # Others are free to begin.

@@ -250,7 +250,7 @@ def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"slice": 1}, "slice 1 of 'model' is not here"),
+        ({"slice": 1}, "slice 1 of 'model' is not on this shard"),
         ({"table": 9}, "no table 9"),
         ({"incarnation": 5}, "rank 0 is now process 0"),
         ({"arrays": [pb.Array(name="momentum", data=bytes(128))]}, "128 bytes of 'momentum'"),

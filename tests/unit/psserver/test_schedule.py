@@ -96,7 +96,7 @@ def test_what_cannot_be_taken_is_announced_and_tried_again(
     with capture_logs() as lines:
         taker.take()
     assert names(tmp_path) == ["b-00000001"]
-    assert lines[0]["event"] == "no checkpoint taken; the last one stays"
+    assert lines[0]["event"] == "no checkpoint written; the last one is kept"
     assert (lines[0]["job"], lines[0]["reason"]) == ("a", "a worker has stopped")
     cluster.failing = {}
     taker.take()
@@ -158,7 +158,7 @@ def test_one_that_hangs_is_ended(tmp_path: Path) -> None:
     with capture_logs() as lines:
         keeper.last()
     assert process.returncode == -signal.SIGKILL
-    assert lines[0]["event"] == "no last checkpoint in time; those before it stay"
+    assert lines[0]["event"] == "no last checkpoint was written in time; earlier ones are kept"
 
 
 def test_one_that_cannot_be_started_is_tried_again(

@@ -49,6 +49,7 @@ def test_a_flag_that_is_not_given_is_none() -> None:
         ("server.threads", (1, 256), (0, 257), "1..256"),
         ("server.lease_s", (0.5, 3600.0), (0.4, 3601.0), "0.5..3600"),
         ("server.grace_s", (0.0, 600.0), (-0.1, 601.0), "0..600"),
+        ("server.data_port", (1, 65535), (0, 65536), "1..65535"),
         ("metrics.port", (0, 65535), (-1, 65536), "0..65535"),
     ],
 )
@@ -74,6 +75,10 @@ def test_bounds_are_reached_and_not_passed(
         ({"server.port": 65530, "server.shards": 7}, "the last would have 65536"),
         ({"metrics.port": 65535, "server.shards": 2}, "metrics.port is 65535"),
         ({"server.port": 65000}, "metrics.port is by default"),
+        ({"server.data_port": 65535, "server.shards": 2}, "server.data_port is 65535"),
+        ({"server.data_port": 7071, "server.shards": 2}, "both take port 7071"),
+        ({"server.data_port": 8070}, "metrics.port and server.data_port both take port 8070"),
+        ({"server.insecure": True}, "--insecure has no effect: only this machine"),
     ],
 )
 def test_what_does_not_go_is_refused(flags: dict[str, object], message: str) -> None:
@@ -82,9 +87,11 @@ def test_what_does_not_go_is_refused(flags: dict[str, object], message: str) -> 
     assert message in str(caught.value)
 
 
-def test_what_goes_together_is_taken() -> None:
+def test_what_goes_together_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve({"server.host": "0.0.0.0", "server.insecure": True})
     resolve({"server.port": 65000, "metrics.port": 0})
+    monkeypatch.setenv("PACELINE_INSECURE", "1")  # May be that of several starts.
+    resolve()
     resolve({"server.port": 65530, "server.shards": 6, "metrics.port": 0})
 
 
@@ -183,8 +190,8 @@ ADDRESSES = {"server.shard_addresses": "a:1, b:2"}
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"server.state_dir": None}, "there is no place for them: give --state-dir"),
-        (PART, "shard 0 does not know the others: give --shard-addresses"),
+        ({"server.state_dir": None}, "they have no directory: give --state-dir"),
+        (PART, "shard 0 does not know the addresses of the others: give --shard-addresses"),
         ({**PART, "server.shard_addresses": "a:1"}, "has 1 addresses for 2 shards"),
         ({**PART, "server.shard_addresses": "a:1,b"}, "has 'b', must be host:port"),
         (ADDRESSES, "is for shards that are started one by one"),
@@ -226,4 +233,4 @@ def test_every_setting_is_shown_with_its_origin() -> None:
     rows = resolve({"server.port": 8000}).rows()
     assert ("server.port", "8000", "flag --port") in rows
     assert ("metrics.port", "auto", "default") in rows
-    assert len({name for name, _, _ in rows}) == len(rows) == 26
+    assert len({name for name, _, _ in rows}) == len(rows) == 27

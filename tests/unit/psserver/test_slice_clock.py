@@ -20,7 +20,9 @@ OPEN = SSD(steps=3, warmup=0, local="sgd")  # A worker may be 3 steps beyond the
 
 def test_a_push_before_the_weights_is_refused() -> None:
     bench = Bench(SYNC, 1, loaded=False)
-    with pytest.raises(RemoteProtocolError, match="worker 0 pushed step 0 before there were"):
+    with pytest.raises(
+        RemoteProtocolError, match="worker 0 pushed step 0 before the weights were initialised"
+    ):
         bench.push(0, 0)
     assert bench.clock.counted == {}
 
@@ -254,7 +256,7 @@ def test_parked_pushes_have_a_limit_that_is_reached_and_not_passed() -> None:
     bench = Bench(SYNC, 2)
     for step in range(1, PARKED_MAX + 1):
         assert bench.push(0, step) == []
-    with pytest.raises(RemoteProtocolError, match=f"{PARKED_MAX} of its pushes wait already"):
+    with pytest.raises(RemoteProtocolError, match=f"{PARKED_MAX} of its pushes already wait"):
         bench.push(0, PARKED_MAX + 1)
     assert bench.push(0, 1, mark="again") == []
     assert bench.push(1, 1) == []

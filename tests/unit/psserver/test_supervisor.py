@@ -121,7 +121,7 @@ def test_a_shard_that_dies_is_started_again_on_its_port(fake: type[Fake]) -> Non
     assert announced == [[5001], [5001], "end"]
     assert [shard.plan.port for shard in fake.started] == [0, 5001]
     assert [shard.plan.metrics_port for shard in fake.started] == [None, 6001]
-    assert lines[0]["event"] == "shard died, it is started again"
+    assert lines[0]["event"] == "shard died; it is started again"
     assert lines[0]["how"] == "was killed by SIGKILL"
     assert lines[0]["log_level"] == "error"
     assert lines[1]["event"] == "shard restarted"
@@ -225,7 +225,7 @@ def test_a_machine_without_room_for_a_process_is_asked_again(
     code, _, lines = run(scripts)
     assert code is Exit.SHARD_DIED
     assert [line["event"] for line in lines if "shard" in line][:3] == [
-        "shard died, it is started again",
-        "shard cannot be started, it is tried again",
+        "shard died; it is started again",
+        "shard cannot be started; the start is tried again",
         "shard restarted",
     ]

@@ -103,7 +103,7 @@ def test_a_slow_link_needs_one() -> None:
 def test_what_computing_hides_needs_none() -> None:
     found = report(0.1, compute_s=1.0)
     assert found.advice == "none"
-    assert found.text == "do not compress: computing hides all that a step moves"
+    assert found.text == "do not compress: computing hides all traffic of a step"
 
 
 def test_of_nearly_equal_ones_the_mildest_is_advised() -> None:

@@ -213,7 +213,9 @@ def test_another_policy_is_refused_with_the_right_ones() -> None:
 def test_a_mean_over_workers_that_come_and_go_is_refused() -> None:
     session = FakeSession(0, {})
     session.min_workers = 1
-    with pytest.raises(ConfigError, match="buffers is 'mean', but workers of this job come and go"):
+    with pytest.raises(
+        ConfigError, match="buffers is 'mean', but workers of this job may join and leave"
+    ):
         Buffers(torch.nn.BatchNorm1d(3), "mean", session)  # type: ignore[arg-type]
 
 

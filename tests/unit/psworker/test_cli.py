@@ -8,7 +8,7 @@ import pytest
 
 from pscore.errors import ConfigError, RemoteProtocolError, ServerUnavailableError
 from psworker.commands import cli
-from psworker.commands.run import MEANINGS, Exit
+from psworker.exits import MEANINGS, Exit
 
 
 def psworker(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -37,6 +37,7 @@ def _no_place(monkeypatch: pytest.MonkeyPatch) -> None:
             ("bench", "compressors", "lenet", "--gbit", "1", "--servers", "a:1"),
             "psworker: --servers has no effect",
         ),
+        (("doctor", "--model", "lenet"), "psworker: --model lenet has no effect without --job"),
         (("demo", "--modes", "ssdg"), "psworker: no mode 'ssdg'; there are asgd"),
         (("demo", "--modes", "ssd(k=5)"), "psworker: mode 'ssd' has no argument 'k'; it has "),
         (("demo", "--data", "nowhere"), "psworker: Fashion-MNIST is needed, and none at nowhere"),

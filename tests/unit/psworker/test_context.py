@@ -12,6 +12,7 @@ import pytest
 
 from pscore.errors import ConfigError, ServerUnavailableError
 from psworker.job import context as module
+from psworker.job import own_shards
 from psworker.job.context import Context, join, shutdown
 from psworker.job.environment import Environment
 
@@ -152,7 +153,9 @@ def test_least_and_most_workers_come_from_arguments_or_the_environment(
 
 def test_workers_that_come_and_go_need_shards_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_MAX_WORKERS", "4")
-    with pytest.raises(ConfigError, match="1 to 4 workers that come and go, and no server address"):
+    with pytest.raises(
+        ConfigError, match="1 to 4 workers that may join and leave, and no server address"
+    ):
         join()
 
 
@@ -213,7 +216,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeShards:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     fake = FakeShards()
     process: Any = fake.process
-    own = module.OwnShards(addresses=("h:1",), process=process, token_file="")
+    own = own_shards.OwnShards(addresses=("h:1",), process=process, token_file="")
     monkeypatch.setattr(module, "start_shards", lambda: own)
     return fake
 
@@ -258,7 +261,7 @@ def test_a_folder_that_others_may_write_is_refused(started: FakeShards, tmp_path
     folder = tmp_path / f"paceline-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match=f"{folder} must belong to this user, with no rights"):
+    with pytest.raises(ConfigError, match=f"{folder} must belong to this user, without access"):
         module._embedded(environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0"))
 
 
@@ -274,6 +277,6 @@ def test_a_worker_that_waits_in_vain_for_addresses_says_for_what(
 
 def test_shards_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    message = r"shards on this machine did not start \(exit status 1\); their message stands above"
+    message = r"shards on this machine did not start \(exit status 1\); their message is above"
     with pytest.raises(ServerUnavailableError, match=message):
-        module.start_shards()
+        own_shards.start_shards()

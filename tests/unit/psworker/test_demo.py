@@ -52,7 +52,7 @@ def test_modes_are_keyed_by_name_where_that_is_enough(text: str, keys: dict[str,
     ("text", "message"),
     [
         ("", "no mode given"),
-        ("ssgd, ssgd", "a mode stands twice"),
+        ("ssgd, ssgd", "a mode is given twice"),
         ("ssdg", "no mode 'ssdg'; there are "),
         ("ssd(k=5)", "no argument 'k'; it has "),
         ("ssd(steps=5", r"must look like name or name\(argument=value\)"),

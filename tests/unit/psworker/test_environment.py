@@ -61,7 +61,7 @@ def test_dmlcs_variables_are_aliases_and_the_mapping_is_logged(
         found = Environment.read(DMLC)
     assert found.servers == ("10.0.0.9:9090", "10.0.0.9:9091")
     assert (found.rank, found.num_workers) == (2, 3)
-    assert "DMLC_WORKER_ID=2 taken as PACELINE_RANK" in caplog.text
+    assert "using DMLC_WORKER_ID=2 as PACELINE_RANK" in caplog.text
     assert "PACELINE_SERVERS=10.0.0.9:9090,10.0.0.9:9091" in caplog.text
 
 
@@ -114,7 +114,7 @@ def test_what_is_no_address_is_refused(servers: str) -> None:
 
 
 def test_an_address_that_stands_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="stands twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         parse_servers("a:1,a:1")
 
 

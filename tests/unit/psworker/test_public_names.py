@@ -1,8 +1,15 @@
-"""The names that a training script finds on `DistributedOptimizer`."""
+"""The names that a training script finds in `psworker` and on `DistributedOptimizer`."""
 
 import ast
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+import psworker
+import psworker.training.modes  # A module does not take the place of a name.
 from psworker.training import optimizer
 
 # Beside those of `torch.optim.Optimizer`.
@@ -41,3 +48,43 @@ def test_the_optimizer_shows_only_what_a_user_may_call() -> None:
         if isinstance(item, ast.ClassDef) and item.name == "DistributedOptimizer"
     ]
     assert {name for name in names_of(found) if not name.startswith("_")} == OURS | OF_TORCH
+
+
+def imports_for_a_type_checker() -> Iterator[tuple[str, str]]:
+    """Yields module and name of what `psworker` imports for a type checker only."""
+    tree = ast.parse(Path(psworker.__file__).read_text())
+    for block in (item for item in tree.body if isinstance(item, ast.If)):
+        for item in block.body:
+            if isinstance(item, ast.ImportFrom):
+                yield from ((str(item.module), alias.name) for alias in item.names)
+
+
+def test_what_a_type_checker_sees_is_there_and_in_the_same_module() -> None:
+    lazy = {(module, name) for module, names in psworker._FROM.items() for name in names}
+    assert set(imports_for_a_type_checker()) == lazy
+    assert {name for _, name in lazy} < set(psworker.__all__) <= set(dir(psworker))
+    for module, name in lazy:
+        assert getattr(psworker, name) is getattr(sys.modules[module], name)
+    with pytest.raises(AttributeError, match="'psworker' has no attribute 'nonesuch'"):
+        psworker.nonesuch  # type: ignore[attr-defined]  # noqa: B018
+
+
+LIGHT = """
+import sys
+import psworker.__main__ as program
+import psworker.commands.run
+heavy = {"torch", "numpy", "numba", "grpc", "rich"}
+for words in (["--help"], ["run", "--help"], ["--version"]):
+    sys.argv[1:] = words
+    try:
+        program.main()
+    except SystemExit as end:
+        assert not end.code, words
+    assert not heavy & sys.modules.keys(), (words, heavy & sys.modules.keys())
+"""
+
+
+def test_help_version_and_the_launcher_do_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "paceline " in done.stdout

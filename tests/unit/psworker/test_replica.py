@@ -14,7 +14,8 @@ from pscore.partition import Layout, make_layout
 from pscore.rules import parse_mode
 from pscore.types import Origin, Push, Role, TensorSpec
 from psworker.replica.ports import PullBuffer
-from psworker.replica.replica import Replica, Waits
+from psworker.replica.pulls import Waits
+from psworker.replica.replica import Replica
 
 NUMEL = 5000  # Two slices of at least 4,096 elements: 0 holds the back of the model.
 

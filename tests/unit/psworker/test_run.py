@@ -11,7 +11,8 @@ import pytest
 from pscore.errors import ConfigError
 from psworker.commands import run
 from psworker.commands.output import Prefixed, plain
-from psworker.commands.run import Exit, Launch, LaunchPlan, worker_command, worker_environment
+from psworker.commands.run import Launch, LaunchPlan, worker_command, worker_environment
+from psworker.exits import Exit
 
 
 def plan(num_workers: int = 2) -> LaunchPlan:

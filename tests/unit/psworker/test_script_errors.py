@@ -39,7 +39,7 @@ def test_ours_are_one_line_that_names_the_scripts_own(capsys: pytest.CaptureFixt
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     script_errors.install()
     script_errors.install()
-    assert told(KeyboardInterrupt(), capsys).startswith("psworker: ended by Ctrl-C (")
+    assert told(KeyboardInterrupt(), capsys).startswith("psworker: interrupted by Ctrl-C (")
 
 
 def test_other_exceptions_go_where_they_went_before(capsys: pytest.CaptureFixture[str]) -> None:

@@ -262,12 +262,12 @@ def test_a_worker_that_waits_for_a_place_says_so_and_gives_up_with_the_job_and_t
         made[0].answers["Join"] = RankTakenError("all 2 ranks of the job are taken")
 
     prepare(answers, monkeypatch)
-    wanted = "job 'job' has had no free place for 32 s: all 2 ranks of the job are taken; wait"
+    wanted = "job 'job' has had no free rank for 32 s: all 2 ranks of the job are taken; wait"
     with pytest.raises(RankTakenError, match=wanted):
         begin(rank=-1, min_workers=2)
     told = [record.message for record in caplog.records]
     assert [line.partition(" s ")[0].rpartition(" ")[2] for line in told] == ["8", "12", "20"]
-    assert all("for a free place in job 'job': all 2 ranks" in line for line in told)
+    assert all("for a free rank in job 'job': all 2 ranks" in line for line in told)
 
 
 def test_a_process_that_was_forked_from_the_worker_is_refused(

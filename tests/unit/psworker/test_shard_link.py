@@ -193,7 +193,7 @@ def test_a_heartbeat_that_is_refused_is_raised() -> None:
 
 
 def test_a_shard_that_was_started_again_is_not_the_one_joined() -> None:
-    with pytest.raises(ReplacedError, match=f"the shard at {ADDRESS} has been started again"):
+    with pytest.raises(ReplacedError, match=f"the shard at {ADDRESS} has been restarted"):
         beat(None, joined=6)
 
 

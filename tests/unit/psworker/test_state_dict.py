@@ -16,7 +16,7 @@ from pscore.types import Role
 from psworker.model.flat import FlatModel, describe
 from psworker.replica.ports import PullBuffer
 from psworker.training.state_dict import read_state, restore, torch_state
-from psworker.training.table import TrainingTable
+from psworker.training.table import GlobalState, TrainingTable
 
 
 class FakeShards:
@@ -137,6 +137,22 @@ def adam(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=0.1)
 
 
+def nadam(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(groups, lr=0.1)
+
+
+def adagrad(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(groups, lr=0.1)
+
+
+def rmsprop(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(groups, lr=0.1, centered=True, momentum=0.5)
+
+
+def amsgrad(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.1, amsgrad=True)
+
+
 def state_of(table: FakeTable) -> dict[str, Any]:
     plain = dict(table.inner.state_dict())
     recovery = cast(Any, SimpleNamespace(peek=table.peek))
@@ -221,6 +237,34 @@ def test_a_plain_optimizers_state_counts_its_own_steps() -> None:
     torch.testing.assert_close(
         table.flat.state_view(arrays[0], 0), torch.full((2, 3), 0.1), rtol=1e-6, atol=0.0
     )
+
+
+@pytest.mark.parametrize("make", [adam, nadam, adagrad, rmsprop, amsgrad])
+def test_torchs_state_is_the_same_after_a_way_through_the_shards(make: Any) -> None:
+    """With numbers that torch keeps once for each parameter, as NAdam's product."""
+    table, other = (FakeTable(make, counts=[2, 2]) for _ in range(2))
+    for _ in range(2):
+        for name in "ab":
+            other.model[name].grad = torch.randn_like(other.model[name])
+        other.inner.step()
+    saved = other.inner.state_dict()
+    load(table, saved)
+    ((_, arrays, _),) = table.loaded
+
+    def peek(num_state: int) -> GlobalState:
+        counts = [np.array([2] * len(spec.segments), np.int64) for spec in table.flat.layout.slices]
+        state = [torch.from_numpy(array) for array in arrays]
+        return GlobalState(weights=table.flat.weights, state=state, counts=counts)
+
+    recovery = cast(Any, SimpleNamespace(peek=peek))
+    plain = dict(table.inner.state_dict())
+    found = torch_state(table, recovery, table.inner.param_groups, plain, None)["state"]
+    assert sorted(found) == [1, 2]
+    for number in found:
+        entry = saved["state"][number]
+        assert found[number].keys() == entry.keys()
+        for name, value in entry.items():
+            torch.testing.assert_close(found[number][name], value, rtol=0.0, atol=0.0)
 
 
 def test_a_momentum_that_is_absent_is_zero() -> None:

@@ -1,0 +1,154 @@
+"""The sums of gradients of one slice: one for each open step, until its optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from pscore.compressors.none import NoCompression
+from pscore.memory import kernels
+from pscore.rules.base import Rule
+from pscore.types import FloatArray
+from psserver.decisions.orders import Add
+from psserver.slices.base import Observer, Payload, WeightedGrad
+from psserver.slices.journal import SliceJournal
+from psserver.slices.journaled_progress import JournaledProgress
+from psserver.slices.pool import Cell, Pool, Scratch, give
+from psserver.slices.rule_memory import RuleMemory
+from psserver.slices.weights import Weights
+
+RAW = NoCompression()
+SCRATCH = Scratch()  # For sums of all slices of this process.
+
+
+class Sums:
+    """Open sums, each array `(numel,) float32`; with a journal none is changed in place."""
+
+    def __init__(
+        self,
+        numel: int,
+        rule: Rule,
+        pool: Pool | SliceJournal,
+        memory: RuleMemory,
+        copies: Weights,
+        observer: Observer,
+        progress: JournaledProgress | None,
+    ) -> None:
+        """Starts without an open step.
+
+        Args:
+            numel: Elements of the slice.
+            rule: The table's mode: it may correct each gradient.
+            pool: Provides the arrays; a journal if they outlive the process.
+            memory: The rule's memory.
+            copies: The slice's weights, which a correction reads.
+            observer: Sees additions, for a timeline.
+            progress: Each worker's progress in the journal; None: there is no journal.
+        """
+        self._numel = numel
+        self._rule = rule
+        self._pool = pool
+        self._memory = memory
+        self._copies = copies
+        self._observer = observer
+        self._progress = progress
+        self._cells: dict[int, Cell] = {}  # By open step. Invariant: none without an `Add` to it.
+
+    def __len__(self) -> int:
+        """Returns the number of open sums."""
+        return len(self._cells)
+
+    def change(self, rule: Rule) -> None:
+        """Continues under another rule; no step is open."""
+        self._rule = rule
+
+    def recover(self, journal: SliceJournal) -> None:
+        """Restores the open sums from the journal of a killed process."""
+        steps = journal.record.open_steps
+        self._cells = {step.key: journal.pool.at(step.place) for step in steps}
+
+    def add(self, action: Add, payload: Payload) -> None:
+        """Adds a gradient to an open step's sum; an empty payload is a gradient of zeros."""
+        former = self._cells.get(action.open_step)
+        assert (former is None) == action.is_first
+        is_in_place = former is not None and self._progress is None
+        target = former if former is not None and is_in_place else self._pool.take()
+        grads = [(action, payload)]
+        with self._observer.adding(grads):
+            self._write(former, grads, target.array)
+        self._cells[action.open_step] = target
+        if isinstance(self._pool, SliceJournal):
+            self._count(action)
+            self._pool.add(action.open_step, action.push, action.weight, target)
+            self._pool.commit()
+        give(self._pool, None if is_in_place else former, payload.cell)
+
+    def take(self, open_step: int) -> Cell:
+        """Removes and returns an open step's sum; the caller gives the cell back."""
+        return self._cells.pop(open_step)
+
+    @contextmanager
+    def total(self, open_step: int, grads: Sequence[WeightedGrad]) -> Iterator[FloatArray]:
+        """Removes an open step's sum and yields it with its last gradients: it is not kept.
+
+        A raw gradient that is alone in its step is no sum, and is read where it lies.
+
+        Args:
+            open_step: The step.
+            grads: The gradients that are not added yet, at least one.
+
+        Yields:
+            `(numel,) float32`, valid in the context.
+        """
+        for action, _ in grads:
+            self._count(action)
+        former = self._cells.pop(open_step, None)
+        assert (former is None) == grads[0][0].is_first
+        is_alone = former is None and len(grads) == 1 and grads[0][0].weight == 1.0
+        if is_alone and self._is_raw(grads):
+            yield grads[0][1].data.view("<f4")
+        else:
+            with SCRATCH.borrow(self._numel) as sum_:
+                with self._observer.adding(grads):
+                    self._write(former, grads, sum_)
+                yield sum_
+        give(self._pool, former, *(payload.cell for _, payload in grads))
+
+    # ----- inside
+
+    def _count(self, action: Add) -> None:
+        """Counts a push in the journal, if there is one; the caller commits."""
+        if isinstance(self._pool, SliceJournal) and self._progress is not None:
+            self._progress.add(action.push)
+            self._pool.drop(action.push)
+
+    def _write(self, former: Cell | None, grads: Sequence[WeightedGrad], out: FloatArray) -> None:
+        """Sets `out` to a former sum, if there is one, plus gradients; `out` may be that sum's."""
+        before = [] if former is None else [former.array]
+        if self._is_raw(grads):
+            arrays = [payload.data.view("<f4") for _, payload in grads]
+            scales = [add.weight for add, _ in grads]
+            kernels.sum_all([*before, *arrays], [1.0] * len(before) + scales, out)
+            return
+        if former is not None and former.array is not out:
+            np.copyto(out, former.array)
+        for index, (add, payload) in enumerate(grads):
+            assign = former is None and index == 0
+            data, compressor = payload.data, payload.compressor
+            if data.nbytes and self._rule.compensates:
+                memory = self._memory.at(self._copies.newest)
+                compressor.decode_add(data, memory.scratch, 1.0, assign=True)
+                self._rule.compensate(memory.scratch, add.push.worker, memory)
+                self._memory.write()
+                data, compressor = memory.scratch.view(np.uint8), RAW
+            if data.nbytes:
+                compressor.decode_add(data, out, add.weight, assign=assign)
+            elif assign:
+                out.fill(0.0)
+
+    def _is_raw(self, grads: Sequence[WeightedGrad]) -> bool:
+        """Returns whether each gradient is added as it lies there."""
+        is_raw = all(payload.compressor.is_raw and payload.data.nbytes for _, payload in grads)
+        return is_raw and not self._rule.compensates

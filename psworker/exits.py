@@ -1,0 +1,26 @@
+"""How `psworker` ends: its exit codes."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of every `psworker` command; `MEANINGS` explains them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NO_SHARDS = 6
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+MEANINGS: dict[Exit, str] = {
+    Exit.OK: "done; run: every worker ended with 0",
+    Exit.FAILED: "a shard refused something, doctor found something, or the demo went wrong",
+    Exit.USAGE: "a flag, variable or file is wrong",
+    Exit.NO_SHARDS: "no shard answers, or those started for the job ended",
+    Exit.INTERRUPTED: "interrupted by Ctrl-C",
+    Exit.TERMINATED: "ended by SIGTERM",
+}

@@ -1,0 +1,120 @@
+"""One worker's copy of the weights, slice by slice: its local updates, and the pulls applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from pscore.local.base import LocalSlice
+from pscore.optimizers.base import Optimizer
+from pscore.partition import Layout
+from pscore.rules.base import Rule
+from pscore.types import SegmentTable
+from psworker.replica.ports import PullBuffer
+
+
+class LocalWeights:
+    """The slices of one worker's weights, and the local update of its mode.
+
+    Attributes:
+        parts: The slices, by index.
+        rule: The mode.
+        local_update: The local update of the mode; None: it has none.
+        num_state: Number of state arrays of the shards' optimizer.
+        around_update: Returns a context manager that each local update of a slice runs in; called
+            with the slice's index and the step.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rule: Rule,
+        optimizer: Optimizer,
+        num_groups: int,
+        weights: torch.Tensor,
+    ) -> None:
+        """Starts before the first pull.
+
+        Args:
+            layout: The slices.
+            rule: The mode.
+            optimizer: The optimizer of the shards.
+            num_groups: Number of parameter groups.
+            weights: `(layout.numel,) float32` on the model's device; changed in place.
+        """
+        self.rule = rule
+        self.local_update = rule.local_update()
+        self.num_state = len(optimizer.state_names)
+        self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
+        self.parts = [
+            LocalSlice(
+                weights=weights[spec.start : spec.stop],
+                segments=SegmentTable.of(spec),
+                optimizer=optimizer,
+                hyper=np.zeros((num_groups, len(optimizer.hyper_names))),
+                active=np.ones(len(spec.segments), dtype=np.int64),
+                counts=np.zeros(len(spec.segments), dtype=np.int64),
+            )
+            for spec in layout.slices
+        ]
+
+    @property
+    def pulls_state(self) -> bool:
+        """Whether the local update may need the state of the shards' optimizer."""
+        return self.local_update is not None and self.num_state > 0
+
+    def update(self, index: int, step: int, grad: torch.Tensor) -> None:
+        """Moves the weights of a slice by the worker's own gradient; the mode has a local update.
+
+        Args:
+            index: Index of the slice; its `hyper` and `active` are this step's.
+            step: The step under way.
+            grad: `(numel,) float32` on the model's device.
+        """
+        assert self.local_update is not None
+        part = self.parts[index]
+        with self.around_update(index, step):
+            self.local_update.update(part, grad)
+        part.past.append(part.hyper)
+        part.num_made += 1
+
+    def wants_state(self, step: int) -> bool:
+        """Returns whether the pull of a step needs the shard's optimizer state."""
+        if self.local_update is None or not self.pulls_state:
+            return False
+        blocks = self.rule.plan(step).block
+        ends_warmup = blocks and not self.rule.plan(step + 1).block
+        if blocks and not ends_warmup:
+            return False
+        return bool(self.local_update.wants_state(last_of_warmup=ends_warmup))
+
+    def rebase(self, index: int, buffer: PullBuffer) -> None:
+        """Replaces the weights of a slice by a pull that has landed, with its version."""
+        part = self.parts[index]
+        state: list[torch.Tensor] = []
+        if buffer.counts is not None:
+            part.counts[:] = buffer.counts
+            state = buffer.state
+        if self.local_update is not None:
+            self.local_update.rebase(part, buffer.weights, state, buffer.version)
+        elif buffer.weights.data_ptr() != part.weights.data_ptr():
+            part.weights.copy_(buffer.weights, non_blocking=True)
+        part.version = buffer.version
+        part.past.clear()
+
+    def restart(self) -> None:
+        """Starts again: the next pull counts as the first one."""
+        for part in self.parts:
+            part.restart()
+
+    def change(self, rule: Rule) -> None:
+        """Starts again under another rule."""
+        self.rule, self.local_update = rule, rule.local_update()
+        self.restart()
+
+
+def _unobserved(index: int, step: int) -> AbstractContextManager[None]:
+    return nullcontext()

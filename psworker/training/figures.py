@@ -1,0 +1,58 @@
+"""Figures of a training under way, as properties of `DistributedOptimizer`."""
+
+from __future__ import annotations
+
+from pscore.rules.base import Rule
+from psworker.connection.missed import Missed
+from psworker.connection.traffic import Traffic
+from psworker.training.gradients import Gradients
+from psworker.training.progress import require_weight
+from psworker.training.table import TrainingTable
+
+
+class Figures:
+    """This worker's place in the training, its weight in the mean, and its traffic."""
+
+    _table: TrainingTable
+    _gradients: Gradients
+
+    @property
+    def samples(self) -> float:
+        """Weight of this worker's gradient in the mean."""
+        return self._table.progress.samples
+
+    @samples.setter
+    def samples(self, samples: float) -> None:
+        if samples != self.samples:
+            self._gradients.overlap.changed(f"samples ({self.samples:g}, now {samples:g})")
+            self._table.progress.samples = require_weight(samples)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the job's training behind this worker: seeds its next data (docs/elastic.md)."""
+        return self._table.replica.step
+
+    @property
+    def samples_seen(self) -> float:
+        """Sum of `samples` over these steps: this worker's position in its data."""
+        return self._table.progress.seen
+
+    @property
+    def clock(self) -> int:
+        """Pushes of this worker that the shards have counted: steps, or rounds; 0 in a new job."""
+        return self._table.replica.next_push
+
+    @property
+    def rule(self) -> Rule:
+        """The mode."""
+        return self._table.rule
+
+    @property
+    def missed(self) -> Missed:
+        """Steps of this worker that did not count, or not in every slice."""
+        return self._table.exchange.missed
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes sent and received, and pushes that came too late."""
+        return self._table.exchange.traffic

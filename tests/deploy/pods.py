@@ -1,0 +1,293 @@
+"""Runs the pods of Kubernetes documents as processes, without a cluster.
+
+Each pod gets a network namespace with an address, the names of its peers in /etc/hosts, a root file
+system that is read-only where the document says so, its volumes, its secrets with their modes, its
+environment, its user, and its probes. What it cannot show: scheduling, the kubelet's own timing,
+image pulls, storage classes.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+Document = Mapping[str, Any]
+
+# Runs in the pod's network namespace: makes its mounts, gives up rights, becomes the command.
+ENTER = """
+set -e
+mount --make-rprivate /
+# Writable for mount points; /root too: the interpreter may be there, and the user must reach it.
+for base in /etc /var/lib /root; do
+    mkdir -p {scratch}/upper$base {scratch}/work$base
+    mount -t overlay overlay $base \
+        -o lowerdir=$base,upperdir={scratch}/upper$base,workdir={scratch}/work$base
+done
+cp {hosts} /etc/hosts
+{mounts}
+{read_only}
+cd {cwd}
+exec setpriv --reuid {user} --regid {group} --groups {fs_group} --no-new-privs \
+    --inh-caps=-all --bounding-set=-all -- {command}
+"""
+READ_ONLY = "mount -o remount,bind,ro /"
+
+
+@dataclass
+class Pod:
+    """One pod: its document and, while it runs, its process."""
+
+    name: str
+    spec: Document
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    address: str
+    folder: Path
+    claims: Path  # Of the pod's name; kept when the pod is deleted.
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    @property
+    def container(self) -> Document:
+        """The only container."""
+        (container,) = self.spec["containers"]
+        return dict(container)
+
+    @property
+    def log(self) -> Path:
+        """Output of the newest start."""
+        return self.folder / f"log{self.starts}"
+
+
+@dataclass
+class Cluster:
+    """Namespaces on one bridge, and the pods of a StatefulSet and of Indexed Jobs in them."""
+
+    documents: list[Document]
+    folder: Path
+    path: str  # PATH inside the pods.
+    cwd: Path
+    pods: dict[str, Pod] = field(default_factory=dict)
+    _names: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Cluster:
+        self._switch = self._namespace("switch")
+        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._switch, "addr", "add", "10.78.0.1/24", "dev", "bridge")
+        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for document in self.documents:
+            if document["kind"] == "StatefulSet":
+                self._add(document, document["spec"]["replicas"])
+            if document["kind"] == "Job":
+                self._add(document, document["spec"]["completions"])
+        service = next(each for each in self.documents if each["kind"] == "Service")
+        domain = service["metadata"]["name"]
+        self._hosts = "127.0.0.1 localhost\n" + "".join(
+            f"{pod.address} {name}.{domain} {name}\n" for name, pod in self.pods.items()
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for pod in self.pods.values():
+            if pod.process is not None and pod.process.poll() is None:
+                self._kill(pod, signal.SIGKILL)
+                pod.process.wait()
+        while self._names:
+            subprocess.run(["ip", "netns", "delete", self._names.pop()], check=False)
+
+    def start(self, name: str) -> None:
+        """Starts a pod, for the first time or anew, as its controller would."""
+        pod = self.pods[name]
+        pod.starts += 1
+        scratch = pod.folder / f"root{pod.starts}"
+        subprocess.run(["mkdir", "-p", scratch], check=True)
+        # Overlays need a file system that can be an upper one, whatever /tmp is.
+        hosts = pod.folder / "hosts"
+        hosts.write_text(self._hosts)
+        security, container = pod.spec["securityContext"], pod.container
+        script = ENTER.format(
+            scratch=scratch,
+            hosts=hosts,
+            mounts="\n".join(self._mounts(pod)),
+            read_only=READ_ONLY if container["securityContext"]["readOnlyRootFilesystem"] else "",
+            cwd=self.cwd,
+            user=security["runAsUser"],
+            group=security["runAsGroup"],
+            fs_group=security["fsGroup"],
+            command=shlex.join([*container["command"], *container.get("args", [])]),
+        )
+        environment = {"PATH": self.path, "HOME": "/", "PYTHONUNBUFFERED": "1"}
+        environment |= {each["name"]: self._value(pod, each) for each in container["env"]}
+        # The command is process 1 of its namespace, which no signal ends that it does not handle,
+        # unless the pod's containers share one with the pod's own process.
+        is_shared = pod.spec.get("shareProcessNamespace", False)
+        first = ["--fork"] if is_shared else ["--pid", "--fork", "--mount-proc", "--kill-child"]
+        with pod.log.open("wb") as log:
+            pod.process = subprocess.Popen(
+                ["ip", "netns", "exec", self._namespace_of(name),
+                 "unshare", "--mount", *first, "sh", "-c", script],
+                env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def is_ready(self, name: str) -> bool:
+        """Asks a pod's readiness probe, as the kubelet does: no certificate is checked."""
+        pod = self.pods[name]
+        assert pod.process is not None
+        if pod.process.poll() is not None:
+            raise RuntimeError(f"{name} has ended:\n{pod.log.read_text()[-3000:]}")
+        probe = pod.container["readinessProbe"]["httpGet"]
+        ports = {each["name"]: each["containerPort"] for each in pod.container["ports"]}
+        url = f"{probe['scheme'].lower()}://{pod.address}:{ports[probe['port']]}{probe['path']}"
+        program = (
+            "import ssl, sys, urllib.request\n"
+            "unchecked = ssl._create_unverified_context()\n"
+            "urllib.request.urlopen(sys.argv[1], timeout=2, context=unchecked)"
+        )
+        asked = subprocess.run(
+            ["ip", "netns", "exec", self._switch, sys.executable, "-c", program, url],
+            capture_output=True, check=False,
+        )  # fmt: skip
+        return asked.returncode == 0
+
+    def drain(self, name: str) -> int:
+        """Ends a pod as a drained node does, SIGKILL after the grace period; returns its status."""
+        pod = self.pods[name]
+        assert pod.process is not None
+        self._kill(pod, signal.SIGTERM)
+        try:
+            return pod.process.wait(pod.spec["terminationGracePeriodSeconds"])
+        except subprocess.TimeoutExpired:
+            self._kill(pod, signal.SIGKILL)
+            return pod.process.wait()
+
+    def _kill(self, pod: Pod, number: int) -> None:
+        """Sends a signal to the container's first process, which unshare has forked."""
+        assert pod.process is not None
+        below = psutil.Process(pod.process.pid).children()
+        os.kill(below[0].pid if below else pod.process.pid, number)
+
+    def wait(self, what: str, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Waits for a condition.
+
+        Raises:
+            TimeoutError: It did not come; the message has the end of each pod's log.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not is_done():
+            if time.monotonic() > deadline_s:
+                tails = (
+                    f"--- {name}\n{pod.log.read_text()[-2000:]}"
+                    for name, pod in self.pods.items()
+                    if pod.starts
+                )
+                raise TimeoutError(f"{what} after {timeout_s} s\n" + "\n".join(tails))
+            time.sleep(0.3)
+
+    def _add(self, document: Document, count: int) -> None:
+        template = document["spec"]["template"]
+        owner = document["metadata"]["name"]
+        for index in range(count):
+            name = f"{owner}-{index}"
+            address = f"10.78.0.{len(self.pods) + 10}"
+            labels = {"apps.kubernetes.io/pod-index": str(index)} | template["metadata"]["labels"]
+            annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
+            folder, claims = self.folder / name, self.folder / f"claims-{name}"
+            folder.mkdir()
+            claims.mkdir()
+            self.pods[name] = Pod(
+                name, template["spec"], labels, annotations, address, folder, claims
+            )
+            self._connect(name, address)
+
+    def _mounts(self, pod: Pod) -> list[str]:
+        """Returns shell lines that mount the volumes of a pod's container."""
+        volumes = {each["name"]: each for each in pod.spec["volumes"]}
+        lines = []
+        # The folders to mount are below /tmp, which is mounted last.
+        for mount in sorted(
+            pod.container["volumeMounts"], key=lambda each: each["mountPath"] == "/tmp"
+        ):
+            path, name = mount["mountPath"], mount["name"]
+            source = pod.claims / name  # Of a volumeClaimTemplate: kept.
+            if name in volumes:
+                source = pod.folder / f"{name}{pod.starts}"
+            source.mkdir(exist_ok=True)
+            os.chown(source, 0, pod.spec["securityContext"]["fsGroup"])
+            source.chmod(0o2775)
+            if "secret" in volumes.get(name, {}):
+                self._write_secret(source, volumes[name]["secret"], pod)
+            lines += [f"mkdir -p {path}", f"mount --bind {source} {path}"]
+            lines += [f"mount -o remount,bind,ro {path}"] if mount.get("readOnly") else []
+        return lines
+
+    def _write_secret(self, folder: Path, volume: Document, pod: Pod) -> None:
+        (secret,) = (
+            each for each in self.documents
+            if each["kind"] == "Secret" and each["metadata"]["name"] == volume["secretName"]
+        )  # fmt: skip
+        for name, text in secret["data"].items():
+            path = folder / name
+            path.write_bytes(base64.b64decode(text))
+            os.chown(path, 0, pod.spec["securityContext"]["fsGroup"])
+            path.chmod(volume["defaultMode"])
+
+    def _value(self, pod: Pod, entry: Document) -> str:
+        if "value" in entry:
+            return str(entry["value"])
+        path = entry["valueFrom"]["fieldRef"]["fieldPath"]
+        matched = re.fullmatch(r"metadata\.(labels|annotations)\['(.+)'\]", path)
+        assert matched is not None, path
+        return str(getattr(pod, matched[1])[matched[2]])
+
+    def _connect(self, name: str, address: str) -> None:
+        inner, port = self._namespace(name), f"p{len(self.pods)}"
+        _ip(
+            "-n",
+            self._switch,
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            inner,
+        )
+        _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        _ip("-n", inner, "addr", "add", f"{address}/24", "dev", "eth0")
+        _ip("-n", inner, "link", "set", "eth0", "up")
+        _ip("-n", inner, "link", "set", "lo", "up")
+
+    def _namespace_of(self, name: str) -> str:
+        return f"pods-{os.getpid()}-{name}"
+
+    def _namespace(self, name: str) -> str:
+        full = self._namespace_of(name)
+        _ip("netns", "add", full)
+        self._names.append(full)
+        return full
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)

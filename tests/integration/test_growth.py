@@ -1,0 +1,183 @@
+"""A model that grows in training: parameters are unfrozen, or groups are added."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import psworker
+from pscore.net.credentials import ANYONE
+from psserver.remote import checkpoint, checkpoint_files
+from psworker.training import growth
+from tests.integration.cluster import Shards, Station, new_job
+from tests.integration.models import backward, batch, make_model, relative_error, same, weights_of
+
+STEPS = 12
+Weights = dict[str, np.ndarray]
+
+
+def adamw(model: Any, *layers: int) -> torch.optim.Optimizer:
+    groups = [{"params": model[layer].parameters(), "lr": 0.01 / (1 + layer)} for layer in layers]
+    return torch.optim.AdamW(groups, weight_decay=0.1)
+
+
+def thaw(model: Any, optimizer: Any, step: int) -> None:
+    """Unfreezes a layer of the optimizer at step 4, and adds a group at step 8."""
+    if step == 4:
+        model[2].requires_grad_(True)
+    if step == 8:
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.02})
+
+
+def train(me: Station, mode: str, overlap: bool = False, num_steps: int = STEPS) -> Any:
+    """Trains with the last layer at first; returns weights and a state that loads elsewhere."""
+    model: Any = make_model()
+    model[:4].requires_grad_(False)
+    optimizer = psworker.DistributedOptimizer(
+        adamw(model, 2, 4) if "local" not in mode else torch.optim.SGD(model[2:].parameters(), 0.1),
+        model.named_parameters(),
+        mode=mode,
+        overlap=overlap,
+        compression="none" if overlap else "fp16",
+        compress_min_nbytes=0,
+    )
+    for step in range(num_steps):
+        thaw(model, optimizer, step)
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    assert optimizer.steps == num_steps
+    file = io.BytesIO()
+    with optimizer.global_weights():
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+    psworker.shutdown()
+    return weights_of(model), file.getvalue()
+
+
+def alone() -> Weights:
+    model: Any = make_model()
+    model[:4].requires_grad_(False)
+    optimizer = adamw(model, 2, 4)
+    for step in range(STEPS):
+        thaw(model, optimizer, step)
+        optimizer.zero_grad()
+        both = [torch.cat(parts) for parts in zip(batch(0, step), batch(1, step), strict=True)]
+        backward(model, *both)
+        optimizer.step()
+    return weights_of(model)
+
+
+def resume(me: Station, saved: bytes) -> tuple[Weights, int]:
+    """Loads the state into a wrapper that is made with all parameters, and makes no step."""
+    model: Any = make_model()
+    optimizer = psworker.DistributedOptimizer(adamw(model, 2, 4, 0), model.named_parameters())
+    weights, state = torch.load(io.BytesIO(saved))
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    again = optimizer.state_dict()
+    for index, entry in state["state"].items():
+        for name, values in entry.items():
+            assert torch.equal(again["state"][index][name], values), (index, name)
+    steps = optimizer.steps
+    psworker.shutdown()
+    return weights_of(model), steps
+
+
+def test_with_gradients_that_leave_during_backward_it_equals_torch(shards: Shards) -> None:
+    plain = alone()
+    first, second = shards.run(train, "ssgd", True)
+    assert same(first[0], second[0])
+    for name, weight in plain.items():
+        assert relative_error(first[0][name], weight) <= 2e-6, name
+    for weights, steps in shards.run(resume, first[1]):
+        assert steps == STEPS
+        assert same(weights, first[0])
+
+
+@pytest.mark.parametrize("mode", ["ssd(steps=3, warmup=2)", "local(steps=3)", "asgd"])
+def test_in_other_modes_all_workers_go_on_with_one_model(shards: Shards, mode: str) -> None:
+    (first, _), (second, _) = shards.run(train, mode)
+    start = weights_of(make_model())
+    for name, weight in first.items():
+        assert np.isfinite(weight).all()
+        assert not np.array_equal(weight, start[name]), name
+    if mode != "asgd":  # There each leaves with the newest weights at that time.
+        assert same(first, second)
+
+
+def come_late(me: Station) -> tuple[str, str, int]:
+    """Makes the wrapper of the beginning, which is refused, and that of the grown model."""
+    model: Any = make_model()
+    model[:4].requires_grad_(False)
+    with pytest.raises(psworker.JobMismatchError) as caught:
+        psworker.DistributedOptimizer(adamw(model, 2, 4), model.named_parameters())
+    psworker.shutdown()
+    model.requires_grad_(True)
+    optimizer = psworker.DistributedOptimizer(adamw(model, 2, 4, 0), model.named_parameters())
+    return str(caught.value), optimizer._table.name, optimizer.steps
+
+
+def stay(me: Station, num_steps: int) -> Weights:
+    """Trains and grows; the first worker then holds the job until another one has come."""
+    model: Any = make_model()
+    model[:4].requires_grad_(False)
+    optimizer = psworker.DistributedOptimizer(adamw(model, 2, 4), model.named_parameters())
+    for step in range(num_steps):
+        thaw(model, optimizer, step)
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    if me.rank == 0:
+        me.tell()
+        me.hear()
+    return weights_of(model)
+
+
+def test_a_worker_that_comes_later_declares_the_grown_model(shards: Shards) -> None:
+    """And an export has the weights of the newest table."""
+    job = new_job()
+    with (
+        shards.workers(stay, STEPS, ranks=[0], job=job) as (first,),
+        shards.workers(stay, 1, ranks=[1], job=job) as (second,),
+    ):
+        second.result()
+        first.hear()
+        found = checkpoint.capture(shards.addresses, ANYONE, job, weights_only=True)
+        with shards.workers(come_late, ranks=[1], job=job) as (again,):
+            message, name, steps = again.result()
+        first.tell()
+        weights = first.result()
+    assert "make DistributedOptimizer with all parameters that the job trains by now" in message
+    assert (name, steps) == ("model+2", STEPS)
+    exported = checkpoint_files.newest_table(found).arrays["weights"]
+    for key, weight in weights.items():
+        assert np.array_equal(np.asarray(exported[key]).reshape(weight.shape), weight), key
+
+
+def grow_elastic(me: Station) -> str:
+    model: Any = make_model()
+    model[0].requires_grad_(False)
+    optimizer = psworker.DistributedOptimizer(adamw(model, 0, 2, 4), model.named_parameters())
+    model.requires_grad_(True)
+    backward(model, *batch(0, 0))
+    with pytest.raises(psworker.ConfigError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_an_elastic_job_refuses_it(shards: Shards) -> None:
+    bounds = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "2", "PACELINE_RANK": "-1"}
+    (message,) = shards.run(grow_elastic, num_workers=1, env=bounds)
+    assert message.startswith("parameters cannot be added or unfrozen in a job whose workers come")
+
+
+def test_names_of_tables_count_on() -> None:
+    assert growth.next_name("model.1") == "model.1+1"
+    assert growth.next_name("model+9") == "model+10"
+    known = ["model", "model+1", "model+2", "model.1+1"]
+    assert growth.newest("model", known) == "model+2"
+    assert growth.newest("model.1", known) == "model.1+1"
+    assert growth.newest("model.2", known) == "model.2"

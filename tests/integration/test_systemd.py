@@ -1,0 +1,119 @@
+"""What systemd hears of `psserver start`, and what it reads of the units in deploy/systemd."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from psserver.process.notify import ServiceManager
+from tests.house.source import ROOT
+from tests.integration.command import Command, eventually
+
+UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.*"))
+WATCHDOG_S = 3.0
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(60)
+        yield listener
+
+
+def heard(systemd: socket.socket) -> str:
+    return systemd.recv(4096).decode()
+
+
+def test_messages_go_to_the_socket_that_systemd_names(systemd: socket.socket) -> None:
+    manager = ServiceManager.of(
+        {"NOTIFY_SOCKET": str(systemd.getsockname()), "WATCHDOG_USEC": "2500000"}
+    )
+    assert manager.watchdog_s == 2.5
+    manager.ready("2 shard(s)")
+    manager.alive()
+    manager.stopping()
+    assert [heard(systemd) for _ in range(3)] == [
+        "READY=1\nSTATUS=2 shard(s)",
+        "WATCHDOG=1",
+        "STOPPING=1",
+    ]
+
+
+def test_a_watchdog_for_another_process_is_not_ours(tmp_path: Path) -> None:
+    environment = {"NOTIFY_SOCKET": "x", "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}
+    assert ServiceManager.of(environment).watchdog_s == 0.0
+    assert ServiceManager.of({}) == ServiceManager()
+    ServiceManager(str(tmp_path / "nobody")).ready("")
+
+
+def test_systemd_hears_of_the_start_of_a_hanging_shard_and_of_the_end(
+    tmp_path: Path, systemd: socket.socket
+) -> None:
+    psserver = Command(tmp_path)
+    psserver.environment |= {
+        "NOTIFY_SOCKET": str(systemd.getsockname()),
+        "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6)),
+    }
+    with psserver.spawn("start", "--port", 0) as process:
+        assert re.fullmatch(r"READY=1\nSTATUS=1 shard\(s\) ready at .*", heard(systemd))
+        assert heard(systemd) == "WATCHDOG=1"
+        (shard,) = (each["pid"] for each in psserver.run_file()["shards"])
+        os.kill(shard, signal.SIGSTOP)
+        try:
+            eventually(lambda: is_silent(systemd))
+        finally:
+            os.kill(shard, signal.SIGCONT)
+        assert heard(systemd) == "WATCHDOG=1"
+        process.terminate()
+        while (message := heard(systemd)) == "WATCHDOG=1":
+            pass
+        assert message == "STOPPING=1"
+
+
+def is_silent(systemd: socket.socket) -> bool:
+    """Returns whether no message comes for half of the watchdog's time."""
+    systemd.settimeout(WATCHDOG_S / 2)
+    try:
+        heard(systemd)
+    except TimeoutError:
+        return True
+    finally:
+        systemd.settimeout(60)
+    return False
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    binary = tmp_path / "psserver"
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    for unit in UNITS:
+        text = unit.read_text().replace("/opt/paceline/bin/psserver", str(binary))
+        (tmp_path / unit.name).write_text(text)
+    names = [str(tmp_path / unit.name.replace("@.", "@0.")) for unit in UNITS]
+    (tmp_path / "psserver@0.service").symlink_to(tmp_path / "psserver@.service")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *names],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = [line for line in done.stderr.splitlines() if str(tmp_path) in line]
+    assert (done.returncode, said) == (0, [])
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_the_unit_gives_up_what_a_shard_does_not_need() -> None:
+    unit = ROOT / "deploy" / "systemd" / "psserver@.service"
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:]
