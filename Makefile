@@ -16,7 +16,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 	tests/integration/test_launch.py tests/integration/test_training.py
 
-.PHONY: simulate help setup run test test-lowest check check-deploy proto bench bench-peers soak fuzz test-gpu clean
+.PHONY: simulate help setup run test test-lowest check check-deploy proto bench bench-peers soak fuzz test-gpu test-recipes clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -53,9 +53,9 @@ check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/mypy
 	$(BIN)/python scripts/gen_proto.py --check
 
-check-deploy: $(STAMP) ## what deploy/ holds for Kubernetes: lint, schemas, alert rules, pods as processes (as root)
+check-deploy: $(STAMP) ## deploy/ on Kubernetes (lint, schemas, pods as processes) and Slurm; as root
 	$(BIN)/python scripts/check_deploy.py
-	$(BIN)/python -m pytest -q -rs tests/deploy
+	CHECK_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/deploy
 
 proto: $(STAMP) ## regenerate pscore/pb from proto/
 	$(BIN)/python scripts/gen_proto.py
@@ -75,6 +75,13 @@ simulate: $(STAMP) ## 11,000 seeds of the simulator: every rule, with faults and
 fuzz: $(STAMP) ## a million mutated frames, guided by coverage
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python -m tests.attacks.fuzz_frames -runs=1000000
+
+test-recipes: ## the recipes of docs/recipes.md that need Lightning, Hugging Face or a compiler
+	@test -x .venv-recipes/bin/python || $(PYTHON) -m venv .venv-recipes
+	.venv-recipes/bin/python -m pip install --quiet --constraint constraints-recipes.txt \
+		--editable '.[lightning,transformers]' hypothesis pytest pytest-timeout
+	.venv-recipes/bin/python -c 'import accelerate, lightning, transformers'
+	.venv-recipes/bin/python -m pytest -m recipes tests/integration/test_heavy_recipes.py
 
 test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for torch's CUDA
 	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])') && \

@@ -35,6 +35,10 @@ MODES: dict[str, tuple[str, int]] = {
     "slowmo": ("slowmo(steps=2)", 4),
     "diloco": ("diloco(steps=2)", 4),
 }
+# Arguments that have a page of their own.
+VARIANTS: dict[str, tuple[str, int]] = {
+    "overlap": ("diloco(steps=2, overlap=mirror)", 4),
+}
 
 WIDTH, HEIGHT = 760, 236
 LEFT, SCALE = 86, 101  # Pixels: where time 0 is, and a second.
@@ -48,8 +52,8 @@ LABEL_WIDTH = 40  # The least width of a box with a word in it.
 
 
 def draw(rule: str) -> str:
-    """Returns the drawing of a rule as SVG; the same at each call."""
-    mode, steps = MODES[rule]
+    """Returns the drawing of a rule, or of a variant, as SVG; the same at each call."""
+    mode, steps = (MODES | VARIANTS)[rule]
     events = transcript(mode, steps=steps, compute_s=COMPUTE_S, latency_s=LATENCY_S)
     return _svg(mode, "\n".join([*_lanes(events), *_shard(events), *_arrows(mode, events)]))
 
@@ -214,7 +218,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    texts = {f"rule-{rule}.svg": draw(rule) for rule in MODES}
+    texts = {f"rule-{rule}.svg": draw(rule) for rule in MODES | VARIANTS}
     texts |= {f"plane-{plane}.svg": plane_drawings.draw(plane) for plane in plane_drawings.PLANES}
     texts["overview.svg"] = overview_drawing.draw()
     paths = []

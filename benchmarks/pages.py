@@ -275,6 +275,34 @@ def _met(is_met: bool) -> str:
     return "met" if is_met else "**not met**"
 
 
+# ----- the cost of not overlapping: docs/training.md
+
+
+def overlap() -> str:
+    """Returns the step times with and without `overlap`, from the result file."""
+    path = ROOT / "docs" / "results" / "overlap.json"
+    run = json.loads(path.read_text(encoding="utf-8"))
+    rows = [
+        [
+            case["rate"],
+            f"`{case['mode']}`" + (f", {case['compression']}" * (case["compression"] != "none")),
+            f"{case['compute_ms']:.0f}",
+            f"{case['default_ms']:.0f}",
+            f"{case['overlap_ms']:.0f}",
+            f"{case['default_ms'] / case['overlap_ms']:.2f}",
+        ]
+        for case in run["cases"]
+    ]
+    head = ["link", "mode", "computing, ms", "default, ms", "`overlap=True`, ms", "ratio"]
+    return "\n".join(
+        [
+            f"`{run['command']}`, {run['date']}, commit {run['commit']}, {run['machine']}:",
+            "",
+            table(head, rows, "llrrrr"),
+        ]
+    )
+
+
 # ----- the blocks, and their pages
 
 
@@ -284,8 +312,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "transport": transport,
     "targets": targets,
+    "overlap": overlap,
 }
-PAGES = ("docs/dataplane.md", "docs/reference.md")
+PAGES = ("docs/dataplane.md", "docs/reference.md", "docs/training.md")
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)
 
 

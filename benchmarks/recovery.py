@@ -150,7 +150,7 @@ def summary(faults: Sequence[Fault], kind: str) -> dict[str, Any]:
     values = sorted(fault.recovery_s for fault in faults if fault.kind == kind)
     if not values:
         return {"median": None, "p99": None, "count": 0}
-    median, p99 = np.percentile(values, [50, 99], method="closest_observation")
+    median, p99 = np.percentile(values, [50, 99], method="inverted_cdf")
     return {"median": round(float(median), 2), "p99": round(float(p99), 2), "count": len(values)}
 
 

@@ -86,6 +86,11 @@ class Progress:
         self.first.clear()
         self.since_s = now_s + SETTLE_S
 
+    def forget(self) -> None:
+        """Looks for acknowledgements from now on; the fault was when `mark` says."""
+        self.read()
+        self.first.clear()
+
     def read(self) -> None:
         """Reads the lines written since."""
         for rank, path in enumerate(self.books):
@@ -151,9 +156,9 @@ class Stage:
         found: dict[int, int] = {}
         for child in psutil.Process(self._supervisor.pid).children():
             with contextlib.suppress(psutil.Error):
-                *command, last = child.cmdline()
-                if command[-1:] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
-                    found[int(json.loads(last)["index"])] = child.pid
+                command = child.cmdline()  # Empty if it has just ended.
+                if command[-2:-1] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
+                    found[int(json.loads(command[-1])["index"])] = child.pid
         return found
 
     def alive(self) -> dict[str, int]:
@@ -177,6 +182,14 @@ class Stage:
                 os.kill(pid, number)
                 return True
         return False
+
+    def await_successors(self, ended: Mapping[str, int]) -> None:
+        """Waits until other processes have taken the places of these, by name as in `alive`."""
+        end_s = time.monotonic() + PATIENCE_S
+        while any(self.alive().get(name, pid) == pid for name, pid in ended.items()):
+            if time.monotonic() > end_s:
+                return  # `await_all` will report it.
+            self.watch(POLL_S)
 
     def ports_of(self, shard: int) -> list[int]:
         """Returns the TCP ports on which a shard listens."""

@@ -116,6 +116,10 @@ class Saboteur:
             return
         fault = Fault(kind=kind, what=done.what, at_s=self.stage.progress.since_s)
         self.faults.append(fault)
+        shards = {name: before[name] for name in done.ended if name.startswith("shard")}
+        if shards:  # A worker may read what a shard has sent long after the shard's end.
+            self.stage.await_successors(shards)
+            self.stage.progress.forget()
         fault.recovery_s = self.stage.await_all(done.wanted) - fault.at_s
         after = self.stage.alive()
         for name, pid in before.items():

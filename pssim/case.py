@@ -14,6 +14,7 @@ from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
 from pscore.local import LOCAL_UPDATES
+from pscore.overlaps import OVERLAPS
 from pscore.rules import RULES
 from pscore.rules.base import Rule
 from pssim.network import NO_FAULTS, Cut, Faults
@@ -34,12 +35,15 @@ CHOICES: dict[str, Sequence[Any]] = {
     "adaptive": (False, True),
     "backup": (0, 1, 2),
     "bound": (-1, 0, 1, 2, 3),
+    "control": (0.0, 1.0),
     "correction": ("raw", "flush"),
+    "delay": (-1, 0, 1, 2, 5),
     "local": (*sorted(LOCAL_UPDATES), "none"),
     "mirror": ("exact", "kept"),
     "outer_lr": (1.0, 0.5),
     "outer_momentum": (0.0, 0.9),
     "slow_momentum": (0.0, 0.5),
+    "overlap": ("none", *sorted(OVERLAPS)),
     "splits": (1, 2, 3),
     "spread": (0, 1, 2, 5),
     "steps": (1, 2, 3, 5),

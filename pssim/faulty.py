@@ -164,6 +164,7 @@ class FaultyWorker(BookedWorker):
             self.layout,
             self.optimizer,
             torch.zeros(self.layout.numel),
+            self.case.num_workers,
         )
 
     # ----- life and death
@@ -335,7 +336,6 @@ class FaultyWorker(BookedWorker):
         if plan.push is Role.DELTA:
             yield from self.wait_for_pushes()
         yield from self.wait_for_pulls(self.replica.finish(self.grads, self.exchange, samples))
-        self.replica.take_reference()
         if plan.push is not None:
             self.elements.clear()
             self._ended_step()

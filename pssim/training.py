@@ -142,6 +142,7 @@ class TrainingWorker(Worker):
             cluster.layout,
             cluster.optimizer,
             self.flat_model.weights,
+            job.num_workers,
         )
 
     @property
@@ -209,7 +210,7 @@ class TrainingWorker(Worker):
         plan = replica.plan()
         if plan.push is not None:
             yield from self.wait_for_pushes()
-        for index in replica.front_first():
+        for index in replica.front_first() if plan.push is Role.GRADIENT else ():
             yield from self.wait_for_pulls(replica.land(index))
             replica.push(index, self.grads[index], -1, samples, self.exchange)
         if plan.inner:

@@ -75,6 +75,7 @@ class Worker:
         layout: Layout,
         optimizer: Optimizer,
         weights: torch.Tensor,
+        num_workers: int = 1,
     ) -> None:
         """Creates the objects of a starting process.
 
@@ -84,9 +85,10 @@ class Worker:
             layout: Its slices.
             optimizer: The shards' optimizer.
             weights: `(layout.numel,) float32`, for the replica; changed in place.
+            num_workers: Workers that the job was made for.
         """
         self.layout = layout
-        self.replica = Replica(layout, spec.rule, optimizer, 1, weights, self.rank)
+        self.replica = Replica(layout, spec.rule, optimizer, 1, weights, self.rank, num_workers)
         links = [
             SimulatedLink(SimulatedTransport(self, shard), shard.name) for shard in self.shards
         ]

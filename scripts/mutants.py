@@ -34,6 +34,7 @@ class Mutant:
 
 RULES = "pscore/rules/"
 LOCAL = "pscore/local/"
+OVERLAPS = "pscore/overlaps/"
 MUTANTS = (
     Mutant(
         "ssgd",
@@ -143,8 +144,8 @@ MUTANTS = (
         "local_sgd",
         "rounds of H steps",
         RULES + "local.py",
-        "(step - self.warmup) % self.steps == self.steps - 1",
-        "True",
+        "place < self.steps - 1",
+        "False",
     ),
     Mutant(
         "local_sgd",
@@ -176,6 +177,43 @@ MUTANTS = (
         "self.nesterov and self.outer_momentum > 0",
         "False",
     ),
+    Mutant(
+        "overlaps",
+        "the worker's own step",
+        OVERLAPS + "mirror.py",
+        "guess, momentum",
+        "guess * 0, momentum",
+    ),
+    Mutant(
+        "overlaps", "translation", OVERLAPS + "mirror.py", "pulled - part.origin", "pulled - pulled"
+    ),
+    Mutant(
+        "overlaps", "origin that lands", OVERLAPS + "mirror.py", "part.origin.copy_(pulled)", "None"
+    ),
+    Mutant("overlaps", "control", OVERLAPS + "mirror.py", "alpha=self.control", "alpha=0.0"),
+    Mutant("overlaps", "mixing", OVERLAPS + "blend.py", "alpha=1.0 - self.mix", "alpha=0.0"),
+    Mutant(
+        "overlaps",
+        "the others' moves",
+        OVERLAPS + "eager.py",
+        "guess.add_(part.state[OTHERS])",
+        "pass",
+    ),
+    Mutant(
+        "overlaps",
+        "weights one round old",
+        OVERLAPS + "late.py",
+        "part.weights.copy_(newest)",
+        "pass",
+    ),
+    Mutant(
+        "overlaps",
+        "momentum that is followed",
+        "pscore/optimizers/sgd.py",
+        "velocity.copy_(made if lr else old)",
+        "pass",
+    ),
+    Mutant("overlaps", "delay", RULES + "local.py", "place + 1 == landing", "place == 0"),
 )
 
 

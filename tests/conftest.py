@@ -1,5 +1,6 @@
 """What all tests share: one thread for each process, reproducible examples, the data sets."""
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -17,13 +18,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = ("accelerate", "lightning", "transformers")
 
 settings.register_profile("paceline", derandomize=True, deadline=None, database=None)
 settings.load_profile("paceline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked `gpu` where there is no CUDA device."""
+    """Skips tests marked `gpu` or `recipes` where there is no CUDA device, or no such library."""
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    for item in items:
+        if missing and item.get_closest_marker("recipes"):
+            reason = f"no {', '.join(missing)} here; `make test-recipes` installs them"
+            item.add_marker(pytest.mark.skip(reason=reason))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -16,9 +16,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from pscore.optimizers.base import Optimizer, StepKernels
+from pscore.placement import WORKER
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
-
-MAPPED_NBYTES_MIN = 1 << 20
 
 
 class LocalKernels(StepKernels, Protocol):
@@ -92,6 +91,8 @@ class LocalSlice:
     past: list[HyperArray] = field(default_factory=list)  # Of the local updates since that pull.
     num_made: int = 0  # Local updates since the worker began, or came back.
     state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.
+    origin: Any = None  # (numel,) float32 tensor in modes with rounds: the weights at their start.
+    num_workers: int = 1  # That the job was made for.
     kernels: LocalKernels | None = None  # Of the weights' device; None: torch, or Numba on a CPU.
     largest_rates: np.ndarray = field(init=False)  # (num_groups,) float64: of local updates so far.
 
@@ -118,12 +119,20 @@ def zeros_like(weights: Any) -> Any:
     On the CPU large ones are mapped: in the heap they would lie between gradients, and the
     allocator could neither join nor return the memory of those.
     """
-    if weights.device.type != "cpu" or weights.nbytes < MAPPED_NBYTES_MIN:
+    if weights.device.type != "cpu" or weights.nbytes < WORKER.mapped_nbytes_min:
         return weights.new_zeros(weights.shape)
     import torch  # Shards have none.
 
     mapped = mmap.mmap(-1, weights.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.float32))
+
+
+def optimizer_state(part: LocalSlice) -> list[Any]:
+    """Returns the arrays of the shards' optimizer's state that a worker keeps; zeros at first."""
+    for name in part.optimizer.state_names:
+        if name not in part.state:
+            part.state[name] = zeros_like(part.weights)
+    return [part.state[name] for name in part.optimizer.state_names]
 
 
 class LocalUpdate(ABC):
@@ -153,6 +162,10 @@ class LocalUpdate(ABC):
             last_of_warmup: Whether it is the last blocking pull before the delay starts.
         """
         return self.pulls_state
+
+    def needs_state(self, part: LocalSlice) -> bool:
+        """Returns whether the next pull of a slice needs the state whatever `wants_state` says."""
+        return False
 
     def room(self, part: LocalSlice) -> Any:
         """Returns an array of the state as the buffer of the next pull, or None.

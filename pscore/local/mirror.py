@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pscore.errors import ConfigError
-from pscore.local.base import LocalSlice, LocalUpdate, zeros_like
+from pscore.local.base import LocalSlice, LocalUpdate, optimizer_state
 
 FORMS = ("exact", "kept")
 
@@ -53,7 +53,7 @@ class Mirror(LocalUpdate):
 
     def update(self, part: LocalSlice, grad: Any) -> None:
         """Makes one step of the shard's optimizer in place."""
-        state = self._state(part)
+        state = optimizer_state(part)
         if part.weights.device.type != "cpu":
             part.optimizer.step_device(
                 part.weights,
@@ -81,17 +81,11 @@ class Mirror(LocalUpdate):
 
     def state_room(self, part: LocalSlice) -> Sequence[Any]:
         """Returns S_i, which a pull replaces."""
-        return self._state(part)
+        return optimizer_state(part)
 
     def rebase(self, part: LocalSlice, weights: Any, state: Sequence[Any], version: int) -> None:
         """Stores the pull, and the state if it came along."""
         part.weights.copy_(weights)
         if state:
-            for kept, pulled in zip(self._state(part), state, strict=True):
+            for kept, pulled in zip(optimizer_state(part), state, strict=True):
                 kept.copy_(pulled)
-
-    def _state(self, part: LocalSlice) -> list[Any]:
-        for name in part.optimizer.state_names:
-            if name not in part.state:
-                part.state[name] = zeros_like(part.weights)
-        return [part.state[name] for name in part.optimizer.state_names]

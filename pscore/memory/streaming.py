@@ -20,9 +20,9 @@ from numba.np.numpy_support import carray
 
 from pscore.memory import kernels
 from pscore.memory.kernels import floats_at, kernel, read_only
+from pscore.placement import WORKER
 from pscore.types import FloatArray, IntArray
 
-NBYTES_MIN = 32 << 20  # The size of a large third-level cache.
 LINE_NBYTES = 64
 LANES = LINE_NBYTES // 4  # Elements of a line.
 
@@ -109,7 +109,7 @@ def gather(addresses: IntArray, spans: IntArray, flat: FloatArray) -> int:
         The index of the first array with an element that is not finite, else -1. The arrays behind
         it are not copied.
     """
-    return int(_gather(addresses, spans, flat, flat.nbytes >= NBYTES_MIN))
+    return int(_gather(addresses, spans, flat, flat.nbytes >= WORKER.streamed_nbytes_min))
 
 
 def copy_checked(source: FloatArray, out: FloatArray) -> bool:
@@ -119,4 +119,4 @@ def copy_checked(source: FloatArray, out: FloatArray) -> bool:
 
 def copier(nbytes: int) -> Callable[[FloatArray, FloatArray], bool]:
     """Returns the faster form of `copy_checked` for arrays of `nbytes` together."""
-    return copy_checked if nbytes >= NBYTES_MIN else kernels.copy_checked
+    return copy_checked if nbytes >= WORKER.streamed_nbytes_min else kernels.copy_checked

@@ -18,6 +18,7 @@ from pscore.optimizers.adamw import AdamW
 from pscore.optimizers.amsgrad import AMSGrad, AMSGradW
 from pscore.optimizers.assign import Assign
 from pscore.optimizers.base import Optimizer
+from pscore.optimizers.mean import Mean
 from pscore.optimizers.nadam import NAdam
 from pscore.optimizers.radam import RAdam
 from pscore.optimizers.rmsprop import CenteredRMSprop, RMSprop
@@ -39,6 +40,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
         NAdam,
         RAdam,
         Assign,
+        Mean,
         SlowMo,
     )
 }

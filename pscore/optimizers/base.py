@@ -47,6 +47,7 @@ class Optimizer(ABC):
         hyper_names: Columns of the hyper-parameters. The first is always `lr`.
         state_names: Its state arrays, each `(numel,) float32`, under torch's own names.
         scalar_names: Those of them that torch keeps as one number for each parameter.
+        holds_weights: Whether the value of its table is the model's weights.
         torch_has_step: Whether torch's state holds the number of steps as `step`.
     """
 
@@ -55,6 +56,7 @@ class Optimizer(ABC):
     hyper_names: ClassVar[tuple[str, ...]]
     state_names: ClassVar[tuple[str, ...]] = ()
     scalar_names: ClassVar[tuple[str, ...]] = ()
+    holds_weights: ClassVar[bool] = True
     torch_has_step: ClassVar[bool] = False
 
     @classmethod
@@ -143,3 +145,25 @@ class Optimizer(ABC):
         make the step; else torch's operations make it.
         """
         raise NotImplementedError(f"{self.name} has no step for device tensors")
+
+    def infer(
+        self,
+        before: Any,
+        after: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        hyper: HyperArray,
+    ) -> Any:
+        """Solves a step for its gradient: an overlap follows the shards with it.
+
+        Args:
+            before: `(numel,) float32` tensor, the weights before one step of the shards.
+            after: Likewise, those after it; every segment was active.
+            state: The state arrays before it, likewise; changed to those after it.
+            segments: The parameters in this slice.
+            hyper: `(num_groups, len(hyper_names)) float64`, of the step.
+
+        Returns:
+            The mean gradient of the step, `(numel,) float32`; zero between the segments.
+        """
+        raise NotImplementedError(f"{self.name} cannot be solved for its gradient")

@@ -121,6 +121,35 @@ class SGD(Optimizer):
             part.add_(direction, alpha=-lr)
             counts[index] += 1
 
+    def infer(
+        self,
+        before: Any,
+        after: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        hyper: HyperArray,
+    ) -> Any:
+        """Solves a step without dampening and weight decay, as outer steps are, for its gradient.
+
+        `u = (before - after) / lr` is `d` without momentum, `v` with it, and
+        `d + momentum * v = (1 + momentum) * v - momentum * v_before` with Nesterov's. A step with a
+        rate of 0 shows nothing: its gradient counts as zero.
+        """
+        mean = before.new_zeros(before.shape)
+        for (start, stop), group in zip(segments.bounds, segments.groups, strict=True):
+            row = hyper[group]
+            lr, momentum, velocity = row[LR], row[MOMENTUM], state[0][start:stop]
+            made = mean[start:stop]
+            if lr:
+                made.copy_(before[start:stop]).sub_(after[start:stop]).mul_(1.0 / lr)
+            if momentum:
+                old = velocity * momentum
+                if row[NESTEROV] and lr:
+                    made.add_(old).mul_(1.0 / (1.0 + momentum))
+                velocity.copy_(made if lr else old)
+                made.copy_(velocity - old)
+        return mean
+
 
 @kernel
 def _step(

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pscore.memory.kernels import kernel, read_only
-from pscore.optimizers.base import Optimizer
+from pscore.optimizers.base import Optimizer, StepKernels
 from pscore.types import FloatArray, HyperArray, IntArray, SegmentTable
 
 LR, SLOW_LR, SLOW_MOMENTUM = range(3)
@@ -78,6 +78,51 @@ class SlowMo(Optimizer):
                 np.float32(slow_momentum),
             )
         np.copyto(out[written:], weights[written:])
+
+    def step_device(
+        self,
+        weights: Any,
+        grad: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        counts: IntArray,
+        active: IntArray,
+        hyper: HyperArray,
+        kernels: StepKernels | None = None,
+    ) -> None:
+        """Makes one step in place on torch tensors of any device."""
+        for index in np.flatnonzero(active):
+            lr, slow_lr, slow_momentum = hyper[segments.groups[index]].tolist()
+            start, stop = segments.bounds[index].tolist()
+            part, direction, buffer = weights[start:stop], grad[start:stop], state[0][start:stop]
+            counts[index] += 1
+            if slow_momentum == 0.0:
+                part.sub_(direction, alpha=slow_lr)
+                continue
+            buffer.mul_(slow_momentum).add_(direction, alpha=1.0 / lr if lr else 0.0)
+            part.sub_(buffer, alpha=slow_lr * lr)
+
+    def infer(
+        self,
+        before: Any,
+        after: Any,
+        state: Sequence[Any],
+        segments: SegmentTable,
+        hyper: HyperArray,
+    ) -> Any:
+        """Solves a slow step for its gradient, the mean move; one with a rate of 0 shows none."""
+        mean = before.new_zeros(before.shape)
+        for (start, stop), group in zip(segments.bounds, segments.groups, strict=True):
+            lr, slow_lr, slow_momentum = hyper[group].tolist()
+            made, buffer = mean[start:stop], state[0][start:stop]
+            rate = slow_lr * lr if slow_momentum else slow_lr
+            if rate:
+                made.copy_(before[start:stop]).sub_(after[start:stop]).mul_(1.0 / rate)
+            if slow_momentum:
+                old = buffer * slow_momentum
+                buffer.copy_(made if rate else old)
+                made.copy_(buffer - old).mul_(lr)
+        return mean
 
 
 @kernel

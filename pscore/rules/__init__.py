@@ -81,5 +81,6 @@ def make_server_optimizer(optimizer: Any) -> Optimizer:
     except UnsupportedOptimizerError as problem:
         modes = ", ".join(sorted(name for name, rule in RULES.items() if rule.outer_optimizer))
         raise UnsupportedOptimizerError(
-            f"{problem}; the modes {modes} run any torch optimizer, on the workers"
+            f"{problem}; the modes {modes}, and ssgd with optimizer_on='worker', run any torch "
+            "optimizer on the workers"
         ) from None

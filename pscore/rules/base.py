@@ -24,9 +24,11 @@ UNBOUNDED = 1 << 62  # A bound that is never reached, in steps.
 class Plan:
     """The actions of a worker at one step, per slice and in this order.
 
-    1. A pull that is still on its way from an earlier step is waited for and becomes the base.
+    1. With `lands`, a pull that is still on its way from an earlier step is waited for and becomes
+       the base.
     2. With `local` (or `inner`), the weights move by this step's gradient.
-    3. With `push`, the gradient (or the change of the weights) is sent; it may leave earlier.
+    3. With `push`, the gradient (or the change of the weights) is sent; it may leave earlier. With
+       `inner` and `local` the local update then makes the start of the next round of that change.
     4. With `pull`, the weights that hold this step's update are requested.
     5. With `block`, that pull is waited for now; else it lands in item 1 of a later step.
     """
@@ -35,7 +37,8 @@ class Plan:
     compress: bool = True
     flush: bool = False  # Full precision, and the residual goes along and becomes zero.
     local: bool = False
-    inner: bool = False  # Instead of `local`: the user's own torch optimizer makes a step.
+    inner: bool = False  # The user's own torch optimizer makes a step.
+    lands: bool = True
     pull: bool = True
     block: bool = True
     turn: int = 0  # With `pull`: of the slices of a shard, the i-th where i is `turn` modulo
@@ -111,6 +114,14 @@ class Rule(ABC):
         everybody = 2
         is_mean = self.fan_in(everybody, everybody) == everybody
         return self.by_step and is_mean and not self.outer_optimizer
+
+    @property
+    def workers_may_step(self) -> bool:
+        """Whether every worker pulls each update, of all gradients, before its next step.
+
+        Then the shards may return the mean gradient, and the workers run the optimizer.
+        """
+        return False
 
     def fan_in(self, num_expected: int, num_workers: int) -> int:
         """Returns how many pushes make one update.

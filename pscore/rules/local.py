@@ -17,7 +17,9 @@ Differs from the paper: workers send the difference to the weights of the last p
 weights, so that a round can be weighed, compressed, or given to another outer optimizer. The
 warm-up is no different program, as it is in post-local SGD, but rounds of one step. With `backup`
 a round takes the first N of N + b workers (as arXiv:1604.00981 does for single steps); a later
-push is dropped, and its worker continues from the newest weights.
+push is dropped, and its worker continues from the newest weights. With `overlap` a worker starts
+its next round without the answer to the last one, which lands `delay` steps into it
+(pscore/overlaps); nothing changes for the shards.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pscore.plugins import require_range
+from pscore.errors import ConfigError
+from pscore.overlaps import NONE, OVERLAPS, make_overlap
+from pscore.plugins import require_one_of, require_range
 from pscore.rules.base import Plan
 from pscore.rules.ssgd import WithBackup
 from pscore.types import Role
 
 STEPS_MAX = 1_000_000
+AUTOMATIC = -1  # A delay that follows the length of a round.
+AUTOMATIC_PART = 5
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,22 @@ class LocalSGD(WithBackup):
         warmup: Steps that are rounds of their own, of which the shards take the plain mean,
             before rounds of H steps begin.
         backup: b, workers that a round need not wait for, 0 to the number of workers less one.
+        overlap: The start of a round without the answer to the one before: `mirror`, `blend`,
+            `eager`, `late`; `none` waits for it.
+        delay: Steps of the next round after which that answer lands, 0..H: a worker then waits for
+            it if it has not come. 0 waits at the end of the round; -1 is a fifth of H, 1 or more.
+        mix: `blend`: weight of the worker's own weights when the answer lands, 0 to 1.
+        control: `mirror`: part of the lasting difference between a worker's moves and their mean
+            that is taken out of its guess, 0 to 1; for unlike data.
     """
 
     steps: int = 8
     warmup: int = 0
     backup: int = 0
+    overlap: str = NONE
+    delay: int = AUTOMATIC
+    mix: float = 0.5
+    control: float = 0.0
 
     name: ClassVar[str] = "local"
     source: ClassVar[str] = "Stich, arXiv:1805.09767"
@@ -62,12 +79,43 @@ class LocalSGD(WithBackup):
         super().__post_init__()
         require_range(f"{self.name}.steps", self.steps, 1, STEPS_MAX)
         require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)
+        require_one_of(f"{self.name}.overlap", self.overlap, {NONE: None, **OVERLAPS})
+        require_range(f"{self.name}.delay", self.delay, AUTOMATIC, self.steps)
+        require_range(f"{self.name}.mix", self.mix, 0.0, 1.0)
+        require_range(f"{self.name}.control", self.control, 0.0, 1.0)
+        overlap = self.local_update()
+        if overlap is not None and overlap.takes_all and self.backup:
+            raise ConfigError(
+                f"{self.name}.overlap is {self.overlap!r}, which needs every worker's move in "
+                f"every round: {self.name}.backup must be 0, is {self.backup}"
+            )
+
+    @property
+    def landing(self) -> int:
+        """Steps of a round before the answer to the one before lands; 0: rounds wait for it."""
+        if self.overlap == NONE:
+            return 0
+        if self.delay == AUTOMATIC:
+            return max(1, self.steps // AUTOMATIC_PART)
+        return self.delay
+
+    def local_update(self) -> Any:
+        """Returns the overlap of rounds, or None where the end of a round waits."""
+        return make_overlap(self.overlap, self.arguments()) if self.landing else None
 
     def plan(self, step: int) -> Plan:
         """The user's optimizer at every step; a push and a pull at the end of a round."""
-        if step < self.warmup or (step - self.warmup) % self.steps == self.steps - 1:
+        if step < self.warmup:
             return Plan(push=Role.DELTA, inner=True)
-        return Plan(push=None, inner=True, pull=False, block=False)
+        place, landing = (step - self.warmup) % self.steps, self.landing
+        if place < self.steps - 1:
+            is_here = place + 1 == landing
+            return Plan(push=None, inner=True, pull=False, block=False, lands=is_here)
+        if not landing:
+            return Plan(push=Role.DELTA, inner=True)
+        return Plan(
+            push=Role.DELTA, inner=True, local=True, block=False, lands=landing == self.steps
+        )
 
     def step_after(self, step: int, num_pushes: int) -> int:
         """The step behind the last of so many rounds; those of the warm-up have one step."""

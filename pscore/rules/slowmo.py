@@ -35,6 +35,13 @@ class SlowMo(LocalSGD):
         warmup: Steps that are rounds of their own, of which the shards take the plain mean,
             before rounds of H steps begin.
         backup: b, workers that a round need not wait for, 0 to the number of workers less one.
+        overlap: The start of a round without the answer to the one before: `mirror`, `blend`,
+            `eager`, `late`; `none` waits for it.
+        delay: Steps of the next round after which that answer lands, 0..H: a worker then waits for
+            it if it has not come. 0 waits at the end of the round; -1 is a fifth of H, 1 or more.
+        mix: `blend`: weight of the worker's own weights when the answer lands, 0 to 1.
+        control: `mirror`: part of the lasting difference between a worker's moves and their mean
+            that is taken out of its guess, 0 to 1; for unlike data.
         slow_lr: Learning rate of the rounds over the inner one: 1 is the whole way to the mean.
         slow_momentum: Momentum over the rounds, 0 to below 1.
     """

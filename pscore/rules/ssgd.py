@@ -90,3 +90,8 @@ class SSGD(WithBackup):
 
     name: ClassVar[str] = "ssgd"
     source: ClassVar[str] = "Chen et al., arXiv:1604.00981"
+
+    @property
+    def workers_may_step(self) -> bool:
+        """With backup workers a late worker continues without some of the updates."""
+        return self.backup == 0

@@ -100,7 +100,11 @@ class SliceClock(SliceState):
         return actions + self._proceed()
 
     def resume(
-        self, version: int, counted: Mapping[int, Progress], open_steps: Mapping[int, OpenStep]
+        self,
+        version: int,
+        counted: Mapping[int, Progress],
+        open_steps: Mapping[int, OpenStep],
+        rule: Rule | None = None,
     ) -> list[Action]:
         """Resumes from the journal of a killed process; returns the actions that were still due.
 
@@ -108,7 +112,11 @@ class SliceClock(SliceState):
             version: Updates made.
             counted: Progress of each worker, by rank.
             open_steps: Contents of the open steps, by key.
+            rule: The mode of these steps, if the process was killed during a change of the mode,
+                before this slice had made it.
         """
+        if rule is not None:
+            self._open.rule = rule
         self.version = version
         self._workers.resume(counted)
         self._open.resume(open_steps)
@@ -165,7 +173,7 @@ class SliceClock(SliceState):
         for key in sorted(self._open.steps):  # Of lost workers, which had left out steps.
             self.version = max(self.version, key)
             actions.append(self._close(key))
-        self.rule = rule
+        self._open.rule = rule
         self.parking.clear()
         self._workers.restart(max(self.version, 0))
         return actions + self._answers()

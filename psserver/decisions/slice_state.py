@@ -44,10 +44,6 @@ class SliceState:
         """The table's mode."""
         return self._open.rule
 
-    @rule.setter
-    def rule(self, rule: Rule) -> None:
-        self._open.rule = rule
-
     @property
     def counted(self) -> dict[int, Progress]:
         """Progress of each worker, by rank."""

@@ -228,7 +228,7 @@ class JournalDir:
         """
         if not (self.folder / STAMP).exists():
             self._write_stamp()  # Without it the journal would be ignored.
-        self.forget(name)
+        self.remove_job(name)
         numbers = [folder.name.partition("-")[0] for folder in self.folder.glob("*/")]
         newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
         # Counted, and not the time: a clock may be set back.
@@ -266,7 +266,7 @@ class JournalDir:
         reason = str(problem) if (folder / LOST).exists() else f"{problem} ({folder})"
         return key, name or key, reason if is_worth_it else ""
 
-    def forget(self, name: str) -> None:
+    def remove_job(self, name: str) -> None:
         """Deletes the journal of a job, also of one that was given up."""
         for folder in self.found():
             if folder.name.endswith(f"-{digest(name)}") or name_of(folder) == name:

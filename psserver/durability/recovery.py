@@ -8,7 +8,7 @@ different times. Its last checkpoint is the next best; without one, a person mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from psserver.decisions.table import Table, num_changing
 from psserver.durability import records
 from psserver.durability.journal_dir import JobJournal, JournalDir
 from psserver.durability.sealed import Meta, WeightsFile
-from psserver.slices.journal import ROOT_NBYTES, SliceJournal
+from psserver.slices.journal import ROOT_NBYTES, SliceJournal, digest_of
 from psserver.slices.pool import NUMBERS
 
 log = structlog.get_logger()
@@ -176,7 +176,8 @@ class JobRecorder:
                     f"slice {index} of table {table.spec.name!r} has no record: it is damaged, or "
                     "the shard was killed while the job was restored"
                 )
-            _check(journal, table, index, layout.versions(memory.weights, index), stamps)
+            buffers = layout.buffers(memory.weights, index)
+            _check(journal, table, index, buffers, layout.versions(memory.weights, index), stamps)
         return memory
 
     def _describe_table(self, table: Table) -> Meta:
@@ -212,10 +213,10 @@ class Recovery:
         """Returns the recorder of a new job."""
         return JobRecorder(job, self._folder)
 
-    def forget_lost(self, name: str) -> None:
+    def remove_lost(self, name: str) -> None:
         """Deletes the journal of a job that could not be resumed."""
         if self._folder is not None:
-            self._folder.forget(name)
+            self._folder.remove_job(name)
 
     def remove(self) -> None:
         """Deletes all journals."""
@@ -299,7 +300,12 @@ def _memory_in(
 
 
 def _check(
-    journal: SliceJournal, table: Table, index: int, versions: IntArray, stamps: IntArray
+    journal: SliceJournal,
+    table: Table,
+    index: int,
+    buffers: Sequence[FloatArray],
+    versions: IntArray,
+    stamps: IntArray,
 ) -> None:
     """Checks that the weights and arrays are those that a slice's record names.
 
@@ -314,6 +320,14 @@ def _check(
     wanted = (len(table.optimizer.state_names), len(table.specs[index].segments))
     if numbers != wanted:
         raise ValueError(f"{what} has {numbers} arrays and counts of its optimizer, not {wanted}")
+    if record.HasField("digest"):
+        number = record.weights
+        weights = buffers[number - 1] if number in NUMBERS else journal.array(number)
+        if digest_of([weights, *map(journal.array, record.state)]) != record.digest:
+            raise ValueError(
+                f"the weights or the optimizer's state of {what} are not those that were hashed "
+                f"after update {record.version}: bits have changed"
+            )
     if record.version >= 0 and record.weights in NUMBERS:
         found = {int(stamped[record.weights - 1]) for stamped in (versions, stamps)}
         if found != {record.version}:

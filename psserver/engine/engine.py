@@ -151,7 +151,7 @@ class Engine:
         """Frees a job (`Lifetimes.forget`); returns whether it was here, and its memory."""
         with self.lock:
             found, nbytes = self.shard.lifetimes.forget(name, is_forced=is_forced)
-            self.recovery.forget_lost(name)
+            self.recovery.remove_lost(name)
             self._close_ended()
         log.info("job forgotten", job=name, nbytes=nbytes, was_there=found)
         return found, nbytes
@@ -271,7 +271,9 @@ class Engine:
     # ----- time
 
     def tick(self) -> list[tuple[RunningJob, Member]]:
-        """Declares silent workers lost and logs long waits; called about once a second.
+        """Declares silent workers lost, logs long waits, and has quiet slices hashed.
+
+        The owner calls it about once a second.
 
         Returns the workers that are declared lost, each with its job.
         """
@@ -300,6 +302,8 @@ class Engine:
                 if not job.residuals.has_kept:
                     job.recorder.drop_residuals()
                 job.waits.look(now_s)
+                for table in job.tables.values():
+                    table.seal_quiet()
             self.requests.put_off()
             return lost
 

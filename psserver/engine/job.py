@@ -20,7 +20,7 @@ from psserver.decisions.uneven import report
 from psserver.durability.recovery import JobRecorder
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.residuals import Arrays, Residuals
-from psserver.engine.slice_queue import SliceQueue, SwitchRule, Work
+from psserver.engine.slice_queue import Seal, SliceQueue, SwitchRule, Work
 from psserver.engine.views import HeartbeatView, ResidualRequest, Welcome
 from psserver.engine.waits import Waits
 from psserver.slices.base import Payload, Store
@@ -83,6 +83,7 @@ class RunningTable:
     queues: Mapping[int, SliceQueue]  # By slice.
     shared_grads: dict[int, FloatArray] = field(default_factory=dict)  # `(numel,)`, by rank.
     _at_version: dict[int, list[AtVersion]] = field(default_factory=dict)  # By slice.
+    _quiet: dict[int, tuple[int, bool]] = field(default_factory=dict)  # By slice: version, sealed.
 
     def attach(self, rank: int, fd: int, nbytes: int) -> None:
         """Maps the gradients of a worker, `(numel,) float32` in a segment of `nbytes`.
@@ -106,6 +107,15 @@ class RunningTable:
         change = SwitchRule(rule=self.table.spec.rule, epoch=self.table.epoch, clocks=clocks)
         self.queues[index].submit([change])
 
+    def seal_quiet(self) -> None:
+        """Queues the hash of each slice without an update since the last call, once a version."""
+        for index, clock in self.table.clocks.items():
+            version, is_sealed = self._quiet.get(index, (-1, True))
+            is_quiet = version == clock.version
+            if is_quiet and not is_sealed:
+                self.queues[index].submit([Seal()])
+            self._quiet[index] = clock.version, is_quiet
+
     def do_at_version(self, index: int, entry: AtVersion) -> None:
         """Schedules work behind a later update of a slice."""
         self._at_version.setdefault(index, []).append(entry)
@@ -116,6 +126,11 @@ class RunningTable:
         entries.remove(entry)
         if not entries:
             del self._at_version[index]
+
+    @property
+    def has_scheduled(self) -> bool:
+        """Whether work waits for an update of a slice."""
+        return bool(self._at_version)
 
     def with_scheduled(self, index: int, batch: list[Action]) -> Sequence[Work]:
         """Returns a slice's actions with the scheduled work behind its updates."""

@@ -4,9 +4,7 @@ A switch of threads costs 20 to 50 us in Python. Work that takes less stays on t
 it, and longer work goes to another thread, if a core is free for that one. The values were measured
 on a machine of 2 cores.
 
-Thresholds of the worker are beside their use, since `psworker` imports nothing of `psserver`:
-`PUSH_CONNECTIONS_LOCAL` (psworker/transports/tcp.py) and `NBYTES_MIN` (pscore/memory/streaming.py),
-which chooses a way to copy and not a thread.
+The thresholds of a worker are in `pscore/placement.py`.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ def resume(running: RunningJob, table: Table, index: int, store: Store) -> Actio
     if record.epoch == table.epoch or table.former is None:
         actions = clock.resume(record.version, counted, open_steps)
     else:  # Killed during a change of the mode, before this slice had made it.
-        clock.rule = table.former
         table.participants.aside |= dict.fromkeys(job.membership.expected(), ())
-        actions = clock.resume(record.version, counted, open_steps) + clock.change(table.spec.rule)
+        actions = clock.resume(record.version, counted, open_steps, rule=table.former)
+        actions += clock.change(table.spec.rule)
         table.participants.aside.clear()
     return [(address, action) for action in actions]
 

@@ -43,7 +43,12 @@ class SwitchRule:
     clocks: Mapping[int, int]  # Next step of each worker, by rank.
 
 
-Work = Action | CopyOut | SwitchRule
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Hash the weights and the optimizer's state, so that the journal's next reader can check."""
+
+
+Work = Action | CopyOut | SwitchRule | Seal
 
 
 class Completion(Protocol):
@@ -221,9 +226,14 @@ def _switch_rule(action: SwitchRule, store: Store, completion: Completion) -> No
     store.change(action.rule, action.epoch, action.clocks)
 
 
+def _seal(action: Seal, store: Store, completion: Completion) -> None:
+    store.seal()
+
+
 HANDLERS: dict[type[Work], Callable[..., None]] = {
     CopyOut: _copy_out,
     SwitchRule: _switch_rule,
+    Seal: _seal,
     Add: _add,
     Load: _load,
     Hold: _hold,

@@ -139,4 +139,10 @@ def _escaped(value: object) -> object:
 def _renderers(log_format: str) -> list[structlog.typing.Processor]:
     if log_format == "json":
         return [structlog.processors.JSONRenderer()]
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)]
+    return [
+        structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(),
+            pad_event_to=0,
+            exception_formatter=structlog.dev.plain_traceback,  # `format_exc_info` has made it.
+        )
+    ]

@@ -28,7 +28,7 @@ from psserver.exits import Exit
 from psserver.logs import setup
 from psserver.process.shard_plan import SchedulePlan
 from psserver.remote import ask
-from psserver.remote.checkpoint import capture, is_finished
+from psserver.remote.checkpoint import capture, holds_weights, is_finished
 from psserver.remote.checkpoint_files import write
 
 log = structlog.get_logger()
@@ -47,6 +47,7 @@ class Schedule:
         self._plan = plan
         self._folder = Path(plan.folder)
         self._last = threading.Event()
+        self._refused: set[str] = set()  # Jobs without weights on the shards.
         self._taken: dict[str, Mark] = {}  # By job: its mark at its newest checkpoint.
         self._lock_fd: int | None = None
 
@@ -77,6 +78,9 @@ class Schedule:
             mark = mark_of(statuses, job.job)
             if mark is None or mark == self._taken.get(job.job):
                 continue
+            if not holds_weights(job):
+                self._refuse(job.job)
+                continue
             try:
                 taken = capture(self._plan.addresses, credentials, job.job, weights_only=False)
                 path = write(self._folder, taken, keep=KEEP)
@@ -89,6 +93,16 @@ class Schedule:
                 continue
             self._taken[job.job] = mark
             log.info("checkpoint written", job=job.job, at=taken.position, path=str(path))
+
+    def _refuse(self, job: str) -> None:
+        """Logs once that a job has no checkpoints."""
+        if job not in self._refused:
+            self._refused.add(job)
+            log.warning(
+                "no checkpoints of this job: its workers run the optimizer and have the weights; "
+                "let the script save state_dict()",
+                job=job,
+            )
 
     def _claim(self) -> None:
         """Keeps the processes of other starts out of the folder.

@@ -75,16 +75,23 @@ NAMES = ("", "liveness", "readiness")
 
 
 class Daemon:
-    """One shard that listens."""
+    """One shard that listens.
+
+    Attributes:
+        plan: The settings of the process.
+        code: The exit code so far.
+        grace_s: Seconds that requests under way may take at the end.
+        engine: The shard itself.
+    """
 
     def __init__(self, plan: ShardPlan) -> None:
         """Makes the shard; nothing is bound yet. Must be called inside the event loop."""
         self.plan = plan
         self.code = Exit.OK
         self._loop = asyncio.get_running_loop()
-        self._is_short = False  # Of descriptors: newcomers are refused.
+        self._is_short = False  # Of descriptors: new connections are refused.
         self._ending = asyncio.Event()
-        self._grace_s = plan.grace_s
+        self.grace_s = plan.grace_s
         self._parent = os.getppid()
         self._claim = _claim(plan)
         self._journals = _open_journals(plan)
@@ -105,7 +112,7 @@ class Daemon:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._page = MetricsPage(
             self.engine,
-            is_ready=lambda: not (self._ending.is_set() or self._is_short),
+            is_ready=lambda: self.is_ready,
             authorizer=self._authorizer,
             context=plan.trust.context(mutual=False),
         )
@@ -196,7 +203,7 @@ class Daemon:
 
     async def end(self) -> None:
         """Refuses new requests, and returns when those under way are answered."""
-        log.info("shard draining", grace_s=self._grace_s)
+        log.info("shard draining", grace_s=self.grace_s)
         for name in ("", "readiness"):
             await self._health.set(name, STATUS.NOT_SERVING)
         await self._finish()
@@ -207,9 +214,14 @@ class Daemon:
             self.engine.recovery.remove()
         log.info("shard ended")
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the shard accepts new connections."""
+        return not (self._ending.is_set() or self._is_short)
+
     def drain(self, grace_s: float) -> None:
         """Ends the process in order, within `grace_s` seconds at most."""
-        self._grace_s = min(max(grace_s, 0.0), self.plan.grace_s)
+        self.grace_s = min(max(grace_s, 0.0), self.plan.grace_s)
         self._ending.set()
 
     def broke(self, problem: BaseException) -> None:
@@ -251,13 +263,13 @@ class Daemon:
             if self.plan.beats:
                 beat()
             setup.tell_left_out()
-            await self._look_at_doors()
+            await self.check_readiness()
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
                 self._ending.set()
 
-    async def _look_at_doors(self) -> None:
-        """Says in the health service, and once in the log, whether newcomers can be let in."""
+    async def check_readiness(self) -> None:
+        """Sets the health service, and logs a change: whether new connections can be accepted."""
         bulk_is_well = self._bulk is None or self._bulk.is_well
         is_short = not (bulk_is_well and descriptors.are_there_any())
         if is_short == self._is_short or self._ending.is_set():
@@ -317,8 +329,8 @@ class Daemon:
 
     async def _finish(self) -> None:
         """Stops the servers when nothing moves any more, or when the grace period is over."""
-        deadline_s = self._loop.time() + self._grace_s
-        stopping = asyncio.create_task(self._server.stop(self._grace_s))
+        deadline_s = self._loop.time() + self.grace_s
+        stopping = asyncio.create_task(self._server.stop(self.grace_s))
         quiet_s = 0.0
         while not stopping.done() and quiet_s < QUIET_S:
             await asyncio.wait([stopping], timeout=POLL_S)

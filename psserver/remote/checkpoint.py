@@ -87,6 +87,12 @@ def capture(
     """
     statuses = ask.statuses(addresses, credentials)
     found = _choose(statuses[0], job)
+    if not holds_weights(found):
+        raise CommandError(
+            Exit.USAGE,
+            f"job {found.job!r} runs its optimizer on the workers (optimizer_on='worker'), so the "
+            "shards have no weights to save; let the script save state_dict()",
+        )
     shards = Shards(addresses, credentials)
     try:
         checkpoint = Checkpoint(
@@ -115,6 +121,15 @@ def capture(
 def is_finished(job: control_pb2.JobStatus) -> bool:
     """Returns whether a job has ended: its name is free for another one."""
     return job.state == State.ENDED.value
+
+
+def holds_weights(job: control_pb2.JobStatus) -> bool:
+    """Returns whether the weights of a job's models are on the shards."""
+    return all(
+        OPTIMIZERS[table.optimizer].holds_weights
+        for table in job.tables
+        if table.optimizer in OPTIMIZERS
+    )
 
 
 def _choose(status: control_pb2.StatusReply, name: str | None) -> control_pb2.JobStatus:

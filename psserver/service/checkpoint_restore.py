@@ -50,7 +50,11 @@ class DeclaredTable:
 
 
 class CheckpointUpload:
-    """The numbers of one job, received in parts."""
+    """The numbers of one job, received in parts.
+
+    Attributes:
+        arrays: The declared arrays, by table and slice, and by name.
+    """
 
     def __init__(self, request: pb.PrepareRequest, engine: Engine, staged_nbytes: int) -> None:
         """Allocates memory for the declared tables.
@@ -78,7 +82,7 @@ class CheckpointUpload:
         if self.nbytes > available:
             raise LimitError(f"{what} has {self.nbytes} bytes, {available} are left on its host")
         self._written: dict[tuple[int, int, str], int] = {}  # Bytes: by table, slice, array.
-        self._arrays: dict[tuple[int, int], dict[str, np.ndarray]] = {
+        self.arrays: dict[tuple[int, int], dict[str, np.ndarray]] = {
             (number, index): {name: np.zeros(part.numel, np.float32) for name in table.of(part)}
             for number, table in enumerate(self._tables)
             for index, part in table.parts.items()
@@ -92,7 +96,7 @@ class CheckpointUpload:
         """
         self.touched_s = self._engine.now()
         key = (request.table, request.slice, request.array)
-        array = self._arrays.get(key[:2], {}).get(request.array)
+        array = self.arrays.get(key[:2], {}).get(request.array)
         if array is None:
             raise RemoteProtocolError(
                 f"no array {request.array!r} of slice {request.slice} of table {request.table} "
@@ -114,7 +118,7 @@ class CheckpointUpload:
         Raises:
             PacelineError: Something is missing, or the job cannot be made.
         """
-        for (number, index), arrays in self._arrays.items():
+        for (number, index), arrays in self.arrays.items():
             for name, array in arrays.items():
                 if self._written.get((number, index, name), 0) < array.nbytes:
                     raise RemoteProtocolError(
@@ -122,7 +126,7 @@ class CheckpointUpload:
                     )
         tables: list[RestoredTable] = []
         for number, declared in enumerate(self._tables):
-            slices = {index: self._arrays[number, index] for index in declared.parts}
+            slices = {index: self.arrays[number, index] for index in declared.parts}
             for index, part in declared.parts.items():
                 counts = [declared.counts[segment.tensor] for segment in part.segments]
                 slices[index]["counts"] = np.array(counts, dtype=np.int64)

@@ -48,20 +48,25 @@ class ReadCapture:
 
 
 class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
-    """The checkpoint service of one shard."""
+    """The checkpoint service of one shard.
+
+    Attributes:
+        captures: The copies that clients read, by the client's id.
+        uploads: The checkpoints that clients write, likewise.
+    """
 
     def __init__(self, engine: Engine) -> None:
         """Serves `engine`."""
         self._engine = engine
-        self._captures: dict[str, ReadCapture] = {}
-        self._uploads: dict[str, CheckpointUpload] = {}
+        self.captures: dict[str, ReadCapture] = {}
+        self.uploads: dict[str, CheckpointUpload] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     # ----- out of the shard
 
     async def Capture(self, request: pb.CaptureRequest, context: Context) -> pb.CaptureReply:
         """Copies a table, and waits for the copy for a while."""
-        found = self._captures.get(request.id) or self._begin(request)
+        found = self.captures.get(request.id) or self._begin(request)
         deadline_s = self._engine.now() + min(request.wait_ms / 1000, WAIT_S_MAX)
         state, _ = found.copy.progress()
         while state in PENDING and self._engine.now() < deadline_s:
@@ -92,7 +97,7 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
         return pb.ReleaseReply()
 
     def _begin(self, request: pb.CaptureRequest) -> ReadCapture:
-        if len(self._captures) >= CAPTURES_MAX:
+        if len(self.captures) >= CAPTURES_MAX:
             raise LimitError(f"{CAPTURES_MAX} checkpoints are already being read")
         copy = capture(
             self._engine,
@@ -102,19 +107,19 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             weights_only=request.weights_only,
         )
         found = ReadCapture(copy=copy, touched_s=self._engine.now())
-        self._captures[request.id] = found
+        self.captures[request.id] = found
         self._schedule_expiry()
         return found
 
     def _array(self, request: pb.ReadRequest) -> np.ndarray:
-        found = self._captures.get(request.id)
+        found = self.captures.get(request.id)
         if found is None:
             raise RemoteProtocolError(f"no checkpoint {request.id!r} is being read here")
         found.touched_s = self._engine.now()
         return found.copy.array(request.slice, request.array)
 
     def _close(self, name: str) -> None:
-        found = self._captures.pop(name, None)
+        found = self.captures.pop(name, None)
         if found is not None:
             found.copy.close()
 
@@ -122,11 +127,11 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
 
     async def Prepare(self, request: pb.PrepareRequest, context: Context) -> pb.PrepareReply:
         """Allocates memory for a job's numbers."""
-        if len(self._uploads) >= UPLOADS_MAX:
+        if len(self.uploads) >= UPLOADS_MAX:
             raise LimitError(f"{UPLOADS_MAX} checkpoints are already being restored")
-        staged_nbytes = sum(other.nbytes for other in self._uploads.values())
+        staged_nbytes = sum(other.nbytes for other in self.uploads.values())
         upload = CheckpointUpload(request, self._engine, staged_nbytes)
-        self._uploads[request.id] = upload
+        self.uploads[request.id] = upload
         self._schedule_expiry()
         return pb.PrepareReply()
 
@@ -138,12 +143,12 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
     async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishReply:
         """Makes the job of all parts."""
         upload = self._upload(request.id)
-        del self._uploads[request.id]
+        del self.uploads[request.id]
         upload.finish()
         return pb.FinishReply()
 
     def _upload(self, name: str) -> CheckpointUpload:
-        upload = self._uploads.get(name)
+        upload = self.uploads.get(name)
         if upload is None:
             raise RemoteProtocolError(f"no checkpoint {name!r} is being restored here")
         return upload
@@ -152,18 +157,18 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
 
     def _schedule_expiry(self) -> None:
         """Schedules the expiry of copies and uploads that no client asks for any more."""
-        if self._timer is None and (self._captures or self._uploads):
+        if self._timer is None and (self.captures or self.uploads):
             self._timer = asyncio.get_running_loop().call_later(IDLE_S / 2, self._expire)
 
     def _expire(self) -> None:
         """Frees copies and uploads that have been idle for long: their client may be dead."""
         self._timer = None
         before_s = self._engine.now() - IDLE_S
-        for name in [k for k, v in self._captures.items() if v.touched_s < before_s]:
-            job = self._captures[name].copy.job
+        for name in [k for k, v in self.captures.items() if v.touched_s < before_s]:
+            job = self.captures[name].copy.job
             log.warning("a checkpoint was not read to its end", job=job)
             self._close(name)
-        for name in [k for k, v in self._uploads.items() if v.touched_s < before_s]:
-            log.warning("a checkpoint was not written to its end", job=self._uploads[name].job)
-            del self._uploads[name]
+        for name in [k for k, v in self.uploads.items() if v.touched_s < before_s]:
+            log.warning("a checkpoint was not written to its end", job=self.uploads[name].job)
+            del self.uploads[name]
         self._schedule_expiry()

@@ -117,6 +117,9 @@ class Store(Protocol):
     def skip(self, action: Skip) -> None:
         """Gives the weights another version."""
 
+    def seal(self) -> None:
+        """Records in the journal a hash of weights and state, if it has none of them yet."""
+
     def note_late(self, action: Acknowledge) -> None:
         """Records in the journal a push that is counted without being added."""
 

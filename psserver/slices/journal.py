@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import structlog
+import xxhash
 
 from pscore.net import wire
 from pscore.pb.ps.v1 import state_pb2
@@ -77,7 +78,7 @@ class SliceJournal:
             for half in (0, 1):
                 self._make_room(half, ROOM_NBYTES)
         elif self._root[ACTIVE] != NONE_YET:
-            self._take_up()
+            self._recover()
 
     @property
     def is_new(self) -> bool:
@@ -124,6 +125,19 @@ class SliceJournal:
         self._root[base + LENGTH] = len(data)
         self._root[ACTIVE] = _checked_word(number)
         self._number = number
+
+    def seal(self, arrays: Iterable[FloatArray]) -> None:
+        """Records a hash of the weights and the optimizer's state, good until the next update.
+
+        A hash at each update would take as long as a good part of the update itself, so only those
+        of a quiet slice are hashed (engine/job.py).
+
+        Args:
+            arrays: The weights, then the arrays of the optimizer's state.
+        """
+        if self._is_on and self.record.version >= 0 and not self.record.HasField("digest"):
+            self.record.digest = digest_of(arrays)
+            self.commit()
 
     # ----- changes; the caller commits
 
@@ -205,7 +219,8 @@ class SliceJournal:
             return None
         return np.array(entry.hyper, dtype=np.float64).reshape(self.record.num_groups, -1)
 
-    def _take_up(self) -> None:
+    def _recover(self) -> None:
+        """Restores the record and the arrays of a killed process."""
         word = int(self._root[ACTIVE])
         if word == NONE_MORE:
             raise ValueError("there was no space left to journal a slice")
@@ -247,6 +262,14 @@ class SliceJournal:
             path=str(self._arena.path),
             reason=str(problem),
         )
+
+
+def digest_of(arrays: Iterable[FloatArray]) -> int:
+    """Returns the XXH3 of arrays, 64 bits."""
+    total = xxhash.xxh3_64()
+    for array in arrays:
+        total.update(array)
+    return total.intdigest()
 
 
 def _checked_word(number: int) -> int:

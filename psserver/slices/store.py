@@ -250,6 +250,11 @@ class SliceStore:
             self._progress.add_late(action.push)
             self._journal.commit()
 
+    def seal(self) -> None:
+        """Records in the journal a hash of weights and state, if it has none of them yet."""
+        if self._journal is not None:
+            self._journal.seal([self.weights, *self.state])
+
     def change(self, rule: Rule, epoch: int, clocks: Mapping[int, int]) -> None:
         """Continues under another rule; the memory of the former one is dropped.
 
@@ -289,6 +294,7 @@ class SliceStore:
                 record.version, record.weights = version, buffer.place
                 record.state[:] = [cell.place for cell in state]
                 record.counts[:] = self.counts.tolist()
+                record.ClearField("digest")
                 self._journal.commit()
             self._state.replace(state)
             self.copies.publish(buffer)

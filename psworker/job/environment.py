@@ -1,4 +1,4 @@
-"""Settings of a worker from its environment: our variables, torchrun's, and the classic DMLC ones.
+"""Settings of a worker from its environment: our variables, torchrun's, DMLC's, and Slurm's.
 
 | setting | ours | torchrun | DMLC |
 |---|---|---|---|
@@ -16,7 +16,9 @@
 | file with the token | PACELINE_TOKEN_FILE | | |
 | file for timelines | PACELINE_TIMELINE=trace.json | | |
 
-The first column wins. MASTER_PORT is never bound: it belongs to torch.
+The first column wins. In a step of srun with several tasks, SLURM_PROCID, SLURM_STEP_NUM_TASKS and
+SLURM_LOCALID come last, and the job is `slurm-` and SLURM_JOB_ID: a job that is requeued continues.
+MASTER_PORT is never bound: it belongs to torch.
 """
 
 from __future__ import annotations
@@ -31,6 +33,14 @@ from pscore.net.credentials import Credentials, read_credentials
 
 log = logging.getLogger("paceline")
 DEFAULT_JOB = "default"
+RANKS = (
+    "PACELINE_RANK",
+    "PACELINE_NUM_WORKERS",
+    "RANK",
+    "WORLD_SIZE",
+    "DMLC_WORKER_ID",
+    "DMLC_NUM_WORKER",
+)
 TIMEOUT_S = 30.0
 TIMEOUT_S_MAX = 86400.0
 
@@ -100,6 +110,7 @@ class Environment:
         Raises:
             ConfigError: A variable has a wrong value; names it.
         """
+        variables = _with_slurm(variables)
         num_workers = _number(variables, 1, "PACELINE_NUM_WORKERS", "WORLD_SIZE", "DMLC_NUM_WORKER")
         num_workers = _number(variables, num_workers, "PACELINE_MAX_WORKERS")
         is_elastic = bool(variables.get("PACELINE_MAX_WORKERS"))
@@ -159,6 +170,25 @@ def parse_servers(servers: str | list[str] | tuple[str, ...] | None) -> tuple[st
     if len(set(addresses)) != len(addresses):
         raise ConfigError(f"a server address is given twice in {', '.join(addresses)}")
     return addresses
+
+
+def _with_slurm(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Returns the variables with those of an srun step as torchrun would name them.
+
+    A batch script and an interactive shell have SLURM_PROCID too, but no step with several tasks.
+    """
+    is_placed = any(variables.get(name) for name in RANKS) or variables.get("PACELINE_MAX_WORKERS")
+    if is_placed or _number(variables, 1, "SLURM_STEP_NUM_TASKS") == 1:
+        return variables
+    rank, local_rank = variables.get("SLURM_PROCID", ""), variables.get("SLURM_LOCALID", "")
+    taken = {"RANK": rank, "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"]}
+    job = f"slurm-{variables['SLURM_JOB_ID']}" if variables.get("SLURM_JOB_ID") else ""
+    return {"LOCAL_RANK": local_rank, "PACELINE_JOB": job} | taken | _set(variables)
+
+
+def _set(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that are not empty: an empty one counts as not set."""
+    return {name: value for name, value in variables.items() if value}
 
 
 def _run_id(variables: Mapping[str, str]) -> str:

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from pscore.errors import ConfigError, GradientError
+from pscore.errors import ConfigError
 from pscore.memory import streaming
 from pscore.partition import Layout
 from pscore.types import FloatArray, TensorSpec
 from psworker.model.device import is_on_device
 from psworker.model.finite import not_finite
-from psworker.model.grad_views import GradViews, is_plain
+from psworker.model.grad_views import GradViews, dense, is_plain
 
 log = logging.getLogger("paceline")
 _compare = ctypes.CDLL(None).memcmp
@@ -218,7 +218,7 @@ class FlatModel:
         """Copies the gradients of parameters into the flat vector.
 
         Raises:
-            GradientError: One is on the CPU and holds NaN or Inf, or is sparse.
+            GradientError: One is on the CPU and holds NaN or Inf.
         """
         plain, addresses = [], []
         for index in indices:
@@ -248,7 +248,7 @@ class FlatModel:
             grad, part = parameter.grad, self.grads[start : start + parameter.numel()]
             assert grad is not None
             if is_on_device(part):
-                flat, values = part.view(parameter.shape), grad.detach().to(part.dtype)
+                flat, values = part.view(parameter.shape), dense(grad).to(part.dtype)
                 flags[index] = ((flat != values) & (flat == flat)).any()  # NaN: finite.py refuses.
             elif not self._is_as_gathered(index, grad, part):
                 return index
@@ -266,25 +266,20 @@ class FlatModel:
             return self.views.is_stamped(index)
         if is_plain(grad, part.numel()):  # Needs less than half of the time of `torch.equal`.
             return bool(_compare(grad.data_ptr(), part.data_ptr(), part.nbytes) == 0)
-        return torch.equal(part.view(grad.shape), grad.detach().to(part.dtype))
+        return torch.equal(part.view(grad.shape), dense(grad).to(part.dtype))
 
     def _cast_grad(self, index: int, grad: torch.Tensor, step: int) -> None:
-        """Copies a gradient of another type or memory order into the flat vector.
+        """Copies a gradient of another type, layout or memory order into the flat vector.
 
         Raises:
-            GradientError: It is on the CPU and holds NaN or Inf, or it is sparse.
+            GradientError: It is on the CPU and holds NaN or Inf.
         """
-        if grad.is_sparse:
-            raise GradientError(
-                f"gradient of {self.layout.tensors[index].name!r} is sparse; make the layer with "
-                "sparse=False"
-            )
         parameter, start = self.parameters[index], self.layout.offsets[index]
         part = self.grads[start : start + parameter.numel()]
-        part.view(parameter.shape).copy_(grad.detach())
+        part.view(parameter.shape).copy_(dense(grad))
         # No wait for a device: `finite.py` checks when the gradient is pushed.
         if not (is_on_device(part) or bool(torch.isfinite(part).all())):
-            raise not_finite(self.layout.tensors[index].name, grad, step)
+            raise not_finite(self.layout.tensors[index].name, dense(grad), step)
 
     def clear_grad(self, index: int) -> None:
         """Sets the flat gradient of parameter `index` to zero, since it has none in this step."""

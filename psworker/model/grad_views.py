@@ -21,9 +21,8 @@ import xxhash
 
 from pscore.net import wire
 from pscore.partition import Layout
+from pscore.placement import WORKER
 from pscore.types import FloatArray
-
-NBYTES_MIN = 1 << 18
 
 
 def is_plain(grad: torch.Tensor, numel: int) -> bool:
@@ -36,6 +35,12 @@ def is_plain(grad: torch.Tensor, numel: int) -> bool:
         and not grad.is_neg()
         and grad.numel() == numel
     )
+
+
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient without its graph, as a dense tensor if it is sparse."""
+    grad = grad.detach()
+    return grad.to_dense() if grad.layout is not torch.strided else grad
 
 
 class GradViews:
@@ -67,7 +72,8 @@ class GradViews:
         """
         parameter = self._parameters[index]
         grad = parameter.grad
-        if self._grads is None or grad is None or parameter.nbytes < NBYTES_MIN or self.has(index):
+        is_small = parameter.nbytes < WORKER.grad_view_nbytes_min
+        if self._grads is None or grad is None or is_small or self.has(index):
             return False
         is_alike = is_plain(grad, parameter.numel()) and parameter.dtype == torch.float32
         return is_alike and not grad.requires_grad

@@ -21,7 +21,6 @@ class LocalWeights:
 
     Attributes:
         parts: The slices, by index.
-        rule: The mode.
         local_update: The local update of the mode; None: it has none.
         num_state: Number of state arrays of the shards' optimizer.
         around_update: Returns a context manager that each local update of a slice runs in; called
@@ -35,6 +34,7 @@ class LocalWeights:
         optimizer: Optimizer,
         num_groups: int,
         weights: torch.Tensor,
+        num_workers: int = 1,
     ) -> None:
         """Starts before the first pull.
 
@@ -44,8 +44,8 @@ class LocalWeights:
             optimizer: The optimizer of the shards.
             num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
+            num_workers: Workers that the job was made for.
         """
-        self.rule = rule
         self.local_update = rule.local_update()
         self.num_state = len(optimizer.state_names)
         self.around_update: Callable[[int, int], AbstractContextManager[None]] = _unobserved
@@ -57,6 +57,7 @@ class LocalWeights:
                 hyper=np.zeros((num_groups, len(optimizer.hyper_names))),
                 active=np.ones(len(spec.segments), dtype=np.int64),
                 counts=np.zeros(len(spec.segments), dtype=np.int64),
+                num_workers=num_workers,
             )
             for spec in layout.slices
         ]
@@ -81,15 +82,20 @@ class LocalWeights:
         part.past.append(part.hyper)
         part.num_made += 1
 
-    def wants_state(self, step: int) -> bool:
-        """Returns whether the pull of a step needs the shard's optimizer state."""
+    def wants_state(self, rule: Rule, step: int) -> bool:
+        """Returns whether the pull of a step of the mode needs the shard's optimizer state."""
         if self.local_update is None or not self.pulls_state:
             return False
-        blocks = self.rule.plan(step).block
-        ends_warmup = blocks and not self.rule.plan(step + 1).block
+        blocks = rule.plan(step).block
+        ends_warmup = blocks and not rule.plan(step + 1).block
         if blocks and not ends_warmup:
             return False
         return bool(self.local_update.wants_state(last_of_warmup=ends_warmup))
+
+    def needs_state(self, index: int) -> bool:
+        """Returns whether the next pull of a slice needs that state whatever the step is."""
+        update = self.local_update
+        return update is not None and self.pulls_state and update.needs_state(self.parts[index])
 
     def rebase(self, index: int, buffer: PullBuffer) -> None:
         """Replaces the weights of a slice by a pull that has landed, with its version."""
@@ -112,7 +118,7 @@ class LocalWeights:
 
     def change(self, rule: Rule) -> None:
         """Starts again under another rule."""
-        self.rule, self.local_update = rule, rule.local_update()
+        self.local_update = rule.local_update()
         self.restart()
 
 

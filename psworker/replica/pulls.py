@@ -117,6 +117,7 @@ class Pulls:
         """
         if index in self.early:
             return
+        with_state = with_state or self._local.needs_state(index)
         clock = self._clocks.count(index) if clock is None else clock
         oldest = self._clocks.oldest_version(clock) if oldest is None else oldest
         room = self._buffers.room(index, self._local.local_update, oldest)
@@ -167,7 +168,8 @@ class Pulls:
         buffer = self._buffers[index]
         self._clocks.pulled(index, buffer.clock, buffer.version)
         self._local.rebase(index, buffer)
-        self._round.record_slice(index, self._local.parts[index].weights)
+        if self._local.local_update is None:  # Else an overlap keeps the start of the round.
+            self._round.record_slice(index, self._local.parts[index].weights)
         self._buffers.release(index)
 
     def settle(self) -> Waits:

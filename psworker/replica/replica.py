@@ -9,7 +9,7 @@ real shards; the simulator drives many replicas in one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -50,6 +50,7 @@ class Replica:
         num_groups: int,
         weights: torch.Tensor,
         rank: int,
+        num_workers: int = 1,
         own: Sequence[int] | None = None,
     ) -> None:
         """Starts before the first pull.
@@ -62,6 +63,7 @@ class Replica:
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             rank: Rank of this worker.
             own: The slices that it pushes and pulls, in order; None: all.
+            num_workers: Workers that the job was made for.
         """
         self.rule = rule
         self.rank = rank
@@ -69,12 +71,14 @@ class Replica:
         self.step = 0
         self.is_ending = False
         self.weights = weights
-        self.local = LocalWeights(layout, rule, optimizer, num_groups, weights)
+        self.local = LocalWeights(layout, rule, optimizer, num_groups, weights, num_workers)
         self.parts = self.local.parts
         self.clocks = Clocks(rule, self.parts, self.own)
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
         self._round = Round(layout, weights, pushes_moves=bool(rule.outer_optimizer))
+        for index, part in enumerate(self.parts):
+            part.origin = self._round.origin(index)
         self._pushes = Pushes(rank, self.clocks, self.parts)
         self._pulls = Pulls(self.local, self.clocks, self._round)
 
@@ -119,7 +123,7 @@ class Replica:
         self._pushes.send(index, plan, Role.GRADIENT, grad, present, samples, push_pull)
         is_time = self.rule.by_step or not in_backward
         if plan.pulls(self._places[index]) and index not in self._pulls and is_time:
-            with_state = self.local.wants_state(self.step)
+            with_state = self.local.wants_state(self.rule, self.step)
             self._pulls.send_early(index, push_pull, with_state=with_state, in_use=in_backward)
 
     def land(self, index: int) -> Waits:
@@ -153,20 +157,19 @@ class Replica:
         # and backward, which decides when that is, ends with the front. Unless it was sent along
         # with the push, it is sent as soon as the previous one has been applied, so that the
         # connection from the shard is never idle.
-        with_state = plan.pull and self.local.wants_state(self.step)
+        with_state = plan.pull and self.local.wants_state(self.rule, self.step)
         order = self.front_first() if plan.block else self.own
         for index in order:
-            yield from self.land(index)
-            self._pulls.apply(index)
-            if plan.local:
+            if plan.lands:
+                yield from self.land(index)
+                self._pulls.apply(index)
+            if plan.local and not plan.inner:
                 self.local.update(index, self.step, grads[index])
             if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
                 self._pulls.send(index, push_pull, with_state=with_state)
         if plan.push is Role.DELTA:
             self._push_moves(grads, push_pull)
-            if plan.pull:
-                for index in order:
-                    self._pulls.send(index, push_pull, with_state=with_state)
+            self._pull_round(plan, order, grads, push_pull)
         self._pulls.early.clear()
         self.step += 1
         if plan.block:
@@ -183,9 +186,14 @@ class Replica:
         if self.num_inner:
             self._push_moves(grads, push_pull)
 
-    def take_reference(self) -> None:
-        """Records the current weights as those of the last pull: a model may have rounded them."""
-        self._round.record()
+    def follow(self) -> None:
+        """Records the weights of the slices that others of the group have pulled."""
+        for index in set(range(len(self.parts))).difference(self.own):
+            self._round.record_slice(index, self.parts[index].weights)
+
+    def shift_origin(self, change: torch.Tensor) -> None:
+        """Shifts the start of the round by `(layout.numel,)`: a model's rounding is no move."""
+        self._round.shift(change)
 
     def fetch(self, min_version: int | None, push_pull: PushPull) -> Waits:
         """Pulls the exact global weights, regardless of the plan.
@@ -303,6 +311,16 @@ class Replica:
         return self.own[::-1]
 
     # ----- inside
+
+    def _pull_round(
+        self, plan: Plan, order: Iterable[int], moves: Sequence[torch.Tensor], push_pull: PushPull
+    ) -> None:
+        """Pulls the answer to a round; with an overlap the next one starts without it."""
+        with_state = self.local.wants_state(self.rule, self.step)
+        for index in order:
+            self._pulls.send(index, push_pull, with_state=with_state)
+            if plan.local:
+                self.local.update(index, self.step, moves[index])
 
     def _push_moves(self, moves: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes the weights of the last pull minus the current ones, weighted by mean samples."""

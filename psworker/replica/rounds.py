@@ -30,7 +30,7 @@ class Round:
         self._samples = 0.0  # Sum of the round so far.
         self._weights = weights
         self._spans = [slice(spec.start, spec.stop) for spec in layout.slices]
-        # The weights of the last pull.
+        # The weights at the start of the round: those of the last pull, or of an overlap.
         self._reference = torch.empty_like(weights) if pushes_moves else None
 
     @property
@@ -52,10 +52,14 @@ class Round:
         """Opens the next round."""
         self.num_inner, self._samples = 0, 0.0
 
-    def record(self) -> None:
-        """Records the current weights as those of the last pull."""
+    def origin(self, index: int) -> torch.Tensor | None:
+        """Returns the weights of one slice from which its move is measured."""
+        return None if self._reference is None else self._reference[self._spans[index]]
+
+    def shift(self, change: torch.Tensor) -> None:
+        """Adds a change of the weights that is no move, `(layout.numel,)`, to the reference."""
         if self._reference is not None:
-            self._reference.copy_(self._weights)
+            self._reference.add_(change)
 
     def record_slice(self, index: int, weights: torch.Tensor) -> None:
         """Records the weights of one slice as those of its last pull."""
@@ -63,9 +67,9 @@ class Round:
             self._reference[self._spans[index]].copy_(weights)
 
     def write_moves(self, parts: Sequence[LocalSlice], moves: Sequence[torch.Tensor]) -> int | None:
-        """Writes the weights of the last pull minus the current ones into `moves`.
+        """Writes the weights at the start of the round minus the current ones into `moves`.
 
-        If a move holds NaN or Inf, the round is opened again from the weights of the last pull.
+        If a move holds NaN or Inf, the round is opened again from those weights.
 
         Args:
             parts: The slices.

@@ -13,6 +13,7 @@ import math
 import torch
 
 from pscore.errors import ConfigError, ReplacedError, UnknownJobError
+from psworker.model.grad_views import dense
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
 from psworker.training.table import TrainingTable
@@ -81,7 +82,7 @@ def _flat(table: TrainingTable) -> torch.Tensor:
     parts = [
         torch.zeros(weight.numel())
         if weight.grad is None
-        else weight.grad.detach().float().reshape(-1).cpu()
+        else dense(weight.grad).float().reshape(-1).cpu()
         for weight in table.flat.parameters
     ]
     flat = torch.cat([*parts, torch.zeros(1)])

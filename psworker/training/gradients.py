@@ -49,6 +49,7 @@ class Gradients:
         for spec in slices:
             for segment in spec.segments:
                 self._slices_of[segment.tensor].append(spec.index)
+        self.accumulates = False  # Whether backward only adds to `.grad`.
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.end()
 
@@ -84,7 +85,7 @@ class Gradients:
             ConfigError: A hyper-parameter is wrong.
             PacelineError: A shard refused something, or does not answer.
         """
-        if self._replica.plan().push is not Role.GRADIENT:
+        if self.accumulates or self._replica.plan().push is not Role.GRADIENT:
             return
         index = self._index[id(parameter)]
         if not self.overlap.has_begun:

@@ -78,10 +78,11 @@ class GroupSteps(Steps):
         if self._sums.agree(rows) and not table.rule.by_step:
             return False  # No worker waits for this worker's gradient.
         skips = self._sums.all_skip
-        has_pull = table.replica.plan().push is not None
+        plan = table.replica.plan()
+        changes = plan.push is not None or plan.lands  # Inner steps are the same everywhere.
         ends = self._together(lambda: self._push_and_pull(skips=skips), 2)
         table.agree_on_push([given for given, _ in ends])
-        if has_pull:
+        if changes:
             table.gather_parts()
         table.show_weights()
         self._buffers.post(0.0 if skips else table.progress.samples)

@@ -30,6 +30,11 @@ def change_mode(table: TrainingTable, rule: Rule) -> None:
             f"{former} cannot become {rule} while it runs: the shards would need another "
             "optimizer; save state_dict() and start a new job"
         )
+    if table.means is not None and not rule.workers_may_step:
+        raise ConfigError(
+            f"{former} cannot become {rule} while the workers run the optimizer: the shards have "
+            "no weights; save state_dict() and start a new job"
+        )
     require_sizes(rule, table.session.num_workers, table.session.min_workers)
     if str(rule) == str(former):
         return

@@ -21,8 +21,7 @@ from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError, GradientError
 from pscore.estimate import parse_pull_compressor
-from pscore.optimizers import OPTIMIZERS
-from pscore.rules import make_server_optimizer, parse_mode
+from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
@@ -45,6 +44,7 @@ from psworker.training.recovery import Recovery
 from psworker.training.state_dict import read_state, restore, torch_state
 from psworker.training.steps import Steps
 from psworker.training.table import TrainingTable
+from psworker.training.worker_steps import choose_optimizer
 
 log = logging.getLogger("paceline")
 TABLE = "model"
@@ -83,6 +83,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             those of this host; None: each process is a worker; "auto": those of this host under
             torchrun, if `torch.distributed` is initialised.
         compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
+        optimizer_on: `shards`; `worker`: in `ssgd` the shards return the mean gradient, and each
+            worker's own optimizer steps; `auto`: the shards, if they know the optimizer.
 
     Raises:
         UnsupportedOptimizerError: The shards do not implement the optimizer or an argument.
@@ -115,13 +117,13 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         compress_min_nbytes: int = 1 << 16,
         compress_exclude: Sequence[str] = (),
         local_group: Choice = "auto",
+        optimizer_on: str = "auto",
     ) -> None:
         """Joins the job, and brings rank 0's weights into the model."""
         samples = require_weight(samples)
         rule = parse_mode(mode)
         compressors = parse_compressor(compression), parse_pull_compressor(pull_compression)
-        outer = rule.outer_optimizer
-        plugin = OPTIMIZERS[outer]() if outer else make_server_optimizer(optimizer)
+        plugin = choose_optimizer(optimizer, rule, optimizer_on, is_raw=compressors[1].is_raw)
         self._named = list(named_parameters)
         names, parameters, groups = trained(optimizer, self._named)
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
@@ -156,6 +158,10 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self._gradients.watch(self._recovery.hook)
         self._context.at_close(self.close)
         _open.add(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; a library may replace `step`, by a function that takes a scaler."""
+        super().__setattr__(name, scaling.takes_scaler(value) if name == "step" else value)
 
     # ----- the training loop
 
@@ -225,6 +231,20 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         with global_weights(self._table, self._recovery, self._buffers):
             yield
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager: backward only adds to each `.grad`, as in `no_sync` of DDP.
+
+        With `overlap=True` no gradient leaves inside; the last backward of a step stands outside.
+        Without it gradients leave at `step`, and the context changes nothing.
+        """
+        former, gradients = self._gradients.accumulates, self._gradients
+        gradients.accumulates = True
+        try:
+            yield
+        finally:
+            gradients.accumulates = former
+
     def set_mode(self, mode: str | Rule) -> None:
         """Changes the mode of the running job, between two steps; every worker calls it.
 
@@ -265,7 +285,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         The usual keys hold what `torch.optim` keeps there, so that a plain optimizer can load it;
         `paceline` holds the step, the mode and the residuals of error feedback.
         """
-        inner = self._inner.state_dict()["state"] if self.rule.outer_optimizer else None
+        inner = self._inner.state_dict()["state"] if self._runs_inner else None
         plain = super().state_dict()
         return torch_state(self._table, self._recovery, self.param_groups, plain, inner)
 
@@ -281,7 +301,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             loaded = read_state(self._table, self.param_groups, state_dict)
             plain = {"state": {}, "param_groups": state_dict["param_groups"]}
             super().load_state_dict(plain)
-            if self.rule.outer_optimizer:  # Then this worker runs the wrapped optimizer.
+            if self._runs_inner:
                 self._inner.load_state_dict({**plain, "state": state_dict["state"]})
             self._inner.param_groups = self.param_groups
             restore(self._table, loaded)
@@ -312,6 +332,11 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     def _set_hyper(self) -> bool:
         """Sets the hyper-parameters of the next push; returns whether they have changed."""
         return self._table.set_hyper(self.param_groups)
+
+    @property
+    def _runs_inner(self) -> bool:
+        """Whether this worker runs the wrapped optimizer."""
+        return bool(self.rule.outer_optimizer) or self._table.means is not None
 
     def _grow_if_thawed(self) -> None:
         if growth.is_thawed(self._frozen):

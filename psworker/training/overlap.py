@@ -102,8 +102,8 @@ class Overlap:
     def _error(self, index: int, what: str) -> GradientError:
         return GradientError(
             f"the gradient of {self._names[index]!r} {what} after it had been pushed during "
-            f"backward; {INSTEAD} (it is what gradient clipping, loss scaling and accumulation "
-            "need)"
+            f"backward; {INSTEAD} (it is what gradient clipping and loss scaling need), or "
+            "accumulate inside `with optimizer.no_sync():`"
         )
 
     @staticmethod

@@ -130,10 +130,13 @@ class Recovery:
         """Joins the job again; the slices that shards have counted of the failed step stay counted.
 
         Raises:
+            StateLostError: This worker's weights may be without a step (worker_steps.py).
             PacelineError: It failed; the failure stays, for another attempt.
         """
         failure, table = self.failure, self._table
         assert failure is not None
+        if table.means is not None:
+            raise table.means.refuse(failure.step, "has lost its place in") from failure.problem
         if not failure.is_given_up:
             table.exchange.give_up_step(table.replica.next_push, failure.problem)
             failure.is_given_up = True

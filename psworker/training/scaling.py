@@ -9,8 +9,10 @@ own gradients, so that `scaler.update()` changes the scale on all workers alike.
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -20,6 +22,8 @@ from psworker.connection.session import Session
 
 if TYPE_CHECKING:
     from pscore.rules.base import Rule
+
+ARGUMENT = "grad_scaler"  # Of `step`: a scaler looks for it in the signature.
 
 # torch prefers to set two attributes, but these cannot change the scaler's finding.
 warnings.filterwarnings(
@@ -59,6 +63,22 @@ def unscale(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
     """Unscales the gradients of a step, unless the script has done so."""
     if not scaler._found_inf_per_device(optimizer):
         scaler.unscale_(optimizer)
+
+
+def takes_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a replacement of `step` with the argument that tells a scaler to pass itself.
+
+    Accelerate replaces `step` around each call by a function with `*args` and `**kwargs` alone.
+    """
+    if ARGUMENT in inspect.signature(step).parameters:
+        return step
+
+    def with_scaler(
+        closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None
+    ) -> Any:
+        return step(closure, grad_scaler=grad_scaler)
+
+    return with_scaler
 
 
 def refuse_attributes(optimizer: torch.optim.Optimizer) -> None:

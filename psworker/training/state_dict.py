@@ -52,7 +52,8 @@ def torch_state(
         plain: Its `torch.optim.Optimizer.state_dict`.
         inner: State of the wrapped optimizer if this worker runs it, else None.
     """
-    flat, counts = pull_state(table, recovery)
+    holds_weights = table.optimizer.holds_weights
+    flat, counts = pull_state(table, recovery) if holds_weights else ({}, [])
     order = _torch_order(table, param_groups)
     state: dict[int, dict[str, torch.Tensor]] = {}
     for index, steps in enumerate(counts):
@@ -74,7 +75,7 @@ def torch_state(
             "samples_seen": table.progress.seen,
             "mode": str(table.rule),
             "compression": str(table.exchange.spec.compressor),
-            "counts": torch.tensor(counts),
+            **({"counts": torch.tensor(counts)} if holds_weights else {}),
             "outer": {} if inner is None else state,
             "compressor_state": {
                 name: torch.from_numpy(array)
@@ -99,6 +100,8 @@ def read_state(
     flat = {name: np.zeros(layout.numel, dtype=np.float32) for name in names}
     counts = [0] * len(order)
     entries = own.get("outer", {}) if table.rule.outer_optimizer else state_dict["state"]
+    if not table.optimizer.holds_weights:  # The wrapped optimizer has it.
+        entries = {}
     for index, position in order.items():
         entry = entries.get(position)
         if entry is None:

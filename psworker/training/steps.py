@@ -96,7 +96,7 @@ class Steps:
     def _finish_step(self, *, skips: bool) -> None:
         """Sends the remaining gradients, and brings in the weights for the next step."""
         table = self._table
-        plan = table.replica.plan()
+        plan, number = table.replica.plan(), table.replica.step
         if skips and not self._table.rule.by_step:
             return  # No worker waits for this worker's gradient.
         if plan.push is Role.GRADIENT:
@@ -111,3 +111,9 @@ class Steps:
         table.finish_step(table.progress.samples)
         self._buffers.post(0.0 if skips else table.progress.samples)
         self._gradients.settle()  # From here on the script may write to `.grad`.
+        if table.means is not None:
+            table.means.show()
+            with local_update(table.session.timeline, number):
+                self._inner.step()
+            table.flat.gather_weights()
+            table.flat.note_weights()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pscore.cuda.local import kernels_for
+from pscore.errors import ConfigError
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule
@@ -29,6 +30,7 @@ from psworker.model.flat import FlatModel
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 from psworker.training.progress import Progress
+from psworker.training.worker_steps import MeanGradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,11 @@ class TrainingTable:
         progress: Samples and steps behind this worker.
         owners: Local rank of the process that pushes and pulls each slice.
         own: The slices of this process: all, unless several processes are one worker.
+        means: The mean gradients, where those are pulled and the workers run the optimizer; None:
+            weights are pulled.
     """
+
+    means: MeanGradients | None = None
 
     def __init__(
         self,
@@ -90,8 +96,18 @@ class TrainingTable:
         self.layout = layout = self.exchange.layout
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
+        if not optimizer.holds_weights:
+            if session.group is not None:
+                raise ConfigError(
+                    "the shards do not run this optimizer, so the workers would; in a local group "
+                    "that is not possible yet: pass local_group=None"
+                )
+            self.means = MeanGradients(self.flat, session)
+            weights = self.means.values
         self.replica = Replica(
-            *(layout, spec.rule, optimizer, num_groups, weights, session.rank), own=self.own
+            *(layout, spec.rule, optimizer, num_groups, weights, session.rank),
+            own=self.own,
+            num_workers=session.num_workers,
         )
         kernels = kernels_for(weights)
         for part in self.replica.parts:
@@ -178,6 +194,9 @@ class TrainingTable:
 
         Args:
             step: The step at which this worker was; None: the replica's.
+
+        Raises:
+            StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
         self.exchange.run(self.replica.fetch(0, self.exchange))
         first = self.replica.clocks.first_push()
@@ -187,6 +206,9 @@ class TrainingTable:
         self.agree_on_push()
         self.progress.locate(step)
         self.gather_parts()
+        if self.means is not None and self.replica.next_push > self.exchange.origin.clock:
+            raise self.means.refuse(self.replica.step, "comes to")
+        self.take_weights()
         self.show_weights()
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
@@ -200,6 +222,7 @@ class TrainingTable:
         self.session.barrier(barrier)
         self.exchange.ask_origin()
         self.fetch(0)
+        self.take_weights()
         self.progress.locate(step, samples_seen)
         self.show_weights()
 
@@ -248,8 +271,7 @@ class TrainingTable:
             for spec in self.layout.slices
         ]:
             copy.wait()
-        if self.rule.outer_optimizer:
-            self.replica.take_reference()
+        self.replica.follow()
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
@@ -308,10 +330,16 @@ class TrainingTable:
         self.replica.restart()
         self.replica.rank = self.session.rank
 
+    def take_weights(self) -> None:
+        """Makes the value that was uploaded and pulled the weights, also where means are pulled."""
+        if self.means is not None:
+            self.means.take_weights()
+
     def show_weights(self) -> None:
-        """Writes the flat weights into the model; a round begins from the model's own values."""
+        """Writes the flat weights into the model; rounds use the model's own values."""
         self.flat.scatter_weights()
-        if self.rule.outer_optimizer and self.flat.has_casts and self.replica.num_inner == 0:
+        if self.rule.outer_optimizer and self.flat.has_casts:
+            before = self.flat.weights.clone()
             self.flat.gather_weights()
-            self.replica.take_reference()
+            self.replica.shift_origin(self.flat.weights - before)
         self.flat.note_weights()

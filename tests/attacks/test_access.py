@@ -214,6 +214,38 @@ def test_who_does_not_speak_tls_is_closed(stronghold: Fortress) -> None:
         connect(stronghold.endpoint(TRAIN, tls=None), is_local=False)
 
 
+def hello() -> bytes:
+    """Returns a whole ClientHello: the shard answers with its certificate, and waits."""
+    to_us, to_them = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["h2"])
+    wrapped = context.wrap_bio(to_us, to_them, server_hostname="127.0.0.1")
+    with pytest.raises(ssl.SSLWantReadError):
+        wrapped.do_handshake()
+    return to_them.read()
+
+
+@pytest.mark.parametrize("plane", ["bulk", "grpc"])
+def test_handshakes_that_are_not_finished_take_bounded_memory(
+    stronghold: Fortress, plane: str
+) -> None:
+    """500 peers that nobody knows begin, get the shard's certificate, and stop there."""
+    process, where, said = psutil.Process(stronghold.pid), stronghold.endpoint(), hello()
+    port = where.port if plane == "bulk" else int(stronghold.address.rpartition(":")[2])
+    before = process.memory_info().rss
+    with contextlib.ExitStack() as held:
+        answered = 0
+        for _ in range(500):
+            stranger = held.enter_context(socket.create_connection((where.host, port), 20.0))
+            with contextlib.suppress(OSError):  # It may have to go for a later one.
+                stranger.sendall(said)
+                answered += bool(stranger.recv(1 << 16))
+        assert answered > listener.PENDING_MAX // 2
+        assert process.memory_info().rss - before < 64 * MIB
+        stronghold.still_works()
+        connect(stronghold.endpoint(TRAIN), is_local=False).close()
+
+
 def test_many_half_hellos_stall_nobody_and_are_closed(stronghold: Fortress) -> None:
     """More than may wait: the oldest have to go, and an honest one comes in at once."""
     before = psutil.Process(stronghold.pid).memory_info().rss

@@ -251,7 +251,7 @@ def test_pushes_for_far_steps_do_not_grow_memory(rule: str) -> None:
         (store,) = front.running.stores()
         outcomes = [
             await offer(front, push_header(0, 2 + 3 * number), grad(0.0))
-            for number in range(2 * LATE_KEPT if rule == "asgd" else 3 * PARKED_MAX)
+            for number in range(LATE_KEPT // 2 if rule == "asgd" else 3 * PARKED_MAX)
         ]
         parked = outcomes.count("waits")
         assert parked in (0, PARKED_MAX)

@@ -38,7 +38,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is not None
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_training_goes_on_through_a_drained_node(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents:

@@ -11,12 +11,12 @@ FLOORS = {
         *("slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
-        *("__main__", "commands", ".", "training", "job", "connection", "transports"),
-        *("compression", "replica", "model", "group"),
+        *("__main__", "commands", "integrations", ".", "training", "job", "connection"),
+        *("transports", "compression", "replica", "model", "group"),
     ),
     "pscore": (
-        *("table_spec", "estimate", "rules", "cuda", "local", "optimizers", "compressors"),
-        *("observe", "net", "memory", "."),
+        *("table_spec", "estimate", "rules", "cuda", "overlaps", "local", "optimizers"),
+        *("compressors", "observe", "net", "memory", "."),
     ),
 }
 

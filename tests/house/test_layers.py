@@ -33,6 +33,7 @@ CORE = (
     "pscore/compressors",
     "pscore/optimizers",
     "pscore/local",
+    "pscore/overlaps",
     "pscore/partition.py",
     "psserver/decisions",
     "psworker/replica",

@@ -9,11 +9,12 @@ import pytest
 from pscore.compressors import COMPRESSORS
 from pscore.local import LOCAL_UPDATES
 from pscore.optimizers import OPTIMIZERS
+from pscore.overlaps import OVERLAPS
 from pscore.rules import RULES
 from tests.house.source import PACKAGES, modules, name, parse
 
-PLACES = ("pscore/rules", "pscore/compressors", "pscore/local")
-NAMES = {*COMPRESSORS, *LOCAL_UPDATES, *OPTIMIZERS, *RULES}
+PLACES = ("pscore/rules", "pscore/compressors", "pscore/local", "pscore/overlaps")
+NAMES = {*COMPRESSORS, *LOCAL_UPDATES, *OPTIMIZERS, *OVERLAPS, *RULES}
 PLUGINS = [path for path in modules(*PLACES) if path.stem not in {"__init__", "base"}]
 
 # A year, a preprint, or ourselves.

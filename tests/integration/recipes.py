@@ -9,20 +9,37 @@ import torch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 MARK, PLAIN = "  # Paceline", "# Plain: "
+ENDLESS = "Ctrl-C, and an exception in one worker"
+HEAVY = ("import lightning", "import transformers", "import accelerate", "torch.compile")
 State = dict[str, np.ndarray]
 
 
-def recipes() -> dict[str, str]:
-    """Returns the page's scripts by title; each begins with the first block."""
+def recipes(*, heavy: bool = False) -> dict[str, str]:
+    """Returns the page's scripts by title; each begins with the first block.
+
+    Args:
+        heavy: Those that need other libraries or a compiler, instead of the others.
+    """
     page = PAGE.read_text(encoding="utf-8")
     start, *sections = re.split(r"^## ", page, flags=re.M)
     (common,) = blocks(start)
     found = {}
     for section in sections:
         code = blocks(section)
-        if code:
+        if (
+            code
+            and section.splitlines()[0] != ENDLESS
+            and heavy == any(name in code[0] for name in HEAVY)
+        ):
             found[section.splitlines()[0]] = "\n\n".join([common, *code])
     return found
+
+
+def endless() -> str:
+    """Returns the script that ends by Ctrl-C."""
+    start, *sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    (code,) = [blocks(section) for section in sections if section.startswith(ENDLESS)]
+    return "\n\n".join([*blocks(start), *code])
 
 
 def blocks(text: str) -> list[str]:

@@ -197,7 +197,7 @@ def test_what_is_wrong_is_said(shards: Shards, command: Command, tmp_path: Path)
         folder = tmp_path / "checkpoints"
         path = Path(run(command, shards, "checkpoint", folder, "--job", job).strip())
         said = run(command, shards, "checkpoint", folder, "--job", "nobody", code=2)
-        assert "a job 'nobody' with weights is wanted" in said
+        assert "this needs a job 'nobody' with weights" in said
         assert job in said
         said = run(command, shards, "restore", path, "--job", job, code=6)
         assert "has live workers on shard 0" in said

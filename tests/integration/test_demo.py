@@ -2,21 +2,22 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.integration import warm
+
 
 @pytest.mark.timeout(300)
 def test_the_demo_trains_and_ends_with_json(tmp_path: Path) -> None:
+    warm.run(["-c", ""], env={}, timeout=60)  # Now there is a server to fork from.
     others = set(psutil.Process().children(recursive=True))  # Those of other tests.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    command = [sys.executable, "-m", "psworker", "demo", "--json", "--out", str(tmp_path)]
+    command = ["-m", "psworker", "demo", "--json", "--out", str(tmp_path)]
     command += ["--epochs", "1", "--images", "640", "--modes", "ssgd, ssd(steps=5, warmup=2)"]
-    done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=290)
+    done = warm.run(command, env=kept, timeout=290)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     assert list(results) == ["ssgd", "ssd"]

@@ -84,7 +84,9 @@ def test_an_unsupported_optimizer_is_refused_by_name(
 ) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(psworker.UnsupportedOptimizerError, match=message):
-        psworker.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        psworker.DistributedOptimizer(
+            make(model.parameters()), model.named_parameters(), optimizer_on="shards"
+        )
 
 
 def test_named_parameters_must_be_those_of_the_optimizer() -> None:
@@ -310,12 +312,6 @@ def test_a_step_with_a_nan_can_be_left_out(shards: Shards, overlap: bool) -> Non
         np.testing.assert_allclose(first[name], weight, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-class Sparse(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = torch.nn.Embedding(5, 3, sparse=True)
-
-
 def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
     """Returns the error of each thing that a step refuses."""
 
@@ -337,10 +333,6 @@ def misuse(me: Station, job: str) -> dict[str, tuple[str, str]]:
         if kind == "meta":
             model.to("meta")
         problems[kind] = problem_of(lambda: begin(model))  # noqa: B023 - called at once
-    words = Sparse()
-    optimizer = begin(words)
-    torch.autograd.backward(words.words(torch.tensor([1, 2])).sum())
-    problems["sparse"] = problem_of(optimizer.step)
     problems["double"] = problem_of(lambda: begin(torch.nn.Linear(2, 2).double()))
     model = make_model()
     optimizer = begin(model)
@@ -389,7 +381,6 @@ EARLY = "pass overlap=False to DistributedOptimizer"
 MISUSES = {
     "meta": ("ConfigError", "the parameters are on meta, must be on one device"),
     "two": ("ConfigError", "the parameters are on cpu, meta, must be on one device"),
-    "sparse": ("GradientError", "gradient of 'words.weight' is sparse; make the layer with sparse"),
     "double": ("ConfigError", "'weight' is float64, must be float32, bfloat16, float16"),
     "moved": (
         "ConfigError",

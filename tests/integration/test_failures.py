@@ -117,7 +117,9 @@ def test_a_worker_that_dies_without_a_word_is_missed_for_a_lease(impatient: Shar
     assert "worker lost" in impatient.written()
 
 
-@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=3, warmup=2)"])
+@pytest.mark.parametrize(
+    "mode", ["ssgd", "ssd(steps=3, warmup=2)", "diloco(steps=2, overlap=mirror)"]
+)
 def test_a_killed_worker_hangs_nobody(impatient: Shards, mode: str) -> None:
     with impatient.workers(train, mode, (LONG, SHORT), "hold") as (first, second):
         for _ in range(SHORT):
@@ -181,7 +183,7 @@ def test_a_worker_that_was_held_up_comes_back_and_says_so(impatient: Shards) -> 
             worker.tell(False)
         weights = [worker.result() for worker in (first, second)]
         assert same(*weights)
-        assert f"worker 1 comes back, step {SHORT} " in second.written()
+        assert f"worker 1 rejoins, step {SHORT} " in second.written()
         assert "comes back" not in first.written()
 
 

@@ -86,9 +86,10 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
 def test_a_script_makes_a_process_group_of_torch(tmp_path: Path) -> None:
     script = tmp_path / "group.py"
     script.write_text(GROUP)
-    command = psworker("run", "-n", 2, "--servers", "127.0.0.1:1", "--", script)
+    command = ["-m", "psworker", "run", "-n", 2, "--servers", "127.0.0.1:1", "--", script]
     # What a surrounding launch has set names another group.
-    done = run(command, MASTER_ADDR="192.0.2.1", MASTER_PORT="1")
+    foreign = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+    done = warm.run(command, env=KEPT | foreign, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] sum 1.0", "[1] sum 1.0"]
 
@@ -120,8 +121,8 @@ def test_a_script_without_a_shard_ends_with_a_sentence(tmp_path: Path) -> None:
 def test_ctrl_c_ends_a_script_with_a_sentence(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    with subprocess.Popen(
-        [sys.executable, script],
+    with warm.Popen(
+        [script],
         env=KEPT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -32,7 +32,7 @@ def thaw(model: Any, optimizer: Any, step: int) -> None:
         optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.02})
 
 
-def train(me: Station, mode: str, overlap: bool = False, num_steps: int = STEPS) -> Any:
+def train(me: Station, mode: str, overlap: bool = False) -> Any:
     """Trains with the last layer at first; returns weights and a state that loads elsewhere."""
     model: Any = make_model()
     model[:4].requires_grad_(False)
@@ -44,12 +44,12 @@ def train(me: Station, mode: str, overlap: bool = False, num_steps: int = STEPS)
         compression="none" if overlap else "fp16",
         compress_min_nbytes=0,
     )
-    for step in range(num_steps):
+    for step in range(STEPS):
         thaw(model, optimizer, step)
         optimizer.zero_grad()
         backward(model, *batch(me.rank, step))
         optimizer.step()
-    assert optimizer.steps == num_steps
+    assert optimizer.steps == STEPS
     file = io.BytesIO()
     with optimizer.global_weights():
         torch.save([model.state_dict(), optimizer.state_dict()], file)
@@ -106,6 +106,38 @@ def test_in_other_modes_all_workers_go_on_with_one_model(shards: Shards, mode: s
         assert not np.array_equal(weight, start[name]), name
     if mode != "asgd":  # There each leaves with the newest weights at that time.
         assert same(first, second)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "on the shards, with a state of scalars": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "on the workers": lambda groups: torch.optim.Adamax(groups, lr=0.01),
+}
+
+
+def grow_with(me: Station | None, kind: str) -> Weights:
+    """Trains as `train` does with another optimizer; without Paceline on both batches."""
+    model: Any = make_model()
+    model[:4].requires_grad_(False)
+    groups = [{"params": model[2].parameters()}, {"params": model[4].parameters(), "lr": 0.003}]
+    optimizer = OPTIMIZERS[kind](groups)
+    if me is not None:
+        optimizer = psworker.DistributedOptimizer(optimizer, model.named_parameters())
+    for step in range(STEPS):
+        thaw(model, optimizer, step)
+        optimizer.zero_grad()
+        ranks = (0, 1) if me is None else (me.rank,)
+        parts = zip(*(batch(rank, step) for rank in ranks), strict=True)
+        backward(model, *map(torch.cat, parts))
+        optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_it_equals_torch_wherever_the_optimizer_runs(shards: Shards, kind: str) -> None:
+    plain = grow_with(None, kind)
+    for ours in shards.run(grow_with, kind):
+        for name, weight in plain.items():
+            assert relative_error(ours[name], weight) <= 5e-6, name
 
 
 def come_late(me: Station) -> tuple[str, str, int]:

@@ -30,9 +30,9 @@ MODES = {
     "od": ("od(warmup=2)", "od(warmup=2, local=mirror)"),
     "ssd": ("ssd(steps=3, warmup=2)", "ssd(steps=2, warmup=2, local=glu)"),
     "cd": ("cd(steps=2, warmup=2)", "cd(steps=3, warmup=2, correction=flush)"),
-    "local": ("local(steps=3, warmup=2)", "local(steps=2)"),
-    "slowmo": ("slowmo(steps=3, warmup=2)", "slowmo(steps=2)"),
-    "diloco": ("diloco(steps=3, warmup=2)", "diloco(steps=2)"),
+    "local": ("local(steps=3, warmup=2, overlap=blend)", "local(steps=2)"),
+    "slowmo": ("slowmo(steps=3, warmup=2, overlap=eager)", "slowmo(steps=2)"),
+    "diloco": ("diloco(steps=3, warmup=2)", "diloco(steps=2, warmup=1, overlap=mirror)"),
 }
 RAW = ("none", "none")
 COMPILED_S = 100.0  # Until kernels are, on a machine that has never run them.

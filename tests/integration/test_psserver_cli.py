@@ -494,10 +494,12 @@ def test_ctrl_c_at_the_terminal_leaves_embedded_shards_to_their_parent(psserver:
 
 PARENT = """
 import os, sys
-from psserver.process.embedded import start_embedded
-servers = start_embedded(2)
+from psserver.access.files import Trust
+from psserver.process.embedded import make_token, start_embedded
+trust = Trust(token_file=make_token())
+servers = start_embedded(2, trust=trust)
 if os.fork() == 0:  # Holds the pipes open, as a data loader's process would.
-    print(os.getpid(), *servers.addresses, flush=True)
+    print(os.getpid(), trust.token_file, *servers.addresses, flush=True)
 sys.stdin.read()
 """
 
@@ -511,11 +513,14 @@ def test_embedded_shards_end_with_a_parent_that_is_killed(psserver: Command) -> 
         text=True,
     )
     assert parent.stdout is not None
-    child, *addresses = parent.stdout.readline().split()
+    child, token_file, *addresses = parent.stdout.readline().split()
+    assert len(Path(token_file).read_text().strip()) == 64
     psserver.run("health", "--servers", ",".join(addresses))
     parent.kill()
     parent.wait()
     eventually(lambda: psserver_is_gone(psserver, addresses))
+    # The token was in the memory of the process that was killed: nothing is left of it.
+    assert not Path(token_file).exists()
     assert not gone(int(child))
     os.kill(int(child), signal.SIGKILL)
     parent.communicate()

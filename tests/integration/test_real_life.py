@@ -377,7 +377,7 @@ def test_a_cell_that_is_run_again_trains_with_the_new_wrapper_alone(
     shards: Shards, mode: str
 ) -> None:
     first, second = shards.run(run_again, mode)
-    message = "step() after another DistributedOptimizer was made with its parameters"
+    message = "step() called after another DistributedOptimizer was made with its parameters"
     assert message in first[1]
     assert all(np.array_equal(first[0][name], second[0][name]) for name in first[0])
     if mode == "ssgd":

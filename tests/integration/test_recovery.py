@@ -1,27 +1,31 @@
 """The kill loop of `benchmarks.recovery` in its short form: nothing is lost or counted twice."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration import warm
 from tests.integration.cluster import ROOT, clean_environment
 
 
 def kill_loop(folder: Path, *kinds: str, mode: str, seconds: int = 1) -> dict[str, Any]:
     """Runs a kill loop on loopback and returns its figures."""
-    options = ["--workers", "2", "--numel", "262144", "--gap-s", "0.5", "--no-net", "--no-disk"]
-    options += ["--seconds", str(seconds), "--mode", mode, "--out", str(folder), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.recovery", *options, "--kinds", *kinds],
-        cwd=ROOT,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-    )
+    options = ["--workers", "2", "--numel", "65536", "--gap-s", "0.5", "--no-net", "--no-disk"]
+    options += [
+        "--think-ms",
+        "25",
+        "--seconds",
+        str(seconds),
+        "--mode",
+        mode,
+        "--out",
+        str(folder),
+        "--json",
+    ]
+    command = ["-m", "benchmarks.recovery", *options, "--kinds", *kinds]
+    done = warm.run(command, cwd=ROOT, env=clean_environment(), timeout=280)
     assert done.stdout, done.stderr
     assert done.returncode in (0, 1), done.stderr
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

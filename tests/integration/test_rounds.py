@@ -86,7 +86,53 @@ def test_diloco_is_nesterov_over_the_means_of_models_trained_apart(shards: Shard
         assert relative_error(first[name], weight) <= 1e-5, name
 
 
-def hold_still(me: Station) -> float:
+def train_apart(rounds: int, delay: int) -> Any:
+    """Returns the weights of two models in one process, whose rounds mirror DiLoCo's outer step."""
+    names = [name for name, _ in make_model().named_parameters()]
+    start = [weight.detach().clone() for weight in make_model().parameters()]
+    velocity = [torch.zeros_like(weight) for weight in start]
+    models = [make_model() for _ in range(2)]
+    origins = [[weight.clone() for weight in start] for _ in models]
+    optimizers = [adamw(model.parameters()) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=7, gamma=0.5) for o in optimizers]
+
+    def outer(index: int, move: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        speed = 0.9 * velocity[index] + move
+        return start[index] - 0.7 * (move + 0.9 * speed), speed
+
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            backward(model, *batch(rank, step))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizers[rank].step()
+            schedulers[rank].step()
+        place, is_last = step % rounds, step + 1 == STEPS
+        for index in range(len(names)):
+            held = [list(model.parameters())[index].detach() for model in models]
+            if place + 1 == delay and step >= rounds:
+                for weight, origin in zip(held, origins, strict=True):
+                    weight += start[index] - origin[index]
+                    origin[index] = start[index].clone()
+            if place + 1 < rounds and not is_last:
+                continue
+            moves = [origin[index] - weight for origin, weight in zip(origins, held, strict=True)]
+            for weight, origin, move in zip(held, origins, moves, strict=True):
+                weight.copy_(outer(index, move)[0])
+                origin[index] = weight.clone()
+            start[index], velocity[index] = outer(index, torch.stack(moves).mean(dim=0))
+    return {name: weight.numpy() for name, weight in zip(names, start, strict=True)}
+
+
+def test_overlapped_rounds_start_at_the_outer_step_of_each_worker(shards: Shards) -> None:
+    """Two whole rounds and six steps, with AdamW inside; the last answer lands in step 19."""
+    first, second = shards.run(train, "diloco(steps=8, overlap=mirror, delay=3)", "adamw")
+    for name, weight in train_apart(8, 3).items():
+        assert np.array_equal(first[name], second[name]), name
+        assert relative_error(first[name], weight) <= 1e-4, name
+
+
+def hold_still(me: Station, mode: str) -> float:
     """Rounds of a bfloat16 model that does not move; returns how far the shards' weights went."""
     model = torch.nn.Linear(8, 8)
     with torch.no_grad():
@@ -96,7 +142,7 @@ def hold_still(me: Station) -> float:
     optimizer = psworker.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0),
         named_parameters=model.named_parameters(),
-        mode="local(steps=2)",
+        mode=mode,
     )
     # Once, worker 0 moves its bias by 1/256: W is 1 - 1/512, which bfloat16 cannot hold.
     for step in range(8):
@@ -112,9 +158,12 @@ def hold_still(me: Station) -> float:
     return 1.0 - float(bias[0])
 
 
-def test_the_rounding_of_a_bfloat16_model_is_not_taken_for_a_move(shards: Shards) -> None:
+@pytest.mark.parametrize("mode", ["local(steps=2)", "local(steps=2, overlap=mirror, delay=1)"])
+def test_the_rounding_of_a_bfloat16_model_is_not_taken_for_a_move(
+    shards: Shards, mode: str
+) -> None:
     """Each round would otherwise pull the shards' weights to what bfloat16 can hold."""
-    assert shards.run(hold_still) == [2.0**-9, 2.0**-9]
+    assert shards.run(hold_still, mode) == [2.0**-9, 2.0**-9]
 
 
 def save_and_load(me: Station) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -215,6 +215,34 @@ def test_a_change_of_what_has_left_is_an_error_also_where_it_leaves_no_trace(
 # ----- where an update does not take every worker's gradient
 
 
+def patch_as_accelerate(me: Station) -> tuple[float, Weights]:
+    """Trains with a `step` that a library replaces for each call, without its signature."""
+    model, optimizer = wrap("sgd", "ssgd")
+    original: Any = optimizer.step
+
+    def patched(*args: Any, **options: Any) -> Any:
+        return original(*args, **options)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for loss in losses(model, me.rank, step, "plain"):
+            torch.autograd.backward(scaler.scale(loss))
+        optimizer.step = patched
+        scaler.step(optimizer)
+        optimizer.step = original
+        scaler.update()
+    psworker.shutdown()
+    return scaler.get_scale(), weights_of(model)
+
+
+def test_a_library_may_replace_step_around_a_scaler(shards: Shards) -> None:
+    """Accelerate's optimizer does so with mixed_precision="fp16"."""
+    first, second = shards.run(patch_as_accelerate)
+    assert first[0] == second[0] == 512.0
+    assert same(first[1], second[1])
+
+
 def overflow_alone(me: Station, mode: str) -> tuple[float, int, bool]:
     """Trains with a batch that overflows on rank 1; returns scale, clock, and if all is finite."""
     model, optimizer = wrap("sgd", mode)

@@ -140,6 +140,15 @@ CHANGES = {
     ),
     "ssd to od": (("ssd(steps=4, warmup=0)", "od(warmup=0)"), ((6, 6), (3, 3)), {0: MEAN}),
     "round to round": (("local(steps=4)", "local(steps=2)"), ((6, 6), (3, 3)), {0: MEAN}),
+    "from a round that the last answer has not reached": (
+        (
+            "local(steps=4, overlap=mirror, delay=3)",
+            "local(steps=2)",
+            "local(steps=2, overlap=mirror)",
+        ),
+        ((6, 6), (3, 3), (3, 3)),
+        {0: MEAN},
+    ),
 }
 
 

@@ -174,7 +174,7 @@ def test_training_has_an_end_with_the_global_weights_in_the_model(
     for weights, seen, said in (first, second):
         assert same(weights, first[0])
         assert same(weights, seen)
-        assert said == "training has ended: step() after close() or psworker.shutdown()"
+        assert said == "training has ended: step() called after close() or psworker.shutdown()"
 
 
 def load_late(me: Station, mode: str, whole: bool) -> float:

@@ -8,13 +8,15 @@ interpreter. Tests of the start of an interpreter use `subprocess`.
 
 The server is this file, run as a program; it forks a process for each request and runs nothing
 itself. There is one for `psserver`, which has no torch, and one for `psworker`. A shard that a
-supervisor starts is a fork of the supervisor.
+supervisor starts is a fork of the supervisor. A program that starts workers (`LAUNCHERS`) has a
+server of its own for them, forked before its first thread.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import inspect
 import json
 import os
@@ -33,7 +35,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PR_SET_CHILD_SUBREAPER = 36
 REQUEST_NBYTES_MAX = 1 << 17
 SHARD = ["-m", "psserver", "shard"]
+# Modules whose processes are workers, for the most part: those of the launchers are forked too.
+LAUNCHERS = ("psworker", "torch.distributed.run", "benchmarks.recovery")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+subprocess_start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _lines: dict[str, socket.socket] = {}
 _lock = threading.Lock()
@@ -42,7 +48,8 @@ _lock = threading.Lock()
 class Popen(subprocess.Popen[Any]):
     """A `subprocess.Popen` of Python whose process is a fork of a server.
 
-    A variable that Python reads when it starts has no effect, except PYTHONPATH.
+    A variable that Python reads when it starts has no effect, except PYTHONPATH and
+    PYTHONUNBUFFERED.
     """
 
     def __init__(self, words: Sequence[object], **options: Any) -> None:
@@ -60,17 +67,15 @@ class Popen(subprocess.Popen[Any]):
         """Asks the server for the process, where `subprocess` would start one."""
         options = SIGNATURE.bind(self, *given).arguments
         pipes, streams = _pipes(options)
-        words = list(options["args"])[1:]
-        request = {
-            "words": words,
-            "cwd": os.fspath(options["cwd"] or os.getcwd()),
-            "env": dict(os.environ if options["env"] is None else options["env"]),
-            "session": bool(options["start_new_session"]),
-            "group": options.get("process_group", -1),
-        }
-        self.pid = _ask("psserver" if words[:2] == SHARD[:2] else "psworker", request, streams)
+        request = _request_of(options)
+        self.pid = _ask(self._kind(request["words"]), request, streams)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _kind(words: Sequence[str]) -> str:
+        """Returns the server for a program."""
+        return "psserver" if words[:2] == SHARD[:2] else "psworker"
 
 
 def run(
@@ -85,6 +90,19 @@ def run(
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def _request_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a server has to know, from the arguments of `subprocess`."""
+    before = options["preexec_fn"]
+    return {
+        "words": list(options["args"])[1:],
+        "cwd": os.fspath(options["cwd"] or os.getcwd()),
+        "env": dict(os.environ if options["env"] is None else options["env"]),
+        "session": bool(options["start_new_session"]),
+        "group": options.get("process_group", -1),
+        "before": before and [before.__module__, before.__name__],
+    }
 
 
 def _pipes(options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -134,7 +152,6 @@ def _start(kind: str) -> socket.socket:
 def _prepare(kind: str) -> None:
     """Imports what the programs import."""
     import gc
-    import importlib
     import pkgutil
 
     def load(package: str) -> None:
@@ -167,21 +184,26 @@ def _serve(line: socket.socket) -> dict[str, Any]:
         data, fds, _, _ = socket.recv_fds(line, REQUEST_NBYTES_MAX, 3)
         if not data:
             os._exit(0)
+        told, tell = os.pipe()
         between = os.fork()
         if between == 0:
             between = os.getpid()
             pid = os.fork()
             if pid:
-                line.send(str(pid).encode())
+                os.write(tell, str(pid).encode())
                 os._exit(0)
+            os.close(told)
+            os.close(tell)
             while os.getppid() == between:  # Until it is a child of the process that asks.
                 time.sleep(0.001)
             line.close()
             request: dict[str, Any] = json.loads(data)
             _be(fds, request)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             return request
         os.waitpid(between, 0)
-        for fd in fds:
+        line.send(os.read(told, 100))  # Now it is a child of the process that asks.
+        for fd in (*fds, told, tell):
             os.close(fd)
 
 
@@ -197,6 +219,10 @@ def _be(fds: Sequence[int], request: Mapping[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if request["env"].get("PYTHONUNBUFFERED") or "-u" in request.get("words", [])[:1]:
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - to its end
+    if before := request.get("before"):
+        getattr(importlib.import_module(before[0]), before[1])()
 
 
 def _program(words: Sequence[str]) -> tuple[types.CodeType, dict[str, Any]]:
@@ -205,11 +231,13 @@ def _program(words: Sequence[str]) -> tuple[types.CodeType, dict[str, Any]]:
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     isolated = "-P" in words[:1]
-    if isolated:
+    if isolated or words[0] == "-u":
         words.pop(0)
     first = os.getcwd()
     if words[0] == "-m":
         sys.argv = words[1:]
+        if not hasattr(sys.modules.get(words[1]), "__path__"):
+            sys.modules.pop(words[1], None)  # It is run, not imported.
         source, name = f"import runpy; runpy.run_module({words[1]!r}, None, '__main__', True)", "-m"
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
@@ -225,6 +253,58 @@ def _program(words: Sequence[str]) -> tuple[types.CodeType, dict[str, Any]]:
     path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     sys.path[:0] = path if isolated else [first, *path]
     return compile(source, name, "exec"), main.__dict__
+
+
+def _program_of(request: Mapping[str, Any]) -> tuple[types.CodeType, dict[str, Any]]:
+    """Returns the code and globals of the program to become; a launcher gets a server first."""
+    words: list[str] = request["words"]
+    if words[0] != "-m" or words[1] not in LAUNCHERS:
+        return _program(words)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if server := os.fork():
+        theirs.close()
+        _launch(ours, server)
+        return _program(words)
+    ours.close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # It ends with the launcher.
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    os.close(null)
+    return _program(_serve(theirs)["words"])
+
+
+def _launch(line: socket.socket, server: int) -> None:
+    """Makes this process start workers as forks of a server."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    subprocess.Popen = _WorkerPopen  # type: ignore[misc]
+    _lines["launcher"] = line
+
+    def end() -> None:
+        line.close()
+        os.waitpid(server, 0)
+
+    atexit.register(end)
+
+
+class _WorkerPopen(Popen):
+    """Forks a script or module from the launcher's server; starts everything else as usual."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Starts a program, with the arguments of `subprocess.Popen`."""
+        super(Popen, self).__init__(*args, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        options = SIGNATURE.bind(self, *given).arguments
+        first, *words = list(options["args"])
+        if first == sys.executable and "psserver" not in words and not options["pass_fds"]:
+            super()._execute_child(*given)
+        else:
+            subprocess_start(self, *given)
+
+    @staticmethod
+    def _kind(words: Sequence[str]) -> str:
+        return "launcher"
 
 
 class _ShardPopen(subprocess.Popen[Any]):
@@ -276,4 +356,4 @@ if __name__ == "__main__":
     _prepare(sys.argv[1])
     _request = _serve(socket.socket(fileno=int(sys.argv[2])))
     sys.path.pop(0)
-    exec(*_program(_request["words"]))
+    exec(*_program_of(_request))

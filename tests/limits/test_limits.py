@@ -188,6 +188,40 @@ def test_rounds_of_one_step_are_ssgd(rule: Rule, seed: int) -> None:
     assert_same(run(rule, seed, inner=sgd(0.5), **ROUNDS), run(SSGD(), seed, **ROUNDS))
 
 
+@pytest.mark.parametrize("form", ["mirror", "blend", "eager", "late"])
+def test_an_overlap_whose_answers_land_at_once_blocks(form: str) -> None:
+    rule = DiLoCo(steps=5, warmup=5, outer_lr=0.3, outer_momentum=0.5)
+    assert_same(
+        run(replace(rule, overlap=form, delay=0), inner=sgd(0.05)), run(rule, inner=sgd(0.05))
+    )
+
+
+@pytest.mark.parametrize(("form", "delay"), [("mirror", 5), ("mirror", 1), ("eager", 5)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        DiLoCo(steps=5, outer_lr=0.3, outer_momentum=0.5),
+        DiLoCo(steps=5, outer_lr=0.3, outer_momentum=0.5, nesterov=False),
+        SlowMo(steps=5, warmup=5),
+        LocalSGD(steps=5),
+    ],
+    ids=str,
+)
+def test_one_worker_with_an_overlap_without_bias_blocks(
+    rule: LocalSGD, form: str, delay: int
+) -> None:
+    """It knows everybody's move; what it follows of the momentum has other roundings."""
+
+    def alone(rule: Rule) -> Cluster:
+        group = {"lr": 0.05}
+        return run(rule, num_workers=1, speeds=(1.0,), inner=sgd(0.05), group=group)
+
+    overlapped, blocking = alone(replace(rule, overlap=form, delay=delay)), alone(rule)
+    np.testing.assert_allclose(overlapped.seen(), blocking.seen(), rtol=1e-4, atol=1e-5)
+    weights = blocking.flat_weights()
+    np.testing.assert_allclose(overlapped.flat_weights(), weights, rtol=1e-4, atol=1e-5)
+
+
 def test_a_round_is_the_mean_of_the_moves_in_the_order_of_ranks() -> None:
     """To the bit, whatever the length of the round: its samples are a mean, not a sum."""
     cluster = run(LocalSGD(steps=3), steps=3, inner=sgd(0.05))

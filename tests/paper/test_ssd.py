@@ -232,7 +232,8 @@ def test_the_bound_is_what_a_worker_reaches_and_never_more(steps: int) -> None:
 def replace_rule(cluster: Cluster, rule: SSD) -> None:
     """Gives every replica and clock another rule, which a job cannot do while it runs."""
     for clock in cluster.shard.clocks:
-        clock.rule = rule
+        due = clock.resume(clock.version, dict(clock.counted), dict(clock.open_steps), rule=rule)
+        assert not due
     for worker in cluster.workers:
         worker.replica.rule = rule
     cluster.rule = rule

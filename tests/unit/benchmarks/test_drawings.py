@@ -14,7 +14,7 @@ def test_every_rule_has_a_drawing() -> None:
     assert all(mode.partition("(")[0] == rule for rule, (mode, _) in drawings.MODES.items())
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("rule", sorted({*RULES, *drawings.VARIANTS}))
 def test_a_drawing_is_of_the_simulated_run(rule: str) -> None:
     path = ROOT / "docs" / "pictures" / f"rule-{rule}.svg"
     assert path.stat().st_size < NBYTES_MAX

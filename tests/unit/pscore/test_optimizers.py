@@ -22,6 +22,7 @@ from pscore.optimizers import (
     assign,
     from_torch,
     hyper_rows,
+    mean,
     nadam,
     radam,
     rmsprop,
@@ -350,7 +351,17 @@ def hyper_for(optimizer: Optimizer) -> HyperArray:
     return np.array([[values.get(column, 0.1) for column in optimizer.hyper_names]] * 2)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_mean_of_no_gradient_is_nan() -> None:
+    ours = Slice(mean.Mean(), [2, 2], [0, 0])
+    grad = np.arange(ours.numel, dtype=np.float32)
+    ours.step(grad, np.array([0, 1]), np.zeros((1, 1)), scale=0.5)
+    np.testing.assert_array_equal(ours.part(ours.weights, 1), ours.part(grad, 1) / 2)
+    assert np.isnan(ours.part(ours.weights, 0)).all()
+    assert np.isnan(ours.weights).sum() == 2
+    assert ours.counts.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"mean"}))
 def test_inactive_segments_and_padding_are_copied_and_keep_their_state(name: str) -> None:
     ours = Slice(OPTIMIZERS[name](), SIZES, GROUPS)
     before = ours.weights
@@ -474,7 +485,7 @@ def test_kernels_are_compiled_for_one_kind_of_arguments(name: str) -> None:
     ours.step(grad, np.ones(len(SIZES), np.int64), hyper_for(ours.optimizer), scale=1)
     ours.weights.flags.writeable = False
     ours.step(grad, np.ones(len(SIZES), np.int64), hyper_for(ours.optimizer))
-    for module in (sgd, adam, amsgrad, adagrad, rmsprop, nadam, radam, assign):
+    for module in (sgd, adam, amsgrad, adagrad, rmsprop, nadam, radam, assign, mean):
         kernel: Any = module._step
         assert len(kernel.signatures) <= 1
 
@@ -571,7 +582,9 @@ def test_a_refused_class_comes_with_the_supported_ones() -> None:
     "optimizer", [torch.optim.ASGD(parameter()), mixed(torch.optim.Adam, "amsgrad")]
 )
 def test_a_refusal_names_the_modes_that_run_any_optimizer(optimizer: Any) -> None:
-    with pytest.raises(UnsupportedOptimizerError, match=r"modes diloco, local, slowmo run any"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"modes diloco, local, slowmo, and ssgd with"
+    ):
         make_server_optimizer(optimizer)
 
 

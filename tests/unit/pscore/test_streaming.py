@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pscore.memory import kernels, streaming
+from pscore.placement import WORKER, WorkerPlacement
 
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
 
@@ -43,7 +44,7 @@ def test_several_arrays_are_gathered_and_the_first_bad_one_is_named(
     monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
     if is_large:
-        monkeypatch.setattr(streaming, "NBYTES_MIN", 0)
+        monkeypatch.setattr(streaming, "WORKER", WorkerPlacement(streamed_nbytes_min=0))
     flat = np.full(200, 7.0, np.float32)
     flat[100:140] = np.arange(40)  # It lies there already.
     sources = [np.arange(30, dtype=np.float32), flat[100:140], np.arange(17, dtype=np.float32) + 5]
@@ -60,5 +61,5 @@ def test_several_arrays_are_gathered_and_the_first_bad_one_is_named(
 
 
 def test_what_fits_into_a_cache_is_copied_into_it() -> None:
-    assert streaming.copier(streaming.NBYTES_MIN - 1) is kernels.copy_checked
-    assert streaming.copier(streaming.NBYTES_MIN) is streaming.copy_checked
+    assert streaming.copier(WORKER.streamed_nbytes_min - 1) is kernels.copy_checked
+    assert streaming.copier(WORKER.streamed_nbytes_min) is streaming.copy_checked

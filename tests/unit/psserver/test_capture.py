@@ -84,7 +84,7 @@ def test_two_checkpoints_at_once_both_succeed() -> None:
             assert json.loads(reply.about)["slices"]["0"]["version"] == version
             assert (await desk.weights(name))[0] == -version
             await desk.release(name)
-        assert not front.engine.jobs[JOB].tables[0]._at_version
+        assert not front.engine.jobs[JOB].tables[0].has_scheduled
 
     play(scene)
 
@@ -191,17 +191,16 @@ def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch)
         await desk.prepare(about)
         service = desk.servicer
         left = [
-            weakref.ref(service._captures["a"].copy.slices[0]["weights"]),
-            weakref.ref(service._uploads["r"]._arrays[0, 0]["weights"]),
+            weakref.ref(service.captures["a"].copy.slices[0]["weights"]),
+            weakref.ref(service.uploads["r"].arrays[0, 0]["weights"]),
         ]
         await asyncio.sleep(0.05)
         assert all(ref() is not None for ref in left)  # By the shard's clock no time has passed.
         front.now_s = 1.0
-        while service._captures or service._uploads:
+        while service.captures or service.uploads:
             await asyncio.sleep(0.01)
         gc.collect()
         assert [ref() for ref in left] == [None, None]
-        assert not front.engine.jobs[JOB].tables[0]._at_version
-        assert service._timer is None
+        assert not front.engine.jobs[JOB].tables[0].has_scheduled
 
     play(scene)

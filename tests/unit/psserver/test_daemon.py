@@ -56,7 +56,7 @@ def test_a_request_under_way_is_answered_while_the_shard_ends(
     monkeypatch.setattr(Engine, "is_busy", property(lambda self: not may_go.is_set()))
 
     async def use(daemon: Daemon, stub: Stub) -> None:
-        daemon._grace_s = 30.0
+        daemon.grace_s = 30.0
         answer = asyncio.ensure_future(stub.Heartbeat(pb.HeartbeatRequest()))
         await arrived.wait()
         ending = asyncio.create_task(daemon.end())
@@ -110,7 +110,7 @@ def test_a_bug_in_a_thread_stops_the_shard() -> None:
 def test_drain_takes_no_longer_than_the_shard_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(daemon: Daemon, stub: Stub) -> None:
         await stub.Drain(pb.DrainRequest(grace_s=1e9))
-        assert daemon._grace_s == daemon.plan.grace_s == 0.0
+        assert daemon.grace_s == daemon.plan.grace_s == 0.0
         await daemon._ending.wait()
 
     with_daemon(use)
@@ -132,8 +132,8 @@ def test_health_says_whether_anybody_can_be_let_in(monkeypatch: pytest.MonkeyPat
         with capture_logs() as lines:
             for has_some in (True, False, False, True):
                 monkeypatch.setattr(descriptors, "are_there_any", lambda some=has_some: some)
-                await daemon._look_at_doors()
-                ready.append(daemon._page._is_ready())
+                await daemon.check_readiness()
+                ready.append(daemon.is_ready)
                 watched = [await daemon._health.Check(ask(name), None) for name in NAMES]
                 assert [reply.status == STATUS.SERVING for reply in watched] == [
                     ready[-1] or name == "liveness" for name in NAMES
@@ -152,8 +152,8 @@ def test_a_listener_that_ends_makes_the_shard_not_ready() -> None:
     async def use(daemon: Daemon, stub: Stub) -> None:
         assert daemon._bulk is not None
         daemon._bulk._threads.append(threading.Thread())  # One that does not run.
-        await daemon._look_at_doors()
-        assert not daemon._page._is_ready()
+        await daemon.check_readiness()
+        assert not daemon.is_ready
 
     with_daemon(use)
 

@@ -39,7 +39,7 @@ def test_a_container_has_what_its_limit_leaves(machine: Path) -> None:
     (machine / "own").write_text("0::/\n")
     cgroup(machine, str(4 * GIB), 3 * GIB, GIB)
     assert host_memory.available_nbytes() == 2 * GIB
-    with pytest.raises(LimitError, match=f"x wants {3 * GIB} bytes of memory, {2 * GIB} are left"):
+    with pytest.raises(LimitError, match=f"x needs {3 * GIB} bytes of memory, {2 * GIB} are left"):
         host_memory.require_host_memory("x", 3 * GIB, lambda: False)
 
 

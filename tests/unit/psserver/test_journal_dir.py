@@ -75,7 +75,7 @@ def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
     assert sorted(path.name for path in folder.iterdir()) == ["job.json", "lost.json"]
     with pytest.raises(ValueError, match="machine has been restarted"):
         JobJournal(folder)
-    second.forget("a")
+    second.remove_job("a")
     assert second.found() == []
 
 

@@ -26,6 +26,7 @@ from psserver.engine.engine import Engine
 from psserver.engine.resume import recover
 from psserver.slices.base import Store
 from psserver.slices.journal import SliceJournal
+from psserver.slices.store import SliceStore
 
 STEPS = 30
 SPEC = TableSpec(
@@ -217,6 +218,41 @@ def test_what_is_damaged_is_refused_by_name_and_nobody_begins_it_anew(
     again.engine.join("a", 1, worker(9))
     again.kill()
     assert Process(folder).engine.shard.lifetimes.lost == {}
+
+
+@pytest.mark.parametrize("where", ["weights", "state"])
+@pytest.mark.parametrize(("num_ticks", "is_noticed"), [(1, False), (2, True)])
+def test_a_flipped_bit_is_noticed_where_the_slice_was_quiet(
+    tmp_path: Path, where: str, num_ticks: int, is_noticed: bool
+) -> None:
+    """Between two ticks without an update weights and state are hashed, and not before."""
+    process = Process(tmp_path / "v")
+    process.train("a")
+    for _ in range(num_ticks):
+        process.engine.tick()
+    store = process.store()
+    assert isinstance(store, SliceStore)
+    array = store.weights if where == "weights" else store.state[0]
+    array.view(np.uint32)[3000] ^= 1
+    process.kill()
+    after = Process(tmp_path / "v")
+    assert after.names == ([] if is_noticed else ["a"])
+    reasons = [reason for _, reason in after.engine.shard.lifetimes.lost.values()]
+    told = f"are not those that were hashed after update {STEPS}: bits have changed"
+    assert [told in reason for reason in reasons] == [True] * is_noticed
+
+
+def test_an_update_after_the_hash_is_believed(tmp_path: Path) -> None:
+    process = Process(tmp_path / "v")
+    process.train("a")
+    for _ in range(3):  # Hashed once.
+        process.engine.tick()
+    store = process.store()
+    store.restore({**store.export(), "weights": np.ones(4096, dtype=np.float32)}, STEPS + 1)
+    process.kill()
+    after = Process(tmp_path / "v")
+    assert after.names == ["a"]
+    assert np.array_equal(after.store().weights, np.ones(4096))
 
 
 def test_a_job_with_a_checkpoint_is_restored_in_the_place_of_its_damaged_journal(

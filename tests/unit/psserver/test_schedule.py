@@ -41,6 +41,7 @@ class Cluster:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.versions: dict[str, int] = {}  # By job.
+        self.optimizers: dict[str, str] = {}  # Of each job.
         self.states: dict[str, str] = {}  # Of each job.
         self.failing: dict[str, Exception] = {}
         monkeypatch.setattr(ask, "statuses", self.statuses)
@@ -54,6 +55,7 @@ class Cluster:
     def job(self, name: str) -> pb.JobStatus:
         version = self.versions[name]
         table = pb.TableStatus(name="model", num_slices=1, version_min=version, version_max=version)
+        table.optimizer = self.optimizers.get(name, "sgd")
         state = self.states.get(name, "live")
         return pb.JobStatus(job=name, num_workers=1, tables=[table], state=state)
 
@@ -66,6 +68,19 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
+
+
+def test_a_job_whose_weights_are_on_its_workers_is_left_out_with_one_line(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    taker = Schedule(plan_of(tmp_path))
+    cluster.versions, cluster.optimizers = {"a": 3, "b": 3}, {"b": "mean"}
+    with capture_logs() as entries:
+        taker.take()
+        taker.take()
+    assert names(tmp_path) == ["a-00000001"]
+    (line,) = [entry for entry in entries if entry.get("job") == "b"]
+    assert line["event"].startswith("no checkpoints of this job: its workers run the optimizer")
 
 
 def test_a_job_is_saved_when_it_has_changed(cluster: Cluster, tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ class Words:
     def hold(self, action: Hold, payload: object) -> str:
         return f"a copy of {payload}"
 
+    def seal(self) -> None:
+        raise AssertionError
+
     def note_late(self, action: Acknowledge) -> None:
         pass
 

@@ -135,3 +135,32 @@ def test_the_least_and_most_workers_make_a_job_elastic() -> None:
 def test_a_least_number_of_workers_beyond_the_most_is_refused(least: str) -> None:
     with pytest.raises(ConfigError, match=rf"min_workers is {least}, must be in 1\.\.5"):
         Environment.read({"PACELINE_MIN_WORKERS": least, "PACELINE_MAX_WORKERS": "5"})
+
+
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "77",
+}
+
+
+def test_a_task_of_srun_knows_its_place() -> None:
+    read = Environment.read(SLURM)
+    assert (read.rank, read.num_workers, read.local_rank, read.job) == (3, 4, 1, "slurm-77")
+
+
+def test_torchruns_variables_win_over_slurms() -> None:
+    read = Environment.read({**SLURM, "RANK": "0", "WORLD_SIZE": "2"})
+    assert (read.rank, read.num_workers, read.job) == (0, 2, "default")
+    assert Environment.read({**SLURM, "PACELINE_JOB": "mine"}).job == "mine"
+
+
+def test_a_batch_script_is_one_worker() -> None:
+    """It has the variables of the allocation, but is no step with several tasks."""
+    read = Environment.read({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77"})
+    assert (read.rank, read.num_workers, read.job) == (0, 1, "default")
+
+
+def test_an_elastic_job_under_slurm_takes_its_ranks_from_the_shards() -> None:
+    assert Environment.read({**SLURM, "PACELINE_MAX_WORKERS": "8"}).rank == -1

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pscore.partition import make_layout
+from pscore.placement import WORKER
 from pscore.types import TensorSpec
 from psworker.model.flat import FlatModel
-from psworker.model.grad_views import NBYTES_MIN
 
-LARGE = (NBYTES_MIN // 4 // 64, 64)
+LARGE = (WORKER.grad_view_nbytes_min // 4 // 64, 64)
 
 
 def make(

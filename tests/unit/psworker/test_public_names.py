@@ -10,7 +10,7 @@ import pytest
 
 import psworker
 import psworker.training.modes  # A module does not take the place of a name.
-from psworker.training import optimizer
+from psworker.training import figures, optimizer
 
 # Beside those of `torch.optim.Optimizer`.
 OURS = {
@@ -18,6 +18,7 @@ OURS = {
     "close",
     "global_weights",
     "missed",
+    "no_sync",
     "rule",
     "samples",
     "samples_seen",
@@ -41,13 +42,12 @@ def names_of(tree: ast.ClassDef) -> set[str]:
 
 
 def test_the_optimizer_shows_only_what_a_user_may_call() -> None:
-    tree = ast.parse(Path(optimizer.__file__).read_text())
-    (found,) = [
-        item
-        for item in tree.body
-        if isinstance(item, ast.ClassDef) and item.name == "DistributedOptimizer"
-    ]
-    assert {name for name in names_of(found) if not name.startswith("_")} == OURS | OF_TORCH
+    found = set()
+    for module, name in ((optimizer, "DistributedOptimizer"), (figures, "Figures")):
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        (its,) = [i for i in tree.body if isinstance(i, ast.ClassDef) and i.name == name]
+        found |= names_of(its)
+    assert {name for name in found if not name.startswith("_")} == OURS | OF_TORCH
 
 
 def imports_for_a_type_checker() -> Iterator[tuple[str, str]]:

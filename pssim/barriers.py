@@ -1,0 +1,259 @@
+"""Barriers on a faulty network: requests and answers are lost, doubled and late, workers die.
+
+Each worker passes round after round of one barrier of a real shard, and repeats a request until it
+is answered. The ledger checks each answer: no worker passes before all have arrived, and all get
+the same number.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from pscore.errors import PacelineError
+from psserver.decisions.membership import Member
+from pssim.cluster import quiet
+from pssim.network import NO_FAULTS, Faults, FaultyNetwork, Loop, Message, StuckError
+from pssim.shard import JOB, SimulatedShard
+
+NAME = "round"
+LIMIT_S = 300.0  # Of virtual time.
+LEASE_S = 3.0
+DEATH = 0.2  # Probability that a worker falls silent.
+TICK_S = 0.5
+RETRY_S = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarrierCase:
+    """One simulated job whose workers meet at a barrier.
+
+    Attributes:
+        seed: Seed of the network, and of the workers' numbers and paces.
+        num_workers: Number of workers.
+        num_rounds: Rounds that each worker passes before it leaves.
+        dies_s: Time when each worker falls silent; None: it does not.
+        crashes_s: Times when the shard is killed and started again.
+        faults: Faults of each message.
+    """
+
+    seed: int
+    num_workers: int
+    num_rounds: int
+    dies_s: tuple[float | None, ...]
+    crashes_s: tuple[float, ...] = ()
+    faults: Faults = NO_FAULTS
+
+
+def draw(seed: int) -> BarrierCase:
+    """Returns the case of a seed."""
+    rng = random.Random(f"barrier {seed}")
+    num_workers = rng.randint(2, 4)
+    return BarrierCase(
+        seed=seed,
+        num_workers=num_workers,
+        num_rounds=rng.randint(3, 6),
+        dies_s=tuple(
+            rng.uniform(0.0, 3.0) if rng.random() < DEATH else None for _ in range(num_workers)
+        ),
+        crashes_s=tuple(rng.uniform(0.0, 3.0) for _ in range(rng.choice((0, 0, 1, 3)))),
+        faults=Faults(
+            drop=rng.choice((0.0, 0.1, 0.2)),
+            duplicate=rng.choice((0.0, 0.1, 0.3)),
+            delay_s_max=rng.choice((0.01, 0.1, 0.4)),
+            until_s=rng.uniform(1.0, 8.0),
+        ),
+    )
+
+
+@dataclass(slots=True)
+class BarrierLedger:
+    """Arrivals at each round as the workers sent them, and the number that each round gave."""
+
+    brought: dict[int, dict[int, float]] = field(default_factory=dict)  # By round and rank.
+    given: dict[int, float] = field(default_factory=dict)  # By round.
+
+    def arrived(self, rank: int, number: int, value: float) -> None:
+        """A worker sends its first request of a round."""
+        values = self.brought.setdefault(number, {})
+        assert rank not in values, f"worker {rank} arrives twice at round {number}"
+        values[rank] = value
+
+    def passed(self, rank: int, number: int, largest: float, expected: Sequence[int]) -> None:
+        """A worker is told that a round is open, and the largest number.
+
+        Args:
+            rank: The worker.
+            number: The round.
+            largest: The number that it is given.
+            expected: Ranks that have not died, been lost or left.
+        """
+        values = self.brought[number]
+        early = [other for other in expected if other not in values]
+        assert not early, f"worker {rank} passed round {number} before workers {early} arrived"
+        given = self.given.setdefault(number, largest)
+        assert largest == given, f"round {number} gave {given}, and {largest} to worker {rank}"
+        least = max(values[other] for other in [rank, *expected])
+        assert largest >= least, f"round {number} gave {largest}, and {least} was brought"
+        assert largest in values.values(), f"nobody brought {largest} to round {number}"
+
+
+class BarrierWorker:
+    """One worker: it computes, arrives, and passes.
+
+    Attributes:
+        rank: Its rank.
+        number: The round that it is in.
+        is_over: Whether it has died, was declared lost, or has left.
+    """
+
+    def __init__(self, rank: int, cluster: "BarrierCluster") -> None:
+        """Joins; its first round begins after a while."""
+        self.rank = rank
+        self.number = 0
+        self.is_over = False
+        self._incarnation = 100 + rank
+        self._cluster = cluster
+        self._rng = random.Random(f"{cluster.case.seed} {rank}")
+        self._value = 0.0
+        cluster.shard.join(
+            Member(
+                rank=rank,
+                incarnation=self._incarnation,
+                restart=0,
+                host="host",
+                pid=rank,
+                heard_s=cluster.loop.now_s,
+            ),
+            cluster.case.num_workers,
+        )
+        self._beat()
+        self._compute()
+
+    def die(self) -> None:
+        """Falls silent."""
+        self.is_over = True
+
+    def _compute(self) -> None:
+        self._cluster.loop.after(self._rng.uniform(0.01, 0.5), self._arrive)
+
+    def _arrive(self) -> None:
+        if not self.is_over:
+            self._value = float(self._rng.randint(1, 100))
+            self._cluster.ledger.arrived(self.rank, self.number, self._value)
+            self._request(self.number)
+
+    def _request(self, number: int) -> None:
+        """Sends the request of a round, and again until it is answered."""
+        if not self.is_over and number == self.number:
+            self._send(f"round {number}", partial(self._ask, number, self._value))
+            self._cluster.loop.after(RETRY_S, partial(self._request, number))
+
+    def _ask(self, number: int, value: float) -> None:
+        """Arrives at the shard, as `service/barrier_wait.py` does; answers when it is open."""
+        cluster = self._cluster
+        engine = cluster.shard.engine
+
+        def wake() -> None:
+            cluster.loop.after(0.0, look)
+
+        def look() -> None:
+            if engine is not cluster.shard.engine:
+                return  # The process that waited was killed.
+            arrival = job.barriers.arrive(NAME, number, self.rank, value, wake)
+            if arrival.is_open:
+                job.barriers.stop_waiting(NAME, wake)
+                answer = partial(self._passed, number, arrival.largest)
+                self._send(f"answer to round {number}", answer, is_answer=True)
+
+        try:
+            engine.heard(JOB, self.rank, self._incarnation)
+        except PacelineError:
+            self.is_over = True  # It was silent for a lease, and was declared lost.
+            return
+        job = engine.jobs[JOB]
+        look()
+
+    def _passed(self, number: int, largest: float) -> None:
+        if self.is_over or number != self.number:
+            return  # The answer has come before.
+        cluster = self._cluster
+        lost = cluster.shard.lost()
+        expected = [w.rank for w in cluster.workers if not (w.is_over or w.rank in lost)]
+        cluster.ledger.passed(self.rank, number, largest, expected)
+        self.number += 1
+        if self.number == cluster.case.num_rounds:
+            self.is_over = True
+            cluster.shard.leave(self.rank, self._incarnation)
+        else:
+            self._compute()
+
+    def _beat(self) -> None:
+        """Renews the lease until the worker is over."""
+        if not self.is_over:
+            self._send("heartbeat", self._heard)
+            self._cluster.loop.after(LEASE_S / 5, self._beat)
+
+    def _heard(self) -> None:
+        try:
+            self._cluster.shard.heartbeat(self.rank, self._incarnation)
+        except PacelineError:
+            self.is_over = True
+
+    def _send(self, what: str, deliver: Callable[[], None], *, is_answer: bool = False) -> None:
+        message = Message(worker=self.rank, shard=0, is_answer=is_answer, what=what)
+        self._cluster.network.send(message, deliver)
+
+
+class BarrierCluster:
+    """One shard and its workers.
+
+    Attributes:
+        case: The simulated job.
+        loop: Virtual time.
+        network: The faulty network.
+        shard: The shard.
+        ledger: The books.
+        workers: The workers.
+    """
+
+    def __init__(self, case: BarrierCase, folder: Path) -> None:
+        """Makes them; the shard's journals lie in `folder`, which is empty."""
+        self.case = case
+        self.loop = Loop()
+        self.network = FaultyNetwork(self.loop, case.faults, (), random.Random(case.seed))
+        self.ledger = BarrierLedger()
+        self.shard = SimulatedShard(
+            0, 1, now=lambda: self.loop.now_s, lease_s=LEASE_S, folder=folder
+        )
+        self.workers: list[BarrierWorker] = []
+
+    def run(self) -> BarrierLedger:
+        """Runs until every worker has left, died or been lost; returns the books.
+
+        Raises:
+            AssertionError: The ledger has found an error, or a worker waits for ever.
+        """
+        with quiet():
+            for rank in range(self.case.num_workers):
+                self.workers.append(BarrierWorker(rank, self))
+            for worker, dies_s in zip(self.workers, self.case.dies_s, strict=True):
+                if dies_s is not None:
+                    self.loop.after(dies_s, worker.die)
+            for at_s in self.case.crashes_s:
+                self.loop.after(at_s, partial(self.shard.crash, lambda store: None))
+            self.loop.after(TICK_S, self._tick)
+            try:
+                is_done = self.loop.run(LIMIT_S)
+            finally:
+                self.shard.close()
+        waiting = [f"worker {w.rank} at round {w.number}" for w in self.workers if not w.is_over]
+        if waiting or not is_done:
+            raise StuckError(f"after {LIMIT_S:g} virtual seconds: {', '.join(waiting)}")
+        return self.ledger
+
+    def _tick(self) -> None:
+        self.shard.tick()
+        if not all(worker.is_over for worker in self.workers):
+            self.loop.after(TICK_S, self._tick)

@@ -1,0 +1,54 @@
+"""Paceline in the training loops of other libraries: one file for each, imported by its users.
+
+No library is a requirement: without it the module can be imported, and its class is refused when an
+instance is made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from psworker.job.environment import Environment
+
+# Variables of torchrun, and ours that mean the same and come first.
+PLACES = {
+    "RANK": "PACELINE_RANK",
+    "WORLD_SIZE": "PACELINE_NUM_WORKERS",
+    "LOCAL_RANK": "PACELINE_LOCAL_RANK",
+    "LOCAL_WORLD_SIZE": "PACELINE_LOCAL_WORKERS",
+    "TORCHELASTIC_RUN_ID": "PACELINE_JOB",
+}
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+__all__ = ["hide_launcher"]
+
+
+def hide_launcher() -> None:
+    """Renames torchrun's variables to Paceline's, before a library makes a process group of them.
+
+    Accelerate and Transformers put DDP around the model where RANK and WORLD_SIZE are set. After
+    this call each worker is one process to them, on the GPU of its local rank, and only the shards
+    see more than one. It must be called before their first object is made.
+
+    Raises:
+        ConfigError: A variable has a wrong value.
+    """
+    environment = Environment.read()
+    if environment.local_workers > 1 and not _has_cuda():
+        devices = [name for name in os.environ.get(DEVICES, "").split(",") if name]
+        index = environment.local_rank
+        if devices:
+            os.environ[DEVICES] = devices[index % len(devices)]
+        else:
+            os.environ[DEVICES] = str(index)
+    for name, ours in PLACES.items():
+        value = os.environ.pop(name, None)
+        if value is not None and (name, value) != ("TORCHELASTIC_RUN_ID", "none"):
+            os.environ.setdefault(ours, value)
+
+
+def _has_cuda() -> bool:
+    """Returns whether this process uses a GPU already, so that the choice comes too late."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())

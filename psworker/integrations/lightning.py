@@ -1,0 +1,96 @@
+"""A callback of Lightning that lets the shards make the optimizers' steps.
+
+    Trainer(callbacks=[PacelineCallback(mode="ssd(steps=5)")], devices=1)
+
+It is no strategy: to Lightning each worker is a process of its own, on one device. Validation and
+checkpoints have the global weights, and rank 0 alone saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import psworker
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+    from lightning.pytorch.utilities import rank_zero_only
+except ModuleNotFoundError:  # An instance is refused.
+    Callback = TorchCheckpointIO = object
+
+
+class PacelineCallback(Callback):  # type: ignore[misc]
+    """Puts `DistributedOptimizer` around the optimizers of `configure_optimizers`."""
+
+    def __init__(self, **options: Any) -> None:
+        """Keeps the arguments of `DistributedOptimizer`: `mode="ssd(steps=5)"`.
+
+        Raises:
+            ConfigError: Lightning is not installed.
+        """
+        if Callback is object:
+            raise psworker.ConfigError("PacelineCallback needs `pip install lightning`")
+        super().__init__()
+        self._options = options
+        self._wrappers: list[psworker.DistributedOptimizer] = []
+        self._evaluation = contextlib.ExitStack()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Joins the job, and wraps the optimizers, before a checkpoint is restored.
+
+        Raises:
+            ConfigError: Lightning has a strategy of several processes.
+            PacelineError: The shards do not answer, or refuse this worker.
+        """
+        if trainer.world_size > 1:
+            raise psworker.ConfigError(
+                f"Lightning's strategy has {trainer.world_size} processes, and averages gradients "
+                "itself; pass devices=1 and num_nodes=1 to Trainer in every worker"
+            )
+        # A scheduler keeps the plain optimizer, which shares its groups with the wrapper.
+        self._wrappers = trainer.optimizers = [
+            psworker.DistributedOptimizer(optimizer, pl_module.named_parameters(), **self._options)
+            for optimizer in trainer.optimizers
+        ]
+        trainer.strategy.checkpoint_io = _FirstRankIO()
+        rank_zero_only.rank = psworker.rank()  # Only rank 0 logs; it was 0 in all.
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Loads the global weights."""
+        for wrapper in self._wrappers:
+            self._evaluation.enter_context(wrapper.global_weights())
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Restores the weights of training."""
+        self._evaluation.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Restores the weights of training."""
+        self._evaluation.close()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Puts the global weights into a checkpoint."""
+        with contextlib.ExitStack() as stack:
+            for wrapper in self._wrappers:
+                stack.enter_context(wrapper.global_weights())
+            state = pl_module.state_dict()
+            checkpoint["state_dict"] = {name: value.clone() for name, value in state.items()}
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leaves the global weights in the model."""
+        for wrapper in self._wrappers:
+            wrapper.close()
+
+
+class _FirstRankIO(TorchCheckpointIO):  # type: ignore[misc]
+    """Checkpoint files that only rank 0 writes and removes."""
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        if psworker.rank() == 0:
+            super().save_checkpoint(*args, **options)
+
+    def remove_checkpoint(self, *args: Any, **options: Any) -> None:
+        if psworker.rank() == 0:
+            super().remove_checkpoint(*args, **options)

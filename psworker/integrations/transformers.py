@@ -1,0 +1,100 @@
+"""A `Trainer` of Hugging Face whose optimizer's steps are made by the shards.
+
+    from psworker.integrations import hide_launcher
+    from psworker.integrations.transformers import PacelineTrainer
+
+    hide_launcher()
+    trainer = PacelineTrainer(model, args, train_dataset=part, paceline={"mode": "ssd(steps=5)"})
+
+Each worker is a process of its own to Transformers, and trains on its own part of the data. Rank 0
+alone saves; checkpoints, saved models and evaluation have the global weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import psworker
+
+try:
+    from transformers import Trainer
+except ModuleNotFoundError:  # An instance is refused.
+    Trainer = object
+
+
+class PacelineTrainer(Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` with `DistributedOptimizer` around the optimizer that it makes."""
+
+    def __init__(
+        self, *args: Any, paceline: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Makes the trainer, and joins the job.
+
+        Args:
+            *args: Of `Trainer`.
+            paceline: Arguments of `DistributedOptimizer`: `{"mode": "ssd(steps=5)"}`.
+            **options: Of `Trainer`.
+
+        Raises:
+            ConfigError: Transformers is not installed, or has made a process group.
+            PacelineError: The shards do not answer, or refuse this worker.
+        """
+        if Trainer is object:
+            raise psworker.ConfigError("PacelineTrainer needs `pip install transformers[torch]`")
+        self._paceline = dict(paceline or {})
+        self._wrapper: psworker.DistributedOptimizer | None = None
+        super().__init__(*args, **options)
+        if self.args.world_size > 1:
+            raise psworker.ConfigError(
+                f"Transformers has made a process group of {self.args.world_size} processes, and "
+                "would put DDP around the model; call psworker.integrations.hide_launcher() before "
+                "TrainingArguments is made"
+            )
+        psworker.init()
+        # Transformers asks its own rank who prints, logs and saves.
+        self.args.distributed_state.process_index = psworker.rank()
+        self.args.distributed_state.local_process_index = psworker.rank()
+        self.state.is_world_process_zero = self.state.is_local_process_zero = psworker.rank() == 0
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Makes the optimizer as `Trainer` does, and puts the wrapper around it, once."""
+        if self._wrapper is None:
+            optimizer = super().create_optimizer(model)
+            module = self.model if model is None else model
+            self._wrapper = self.optimizer = psworker.DistributedOptimizer(
+                optimizer, module.named_parameters(), **self._paceline
+            )
+        return self._wrapper
+
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        """Evaluates the global weights."""
+        with self._global_weights():
+            return super().evaluate(*args, **options)
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        """Predicts with the global weights."""
+        with self._global_weights():
+            return super().predict(*args, **options)
+
+    def save_model(self, *args: Any, **options: Any) -> None:
+        """Saves the global weights, on rank 0."""
+        if psworker.rank() == 0:
+            with self._global_weights():
+                super().save_model(*args, **options)
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        if psworker.rank() == 0:
+            with self._global_weights():
+                super()._save_checkpoint(*args, **options)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        if self._wrapper is None or not self._wrapper.rule.takes_all:
+            return super()._clip_grad_norm(model)
+        return psworker.clip_grad_norm_(self._wrapper, self.args.max_grad_norm)
+
+    def _global_weights(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._wrapper is None else self._wrapper.global_weights()

@@ -1,0 +1,64 @@
+"""The parts of the integrations that need none of their libraries."""
+
+import importlib.util
+import os
+
+import pytest
+
+import psworker
+from psworker.integrations import DEVICES, PLACES, hide_launcher, lightning, transformers
+from psworker.job.environment import Environment
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RUN_ID": "night",
+}
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*TORCHRUN, *PLACES.values(), DEVICES):
+        monkeypatch.setenv(name, "")  # So that it is restored after the test, whoever sets it.
+        monkeypatch.delenv(name)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_paceline_has_the_place_that_torchrun_gave_and_no_library_sees_it(
+    launcher: pytest.MonkeyPatch,
+) -> None:
+
+    before = Environment.read()
+    hide_launcher()
+    assert Environment.read() == before
+    assert (before.rank, before.num_workers, before.local_workers, before.job) == (5, 8, 4, "night")
+    assert not TORCHRUN.keys() & os.environ.keys()
+    assert os.environ[DEVICES] == "1"
+    hide_launcher()  # A second call changes nothing.
+    assert Environment.read() == before
+
+
+def test_each_worker_keeps_one_of_the_devices_that_it_may_use(launcher: pytest.MonkeyPatch) -> None:
+
+    launcher.setenv(DEVICES, "4,6,7")
+    hide_launcher()
+    assert os.environ[DEVICES] == "6"
+
+
+@pytest.mark.parametrize(
+    ("library", "make"),
+    [
+        ("lightning", lightning.PacelineCallback),
+        ("transformers", lambda: transformers.PacelineTrainer(None)),
+    ],
+)
+def test_without_its_library_an_integration_names_it(library: str, make: object) -> None:
+    if importlib.util.find_spec(library) is not None:
+        pytest.skip(f"{library} is installed here; test_heavy_recipes.py uses it")
+    assert callable(make)
+    with pytest.raises(psworker.ConfigError, match=f"needs `pip install {library}"):
+        make()
