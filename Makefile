@@ -16,7 +16,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 QUICK := tests/unit tests/golden tests/integration/test_psserver_cli.py \
 	tests/integration/test_launch.py tests/integration/test_training.py
 
-.PHONY: simulate help setup run test test-lowest check check-deploy proto bench bench-peers soak fuzz test-gpu test-recipes clean
+.PHONY: simulate help setup run test test-lowest check check-deploy docs proto bench bench-peers soak fuzz test-gpu test-recipes clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -56,6 +56,10 @@ check: $(STAMP) ## lint, format, types, generated code
 check-deploy: $(STAMP) ## deploy/ on Kubernetes (lint, schemas, pods as processes) and Slurm; as root
 	$(BIN)/python scripts/check_deploy.py
 	CHECK_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/deploy
+
+docs: $(STAMP) ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 proto: $(STAMP) ## regenerate pscore/pb from proto/
 	$(BIN)/python scripts/gen_proto.py

@@ -1,24 +1,28 @@
 """A worker whose gradients the ledger can tell apart, and that enters each push and pull in it."""
 
+import contextlib
 import random
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from pscore.errors import ReplacedError
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
+from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import FloatArray, Role, Verdict
 from psserver.slices.base import Payload
+from pssim.captures import ResidualBook
 from pssim.case import GRADIENT, HALF, RAW, STEPS_MAX, Case
 from pssim.events import Recorder, What
 from pssim.ledger import Ledger, Sent
-from pssim.network import Loop, Network
+from pssim.network import Loop, Message, Network
 from pssim.shard import SimulatedShard
 from pssim.transport import is_load
-from pssim.worker import Worker
+from pssim.worker import Program, Worker
 from psworker.transports.base import PullCall
 
 GROUP = {
@@ -50,6 +54,7 @@ class BookedWorker(Worker):
         elements: Elements that its steps since the last push have touched.
         segment: `(layout.numel,) float32`, memory that a shard on its host reads.
         step_now: Step of its own program.
+        residuals: Its residuals after each push, for checkpoints.
     """
 
     def __init__(
@@ -76,6 +81,8 @@ class BookedWorker(Worker):
         self.elements: list[int] = []
         self.segment: FloatArray = np.zeros(layout.numel, np.float32)
         self.step_now = 0
+        self.residuals = ResidualBook()
+        self._pushed: dict[int, int] = {}  # By slice: step of the newest push.
 
     # ----- gradients
 
@@ -120,6 +127,7 @@ class BookedWorker(Worker):
         if is_load(header):
             return
         step, index = header.step, header.slice
+        self._pushed[index] = step
         self.recorder.note(self.name, What.PUSH_SENT, worker=self.rank, step=step, slice=index)
         book = self.ledger.books[header.slice]
         identity = (self.rank, header.step, self.incarnation)
@@ -155,6 +163,24 @@ class BookedWorker(Worker):
         identity = (self.rank, header.step, self.incarnation)
         if not is_load(header):
             self.ledger.books[header.slice].sent[identity].verdict = verdict
+
+    def wait_for_push(self, index: int) -> Program:
+        """Waits until the last push of a slice is acknowledged; then books its residual."""
+        yield from super().wait_for_push(index)
+        feedback = self.exchange.payloads.feedback[index]
+        if self.case.captures_s and index in self._pushed and feedback is not None:
+            self.residuals.note(self.rank, index, self._pushed[index], feedback.state)
+
+    def send_residual(self, shard: SimulatedShard, request: pb.SendResidualRequest) -> None:
+        """Sends a residual once: it may be lost, doubled or late."""
+
+        def arrive() -> None:
+            with contextlib.suppress(ReplacedError):
+                shard.take_residual(request)
+
+        what = f"{self.name}: residual of slice {request.slice}, {shard.name}"
+        message = Message(worker=self.rank, shard=shard.index, is_answer=False, what=what)
+        self.network.send(message, arrive)
 
     def begin_pull(self, header: data_pb2.PullHeader) -> None:
         """Records that a pull is sent."""

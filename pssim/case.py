@@ -74,6 +74,7 @@ class Case:
     min_workers: int = 0  # Of an elastic job.
     comes_s: tuple[float, ...] = ()  # When each worker starts; empty: all at once.
     shares: tuple[bool, ...] = ()  # Whether a worker's gradients are in memory that the shards map.
+    captures_s: tuple[float, ...] = ()  # When a checkpoint of all shards is begun.
     quadratic: bool = False  # Gradients depend on the weights; else each has an element of its own.
 
     @property
@@ -163,6 +164,22 @@ def draw_elastic(name: str, seed: int) -> Case:
         cuts=tuple(
             replace(cut, worker=rng.randrange(1, num_workers), shard=None) for cut in case.cuts
         ),
+    )
+
+
+def draw_captures(name: str, seed: int) -> Case:
+    """Returns a case like `draw`'s whose workers keep residuals, with checkpoints during training.
+
+    No shard crashes: its copies for a checkpoint would be gone with it.
+    """
+    rng, case = random.Random(f"captures {name} {seed}"), draw(name, seed)
+    kinds = sorted(kind for kind in COMPRESSORS if COMPRESSORS[kind]().state_names)
+    return replace(
+        case,
+        compressor=COMPRESSORS[rng.choice(kinds)](),
+        captures_s=tuple(rng.uniform(0.1, 1.5) for _ in range(6)),
+        crashes=(),
+        quadratic=True,
     )
 
 

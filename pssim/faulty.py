@@ -26,6 +26,7 @@ from psserver.decisions.orders import Update
 from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 from pssim.booked import BookedWorker, start_weights
+from pssim.captures import Captures
 from pssim.case import NUMEL, Case
 from pssim.cluster import Cluster, quiet, small_slices
 from pssim.events import Event, Recorder, What
@@ -38,6 +39,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 LIMIT_S = 600.0  # Of virtual time; a job takes a few seconds, and a dead worker a lease.
 LEASE_S = 3.0
 TICK_S = 0.5
+LOOK_S = 0.05
 PULL_WAIT_S = 1.0
 RETRY_S = 0.7
 
@@ -403,10 +405,15 @@ class FaultyWorker(BookedWorker):
 
     def _heartbeat(self, shard: SimulatedShard, incarnation: int) -> None:
         try:
-            shard.heartbeat(self.rank, incarnation)
+            requests = shard.heartbeat(self.rank, incarnation)
         except ReplacedError as problem:
             if incarnation == self.incarnation and not self.is_over:
                 self.resume(problem)
+            return
+        if incarnation == self.incarnation and not self.is_over:
+            for wanted in requests:
+                if sender := self.session.residual_senders.get(wanted.table):
+                    sender.send_after(wanted.step, wanted.slices)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -421,6 +428,7 @@ class Outcome:
         seconds: Virtual seconds.
         trace: Lines of the transcript.
         events: Events of steps, pushes, updates and pulls.
+        captures: Checkpoints during training.
     """
 
     weights: FloatArray
@@ -430,6 +438,7 @@ class Outcome:
     seconds: float
     trace: list[str]
     events: list[Event]
+    captures: Captures
 
     @property
     def num_updates(self) -> int:
@@ -475,6 +484,7 @@ class FaultyCluster(Cluster):
         network.trace = [] if trace else None
         self.recorder = Recorder(self.now)
         self.ledger = Ledger(min_workers=case.min_workers)
+        self.captures = Captures()
         self._num_leased = self._num_leased_max = 0
         self._lost: list[set[int]] = [set() for _ in range(case.num_shards)]
         with small_slices(NUMEL):
@@ -497,6 +507,7 @@ class FaultyCluster(Cluster):
         for worker in self.workers:
             worker.others = [other for other in self.workers if other is not worker]
             worker.check = self.check
+            worker.residuals = self.captures.book
 
     def _make_workers(self, case: Case) -> list[FaultyWorker]:
         return [
@@ -521,6 +532,10 @@ class FaultyCluster(Cluster):
             worker.start()
         for shard in self.shards:
             self.loop.after(TICK_S, partial(self._tick, shard))
+        for at_s in self.case.captures_s:
+            self.loop.after(at_s, partial(self.captures.begin, self.shards))
+        if self.case.captures_s:
+            self.loop.after(LOOK_S, self._look)
         for index, at_s in self.case.crashes:
             self.loop.after(at_s, partial(self._crash, self.shards[index]))
         try:
@@ -538,6 +553,7 @@ class FaultyCluster(Cluster):
             seconds=self.loop.now_s,
             trace=self.network.trace or [],
             events=self.recorder.events,
+            captures=self.captures,
         )
 
     def decided(self, decision: Decision) -> None:
@@ -556,6 +572,12 @@ class FaultyCluster(Cluster):
         self.check(shard)
         if not shard.is_over or shard.engine.requests.waiting:
             self.loop.after(TICK_S, partial(self._tick, shard))
+
+    def _look(self) -> None:
+        """Looks at the checkpoints while a worker trains."""
+        self.captures.look()
+        if not all(worker.is_over for worker in self.workers):
+            self.loop.after(LOOK_S, self._look)
 
     def _crash(self, shard: SimulatedShard) -> None:
         self.network.note(f"    {shard.name}: is killed, and starts again")
@@ -595,6 +617,10 @@ class FaultyCluster(Cluster):
             clock.check_invariants()
 
     def _check_the_end(self) -> None:
+        self.captures.look()
+        self.captures.close()
+        steady = set(range(self.case.num_workers)) - self.ledger.came_back
+        self.captures.check(sorted(steady))
         for shard in self.shards:
             assert shard.is_over
             self.check(shard)

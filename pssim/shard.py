@@ -14,6 +14,7 @@ import numpy as np
 
 from pscore.errors import PacelineError
 from pscore.net import wire
+from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import TableSpec
 from pscore.types import ByteArray, FloatArray, Origin, Role
@@ -26,6 +27,7 @@ from psserver.durability.journal_dir import JournalDir
 from psserver.engine.engine import Engine
 from psserver.engine.job import Request
 from psserver.engine.resume import recover
+from psserver.engine.views import ResidualRequest
 from psserver.slices.base import Store
 from psserver.slices.store import SliceStore
 
@@ -206,13 +208,24 @@ class SimulatedShard:
         table = self.engine.define(job, spec)
         return table.index, table.origin
 
-    def heartbeat(self, rank: int, incarnation: int) -> None:
-        """Renews a lease.
+    def heartbeat(self, rank: int, incarnation: int) -> tuple[ResidualRequest, ...]:
+        """Renews a lease; returns the residuals that the worker has still to send.
 
         Raises:
             ReplacedError: The worker is no longer part of the job.
         """
-        self.engine.heard(JOB, rank, incarnation)
+        job = self.engine.heard(JOB, rank, incarnation)
+        return job.heartbeat(rank, "", {}).residual_requests
+
+    def take_residual(self, request: pb.SendResidualRequest) -> None:
+        """Receives a worker's residual of a slice, as `service/control.py` does.
+
+        Raises:
+            PacelineError: It is refused.
+        """
+        job = self.engine.heard(JOB, request.worker, request.incarnation)
+        arrays = {array.name: array.data for array in request.arrays}
+        job.take_residual(request.table, request.slice, request.worker, request.step, arrays)
 
     def leave(self, rank: int, incarnation: int) -> None:
         """Ends a worker's part in the job."""

@@ -10,6 +10,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Origin, Role, Verdict
 from pssim.shard import JOB, Respond, SimulatedShard
+from psworker.connection.residuals import Residuals
 from psworker.transports.base import PullCall, PushCall, Transport
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class SimulatedTransport(Transport):
             self._shard, what, ask, land, index=header.slice, nbytes=0, is_pull=True
         )
 
+    def send_residual(self, request: pb.SendResidualRequest) -> None:
+        """Sends a residual for a checkpoint."""
+        self._worker.send_residual(self._shard, request)
+
     def close(self) -> None:
         """Does nothing: there is no connection."""
 
@@ -93,10 +98,16 @@ class SimulatedLink:
         """Links to the shard at `address`."""
         self.transport = transport
         self.address = address
-        self.control = SimpleNamespace(FetchResidual="FetchResidual")
+        self.control = SimpleNamespace(FetchResidual="FetchResidual", SendResidual="SendResidual")
 
-    def call(self, method: str, request: pb.FetchResidualRequest) -> pb.FetchResidualReply:
-        """Returns no residuals: no checkpoint is restored in a simulation."""
+    def call(
+        self, method: str, request: pb.FetchResidualRequest | pb.SendResidualRequest
+    ) -> pb.FetchResidualReply | pb.SendResidualReply:
+        """Sends a residual, or fetches none: no checkpoint is restored in a simulation."""
+        if isinstance(request, pb.SendResidualRequest):
+            assert method == "SendResidual"
+            self.transport.send_residual(request)
+            return pb.SendResidualReply()
         assert method == "FetchResidual"
         return pb.FetchResidualReply()
 
@@ -112,7 +123,7 @@ class SimulatedSession:
         self.rank = rank
         self.incarnation = incarnation
         self.links = links
-        self.residual_senders: dict[int, object] = {}
+        self.residual_senders: dict[int, Residuals] = {}
 
     def define(self, *table: object, **options: object) -> tuple[int, Origin]:
         """Returns the table's number, and the origin of its steps."""

@@ -16,6 +16,7 @@ from pscore.errors import PacelineError
 from pscore.net import wire
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
+from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.table_spec import TableSpec
 from pscore.types import Verdict
@@ -217,6 +218,10 @@ class Worker:
 
     def end_push(self, header: data_pb2.PushHeader, verdict: Verdict) -> None:
         """Called when a push is acknowledged."""
+
+    def send_residual(self, shard: SimulatedShard, request: pb.SendResidualRequest) -> None:
+        """Called with a residual that is to be sent to a shard."""
+        shard.take_residual(request)
 
     def begin_pull(self, header: data_pb2.PullHeader) -> None:
         """Called with a pull that is about to be sent."""

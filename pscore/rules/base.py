@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
+from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
 from pscore.types import FloatArray, Role
 
@@ -184,6 +185,10 @@ class Rule(ABC):
             group: The user's own parameter group, as it is now.
         """
         return group
+
+    def caution(self, compressor: Compressor) -> str:
+        """Returns the reason not to use a compressor of pushes with this rule; empty: none."""
+        return ""
 
     # ----- as a value
 

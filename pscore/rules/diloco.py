@@ -65,6 +65,11 @@ class DiLoCo(LocalSGD):
         require_range("diloco.outer_lr", self.outer_lr, 0.0, 1e6)
         require_range("diloco.outer_momentum", self.outer_momentum, 0.0, 1.0 - 1e-9)
 
+    @property
+    def momentum(self) -> float:
+        """That of the outer optimizer."""
+        return self.outer_momentum
+
     def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """SGD with Nesterov momentum after the warm-up."""
         mean = super().outer_group(step, group)

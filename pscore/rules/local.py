@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pscore.compressors.base import RESIDUAL, Compressor
 from pscore.errors import ConfigError
 from pscore.overlaps import NONE, OVERLAPS, make_overlap
 from pscore.plugins import require_one_of, require_range
@@ -38,6 +39,8 @@ from pscore.types import Role
 STEPS_MAX = 1_000_000
 AUTOMATIC = -1  # A delay that follows the length of a round.
 AUTOMATIC_PART = 5
+SAMPLE_NUMEL = 1 << 20  # Elements for which a compressor's bits are counted.
+CAREFUL_BITS = 4.0  # An element: with fewer, most of a move waits in the residual.
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,23 @@ class LocalSGD(WithBackup):
             return Plan(push=Role.DELTA, inner=True)
         return Plan(
             push=Role.DELTA, inner=True, local=True, block=False, lands=landing == self.steps
+        )
+
+    @property
+    def momentum(self) -> float:
+        """The momentum over the rounds."""
+        return 0.0
+
+    def caution(self, compressor: Compressor) -> str:
+        """Error feedback and momentum over the rounds count the same past twice."""
+        bits = 8 * compressor.payload_nbytes_max(SAMPLE_NUMEL) / SAMPLE_NUMEL
+        if not self.momentum or RESIDUAL not in compressor.state_names or bits > CAREFUL_BITS:
+            return ""
+        return (
+            f"{self.name} with momentum {self.momentum:g} over the rounds, and compression "
+            f"{compressor.name}: most of a move waits in the residual of error feedback, and "
+            "momentum counts it again, which may diverge; use no momentum over the rounds, or a "
+            "compressor that sends more, such as int8"
         )
 
     def step_after(self, step: int, num_pushes: int) -> int:

@@ -64,6 +64,11 @@ class SlowMo(LocalSGD):
         require_range("slowmo.slow_lr", self.slow_lr, 0.0, 1e6)
         require_range("slowmo.slow_momentum", self.slow_momentum, 0.0, 1.0 - 1e-9)
 
+    @property
+    def momentum(self) -> float:
+        """The slow one."""
+        return self.slow_momentum
+
     def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """The slow step, at the inner learning rate of now; in the warm-up the mean."""
         is_warm = step >= self.warmup

@@ -197,9 +197,15 @@ def plan(
     optimizer: Annotated[
         str, typer.Option(help="Optimizer of the shards: sgd, adam, rmsprop, ...")
     ] = "sgd",
+    workers: Annotated[
+        int, typer.Option(help="Number of workers of the job.", min=1, max=1 << 20)
+    ] = 2,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens, or samples, of a worker's step.", min=0, max=1 << 40)
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show slices, shards, and bytes per step of a model, without any server."""
+    """Show slices, shards, and bytes per step and token of a model, without any server."""
     with commandline.importing(PROGRAM):
         from pscore.compressors import parse_compressor
         from pscore.estimate import parse_pull_compressor
@@ -216,6 +222,8 @@ def plan(
         compressor=parse_compressor(compression),
         optimizer=OPTIMIZERS[optimizer](),
         pull_compressor=parse_pull_compressor(pull_compression),
+        num_workers=workers,
+        tokens=tokens,
     )
     text = json.dumps(report.as_json()) if as_json else "\n".join(lines_of(report))
     sys.stdout.write(text + "\n")

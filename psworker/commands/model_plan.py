@@ -17,7 +17,7 @@ from pscore.net.wire import FLOAT_NBYTES
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout, make_layout
 from pscore.rules.base import Rule
-from pscore.types import Role, TensorSpec
+from pscore.types import TensorSpec
 from psworker.compression.error_feedback import choose
 
 MIN_NBYTES = 1 << 16  # The default of `DistributedOptimizer`.
@@ -41,6 +41,10 @@ class Report:
     period_steps: int  # After the warm-up; the bytes below are means over it.
     pushed_nbytes: float  # Per step.
     pulled_nbytes: float
+    num_workers: int
+    ddp_nbytes: float  # That a worker of DDP sends in a step, and receives: a ring of all workers.
+    caution: str  # The reason not to use the compressor with the mode; empty: none.
+    tokens: int  # Tokens, or samples, of a worker's step; 0: not given.
     uncompressed: list[str]  # Tensors that are pushed uncompressed in every step.
 
     def as_json(self) -> dict[str, Any]:
@@ -58,6 +62,8 @@ def make_report(
     pull_compressor: Compressor = RAW,
     min_nbytes: int = MIN_NBYTES,
     exclude: Sequence[str] = (),
+    num_workers: int = 2,
+    tokens: int = 0,
 ) -> Report:
     """Returns the plan of a model.
 
@@ -70,18 +76,22 @@ def make_report(
         pull_compressor: Of its pulls.
         min_nbytes: Smaller parameters are not compressed, in bytes of float32.
         exclude: Names, or patterns, of more that are not.
+        num_workers: Workers of the job, for the bytes of DDP.
+        tokens: Tokens, or samples, of a worker's step; 0: bytes are per step only.
 
     Raises:
-        ConfigError: There is no such layout.
+        ConfigError: There is no such layout, or the mode does not fit the number of workers.
     """
     tensors = [TensorSpec(name=name, shape=shape, dtype="float32") for name, shape in shapes]
     compressors = (compressor, pull_compressor)
     tensors = choose(tensors, *compressors, min_nbytes=min_nbytes, exclude=exclude)
+    rule.require_workers(num_workers)
     layout = make_layout(tensors, num_shards)
+    num_elements = sum(spec.numel for spec in tensors)
     period, pushed, pulled = _traffic(layout, rule, compressors, len(optimizer.state_names))
     return Report(
         num_tensors=len(tensors),
-        num_elements=sum(spec.numel for spec in tensors),
+        num_elements=num_elements,
         num_slices=len(layout.slices),
         slice_nbytes_max=FLOAT_NBYTES * max(spec.numel for spec in layout.slices),
         shards=[
@@ -98,6 +108,10 @@ def make_report(
         period_steps=period,
         pushed_nbytes=pushed,
         pulled_nbytes=pulled,
+        num_workers=num_workers,
+        ddp_nbytes=FLOAT_NBYTES * num_elements * 2 * (num_workers - 1) / num_workers,
+        caution=rule.caution(compressor),
+        tokens=tokens,
         uncompressed=[spec.name for spec in tensors if not spec.compress],
     )
 
@@ -120,7 +134,7 @@ def _traffic(
     pushed = pulled = 0.0
     for step in range(start, start + period):
         plan = rule.plan(step)
-        if plan.push is Role.GRADIENT and plan.compress and not plan.flush:
+        if plan.push is not None and plan.compress and not plan.flush:
             pushed += packed
         elif plan.push is not None:
             pushed += raw
@@ -231,12 +245,33 @@ def lines_of(report: Report) -> list[str]:
         f"{report.optimizer} on the shards",
         f"per worker and step, as a mean over {report.period_steps} after the warm-up: "
         f"{_mib(report.pushed_nbytes)} pushed, {_mib(report.pulled_nbytes)} pulled",
+        f"DDP of {report.num_workers} workers, uncompressed: {_mib(report.ddp_nbytes)} sent, and "
+        f"as much received{_beside_ddp(report)}",
     ]
+    if report.tokens:
+        up, down, ddp = (
+            nbytes / report.tokens
+            for nbytes in (report.pushed_nbytes, report.pulled_nbytes, report.ddp_nbytes)
+        )
+        lines.append(
+            f"bytes per token or sample, {report.tokens} in a step: {up:.4g} pushed, {down:.4g} "
+            f"pulled; DDP {ddp:.4g} each way"
+        )
+    if report.caution:
+        lines.append(f"warning: {report.caution}")
     kept = report.uncompressed
     if (report.compression, report.pull_compression) != ("none", "none") and kept:
         listed = ", ".join(kept[:6]) + (", ..." if len(kept) > 6 else "")  # noqa: PLR2004
         lines.append(f"always uncompressed: {len(kept)} tensors: {listed}")
     return lines
+
+
+def _beside_ddp(report: Report) -> str:
+    """Returns the shares of DDP's bytes, if there are any."""
+    if not report.ddp_nbytes:
+        return ""
+    up, down = report.pushed_nbytes / report.ddp_nbytes, report.pulled_nbytes / report.ddp_nbytes
+    return f"; of that {up:.2%} are pushed, {down:.2%} pulled"
 
 
 def _mib(nbytes: float) -> str:

@@ -6,6 +6,7 @@ this class.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
 from psworker.training.progress import Progress
 from psworker.training.worker_steps import MeanGradients
+
+log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +185,7 @@ class TrainingTable:
         Args:
             param_groups: Parameter groups with the hyper-parameters of the first step.
         """
+        self._warn_of(self.rule)
         if self.session.process_rank == 0:
             self.upload(Role.WEIGHTS)
         self.set_hyper(param_groups)
@@ -316,12 +320,19 @@ class TrainingTable:
 
     def change_rule(self, rule: Rule) -> None:
         """Continues under another mode, with the global weights, at the same step."""
+        self._warn_of(rule)
         self.settle()
         if self.group is not None:  # The shards stop waiting for all of its pushes at once.
             self.group.barrier()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
         self.begin()
+
+    def _warn_of(self, rule: Rule) -> None:
+        """Logs, on one worker, the reason not to use the compressor with a rule."""
+        caution = rule.caution(self.exchange.spec.compressor)
+        if caution and self.session.rank == 0:
+            log.warning("%s", caution)
 
     def rejoin(self) -> None:
         """Joins the job again as a new incarnation, perhaps at another rank; forgets all pushes."""

@@ -1,6 +1,7 @@
 """What is promised to users and peers is used: errors are raised, verdicts are given."""
 
 import ast
+import functools
 import inspect
 
 import pytest
@@ -19,14 +20,15 @@ KINDS = [
 ]
 
 
-def raised() -> set[str]:
+@functools.cache
+def raised() -> frozenset[str]:
     """Returns the classes that some module makes an instance of."""
-    return {
+    return frozenset(
         node.func.id
         for path in modules(*PACKAGES)
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
+    )
 
 
 def given() -> set[str]:

@@ -132,6 +132,67 @@ def test_overlapped_rounds_start_at_the_outer_step_of_each_worker(shards: Shards
         assert relative_error(first[name], weight) <= 1e-4, name
 
 
+def make_matrices() -> tuple[torch.nn.Module, list[Any], list[Any]]:
+    """Returns a model, its matrices and the rest, by name."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10))
+    named = list(model.named_parameters())
+    return (
+        model,
+        [one for one in named if one[1].ndim == 2],
+        [one for one in named if one[1].ndim == 1],
+    )
+
+
+def train_muon(me: Station) -> dict[str, np.ndarray]:
+    """MuLoCo: Muon inside for the matrices, AdamW for the rest; a table for each."""
+    model, matrices, rest = make_matrices()
+    mode = "diloco(steps=4, outer_lr=0.7)"
+    optimizers = [
+        psworker.DistributedOptimizer(make([weight for _, weight in named]), named, mode=mode)
+        for make, named in ((muon, matrices), (adamw, rest))
+    ]
+    for step in range(8):
+        backward(model, *batch(me.rank, step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    psworker.shutdown()
+    return weights_of(model)
+
+
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(parameters, lr=0.02, weight_decay=0.01)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muloco_is_nesterov_over_the_means_of_models_trained_apart_by_muon(shards: Shards) -> None:
+    reference, models = make_matrices()[0], [make_matrices() for _ in range(2)]
+    inner = [
+        [muon([weight for _, weight in matrices]), adamw([weight for _, weight in rest])]
+        for _, matrices, rest in models
+    ]
+    outer = torch.optim.SGD(reference.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(8):
+        for rank, (model, _, _) in enumerate(models):
+            backward(model, *batch(rank, step))
+            for optimizer in inner[rank]:
+                optimizer.step()
+                optimizer.zero_grad()
+        if step % 4 == 3:
+            with torch.no_grad():
+                for name, weight in reference.named_parameters():
+                    held = [model.state_dict()[name] for model, _, _ in models]
+                    weight.grad = weight - torch.stack(held).mean(dim=0)
+            outer.step()
+            for model, _, _ in models:
+                model.load_state_dict(reference.state_dict())
+    first, second = shards.run(train_muon)
+    for name, expected in weights_of(reference).items():
+        assert np.array_equal(first[name], second[name]), name
+        assert relative_error(first[name], expected) <= 1e-4, name
+
+
 def hold_still(me: Station, mode: str) -> float:
     """Rounds of a bfloat16 model that does not move; returns how far the shards' weights went."""
     model = torch.nn.Linear(8, 8)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import psworker
+from pscore.compressors import parse_compressor
 from pscore.compressors.two_bit import TwoBit
 from pscore.errors import ConfigError
 from pscore.optimizers import OPTIMIZERS
@@ -234,3 +235,18 @@ def test_a_step_follows_from_the_pushes_that_lie_behind_it(name: str) -> None:
                 if rule.plan(step).push is not None:
                     pushes += 1
                     assert rule.step_after(start, pushes) == step + 1, (str(rule), start, pushes)
+
+
+@pytest.mark.parametrize("name", ["1bit", "2bit", "topk", "randomk", "dgc"])
+def test_few_bits_with_error_feedback_and_momentum_over_rounds_are_cautioned(name: str) -> None:
+    """Both count the same past twice: on quadratics that diverged (docs/notes/trials.md)."""
+    compressor = parse_compressor(name)
+    for rule in (DiLoCo(), SlowMo()):
+        assert f"and compression {name}: most of a move waits" in rule.caution(compressor)
+    without = DiLoCo(outer_momentum=0.0), SlowMo(slow_momentum=0.0), LocalSGD(), SSGD()
+    assert not any(rule.caution(compressor) for rule in without)
+
+
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8", "natural", "qsgd"])
+def test_more_bits_or_no_error_feedback_are_not(name: str) -> None:
+    assert not DiLoCo().caution(parse_compressor(name))

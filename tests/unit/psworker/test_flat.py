@@ -149,11 +149,15 @@ def test_a_negated_view_is_gathered_as_what_it_stands_for() -> None:
     assert flat_model.state_view(flat_model.grads, 1).item() == -4.0
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
+def test_a_sparse_gradient_is_gathered_as_a_dense_one() -> None:
     parameters, flat_model = make_bucket()
-    parameters["matrix"].grad = torch.zeros(2, 3).to_sparse()
-    with pytest.raises(GradientError, match="gradient of 'matrix' is sparse"):
-        flat_model.gather_grads([0], step=0)
+    shape = parameters["matrix"].shape
+    dense = torch.zeros(shape)
+    dense[0, 1] = 4.0
+    parameters["matrix"].grad = dense.to_sparse()
+    index = list(parameters).index("matrix")
+    flat_model.gather_grads([index], step=0)
+    assert torch.equal(flat_model.state_view(flat_model.grads, index).reshape(shape), dense)
 
 
 @pytest.mark.parametrize(("devices", "listed"), [(["meta"] * 4, "meta"), (["cpu", "meta"], "cpu")])

@@ -154,3 +154,37 @@ def test_a_wrong_model_is_refused_in_a_sentence(
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(message)):
         shapes_of(model)
+
+
+def test_bytes_of_a_round_are_compressed_and_stand_beside_those_of_ddp() -> None:
+    """H = 100 and 4 workers: DDP's ring moves 2 * 3/4 of the gradients each way in every step."""
+    report = make_report(
+        SHAPES,
+        num_shards=2,
+        rule=parse_mode("diloco(steps=100, outer_momentum=0.0, overlap=mirror)"),
+        compressor=parse_compressor("fp16"),
+        optimizer=OPTIMIZERS["sgd"](),
+        num_workers=4,
+        tokens=1000,
+    )
+    nbytes = 4 * report.num_elements
+    assert report.ddp_nbytes == 1.5 * nbytes
+    assert report.pulled_nbytes == nbytes / 100
+    assert report.pushed_nbytes == (nbytes - 2 * MIB) / 100
+    up, down = report.pushed_nbytes / report.ddp_nbytes, 1 / 150
+    text = "\n".join(lines_of(report))
+    assert f"of that {up:.2%} are pushed, {down:.2%} pulled" in text
+    assert f"{nbytes / 1e5:.4g} pulled; DDP {1.5 * nbytes / 1000:.4g} each way" in text
+
+
+def test_one_worker_of_ddp_sends_nothing() -> None:
+    report = make_report(
+        SHAPES,
+        num_shards=1,
+        rule=parse_mode("ssgd"),
+        compressor=parse_compressor("none"),
+        optimizer=OPTIMIZERS["sgd"](),
+        num_workers=1,
+    )
+    assert report.ddp_nbytes == 0
+    assert "of that" not in "\n".join(lines_of(report))
