@@ -47,6 +47,10 @@ class Clocks:
             self._oldest = min(self.counts[own] for own in self._own)
         return self._oldest
 
+    def known_count(self, index: int) -> int:
+        """Returns `count`, or 0 where only another process of the group knows it."""
+        return self.count(index) if self.rule.by_step or index in self._own else 0
+
     def next_push(self, index: int) -> int:
         """Returns the step of the next push of a slice.
 

@@ -139,24 +139,10 @@ class Pulls:
             self.early.add(index)
 
     def look(
-        self,
-        index: int,
-        buffer: PullBuffer,
-        push_pull: PushPull,
-        *,
-        with_state: bool,
-        is_counted: bool,
+        self, index: int, buffer: PullBuffer, push_pull: PushPull, *, with_state: bool
     ) -> None:
-        """Pulls a slice into memory of the caller's; the answer is never applied.
-
-        Args:
-            index: Index of the slice.
-            buffer: The memory.
-            push_pull: Sends the pull.
-            with_state: Whether the optimizer's state comes along.
-            is_counted: Whether the pushes of the slice are known here; else any version will do.
-        """
-        clock = self._clocks.count(index) if is_counted else 0
+        """Pulls a slice into memory of the caller's; the answer is never applied."""
+        clock = self._clocks.known_count(index)
         oldest = self._clocks.oldest_version(clock)
         push_pull.pull(index, clock, oldest, buffer, with_state=with_state)
 

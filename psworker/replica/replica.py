@@ -62,8 +62,8 @@ class Replica:
             num_groups: Number of parameter groups.
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             rank: Rank of this worker.
-            own: The slices that it pushes and pulls, in order; None: all.
             num_workers: Workers that the job was made for.
+            own: The slices that it pushes and pulls, in order; None: all.
         """
         self.rule = rule
         self.rank = rank
@@ -105,8 +105,8 @@ class Replica:
         timing.
 
         The step's own pull follows at once, so that weights come back while later slices still
-        leave. During backward, which reads the weights, they land in other memory. In an
-        asynchronous mode the pull waits for the end of backward, for newer weights.
+        leave. During backward, which reads the weights, they land in other memory; in an
+        asynchronous mode the pull waits for its end, for newer weights.
 
         Args:
             index: The slice; its `hyper` is this step's.
@@ -188,8 +188,7 @@ class Replica:
 
     def follow(self) -> None:
         """Records the weights of the slices that others of the group have pulled."""
-        for index in set(range(len(self.parts))).difference(self.own):
-            self._round.record_slice(index, self.parts[index].weights)
+        self._round.follow(self.own)
 
     def shift_origin(self, change: torch.Tensor) -> None:
         """Shifts the start of the round by `(layout.numel,)`: a model's rounding is no move."""
@@ -214,8 +213,7 @@ class Replica:
         """Joins a job that may have begun: pulls its weights, and the step to begin with.
 
         In a mode by step that is the newest step that a slice expects next: each slice waits for
-        this worker from its answer on, so none can have closed it. Slices that are behind are
-        pulled again, at the version of that step, which also tells them the step.
+        this worker from its answer on. Slices that are behind are pulled again, at that version.
         """
         yield from self.fetch(0, push_pull)
         yield from self.begin_at(self.clocks.first_push(), push_pull)
@@ -233,10 +231,7 @@ class Replica:
         self._pulls.free_memory()
 
     def abandon(self) -> None:
-        """Gives up the pulls of an unfinished step: other workers may wait for its other pushes.
-
-        An answer that still arrives is written to memory that nothing reads.
-        """
+        """Gives up the pulls of an unfinished step: other workers may wait for its other pushes."""
         self._pulls.abandon_early()
 
     def restart(self) -> None:
@@ -285,10 +280,7 @@ class Replica:
         self.abandon()
         for index in range(len(self.parts)):
             yield from self.land(index)
-            is_counted = self.rule.by_step or index in self.own
-            self._pulls.look(
-                *(index, buffers[index], push_pull), with_state=with_state, is_counted=is_counted
-            )
+            self._pulls.look(index, buffers[index], push_pull, with_state=with_state)
         yield from range(len(self.parts))
 
     @property

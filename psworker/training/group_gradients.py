@@ -75,7 +75,7 @@ class GroupGradients(Gradients):
 
     def _push_early(self) -> None:
         """Pushes own slices whose sums have come: then every process has all gradients of them."""
-        for index in self._table.own:
+        for index in self._table.parts.own:
             pending = self._sums.get(index)
             if pending is None or not pending.is_done():
                 return
@@ -222,7 +222,7 @@ class GroupGradients(Gradients):
         part = self._flat.grads_of(index)
         if samples != 1.0:
             part.mul_(samples)
-        self._sums[index] = self.group.add_at(part, self._table.owners[index])
+        self._sums[index] = self.group.add_at(part, self._table.parts.owners[index])
 
     def _divide(self, index: int) -> None:
         """Turns the sum of a slice into the mean over the processes that have each gradient."""

@@ -81,9 +81,9 @@ class GroupSteps(Steps):
         plan = table.replica.plan()
         changes = plan.push is not None or plan.lands  # Inner steps are the same everywhere.
         ends = self._together(lambda: self._push_and_pull(skips=skips), 2)
-        table.agree_on_push([given for given, _ in ends])
+        table.parts.agree([given for given, _ in ends])
         if changes:
-            table.gather_parts()
+            table.parts.gather()
         table.show_weights()
         self._buffers.post(0.0 if skips else table.progress.samples)
         return any(refused for _, refused in ends)
@@ -126,4 +126,4 @@ class GroupSteps(Steps):
             table.flat.gather_weights()
         here = table.progress.samples * self._group.size  # Of a step that all leave out.
         table.finish_step(here if skips else self._sums.samples)
-        return [table.next_push, float(table.exchange.payloads.has_refused)]
+        return [table.parts.next_push, float(table.exchange.payloads.has_refused)]

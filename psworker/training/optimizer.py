@@ -78,10 +78,9 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             batches differ. May be changed before each step (`optimizer.samples = 17`).
         compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
             are not compressed; in bytes of float32.
-        local_group: The processes that are one worker: they average their gradients first, and each
-            pushes and pulls a part (docs/hosts.md). A ProcessGroup of `torch.distributed`; "host":
-            those of this host; None: each process is a worker; "auto": those of this host under
-            torchrun, if `torch.distributed` is initialised.
+        local_group: The processes that are one worker and average their gradients first
+            (docs/hosts.md): a ProcessGroup of torch; "host": those of this host; None: each is a
+            worker; "auto": those of this host under torchrun, if torch.distributed is initialised.
         compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
         optimizer_on: `shards`; `worker`: in `ssgd` the shards return the mean gradient, and each
             worker's own optimizer steps; `auto`: the shards, if they know the optimizer.

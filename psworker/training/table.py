@@ -7,7 +7,6 @@ this class.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +25,10 @@ from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
 from psworker.group.local_group import LocalGroup
-from psworker.group.parts import owners
 from psworker.model.flat import FlatModel
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import Replica
+from psworker.training.parts import Parts, own_slices
 from psworker.training.progress import Progress
 from psworker.training.worker_steps import MeanGradients
 
@@ -56,8 +55,7 @@ class TrainingTable:
         flat: The model as flat memory.
         replica: The state machine that decides what is sent at each step.
         progress: Samples and steps behind this worker.
-        owners: Local rank of the process that pushes and pulls each slice.
-        own: The slices of this process: all, unless several processes are one worker.
+        parts: The slices of this process and of the others of its group.
         means: The mean gradients, where those are pulled and the workers run the optimizer; None:
             weights are pulled.
     """
@@ -90,12 +88,8 @@ class TrainingTable:
         """
         self.name = spec.name
         self.optimizer = optimizer
-        layout, group = spec.layout(), session.group
-        lengths = [part.numel for part in layout.slices]
-        self.owners = [0] * len(lengths) if group is None else owners(lengths, group.size)
-        me = 0 if group is None else group.rank
-        self.own = [index for index, owner in enumerate(self.owners) if owner == me]
-        self.exchange = Exchange(session, spec, share=True, own=self.own)
+        own = own_slices(spec.layout(), session.group)
+        self.exchange = Exchange(session, spec, share=True, own=own)
         self.layout = layout = self.exchange.layout
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
@@ -109,9 +103,10 @@ class TrainingTable:
             weights = self.means.values
         self.replica = Replica(
             *(layout, spec.rule, optimizer, num_groups, weights, session.rank),
-            own=self.own,
+            own=own,
             num_workers=session.num_workers,
         )
+        self.parts = Parts(self.layout, self.flat, self.replica, session.group)
         kernels = kernels_for(weights)
         for part in self.replica.parts:
             part.kernels = kernels
@@ -203,13 +198,10 @@ class TrainingTable:
             StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
         self.exchange.run(self.replica.fetch(0, self.exchange))
-        first = self.replica.clocks.first_push()
-        if self.group is not None:
-            first = int(max(given for (given,) in self.group.gather([first])))
-        self.exchange.run(self.replica.begin_at(first, self.exchange))
-        self.agree_on_push()
+        self.exchange.run(self.replica.begin_at(self.parts.first_push(), self.exchange))
+        self.parts.agree()
         self.progress.locate(step)
-        self.gather_parts()
+        self.parts.gather()
         if self.means is not None and self.replica.next_push > self.exchange.origin.clock:
             raise self.means.refuse(self.replica.step, "comes to")
         self.take_weights()
@@ -233,7 +225,7 @@ class TrainingTable:
     def finish_step(self, samples: float) -> None:
         """Ends a step: local updates and pulls, and the waits of the mode.
 
-        In a group each process ends it for its own slices; `gather_parts` follows.
+        In a group each process ends it for its own slices; `Parts.gather` follows.
 
         Args:
             samples: Weight of the step in the mean of a round.
@@ -243,39 +235,6 @@ class TrainingTable:
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
         if self.group is None:
             self.show_weights()
-
-    @property
-    def next_push(self) -> float:
-        """Step of the next push in this process's slices; infinite where it has none."""
-        return self.replica.clocks.next_of_all() if self.own else math.inf
-
-    def agree_on_push(self, pushes: Sequence[float] | None = None) -> None:
-        """Makes every process of the group continue with the same push.
-
-        Args:
-            pushes: `next_push` of each process; None: they are gathered here.
-        """
-        if self.group is not None:
-            if pushes is None:
-                self.replica.clocks.limit = None
-                pushes = [given for (given,) in self.group.gather([self.next_push])]
-            self.replica.clocks.limit = int(min(pushes))
-
-    def gather_parts(self) -> None:
-        """Brings the slices of the group's other processes into the flat weights.
-
-        Raises:
-            GroupError: A process of the group has ended.
-        """
-        if self.group is None:
-            return
-        weights = self.flat.weights
-        for copy in [
-            self.group.copy_from(weights[spec.start : spec.stop], self.owners[spec.index])
-            for spec in self.layout.slices
-        ]:
-            copy.wait()
-        self.replica.follow()
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
@@ -294,8 +253,8 @@ class TrainingTable:
             min_version: The oldest version that will do; None: one with this worker's last push.
         """
         self.exchange.run(self.replica.fetch(min_version, self.exchange))
-        self.agree_on_push()
-        self.gather_parts()
+        self.parts.agree()
+        self.parts.gather()
 
     def peek(self, num_state: int | None = None) -> GlobalState:
         """Copies the shards' weights, with this worker's last push in them; changes no training.
