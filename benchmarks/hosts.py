@@ -1,53 +1,71 @@
 """Step time on several hosts, beside DDP over Gloo: `python -m benchmarks.hosts [--json]`.
 
 Hosts are those of `benchmarks.netlab`: network namespaces on one switch, with shaped links. Each
-runs a worker and a shard, as people deploy on a cluster without machines to spare; with
-`--dedicated 2` the shards have two hosts of their own instead. Computing is simulated by sleeping
-(`benchmarks.simulated_gpu`), so that two cores can stand for four hosts. All runs of one call use
-the same links and the same model:
+runs its workers and a shard, as people deploy on a cluster without machines to spare (for shards
+on hosts of their own see `benchmarks.step --hosts 4 --shards 2`). Computing is simulated by
+sleeping (`benchmarks.simulated_gpu`), so that two cores can stand for four hosts. All runs of a
+case use the same links, the same processes and the same model:
 
     four_hosts   4 hosts, 500 Mbit/s, 6.4 million parameters in 40 tensors, 300 ms of computing
+    two_by_two   2 hosts of 2 workers, 1 Gbit/s, 25.6 million parameters, 800 ms of computing
 
 `link_mb` is the traffic of the busiest link in one step, counted by the kernel at the host's end,
 the busier way. `bound_ms` is max(compute, bytes / bandwidth) with these bytes and the nominal
 bandwidth: no schedule is faster. It cannot quite be reached by a synchronous mode, which has
-nothing to send while forward runs.
+nothing to send while forward runs. `--draw FILE.png` shows when each link is busy in a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
+import itertools
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks import kit, measured
+from benchmarks import kit, link_use, measured
 from benchmarks.netlab import Lab, available, bits_per_s
 
 MODULE = "benchmarks.hosts"
 ROUND_STEPS = 5  # As many as a round of ssd(5), so that a mean is over whole rounds.
 DDP = "ddp_gloo"
-GLOO_PORT = 29500
+GLOO_PORT = 29500  # Of the first run; each has a port of its own.
 PORT = 7070  # Of each shard: every host has an address of its own.
+
+
+class Mode(NamedTuple):
+    """What a run trains with."""
+
+    rule: str
+    compression: str = "none"
+
+
 MODES = {
-    "ssgd": ("ssgd", "none"),
-    "od": ("od(warmup=5)", "none"),
-    "ssd": ("ssd(steps=5, warmup=5)", "none"),
-    "cd": ("cd(steps=5, warmup=5)", "2bit"),
+    "ssgd": Mode("ssgd"),
+    "od": Mode("od(warmup=5)"),
+    "ssd": Mode("ssd(steps=5, warmup=5)"),
+    "cd": Mode("cd(steps=5, warmup=5)", "2bit"),
 }
+LEVELS = {"flat_ssgd": Mode("ssgd")}  # Modes of `two_by_two`: every worker pushes to the shards.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Hosts, their links, a model and how long a step computes."""
 
     num_hosts: int
+    workers_per_host: int = 1
+    num_dedicated: int = 0  # Hosts with a shard and no worker; 0: each host has a shard.
     rate: str  # Of each link, each way, as tc writes it.
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Sequence[tuple[int, ...]]
     compute_s: float
 
     @property
@@ -55,14 +73,39 @@ class Case:
         """Nominal bandwidth of a link, each way."""
         return bits_per_s(self.rate) / 8
 
+    @property
+    def num_workers(self) -> int:
+        """Workers on all hosts."""
+        return self.num_hosts * self.workers_per_host
 
-FOUR_HOSTS = Case(4, "500mbit", ((400, 400),) * 40, 0.3)
+    @property
+    def shard_hosts(self) -> range:
+        """Hosts that have a shard."""
+        first = self.num_hosts if self.num_dedicated else 0
+        return range(first, first + (self.num_dedicated or self.num_hosts))
+
+    def __str__(self) -> str:
+        """Describes it for a table's title."""
+        where = f"{self.num_dedicated} dedicated shards" if self.num_dedicated else "a shard each"
+        workers = "" if self.workers_per_host == 1 else f" of {self.workers_per_host} workers"
+        numel = kit.numel_of(self.shapes) / 1e6
+        return (
+            f"{self.num_hosts} hosts{workers} at {self.rate}, {where}, {numel:.1f}M parameters, "
+            f"{1e3 * self.compute_s:.0f} ms computing"
+        )
+
+
+FOUR_HOSTS = Case(num_hosts=4, rate="500mbit", shapes=((400, 400),) * 40, compute_s=0.3)
+TWO_BY_TWO = Case(
+    num_hosts=2, workers_per_host=2, rate="1gbit", shapes=((800, 800),) * 40, compute_s=0.8
+)
+CASES = {"four_hosts": FOUR_HOSTS, "two_by_two": TWO_BY_TWO}
 
 
 # ----- the processes
 
 
-def serve(host: str, index: int, num_shards: int) -> None:
+def serve(host: str, index: int, num_shards: int, folder: str) -> None:
     """Becomes `psserver start` for one shard of several, in this process's network namespace."""
     options = {
         "--host": host,
@@ -73,21 +116,33 @@ def serve(host: str, index: int, num_shards: int) -> None:
         "--cluster": "hosts",
         "--log-level": "error",
         "--durability": "memory",
+        "--state-dir": f"{folder}/{index}",
     }
     command = [sys.executable, "-m", "psserver", "start", "--insecure"]
     os.execv(command[0], [*command, *(str(part) for option in options.items() for part in option)])
 
 
+def work(shapes: list[list[int]], compute_s: float) -> None:
+    """Runs one worker: trains once for each line of standard input, which is a run's JSON."""
+    import torch
+
+    torch.set_num_threads(1)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        run = json.loads(line)
+        os.environ.update(run.pop("environment"))
+        train([tuple(shape) for shape in shapes], compute_s, **run)
+
+
 def train(
-    mode: str, compression: str, shapes: list[list[int]], compute_s: float, rounds: int
+    shapes: Sequence[tuple[int, ...]], compute_s: float, mode: str, compression: str, rounds: int
 ) -> None:
-    """Runs one worker; mode `ddp_gloo` is torch's DistributedDataParallel over Gloo."""
+    """Trains in one mode; `ddp_gloo` is torch's DistributedDataParallel over Gloo."""
     import torch
 
     from benchmarks.simulated_gpu import SimulatedModel
 
-    torch.set_num_threads(1)
-    model: Any = SimulatedModel([tuple(shape) for shape in shapes], compute_s)
+    model: Any = SimulatedModel(shapes, compute_s)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if mode == DDP:
         torch.distributed.init_process_group("gloo")
@@ -114,135 +169,174 @@ def train(
     measured.await_go()
     for _ in range(ROUND_STEPS):  # All messages under way have landed by the end of this wait.
         one_step()
-    before, times_s = _link_nbytes(), []
-    for _ in range(rounds):
-        start_s = time.perf_counter()
-        for _ in range(ROUND_STEPS):
-            one_step()
-        times_s.append((time.perf_counter() - start_s) / ROUND_STEPS)
-    steps = rounds * ROUND_STEPS
+    before, starts_s = _link_nbytes(), [time.perf_counter()]
+    for _ in range(rounds * ROUND_STEPS):
+        one_step()
+        starts_s.append(time.perf_counter())
     counted = zip(before, _link_nbytes(), strict=True)
-    measured.report(
-        {"times_s": times_s, "link_nbytes": max(end - start for start, end in counted) / steps}
-    )
+    nbytes = max(end - start for start, end in counted) / (rounds * ROUND_STEPS)
+    print(json.dumps({"starts_s": starts_s, "link_nbytes": nbytes}), flush=True)
+    sys.stdin.readline()  # Until all have finished.
     if mode == DDP:
         torch.distributed.destroy_process_group()
     else:
         psworker.shutdown()
+    print("{}", flush=True)
 
 
 def _link_nbytes() -> tuple[int, int]:
     """Returns the bytes that this host's link has carried so far, out and in."""
-    with open("/proc/net/dev", encoding="ascii") as file:
-        (fields,) = [line.split() for line in file if line.strip().startswith("net:")]
-    return int(fields[9]), int(fields[1])
+    fields = link_use.counters()["net"]
+    return fields.sent, fields.received
 
 
 # ----- the measuring process
 
 
-def measure(case: Case, name: str, rounds: int, dedicated: int) -> dict[str, float]:
-    """Returns the step time in ms and the busiest link's MB per step of one mode.
+class Hosts:
+    """The hosts of a case with their processes, inside a `with` block."""
 
-    Args:
-        case: Hosts and model.
-        name: A key of `MODES`, or `ddp_gloo`.
-        rounds: Of five steps each.
-        dedicated: Hosts with a shard and no worker; 0: each host has a worker and a shard.
-    """
-    mode, compression = MODES.get(name, (name, "none"))
-    with Lab(case.num_hosts + dedicated, case.rate) as lab:
-        if name == DDP:
-            environments = [
-                {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(case.num_hosts),
-                    "MASTER_ADDR": lab.address(0),
-                    "MASTER_PORT": str(GLOO_PORT),
-                    "GLOO_SOCKET_IFNAME": "net",
-                }
-                for rank in range(case.num_hosts)
+    def __init__(self, case: Case) -> None:
+        """Starts nothing yet."""
+        self.case = case
+        self.uses: dict[str, link_use.LinkUse] = {}  # When links were busy, by mode.
+        self._num_runs = 0
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[Hosts]:
+        """Starts the shards and the workers, and ends them in any case."""
+        case = self.case
+        with (
+            Lab(case.num_hosts + case.num_dedicated, case.rate) as lab,
+            tempfile.TemporaryDirectory(prefix="paceline-hosts-") as folder,
+        ):
+            self._lab = lab
+            addresses = [lab.address(host) for host in case.shard_hosts]
+            self._servers = [f"{address}:{PORT}" for address in addresses]
+            shards = [
+                kit.Role(
+                    MODULE,
+                    "serve",
+                    {
+                        "host": lab.address(host),
+                        "index": index,
+                        "num_shards": len(addresses),
+                        "folder": folder,
+                    },
+                    prefix=lab.inside(host),
+                )
+                for index, host in enumerate(case.shard_hosts)
             ]
-            return _run(lab, case, (mode, compression), rounds, environments)
-        places = range(case.num_hosts, lab.num_hosts) if dedicated else range(case.num_hosts)
-        shards = [
-            kit.Role(
-                MODULE,
-                "serve",
-                {"host": lab.address(host), "index": index, "num_shards": len(places)},
-                prefix=lab.inside(host),
-            )
-            for index, host in enumerate(places)
-        ]
-        with kit.roles(*shards):
-            for shard in shards:
-                assert shard.popen.stdout is not None
-                if not shard.popen.stdout.readline():
-                    raise RuntimeError(f"{shard.what} ended\n{shard.written()}")
-            addresses = [f"{lab.address(host)}:{PORT}" for host in places]
-            environments = [
-                kit.worker_environment(addresses, rank, case.num_hosts, "auto", f"hosts-{name}")
-                | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-                for rank in range(case.num_hosts)
+            arguments = {"shapes": case.shapes, "compute_s": case.compute_s}
+            self._workers = [
+                kit.Role(MODULE, "work", arguments, prefix=lab.inside(self._host(rank)))
+                for rank in range(case.num_workers)
             ]
-            return _run(lab, case, (mode, compression), rounds, environments)
+            with kit.roles(*shards, *self._workers):
+                for shard in shards:
+                    assert shard.popen.stdout is not None
+                    if not shard.popen.stdout.readline():
+                        raise RuntimeError(f"{shard.what} ended\n{shard.written()}")
+                for worker in self._workers:
+                    worker.line()
+                yield self
 
+    def measure(self, name: str, mode: Mode, rounds: int) -> dict[str, float]:
+        """Returns the step time in ms and the busiest link's MB per step of one mode.
 
-def _run(
-    lab: Lab,
-    case: Case,
-    mode: tuple[str, str],
-    rounds: int,
-    environments: Sequence[dict[str, str]],
-) -> dict[str, float]:
-    arguments = {
-        "mode": mode[0],
-        "compression": mode[1],
-        "shapes": case.shapes,
-        "compute_s": case.compute_s,
-        "rounds": rounds,
-    }
-    workers = [
-        kit.Role(MODULE, "train", arguments, env, lab.inside(rank))
-        for rank, env in enumerate(environments)
-    ]
-    with kit.roles(*workers):
-        for worker in workers:
+        Args:
+            name: Of the mode.
+            mode: The mode; its rule is `ddp_gloo` for torch's DistributedDataParallel.
+            rounds: Of five steps each; the median round counts.
+        """
+        self._num_runs += 1
+        for rank, worker in enumerate(self._workers):
+            run = {
+                "mode": mode.rule,
+                "compression": mode.compression,
+                "rounds": rounds,
+                "environment": self._environment(rank, f"hosts-{self._num_runs}-{name}"),
+            }
+            worker.tell(json.dumps(run))
+        for worker in self._workers:
             worker.line()
-        for worker in workers:
-            worker.tell("go")
-        results = [worker.line() for worker in workers]
-        for worker in workers:
-            assert worker.popen.stdin is not None
-            worker.popen.stdin.close()
-        for worker in workers:
-            worker.popen.wait(kit.ROLE_TIMEOUT_S)
-    return {
-        "step_ms": max(1e3 * kit.median(result["times_s"]) for result in results),
-        "link_mb": max(1e-6 * result["link_nbytes"] for result in results),
-    }
+        with link_use.watch(self._lab) as watched:
+            self._tell_all("go")
+            results = [worker.line() for worker in self._workers]
+        starts_s = [result["starts_s"] for result in results]
+        self.uses[name] = link_use.LinkUse(watched, starts_s[0])
+        self._tell_all("end")
+        for worker in self._workers:
+            worker.line()
+        return {
+            "step_ms": max(1e3 * _median_step_s(moments) for moments in starts_s),
+            "link_mb": max(1e-6 * result["link_nbytes"] for result in results),
+        }
+
+    def _tell_all(self, text: str) -> None:
+        for worker in self._workers:
+            worker.tell(text)
+
+    def _host(self, rank: int) -> int:
+        return rank // self.case.workers_per_host
+
+    def _environment(self, rank: int, job: str) -> Mapping[str, str]:
+        case = self.case
+        return kit.worker_environment(self._servers, rank, case.num_workers, "auto", job) | {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self._lab.address(0),
+            "MASTER_PORT": str(GLOO_PORT + self._num_runs),
+            "GLOO_SOCKET_IFNAME": "net",
+        }
+
+
+def _median_step_s(starts_s: Sequence[float]) -> float:
+    """Returns the seconds of a step in the median round."""
+    rounds = starts_s[::ROUND_STEPS]
+    spans = [(end - start) / ROUND_STEPS for start, end in itertools.pairwise(rounds)]
+    return kit.median(spans)
 
 
 def measure_case(
-    name: str, case: Case, modes: Sequence[str], options: argparse.Namespace
+    name: str, case: Case, modes: Mapping[str, Mode], rounds: int, draw: Path | None = None
 ) -> dict[str, dict[str, float]]:
-    """Measures modes beside DDP on the same links, and prints a table."""
-    rows, figures = [], {"bound_ms": {}, "step_ms": {}, "link_mb": {}}
-    for mode in (DDP, *modes):
-        result = measure(case, mode, options.rounds, options.dedicated)
-        bound_ms = 1e3 * max(case.compute_s, 1e6 * result["link_mb"] / case.bytes_per_s)
-        over = 100 * (result["step_ms"] / bound_ms - 1)
-        rows.append([mode, result["step_ms"], bound_ms, over, result["link_mb"]])
-        for key, value in (*result.items(), ("bound_ms", bound_ms)):
-            figures[key][mode] = round(value, 1)
-        print(f"{name} {mode}: {result['step_ms']:.0f} ms, bound {bound_ms:.0f}", flush=True)
-    where = f"{options.dedicated} dedicated shards" if options.dedicated else "a shard on each"
-    kit.show(
-        f"{case.num_hosts} hosts at {case.rate}, {where}, {1e3 * case.compute_s:.0f} ms computing",
-        ["mode", "step ms", "bound ms", "over bound %", "MB on the busiest link"],
-        rows,
-    )
+    """Measures modes beside DDP on the same links, and prints a table.
+
+    Args:
+        name: Of the case, for what is printed.
+        case: Hosts and model.
+        modes: By name.
+        rounds: Of five steps each.
+        draw: Where to draw the use of the links, with the case's name in the file's.
+
+    Returns:
+        `step_ms`, `bound_ms` and `link_mb` by mode.
+    """
+    rows: list[list[Any]] = []
+    figures: dict[str, dict[str, float]] = {"bound_ms": {}, "step_ms": {}, "link_mb": {}}
+    hosts = Hosts(case)
+    with hosts.started():
+        for label, mode in {DDP: Mode(DDP), **modes}.items():
+            result = hosts.measure(label, mode, rounds)
+            bound_ms = 1e3 * max(case.compute_s, 1e6 * result["link_mb"] / case.bytes_per_s)
+            over = 100 * (result["step_ms"] / bound_ms - 1)
+            rows.append([label, result["step_ms"], bound_ms, over, result["link_mb"]])
+            for key, value in (*result.items(), ("bound_ms", bound_ms)):
+                figures[key][label] = round(value, 1)
+            print(f"{name} {label}: {result['step_ms']:.0f} ms", flush=True)
+    columns = ["mode", "step ms", "bound ms", "over bound %", "MB on the busiest link"]
+    kit.show(str(case), columns, rows)
+    if draw is not None:
+        link_use.draw(draw.with_stem(f"{draw.stem}-{name}"), hosts.uses, case.bytes_per_s)
     return figures
+
+
+def by_level(figures: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Returns the figures of `two_by_two`, with the busiest link's MB by level."""
+    link_mb = figures["link_mb"]
+    levels = {mode.removesuffix("_ssgd"): link_mb[mode] for mode in LEVELS}
+    return {"link_mb": levels, "step_ms": figures["step_ms"]}
 
 
 def main() -> None:
@@ -251,22 +345,40 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="ssgd, od and ssd, three rounds")
     parser.add_argument("--modes", default=",".join(MODES), help="of these")
     parser.add_argument("--rounds", type=int, default=4, help="of five steps each")
-    parser.add_argument("--dedicated", type=int, default=0, help="hosts with a shard and no worker")
+    parser.add_argument("--cases", default=",".join(CASES), help="of these")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="write the figures here")
+    parser.add_argument("--draw", type=Path, metavar="FILE.png", help="when each link is busy")
     options = parser.parse_args()
-    if unknown := set(options.modes.split(",")) - set(MODES):
-        parser.error(f"no mode {', '.join(sorted(unknown))}; choose from {', '.join(MODES)}")
+    for what, given, known in (("mode", options.modes, MODES), ("case", options.cases, CASES)):
+        if unknown := set(given.split(",")) - set(known):
+            parser.error(f"no {what} {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     if (reason := available()) is not None:
         sys.exit(f"no network namespaces here: {reason}")
     if options.quick:
         options.rounds, options.modes = 3, "ssgd,od,ssd"
-    figures = {
-        "four_hosts": measure_case("four_hosts", FOUR_HOSTS, options.modes.split(","), options)
-    }
+    figures: dict[str, Any] = {}
+    cases = options.cases.split(",")
+    if "four_hosts" in cases:
+        modes = {name: MODES[name] for name in options.modes.split(",")}
+        figures_of = measure_case("four_hosts", FOUR_HOSTS, modes, options.rounds, options.draw)
+        figures["four_hosts"] = {key: figures_of[key] for key in ("bound_ms", "step_ms")}
+    if "two_by_two" in cases:
+        rounds = max(2, options.rounds - 1)
+        figures["two_by_two"] = by_level(
+            measure_case("two_by_two", TWO_BY_TWO, LEVELS, rounds, options.draw)
+        )
+    if options.results is not None:
+        about = {
+            "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}",
+            "date": datetime.date.today().isoformat(),
+            "machine": kit.machine(),
+        }
+        options.results.write_text(json.dumps(about | figures, indent=1) + "\n")
     if options.json:
         print(json.dumps(figures))
 
 
-ROLES = {"train": train, "serve": serve}
+ROLES = {"work": work, "serve": serve}
 
 if __name__ == "__main__" and not measured.serve(sys.argv[1:], ROLES):
     main()

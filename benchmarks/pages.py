@@ -131,6 +131,7 @@ def _shown(item: Any) -> str:
 # ----- the data planes: docs/dataplane.md
 
 RESULTS = ROOT / "docs" / "results" / "transport.jsonl"
+HOSTS = ROOT / "docs" / "results" / "hosts.json"
 PATHS = {"local": "shared memory", "tcp": "TCP", "grpc": "gRPC"}
 
 
@@ -271,6 +272,23 @@ def targets() -> str:
     return "\n".join(lines)
 
 
+def hosts() -> str:
+    """Returns the table of several hosts, from the newest result."""
+    figures = json.loads(HOSTS.read_text())
+    four, two = figures["four_hosts"], figures.get("two_by_two")
+    rows = [
+        ["4 hosts, 500 Mbit/s", f"`{mode}`", f"{step_ms:.0f}", f"{four['bound_ms'][mode]:.0f}"]
+        for mode, step_ms in four["step_ms"].items()
+    ]
+    if two is not None:
+        rows += [
+            ["2 hosts of 2 workers, 1 Gbit/s", f"`{mode}`", f"{step_ms:.0f}", ""]
+            for mode, step_ms in two["step_ms"].items()
+        ]
+    head = ["hosts", "mode", "step, ms", "max(compute, bytes / bandwidth), ms"]
+    return f"{figures['date']}, {figures['machine']}.\n\n" + table(head, rows, "llrr")
+
+
 def _met(is_met: bool) -> str:
     return "met" if is_met else "**not met**"
 
@@ -312,9 +330,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "transport": transport,
     "targets": targets,
+    "hosts": hosts,
     "overlap": overlap,
 }
-PAGES = ("docs/dataplane.md", "docs/reference.md", "docs/training.md")
+PAGES = ("docs/dataplane.md", "docs/links.md", "docs/reference.md", "docs/training.md")
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)
 
 

@@ -9,6 +9,9 @@ first, on the same link, both ways at once. The comparison:
     ssgd     a slice leaves when its gradient is ready and comes back when it has arrived, each way
              one after the other: the end of the last one
 
+With `--hosts 4` four hosts have a worker and a shard each, or with `--shards 2` the shards have two
+hosts of their own. Then `benchmarks.hosts` measures, beside DDP over Gloo, against `hidden` only.
+
 Step times are means over whole rounds of k = 5 steps. By default compute takes as long as bytes.
 """
 
@@ -23,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import kit, measured
+from benchmarks import hosts, kit, measured
 from benchmarks.netlab import Lab, available, bits_per_s
 
 MODULE = "benchmarks.step"
@@ -243,6 +246,25 @@ def measure_rate(rate: str, options: argparse.Namespace) -> tuple[list[list[Any]
     return rows, figures
 
 
+def measure_hosts(options: argparse.Namespace) -> None:
+    """Measures several workers, each on a host of its own, beside DDP over Gloo."""
+    figures = {}
+    shapes = kit.resnet50_shapes()
+    for rate in options.rates.split(","):
+        link_s = 4 * kit.numel_of(shapes) / (bits_per_s(rate) / 8)
+        case = hosts.Case(
+            num_hosts=options.hosts,
+            num_dedicated=options.shards,
+            rate=rate,
+            shapes=shapes,
+            compute_s=options.compute_s or link_s,
+        )
+        modes = {name: hosts.Mode(*MODES[name]) for name in options.modes.split(",")}
+        figures[rate] = hosts.measure_case(rate, case, modes, options.rounds)
+    if options.json:
+        print(json.dumps(figures))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -252,12 +274,21 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="of these")
     parser.add_argument("--compute-s", type=float, help="of a step; default: as the link takes")
     parser.add_argument("--rounds", type=int, default=2, help="of five steps each")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="with a worker each; above 1, beside DDP over Gloo"
+    )
+    parser.add_argument(
+        "--shards", type=int, default=0, help="on hosts of their own; 0: one on each worker's host"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the plot")
     options = parser.parse_args()
     if unknown := set(options.modes.split(",")) - set(MODES):
         parser.error(f"no mode {', '.join(sorted(unknown))}; choose from {', '.join(MODES)}")
     if (reason := available()) is not None:
         sys.exit(f"no network namespaces here: {reason}")
+    if options.hosts > 1:
+        measure_hosts(options)
+        return
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {}
     for rate in options.rates.split(","):

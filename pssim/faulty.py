@@ -34,6 +34,7 @@ from pssim.ledger import Ledger, SliceBook
 from pssim.network import FaultyNetwork, Loop, Message, Network, StuckError
 from pssim.shard import Decision, Respond, Result, SimulatedShard
 from pssim.worker import Program
+from psworker.replica.replica import OF_ROUNDS
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 LIMIT_S = 600.0  # Of virtual time; a job takes a few seconds, and a dead worker a lease.
@@ -335,7 +336,7 @@ class FaultyWorker(BookedWorker):
         if plan.inner:
             for spec in self.layout.slices:
                 self.replica.weights[spec.start : spec.stop] -= self.grads[spec.index]
-        if plan.push is Role.DELTA:
+        if plan.push in OF_ROUNDS:
             yield from self.wait_for_pushes()
         yield from self.wait_for_pulls(self.replica.finish(self.grads, self.exchange, samples))
         if plan.push is not None:

@@ -215,7 +215,7 @@ class SimulatedShard:
             ReplacedError: The worker is no longer part of the job.
         """
         job = self.engine.heard(JOB, rank, incarnation)
-        return job.heartbeat(rank, "", {}).residual_requests
+        return job.heartbeat(rank, "", {}, {}).residual_requests
 
     def take_residual(self, request: pb.SendResidualRequest) -> None:
         """Receives a worker's residual of a slice, as `service/control.py` does.

@@ -29,14 +29,17 @@ from psworker.training.script_errors import install as _install
 
 if TYPE_CHECKING:
     from pscore.rules import (
+        ADPSGD,
         ASGD,
         CD,
         DCASGD,
+        DPSGD,
         OD,
         RULES,
         SSD,
         SSGD,
         SSP,
+        AllReduce,
         DiLoCo,
         LocalSGD,
         SlowMo,
@@ -58,6 +61,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ADPSGD",
+    "AllReduce",
     "ASGD",
     "barrier",
     "broadcast_parameters",
@@ -67,6 +72,7 @@ __all__ = [
     "DCASGD",
     "DiLoCo",
     "DistributedOptimizer",
+    "DPSGD",
     "GradientError",
     "init",
     "JobMismatchError",
@@ -97,6 +103,7 @@ _FROM = {
     "pscore.rules": (
         *("ASGD", "CD", "DCASGD", "DiLoCo", "LocalSGD", "OD", "RULES", "SlowMo", "SSD", "SSGD"),
         *("SSP", "Staleness"),
+        *("ADPSGD", "AllReduce", "DPSGD"),
     ),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": ("clip_grad_norm_", "DistributedOptimizer"),

@@ -10,6 +10,7 @@ import contextlib
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,7 +32,10 @@ CLOSED_S = 5.0  # Interval at which a waiting reader checks that its connection 
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a Unix socket, as far as granted.
 SAME_HOST_NBYTES = 512 << 10  # Kernel buffers of TCP within one host: they fit into the cache.
 UNPACED = b"reno"  # Part of every Linux, and by default open to every user.
+PACED = b"bbr"  # Begin of the names of congestion controls that pace.
+NEAR_US = 5000  # Longest round trip, in microseconds, within a data centre with some load.
 CONGESTION_NBYTES = 16
+RTT_OFFSET = 68  # Of `tcpi_rtt` in the kernel's `struct tcp_info`.
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
@@ -78,6 +82,11 @@ def tune(connection: socket.socket, congestion: bytes = b"") -> None:
     TCP adapts its buffers to the bytes under way; a size set here is an upper limit. Between two
     processes of one host there is no latency to hide, and small buffers are faster.
 
+    A host has several such connections, which send in bursts. When one of them pauses, a window
+    lets the others use its share at once. A paced rate (BBR) needs many round trips to rise: on
+    four hosts links were idle for a fifth of the time (docs/notes/dataplane.md). So within a data
+    centre a paced congestion control is left out, unless the route of the connection asks for it.
+
     Args:
         connection: TCP, or a Unix socket.
         congestion: The system's congestion control, for a connection to another host.
@@ -87,6 +96,8 @@ def tune(connection: socket.socket, congestion: bytes = b"") -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if not is_within_host(connection):
+            if congestion.startswith(PACED) and _rtt_us(connection) <= NEAR_US:
+                return
             if congestion and _congestion(connection) == UNPACED:  # Else its route has its own.
                 with contextlib.suppress(OSError):  # Only root may choose it.
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
@@ -117,6 +128,15 @@ def _defer_pacing(endpoint: socket.socket) -> bytes:
 def _congestion(endpoint: socket.socket) -> bytes:
     name = endpoint.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NBYTES)
     return name.rstrip(b"\0")
+
+
+def _rtt_us(connection: socket.socket) -> int:
+    """Returns the round-trip time that the kernel has measured so far, in microseconds."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RTT_OFFSET + 4)
+    except OSError:
+        return sys.maxsize
+    return int.from_bytes(info[RTT_OFFSET:], sys.byteorder)
 
 
 def is_within_host(connection: Stream) -> bool:

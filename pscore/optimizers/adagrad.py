@@ -8,7 +8,8 @@ from 1.
     s = s + d * d                                 before the first step: initial_accumulator_value
     w = w - lr / (1 + (t - 1) * lr_decay) * d / (sqrt(s) + eps)
 
-Differs from the paper: weight decay and the decay of the learning rate, as in torch.
+Differs from the paper: weight decay and the decay of the learning rate, as in torch. Differs from
+torch: a parameter group may have an initial_accumulator_value of its own; torch uses one for all.
 """
 
 from __future__ import annotations

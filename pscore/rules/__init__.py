@@ -8,11 +8,14 @@ from typing import Any
 from pscore.errors import UnsupportedOptimizerError
 from pscore.optimizers import Optimizer, from_torch
 from pscore.plugins import make_plugin, parse_plugin
+from pscore.rules.adpsgd import ADPSGD
+from pscore.rules.allreduce import AllReduce
 from pscore.rules.asgd import ASGD
 from pscore.rules.base import Memory, Plan, Rule, SliceClocks
 from pscore.rules.cd import CD
 from pscore.rules.dcasgd import DCASGD
 from pscore.rules.diloco import DiLoCo
+from pscore.rules.dpsgd import DPSGD
 from pscore.rules.local import LocalSGD
 from pscore.rules.od import OD
 from pscore.rules.slowmo import SlowMo
@@ -23,18 +26,24 @@ from pscore.rules.staleness import Staleness
 
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
-    for rule in (SSGD, ASGD, Staleness, DCASGD, SSP, OD, SSD, CD, LocalSGD, SlowMo, DiLoCo)
+    for rule in (
+        *(SSGD, ASGD, Staleness, DCASGD, SSP, OD, SSD, CD, LocalSGD, SlowMo, DiLoCo),
+        *(AllReduce, DPSGD, ADPSGD),
+    )
 }
 
 __all__ = [
+    "ADPSGD",
     "ASGD",
     "CD",
     "DCASGD",
+    "DPSGD",
     "OD",
     "RULES",
     "SSD",
     "SSGD",
     "SSP",
+    "AllReduce",
     "DiLoCo",
     "LocalSGD",
     "Memory",

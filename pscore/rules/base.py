@@ -84,6 +84,8 @@ class Rule(ABC):
         remembers_pulls: `on_pull` has to be called before a pull is answered.
         outer_optimizer: Name of the shards' optimizer in a mode whose workers run the user's own
             torch optimizer between rounds; empty if the shards run the user's.
+        round_role: The push that ends a round of such a mode: `DELTA` or `MODEL`.
+        gossip: Name of the workers' exchange with each other (psworker/gossip); empty: none.
     """
 
     name: ClassVar[str]
@@ -91,6 +93,8 @@ class Rule(ABC):
     compensates: ClassVar[bool] = False
     remembers_pulls: ClassVar[bool] = False
     outer_optimizer: ClassVar[str] = ""
+    round_role: ClassVar[Role] = Role.DELTA
+    gossip: ClassVar[str] = ""
 
     # ----- server half
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pscore.errors import UnknownJobError
 from psserver.decisions.barriers import Barriers
+from psserver.decisions.directory import Directory
 from psserver.decisions.membership import Membership
 from psserver.decisions.table import Table
 
@@ -71,6 +72,23 @@ class Job:
     met: set[int] = field(default_factory=set)  # Ranks that have joined at least once.
     counters: JobCounters = field(default_factory=JobCounters)
     life: Life = field(default_factory=Life)
+    directories: dict[int, Directory] = field(default_factory=dict)  # By table.
+
+    def directory(self, table: int) -> Directory:
+        """Returns the directory of a table's peers that are live.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        directory = self.directories.setdefault(self.table(table).index, Directory())
+        directory.keep(self.incarnations)
+        return directory
+
+    @property
+    def incarnations(self) -> dict[int, int]:
+        """The incarnations of the live workers, by rank."""
+        members = self.membership.members
+        return {rank: members[rank].incarnation for rank in self.membership.live()}
 
     def table(self, index: int) -> Table:
         """Returns a table by its index.

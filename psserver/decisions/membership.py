@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
+from psserver.decisions.directory import PeerReport
 
 WORKERS_MAX = 4096
 SUSPECT_SHARE = 0.4  # Of a lease: the time of two heartbeats.
@@ -86,6 +87,8 @@ class Member:
     is_suspect: bool = False  # Silent since its connection broke, or since it was restored.
     # By table: steps ended, begun and not ended, and those ended when the latter last changed.
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    reported: dict[str, float] = field(default_factory=dict)  # By name, of its training.
+    peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers, one report a table.
 
 
 class Membership:

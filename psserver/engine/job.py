@@ -11,17 +11,19 @@ from pscore.errors import RemoteProtocolError
 from pscore.memory.segment import Segment
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import ByteArray, FloatArray
+from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Action, Skip, Update
+from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
-from psserver.decisions.table import Table
+from psserver.decisions.table import NAMED_MAX, Table
 from psserver.decisions.uneven import report
 from psserver.durability.recovery import JobRecorder
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.residuals import Arrays, Residuals
 from psserver.engine.slice_queue import Seal, SliceQueue, SwitchRule, Work
-from psserver.engine.views import HeartbeatView, ResidualRequest, Welcome
+from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Welcome
 from psserver.engine.waits import Waits
 from psserver.slices.base import Payload, Store
 
@@ -217,7 +219,12 @@ class RunningJob:
             )
 
     def heartbeat(
-        self, rank: int, waiting_for: str, left_out: Mapping[int, tuple[int, int, int]]
+        self,
+        rank: int,
+        waiting_for: str,
+        left_out: Mapping[int, tuple[int, int, int]],
+        reported: Mapping[str, float],
+        peers: Sequence[PeerReport] = (),
     ) -> HeartbeatView:
         """Records the report of a worker, and returns the state of the job for it.
 
@@ -225,9 +232,14 @@ class RunningJob:
             rank: Of the worker.
             waiting_for: The shard that does not answer it; empty if none.
             left_out: By table: steps, count and first step of its pushes that came too late.
+            reported: Values of its training, by name.
+            peers: Its last exchanges with peers.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
+            self.job.membership.members[rank].reported = accepted(reported)
+            if peers:
+                self.job.membership.members[rank].peers = tuple(peers)
             return HeartbeatView(
                 waiting_for=self.waits.longest,
                 residual_requests=tuple(
@@ -236,6 +248,49 @@ class RunningJob:
                 ),
                 live=tuple(self.job.membership.live()),
                 uneven=report(self.job.membership, rank, left_out),
+                epochs={table: self.job.directory(table).epoch for table in self.job.directories},
+            )
+
+    def meet(self, table: int, peer: Peer, epoch: int, since: int) -> MeetView:
+        """Records a peer that has stopped under an epoch (`Directory.arrive`).
+
+        Args:
+            table: Index of the table.
+            peer: The worker.
+            epoch: The epoch that it knows.
+            since: Epoch of the last meeting that it knows.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        with self._lock:
+            members, directory = self.job.membership, self.job.directory(table)
+            live, is_short = self.job.incarnations, members.is_short
+            expected = [
+                rank for rank in members.expected() if not directory.has_parted(live.get(rank, 0))
+            ]
+            missing = directory.arrive(peer, epoch, expected, is_short=is_short)
+            awaited = ", ".join(members.describe(rank) for rank in missing[:NAMED_MAX])
+            if not (awaited or directory.has_met):
+                awaited = members.shortage()
+            return MeetView(
+                epoch=directory.epoch,
+                meetings=directory.since(since),
+                peers=directory.members(),
+                waiting_for=awaited,
+            )
+
+    def part(self, table: int, rank: int, incarnation: int) -> MeetView:
+        """Records that a worker exchanges nothing with its peers any more; returns the others.
+
+        Raises:
+            UnknownJobError: The job has no such table.
+        """
+        with self._lock:
+            directory = self.job.directory(table)
+            directory.part(rank, incarnation)
+            return MeetView(
+                epoch=directory.epoch, meetings=(), peers=directory.members(), waiting_for=""
             )
 
     def take_residual(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pscore.types import Origin
+from psserver.decisions.directory import Meeting, Peer, PeerReport
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.table import Table
 from psserver.engine.counters import Counters
@@ -56,6 +57,17 @@ class HeartbeatView:
     residual_requests: tuple[ResidualRequest, ...]
     live: tuple[int, ...]  # Ranks.
     uneven: str  # The worker that leaves out steps of others; empty if none does.
+    epochs: dict[int, int]  # Of the directory of each table whose workers meet.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetView:
+    """The directory of a table for one of its peers."""
+
+    epoch: int
+    meetings: tuple[Meeting, ...]  # That the worker does not know, the oldest first.
+    peers: tuple[Peer, ...]
+    waiting_for: str  # Empty: the newest epoch has met.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +81,8 @@ class WorkerView:
     staleness: int
     state: str
     silent_s: float
+    reported: dict[str, float]  # A copy: values of its training, by name.
+    peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +126,20 @@ class Figures:
 
     counters: Counters  # A copy.
     live: dict[str, int]  # Live workers, by the name of the job.
+    reported: dict[tuple[str, int], dict[str, float]]  # Of live workers, by job and rank.
 
 
 def figures_of(shard: Shard, counters: Counters) -> Figures:
     """Returns a copy of the numbers; called under the lock."""
     live = {job.name: len(job.membership.live()) for job in shard.jobs.values()}
     counters.keep({name for name, count in live.items() if count})
-    return Figures(counters=counters.copy(), live=live)
+    reported = {
+        (job.name, rank): dict(job.membership.members[rank].reported)
+        for job in shard.jobs.values()
+        for rank in job.membership.live()
+        if job.membership.members[rank].reported
+    }
+    return Figures(counters=counters.copy(), live=live, reported=reported)
 
 
 def view_of(job: Job, waits: Waits, now_s: float) -> JobView:
@@ -157,6 +178,8 @@ def _workers(job: Job, now_s: float) -> tuple[WorkerView, ...]:
             staleness=staleness.get(member.rank, 0),
             state=member.presence.value,
             silent_s=now_s - member.heard_s,
+            reported=dict(member.reported),
+            peers=member.peers,
         )
         for _, member in sorted(job.membership.members.items())
     )

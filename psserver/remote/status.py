@@ -12,6 +12,7 @@ from pscore.text import printable
 from psserver.exits import CommandError, Exit
 
 ENDED = 2  # The place of ended jobs in the list.
+ADDED = {"tokens", "tokens_per_s"}  # Reported values that add up over the workers.
 WIDTH = 200  # Of tables outside of a terminal, in columns.
 LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
 
@@ -60,6 +61,9 @@ def combine(
 
 def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
     ranks = sorted({worker.rank for part in parts for worker in part.workers})
+    workers = [
+        _worker([w for part in parts for w in part.workers if w.rank == rank]) for rank in ranks
+    ]
     tables = dict.fromkeys(table.name for part in parts for table in part.tables)
     return {
         "name": name,
@@ -70,9 +74,8 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
         "waiting_for": list(dict.fromkeys(text for part in parts for text in part.waiting_for)),
         "pushed_nbytes": sum(part.pushed_nbytes for part in parts),
         "pulled_nbytes": sum(part.pulled_nbytes for part in parts),
-        "workers": [
-            _worker([w for part in parts for w in part.workers if w.rank == rank]) for rank in ranks
-        ],
+        "reported": _reported(workers),
+        "workers": workers,
         "tables": [
             _table([t for part in parts for t in part.tables if t.name == table])
             for table in tables
@@ -90,6 +93,36 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "step": max(worker.step for worker in seen),
         "staleness": max(worker.staleness for worker in seen),
         "last_heard_s": round(max(worker.last_heard_s for worker in seen), 1),
+        "reported": {
+            name: value for worker in seen for name, value in sorted(worker.reported.items())
+        },
+        "peers": [_peers(report) for worker in seen for report in worker.peers],
+    }
+
+
+def _reported(workers: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Returns what live workers report of a job: tokens add up, other values are means."""
+    found: dict[str, list[float]] = {}
+    for worker in workers:
+        for name, value in worker["reported"].items():
+            if worker["state"] == "live":
+                found.setdefault(name, []).append(value)
+    return {
+        name: sum(values) if name in ADDED else sum(values) / len(values)
+        for name, values in sorted(found.items())
+    }
+
+
+def _peers(report: pb.PeerReport) -> dict[str, Any]:
+    """Returns a worker's last exchanges with other workers, of one table."""
+    return {
+        "table": report.table,
+        "step": report.step,
+        "partner": report.partner,
+        "age_s": round(report.age_s, 1),
+        "staleness": report.staleness,
+        "distance": report.distance,
+        "num_exchanges": report.num_exchanges,
     }
 
 
@@ -168,13 +201,14 @@ def _rank(job: dict[str, Any]) -> int:
 
 
 def _show_job(console: Any, job: dict[str, Any]) -> None:
+    reports = ("reported",) if any(worker["reported"] for worker in job["workers"]) else ()
     least = f"{job['min_workers']} to " if job["min_workers"] else ""
     console.print(
         grid(
             f"job {job['name']} (workers: {least}{job['num_workers']}, "
             f"pushes: {job['num_pushes']} of {in_bytes(job['pushed_nbytes'])}, "
             f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})",
-            ("worker", "host", "process", "state", "step", "staleness", "heard"),
+            ("worker", "host", "process", "state", "step", "staleness", "heard", *reports),
             (
                 (
                     w["rank"],
@@ -184,11 +218,13 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
                     w["step"],
                     w["staleness"],
                     f"{in_time(w['last_heard_s'])} ago",
+                    *([_values(w["reported"])] if reports else []),
                 )
                 for w in job["workers"]
             ),
         )
     )
+    _show_peers(console, job)
     console.print(
         grid(
             None,
@@ -209,10 +245,32 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
     )
     if len(job["tables"]) > LISTED_MAX:
         console.print(f"and {len(job['tables']) - LISTED_MAX} more tables (--json shows them)")
+    if job["reported"]:
+        console.print(f"reported by live workers: {_values(job['reported'])}", markup=False)
     waiting = dict.fromkeys(job["waiting_for"])
     waiting |= dict.fromkeys(text for table in job["tables"] for text in table["waiting_for"])
     for text in list(waiting)[:LISTED_MAX]:
         console.print(f"waits for {printable(text)}", markup=False)
+
+
+def _show_peers(console: Any, job: dict[str, Any]) -> None:
+    """Prints the exchanges of workers with each other, in modes that have them."""
+    rows = [
+        (
+            worker["rank"],
+            peers["step"],
+            "none yet" if peers["partner"] < 0 else peers["partner"],
+            f"{in_time(peers['age_s'])} ago",
+            peers["num_exchanges"],
+            peers["staleness"],
+            f"{peers['distance']:.2g}",
+        )
+        for worker in job["workers"]
+        for peers in worker["peers"]
+    ]
+    if rows:
+        names = ("worker", "step", "partner", "heard", "exchanges", "staleness", "from the mean")
+        console.print(grid(None, names, rows))
 
 
 def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
@@ -229,6 +287,13 @@ def grid(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[obje
     for row in rows:
         grid.add_row(*(escape(printable(str(cell))) for cell in row))
     return grid
+
+
+def _values(reported: dict[str, float]) -> str:
+    """Returns reported values for people, the loss and the rate of tokens first."""
+    first = [name for name in ("loss", "tokens_per_s") if name in reported]
+    names = [*first, *(name for name in reported if name not in first)]
+    return ", ".join(f"{printable(name)} {reported[name]:.4g}" for name in names)
 
 
 def _versions(low: int, high: int) -> str:

@@ -35,6 +35,7 @@ from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
 from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
+from psserver.service.peers import peer_of, peer_report, peer_to_proto, report_to_proto
 from psserver.service.shared_view import SharedView
 
 TEXT_LENGTH_MAX = 512  # Of texts from workers: their waits, their reasons for leaving.
@@ -256,7 +257,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         job = self._heard(request)
         text = printable(request.waiting_for, TEXT_LENGTH_MAX)
         left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
-        view = job.heartbeat(request.worker, text, left_out)
+        peers = [peer_report(report) for report in request.peers]
+        view = job.heartbeat(request.worker, text, left_out, request.reported, peers)
         return pb.HeartbeatReply(
             instance=self._instance,
             waiting_for=view.waiting_for,
@@ -266,6 +268,25 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             ],
             live=view.live if request.wants_live else (),
             uneven=view.uneven,
+            epochs=view.epochs,
+        )
+
+    async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
+        """Records a worker that exchanges models with its peers, and names them."""
+        peer = request.peer
+        job = self._engine.heard(request.job, peer.rank, peer.incarnation)
+        if request.parts:
+            view = job.part(request.table, peer.rank, peer.incarnation)
+        else:
+            view = job.meet(request.table, peer_of(peer), request.epoch, request.since)
+        return pb.MeetReply(
+            epoch=view.epoch,
+            meetings=[
+                pb.Meeting(epoch=meeting.epoch, peers=map(peer_to_proto, meeting.peers))
+                for meeting in view.meetings
+            ],
+            peers=map(peer_to_proto, view.peers),
+            waiting_for=view.waiting_for,
         )
 
     async def SendResidual(
@@ -363,6 +384,8 @@ def _job_status(job: JobView) -> pb.JobStatus:
             staleness=worker.staleness,
             state=worker.state,
             last_heard_s=worker.silent_s,
+            reported=worker.reported,
+            peers=map(report_to_proto, worker.peers),
         )
         for worker in job.workers
     ]

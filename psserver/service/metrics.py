@@ -71,6 +71,15 @@ class ShardCollector:
         for name, live in figures.live.items():
             workers.add_metric([name], live)
         yield workers
+        reported = GaugeMetricFamily(
+            "paceline_reported",
+            "Newest value that a live worker's script has reported, on the first shard.",
+            labels=["job", "worker", "name"],
+        )
+        for (job, rank), values in figures.reported.items():
+            for name, value in values.items():
+                reported.add_metric([job, str(rank), name], value)
+        yield reported
         about = {
             "version": metadata.version("paceline"),
             "protocol": str(wire.PROTOCOL),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent import futures
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pscore.partition import Layout
 from psworker.connection.session import Session
@@ -14,6 +15,7 @@ from psworker.connection.session import Session
 log = logging.getLogger("paceline")
 T = TypeVar("T")
 SAY_AFTER_S = 7.0  # Longer than a pull waits at a shard, whose report comes first.
+CHECK_S = 1.0  # Interval at which a wait is checked for being pointless.
 SILENT_S = 3.0  # Without a heartbeat's answer for so long, a shard counts as not answering.
 
 
@@ -29,7 +31,7 @@ class AnswerWait:
             session: This worker's part in the job.
             name: Name of the table.
             layout: Its slices.
-            check: Raises an error that makes waiting pointless; called every second.
+            check: Raises an error that makes waiting pointless; called every `CHECK_S`.
         """
         self._session = session
         self._name = name
@@ -47,22 +49,48 @@ class AnswerWait:
         Raises:
             PacelineError: The shard refused the request, or does not answer.
         """
+        if future.done():
+            self._session.require_own()
+            return future.result()
+        return self._await(lambda: future.result(timeout=CHECK_S), index, what)
+
+    def wait_for_any(self, answers: Mapping[int, Future[Any]], what: str) -> int:
+        """Returns the first slice whose answer has come, and records the wait in the timeline.
+
+        Args:
+            answers: The answer of each slice, in the order in which they are expected.
+            what: A description of the answers, for people.
+
+        Raises:
+            PacelineError: A shard does not answer.
+        """
+
+        def first() -> int:
+            done, _ = futures.wait(answers.values(), CHECK_S, futures.FIRST_COMPLETED)
+            if not done:
+                raise TimeoutError
+            return next(index for index, answer in answers.items() if answer.done())
+
+        return self._await(first, next(iter(answers)), what)
+
+    def _await(self, poll: Callable[[], T], index: int, what: str) -> T:
+        """Returns what `poll` returns once it no longer raises `TimeoutError`."""
         timeline = self._session.timeline
-        if timeline is None or future.done():
-            return self._await(future, index, what)
+        if timeline is None:
+            return self._repeat(poll, index, what)
         begin_ns = timeline.now_ns()
         try:
-            return self._await(future, index, what)
+            return self._repeat(poll, index, what)
         finally:
             timeline.span("wait", begin_ns, what=f"{what} of slice {index}")
 
-    def _await(self, future: Future[T], index: int, what: str) -> T:
+    def _repeat(self, poll: Callable[[], T], index: int, what: str) -> T:
         self._session.require_own()
         started_s, say_s = time.monotonic(), SAY_AFTER_S
         try:
             while True:
                 try:
-                    return future.result(timeout=1.0)
+                    return poll()
                 except TimeoutError:
                     self._session.check()
                     self._check()

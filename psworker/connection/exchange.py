@@ -183,6 +183,18 @@ class Exchange:
         """Returns whether no pull of a slice is under way."""
         return index not in self._pulls or self._pulls[index][0].done.done()
 
+    def next_landed(self, indices: Sequence[int]) -> int:
+        """Returns the first of some slices without a pull under way; waits until there is one.
+
+        Raises:
+            PacelineError: A pull or push was refused, or a shard does not answer.
+        """
+        for index in indices:
+            if self.has_landed(index):
+                return index
+        answers = {index: self._pulls[index][0].done for index in indices}
+        return self._answers.wait_for_any(answers, "weights of an earlier step")
+
     def is_busy(self) -> bool:
         """Returns whether a push has not been acknowledged yet."""
         return any(not future.done() for future in self._pushes.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -11,6 +11,7 @@ from pscore.errors import PacelineError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.joining import LEAVE_TIMEOUT_S, Member
 from psworker.connection.left_out import LeftOut
+from psworker.connection.reports import Reports
 from psworker.connection.shard_link import Link
 
 
@@ -27,7 +28,9 @@ class Heartbeats:
     Attributes:
         failure: The error with which a heartbeat was refused; None: none was.
         left_out: By table; counts of steps left out, sent to the first shard.
+        reports: The values that the script reports, sent to the first shard.
         residual_senders: By table; they send the residuals that a checkpoint needs.
+        peer_reports: By table; they describe this worker's last exchanges with its peers.
     """
 
     def __init__(self, member: Member, links: Sequence[Link]) -> None:
@@ -39,7 +42,9 @@ class Heartbeats:
         """
         self.failure: PacelineError | None = None
         self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
+        self.reports = Reports()
         self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
+        self.peer_reports: dict[int, Callable[[], pb.PeerReport]] = {}
         self._member = member
         self._links = links
         self._end = threading.Event()
@@ -83,9 +88,11 @@ class Heartbeats:
                 job=member.job, worker=rank, incarnation=incarnation, waiting_for=member.waits
             )
             if link is self._links[0]:
+                request.peers.extend(report() for report in list(self.peer_reports.values()))
                 for table, counted in dict(self.left_out).items():
                     steps, count, since = counted.report
                     request.left_out.add(table=table, steps=steps, count=count, since=since)
+                request.reported.update(self.reports.values)
             try:
                 self._send_residuals(link.beat(request, timeout_s=member.interval_s))
             except PacelineError as error:

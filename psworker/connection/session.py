@@ -47,7 +47,9 @@ class Session:
         group: The processes that are this worker; None: this process alone is.
         timeline: The spans of this process; None: none are recorded.
         left_out: By table; counts of steps left out, in modes where all workers make all steps.
+        reports: The values that the script reports of its training.
         residual_senders: By table; they send the residuals that a checkpoint needs.
+        peer_reports: By table; they describe this worker's last exchanges with its peers.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Session:
             patience_s: Seconds without an answer that are an error.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
             credentials: Token and certificates for the connections.
-            group: The processes that are this worker; all of them make a session.
+            group: The processes that are this worker.
 
         Raises:
             ServerUnavailableError: An address does not answer.
@@ -84,8 +86,7 @@ class Session:
             RemoteProtocolError: A shard refuses this worker.
         """
         self.job = job
-        self._pid = os.getpid()
-        self._has_left = False
+        self._pid, self._has_left = os.getpid(), False
         self.num_workers = num_workers
         self.min_workers = min_workers
         self.links = [
@@ -98,14 +99,16 @@ class Session:
         self._joining = Joining(*how) if group is None else GroupJoining(group, *how)
         self._heartbeats = Heartbeats(self._member, self.links)
         self.left_out = self._heartbeats.left_out
+        self.reports = self._heartbeats.reports
         self.residual_senders = self._heartbeats.residual_senders
+        self.peer_reports = self._heartbeats.peer_reports
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_links)
             self._joining.join()
             undo.pop_all()
         self._heartbeats.start()
         if group is not None:
-            group.watch.on_lost = self._on_group_lost
+            group.watch.on_lost = lambda why: self._leave_shards(why, failed=True)
 
     @property
     def rank(self) -> int:
@@ -231,11 +234,10 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
-        group = self.group
-        if group is None:
+        if self.group is None:
             return self._agree(name, value)
-        largest = max(given for (given,) in group.gather([value]))
-        return float(group.led(lambda: self._agree(name, largest)))
+        largest = max(given for (given,) in self.group.gather([value]))
+        return float(self.group.led(lambda: self._agree(name, largest)))
 
     def _agree(self, name: str, value: float) -> float:
         """Waits for the other workers, and returns the maximum of their values."""
@@ -258,6 +260,20 @@ class Session:
                 "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
             )
         return float(reply.value)
+
+    def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
+        """Reports this worker to the directory of a table's peers, on the first shard.
+
+        Args:
+            request: Its job, rank and incarnation are set here.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        request.job, request.peer.rank = self.job, self.rank
+        request.peer.incarnation = self.incarnation
+        reply: pb.MeetReply = self.links[0].call(self.links[0].control.Meet, request)
+        return reply
 
     def require_own(self) -> None:
         """Refuses a process that was forked from the worker (psworker/connection/places.py)."""
@@ -309,19 +325,13 @@ class Session:
             self.timeline.write()
 
     def _leave_shards(self, reason: str, *, failed: bool) -> None:
-        """Leaves the job at every shard, once; a group's leader does it, unless the group is lost.
-
-        A message is sent by each process of a lost group, since any of them may have died.
-        """
+        """Leaves at every shard, once; a group's leader does, or all if it is lost."""
         if self._heartbeats.is_over:
             return
         self._heartbeats.end()
         if self.is_leader or failed:
             for link in self.links:
                 self._joining.leave(link, reason, failed=failed)
-
-    def _on_group_lost(self, why: str) -> None:
-        self._leave_shards(why, failed=True)
 
     def _close_links(self) -> None:
         for link in self.links:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError
 from pscore.net.credentials import Credentials, read_credentials
@@ -60,7 +60,8 @@ class Environment:
     min_workers: int = 0  # Minimum of an elastic job; 0: the job is not elastic.
     group: int = -1  # Of the processes that are one worker; -1: torch's ranks decide.
     num_groups: int = 0  # 0: torch's ranks decide.
-    is_torchrun: bool = False  # Whether torchrun has started this process.
+    # Whether torchrun has started this process; hidden from libraries by psworker.integrations.
+    is_torchrun: bool = field(default=False, compare=False)
     timeout_s: float = TIMEOUT_S  # Seconds without an answer that are an error.
     tls_ca: str = ""  # Paths.
     tls_cert: str = ""

@@ -24,6 +24,8 @@ from psworker.replica.pulls import Pulls, Waits
 from psworker.replica.pushes import Pushes
 from psworker.replica.rounds import Round, not_finite
 
+OF_ROUNDS = (Role.DELTA, Role.MODEL)  # Pushes that end a round.
+
 
 class Replica:
     """The steps of one worker.
@@ -76,7 +78,7 @@ class Replica:
         self.clocks = Clocks(rule, self.parts, self.own)
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
-        self._round = Round(layout, weights, pushes_moves=bool(rule.outer_optimizer))
+        self._round = Round(layout, weights, role=_role(rule))
         for index, part in enumerate(self.parts):
             part.origin = self._round.origin(index)
         self._pushes = Pushes(rank, self.clocks, self.parts)
@@ -165,11 +167,12 @@ class Replica:
                 self._pulls.apply(index)
             if plan.local and not plan.inner:
                 self.local.update(index, self.step, grads[index])
-            if plan.pulls(self._places[index]) and plan.push is not Role.DELTA:
+            if plan.pulls(self._places[index]) and plan.push not in OF_ROUNDS:
                 self._pulls.send(index, push_pull, with_state=with_state)
-        if plan.push is Role.DELTA:
-            self._push_moves(grads, push_pull)
-            self._pull_round(plan, order, grads, push_pull)
+        if plan.push in OF_ROUNDS:
+            self._push_round(grads, push_pull)
+            if plan.pull:
+                self._pull_round(plan, order, grads, push_pull)
         self._pulls.early.clear()
         self.step += 1
         if plan.block:
@@ -184,7 +187,7 @@ class Replica:
             push_pull: Sends them.
         """
         if self.num_inner:
-            self._push_moves(grads, push_pull)
+            self._push_round(grads, push_pull)
 
     def follow(self) -> None:
         """Records the weights of the slices that others of the group have pulled."""
@@ -231,7 +234,7 @@ class Replica:
         self._pulls.free_memory()
 
     def abandon(self) -> None:
-        """Gives up the pulls of an unfinished step: other workers may wait for its other pushes."""
+        """Gives up the pulls of an unfinished step; an answer that still arrives is not read."""
         self._pulls.abandon_early()
 
     def restart(self) -> None:
@@ -244,7 +247,7 @@ class Replica:
 
     def change(self, rule: Rule) -> None:
         """Continues under another rule at the same step; its pulls bring weights and clocks."""
-        assert self._round.pushes_moves == bool(rule.outer_optimizer)
+        assert self._round.role is _role(rule)
         self.rule = rule
         self.local.change(rule)
         self.restart()
@@ -259,10 +262,7 @@ class Replica:
         self.step = self.rule.step_after(origin.step, num_pushes) + self.num_inner
 
     def settle(self) -> Waits:
-        """Waits for all pulls under way and applies them.
-
-        They are applied in the order of arrival, so that one is copied while others arrive.
-        """
+        """Waits for all pulls under way, and applies them in the order of arrival."""
         yield from self._pulls.settle()
 
     def peek(
@@ -270,7 +270,7 @@ class Replica:
     ) -> Waits:
         """Pulls the shards' weights, with this worker's last push in them, into `buffers`.
 
-        Nothing else changes: a pull under way still becomes the base of the next local update.
+        Nothing else changes: a pull under way, maybe an estimate, still becomes the next base.
 
         Args:
             buffers: One for each slice, in memory that nothing else uses.
@@ -296,7 +296,7 @@ class Replica:
     @property
     def drifts(self) -> bool:
         """Whether the weights here differ from those of the shards between two pulls."""
-        return self.local.local_update is not None or self._round.pushes_moves
+        return self.local.local_update is not None or self._round.role is not None
 
     def front_first(self) -> Sequence[int]:
         """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
@@ -314,14 +314,20 @@ class Replica:
             if plan.local:
                 self.local.update(index, self.step, moves[index])
 
-    def _push_moves(self, moves: Sequence[torch.Tensor], push_pull: PushPull) -> None:
-        """Pushes the weights of the last pull minus the current ones, weighted by mean samples."""
-        bad = self._round.write_moves(self.parts, moves)
+    def _push_round(self, values: Sequence[torch.Tensor], push_pull: PushPull) -> None:
+        """Pushes the moves of the weights, or the weights, weighted by the mean of samples."""
+        bad = self._round.write(self.parts, values)
         if bad is not None:
             self.is_ending = False
             raise not_finite(bad, self.step)
-        plan, samples = self.plan(), self._round.mean_samples
+        plan, samples, role = self.plan(), self._round.mean_samples, self._round.role
+        assert role is not None
         for index in self.front_first():
-            self._pushes.send(index, plan, Role.DELTA, moves[index], -1, samples, push_pull)
+            self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
         self.clocks.pushed()
         self._round.begin()
+
+
+def _role(rule: Rule) -> Role | None:
+    """Returns the kind of the push that ends a round; None: the mode has no rounds."""
+    return rule.round_role if rule.outer_optimizer else None

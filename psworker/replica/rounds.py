@@ -9,6 +9,7 @@ import torch
 from pscore.errors import GradientError
 from pscore.local.base import LocalSlice
 from pscore.partition import Layout
+from pscore.types import Role
 
 
 class Round:
@@ -16,37 +17,34 @@ class Round:
 
     Attributes:
         num_inner: Steps of the user's own optimizer since the last pull.
+        role: The push that ends a round; None: the mode has no rounds.
     """
 
-    def __init__(self, layout: Layout, weights: torch.Tensor, *, pushes_moves: bool) -> None:
+    def __init__(self, layout: Layout, weights: torch.Tensor, *, role: Role | None) -> None:
         """Opens the first round.
 
         Args:
             layout: The slices.
             weights: `(layout.numel,) float32` on the model's device.
-            pushes_moves: Whether the mode pushes moves of the weights; else no reference is kept.
+            role: The push that ends a round; only one of moves needs a reference.
         """
         self.num_inner = 0
+        self.role = role
         self._samples = 0.0  # Sum of the round so far.
         self._weights = weights
         self._spans = [slice(spec.start, spec.stop) for spec in layout.slices]
         # The weights at the start of the round: those of the last pull, or of an overlap.
-        self._reference = torch.empty_like(weights) if pushes_moves else None
-
-    @property
-    def pushes_moves(self) -> bool:
-        """Whether the mode pushes moves of the weights."""
-        return self._reference is not None
+        self._reference = torch.empty_like(weights) if role is Role.DELTA else None
 
     @property
     def mean_samples(self) -> float:
         """Mean weight of the round's steps."""
         return self._samples / self.num_inner
 
-    def add_step(self, samples: float) -> None:
-        """Counts a step of the wrapped optimizer, with its weight in the mean."""
-        self.num_inner += 1
-        self._samples += samples
+    def add_step(self, samples: float, num: int = 1) -> None:
+        """Counts steps of the wrapped optimizer, each with its weight in the mean."""
+        self.num_inner += num
+        self._samples += num * samples
 
     def begin(self) -> None:
         """Opens the next round."""
@@ -72,24 +70,28 @@ class Round:
             if index not in own:
                 self.record_slice(index, self._weights[span])
 
-    def write_moves(self, parts: Sequence[LocalSlice], moves: Sequence[torch.Tensor]) -> int | None:
-        """Writes the weights at the start of the round minus the current ones into `moves`.
+    def write(self, parts: Sequence[LocalSlice], values: Sequence[torch.Tensor]) -> int | None:
+        """Writes the moves of the weights since the start of the round, or the weights.
 
-        If a move holds NaN or Inf, the round is opened again from those weights.
+        If one holds NaN or Inf, the round is opened again, from the weights of its start if
+        they are known.
 
         Args:
             parts: The slices.
-            moves: Memory for the result, `(numel,) float32` each.
+            values: Memory for the result, `(numel,) float32` each.
 
         Returns:
-            The first slice whose moves hold NaN or Inf, or None; later slices are not written.
+            The first slice whose values hold NaN or Inf, or None; later slices are not written.
         """
         reference = self._reference
-        assert reference is not None
         for index, part in enumerate(parts):
-            torch.sub(reference[self._spans[index]], part.weights, out=moves[index])
-            if not bool(torch.isfinite(moves[index]).all()):
-                self._weights.copy_(reference)
+            if reference is None:
+                values[index].copy_(part.weights)
+            else:
+                torch.sub(reference[self._spans[index]], part.weights, out=values[index])
+            if not bool(torch.isfinite(values[index]).all()):
+                if reference is not None:
+                    self._weights.copy_(reference)
                 self.begin()
                 return index
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pscore.rules.base import Rule
 from psworker.connection.missed import Missed
 from psworker.connection.traffic import Traffic
@@ -15,6 +17,22 @@ class Figures:
 
     _table: TrainingTable
     _gradients: Gradients
+
+    def report(self, **values: Any) -> None:
+        """Shows values of the training in `psserver status` and in the shards' metrics.
+
+        They travel with the next heartbeat (every second or two), so a call costs microseconds; a
+        value that is a tensor on a GPU is waited for. Nothing else depends on them.
+
+        Args:
+            values: `loss`, `tokens` (the number since the last report; shown as a sum and as tokens
+                per second), and others: 16 names of at most 40 characters. A value that is not
+                finite is left out, with one warning.
+
+        Raises:
+            ConfigError: A name or value cannot be reported.
+        """
+        self._table.session.reports.put(values)
 
     @property
     def samples(self) -> float:

@@ -32,6 +32,7 @@ def global_weights(table: TrainingTable, recovery: Recovery, buffers: Buffers) -
         other = None if is_there else recovery.peek().weights.to(flat.device)
     with contextlib.ExitStack() as undo:
         if other is not None:
+            table.local_step.note_average(other)
             flat.swap_weights(other)
             undo.callback(flat.note_weights)
             undo.callback(flat.swap_weights, other)

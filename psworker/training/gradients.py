@@ -41,6 +41,7 @@ class Gradients:
         self._begin = begin
         self._gathered: set[int] = set()  # Parameters.
         self._pushed: set[int] = set()  # Slices.
+        self._ready: list[int] = []  # Slices with all gradients that an earlier pull holds back.
         self._kept: set[int] = set()  # Parameters that had left before an error in the step.
         slices = table.layout.slices
         self._index = {id(parameter): i for i, parameter in enumerate(table.flat.parameters)}
@@ -105,9 +106,11 @@ class Gradients:
         self.overlap.moved(index, self._flat.parameters[index])
         for part in self._slices_of[index]:
             self._missing[part] -= 1
-            is_ready = self._missing[part] == 0 and part not in self._pushed
-            if is_ready and self._exchange.has_landed(part):
-                self._push(part, in_backward=True)  # Else `step` pushes it, which may wait.
+            if self._missing[part] == 0 and part not in self._pushed:
+                self._ready.append(part)
+        for part in [part for part in self._ready if self._exchange.has_landed(part)]:
+            self._ready.remove(part)
+            self._push(part, in_backward=True)  # `step` pushes the others: it may wait.
 
     # ----- at the end of a step
 
@@ -129,17 +132,19 @@ class Gradients:
         """Pushes the gradients that did not leave during backward.
 
         With overlap one slice is sent while the next is checked; else all are checked first, so
-        that the step can be left out.
+        that the step can be left out. Slices leave in the order in which their earlier pulls land.
         """
         if not self.overlap.is_wanted:
             self._gather(range(len(self._flat.parameters)))
             plan = self._replica.plan()
             if plan.compress or plan.flush:
                 self._exchange.payloads.require_room(self._table.grads(), self._flat.present)
-        for index in self._replica.front_first():
-            if index not in self._pushed:
-                self._gather([part.tensor for part in self._table.layout.slices[index].segments])
-                self._push(index)
+        left = [index for index in self._replica.front_first() if index not in self._pushed]
+        while left:
+            index = self._exchange.next_landed(left)
+            left.remove(index)
+            self._gather([part.tensor for part in self._table.layout.slices[index].segments])
+            self._push(index)
 
     def push_none(self) -> None:
         """Ends the step without a gradient of this worker.
@@ -169,6 +174,7 @@ class Gradients:
     def _reset(self, kept: set[int]) -> None:
         self._kept, self._gathered = kept, set(kept)
         self.overlap.forget()
+        self._ready.clear()
         for spec in self._table.layout.slices:
             self._missing[spec.index] = len(spec.segments)
 

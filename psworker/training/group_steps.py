@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import GradientError, ReplacedError, UnknownJobError
 from pscore.types import Role
-from psworker.connection.trace import local_update
 from psworker.training import scaling
 from psworker.training.agreement import together
 from psworker.training.group_gradients import GroupGradients
@@ -121,9 +120,7 @@ class GroupSteps(Steps):
                 self._sums.push_rest()
         if plan.inner and not skips:
             self._sums.average_all()
-            with local_update(table.session.timeline, table.replica.step):
-                self._inner.step()
-            table.flat.gather_weights()
+            table.local_step.make(skips=False)
         here = table.progress.samples * self._group.size  # Of a step that all leave out.
         table.finish_step(here if skips else self._sums.samples)
         return [table.parts.next_push, float(table.exchange.payloads.has_refused)]

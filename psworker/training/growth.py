@@ -76,14 +76,19 @@ def require_possible(table: TrainingTable, gradients: Gradients) -> None:
     """Refuses growth where it cannot be.
 
     Raises:
-        ConfigError: The job is elastic: a worker that joins later would declare the table with
-            which the job began.
+        ConfigError: The workers exchange models, or the job is elastic: a worker that joins later
+            would declare the table with which the job began.
         GradientError: Gradients of this step have left during backward.
     """
     if gradients.overlap.has_begun:
         raise GradientError(
             "parameters were unfrozen or added after gradients had been pushed during backward; "
             "do it before zero_grad(), or pass overlap=False to DistributedOptimizer"
+        )
+    if table.rule.gossip:
+        raise ConfigError(
+            f"parameters cannot be added or unfrozen in mode {table.rule.name}: workers exchange "
+            "whole models; make DistributedOptimizer with all of them, and freeze them after that"
         )
     if table.session.min_workers:
         raise ConfigError(

@@ -39,6 +39,7 @@ from psworker.training.group_gradients import group_gradients
 from psworker.training.group_steps import GroupSteps
 from psworker.training.mode_change import change_mode
 from psworker.training.overlap import Overlap
+from psworker.training.peer_step import use_local_steps
 from psworker.training.progress import require_weight
 from psworker.training.recovery import Recovery
 from psworker.training.state_dict import read_state, restore, torch_state
@@ -78,9 +79,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             batches differ. May be changed before each step (`optimizer.samples = 17`).
         compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
             are not compressed; in bytes of float32.
-        local_group: The processes that are one worker and average their gradients first
-            (docs/hosts.md): a ProcessGroup of torch; "host": those of this host; None: each is a
-            worker; "auto": those of this host under torchrun, if torch.distributed is initialised.
+        local_group: The processes that are one worker (docs/hosts.md): a ProcessGroup of torch,
+            "host", None for each its own, or "auto": "host" under torchrun with torch.distributed.
         compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
         optimizer_on: `shards`; `worker`: in `ssgd` the shards return the mean gradient, and each
             worker's own optimizer steps; `auto`: the shards, if they know the optimizer.
@@ -128,9 +128,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inner = optimizer
-        self._context = context.join(
-            servers=servers, job=job, timeout_s=timeout_s, local_group=local_group
-        )
+        where = {"servers": servers, "job": job, "timeout_s": timeout_s, "local_group": local_group}
+        self._context = context.join(**where)  # type: ignore[arg-type]
         session = self._context.session
         _replace_others(parameters)
         self._choice = compressors, compress_min_nbytes, compress_exclude
@@ -273,8 +272,10 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             self._retire("close() or psworker.shutdown()")
             with self._recovery.guard():
                 self._table.end_round()
+                self._table.local_step.part()
                 self._table.fetch(None)
                 self._table.flat.scatter_weights()
+            self._table.local_step.close()
 
     # ----- state
 
@@ -379,6 +380,7 @@ def clip_grad_norm_(optimizer: DistributedOptimizer, max_norm: float) -> torch.T
 def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: Overlap) -> None:
     """Makes the gradients, the recovery and the steps of a table."""
     wrapper._table = table
+    use_local_steps(table, wrapper._inner)
     shared = group_gradients(table, early, wrapper._set_hyper)
     wrapper._gradients = shared or Gradients(table, early, wrapper._set_hyper)
     wrapper._recovery = Recovery(table, wrapper._gradients, wrapper._buffers, wrapper._left_out)
@@ -453,5 +455,6 @@ def _replace_others(parameters: Sequence[torch.nn.Parameter]) -> None:
     for former in list(_open):
         if not ours.isdisjoint(map(id, former._table.flat.parameters)):
             former._context.not_at_close(former.close)
+            former._table.local_step.close()
             former._retire("another DistributedOptimizer was made with its parameters")
             log.info("a DistributedOptimizer was replaced by another with its parameters")

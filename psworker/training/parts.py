@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from pscore.errors import ConfigError
+from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
+from pscore.rules.base import Rule
 from psworker.group.local_group import LocalGroup
 from psworker.group.parts import owners
 from psworker.model.flat import FlatModel
@@ -18,6 +21,26 @@ def own_slices(layout: Layout, group: LocalGroup | None) -> list[int]:
         return list(range(len(layout.slices)))
     ranks = owners([spec.numel for spec in layout.slices], group.size)
     return [index for index, rank in enumerate(ranks) if rank == group.rank]
+
+
+def refuse_in_group(rule: Rule, optimizer: Optimizer, group: LocalGroup | None) -> None:
+    """Refuses modes and optimizers that several processes of one worker do not run.
+
+    Raises:
+        ConfigError: The mode is decentralised, or the shards do not run the optimizer.
+    """
+    if group is None:
+        return
+    if rule.gossip:
+        what = f"in mode {rule} workers send their weights to each other"
+    elif not optimizer.holds_weights:
+        what = "the shards do not run this optimizer, so each worker would"
+    else:
+        return
+    raise ConfigError(
+        f"{what}, which the {group.size} processes of a local group cannot do together; pass "
+        "local_group=None to DistributedOptimizer"
+    )
 
 
 class Parts:
@@ -71,6 +94,11 @@ class Parts:
             self._replica.clocks.limit = None
             pushes = [given for (given,) in self._group.gather([self.next_push])]
         self._replica.clocks.limit = int(min(pushes))
+
+    def meet(self) -> None:
+        """Waits for the other processes of the group."""
+        if self._group is not None:
+            self._group.barrier()
 
     def gather(self) -> None:
         """Brings the slices of the group's other processes into the flat weights.

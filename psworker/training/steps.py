@@ -104,10 +104,8 @@ class Steps:
                 self._gradients.push_none()
             else:
                 self._gradients.push_rest()
-        if plan.inner and not skips:
-            with local_update(table.session.timeline, table.replica.step):
-                self._inner.step()
-            table.flat.gather_weights()
+        if plan.inner:
+            table.local_step.make(skips=skips)
         table.finish_step(table.progress.samples)
         self._buffers.post(0.0 if skips else table.progress.samples)
         self._gradients.settle()  # From here on the script may write to `.grad`.

@@ -7,7 +7,7 @@ this class.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from pscore.cuda.local import kernels_for
-from pscore.errors import ConfigError
 from pscore.optimizers import hyper_rows
 from pscore.optimizers.base import Optimizer
 from pscore.rules.base import Rule
@@ -26,9 +25,11 @@ from psworker.connection.session import Session
 from psworker.connection.trace import local_update
 from psworker.group.local_group import LocalGroup
 from psworker.model.flat import FlatModel
+from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
-from psworker.replica.replica import Replica
-from psworker.training.parts import Parts, own_slices
+from psworker.replica.replica import OF_ROUNDS, Replica
+from psworker.training.local_step import LocalStep
+from psworker.training.parts import Parts, own_slices, refuse_in_group
 from psworker.training.progress import Progress
 from psworker.training.worker_steps import MeanGradients
 
@@ -56,6 +57,8 @@ class TrainingTable:
         replica: The state machine that decides what is sent at each step.
         progress: Samples and steps behind this worker.
         parts: The slices of this process and of the others of its group.
+        local_step: The part of a step that this worker makes by itself.
+        make_step: Returns the local step of a mode.
         means: The mean gradients, where those are pulled and the workers run the optimizer; None:
             weights are pulled.
     """
@@ -88,17 +91,13 @@ class TrainingTable:
         """
         self.name = spec.name
         self.optimizer = optimizer
+        refuse_in_group(spec.rule, optimizer, session.group)
         own = own_slices(spec.layout(), session.group)
         self.exchange = Exchange(session, spec, share=True, own=own)
         self.layout = layout = self.exchange.layout
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
         if not optimizer.holds_weights:
-            if session.group is not None:
-                raise ConfigError(
-                    "the shards do not run this optimizer, so the workers would; in a local group "
-                    "that is not possible yet: pass local_group=None"
-                )
             self.means = MeanGradients(self.flat, session)
             weights = self.means.values
         self.replica = Replica(
@@ -116,6 +115,8 @@ class TrainingTable:
                 timeline, step, slice=index
             )
         self.progress = Progress(samples, self.replica, self.exchange)
+        self.local_step = LocalStep()
+        self.make_step: Callable[[Rule], LocalStep] = lambda _: LocalStep()
 
     @property
     def session(self) -> Session:
@@ -206,6 +207,7 @@ class TrainingTable:
             raise self.means.refuse(self.replica.step, "comes to")
         self.take_weights()
         self.show_weights()
+        self._start_local_step()
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
         """Continues from a state that rank 0 has uploaded; all workers call it.
@@ -221,6 +223,23 @@ class TrainingTable:
         self.take_weights()
         self.progress.locate(step, samples_seen)
         self.show_weights()
+        self._renew_local_step()
+        self._start_local_step()
+
+    def _renew_local_step(self) -> None:
+        """Replaces the local step by that of the mode; exchanges begin anew."""
+        self.local_step.close()
+        self.local_step = self.make_step(self.rule)
+
+    def _start_local_step(self) -> None:
+        """Starts the local step; where others are ahead, this worker continues at their step."""
+        step = self.local_step.start()
+        self.flat.note_weights()
+        if step is None or not self.rule.by_step:
+            return
+        while push_late(self.replica, step, self.grads(), self.exchange):
+            self.exchange.flush()
+        continue_at(self.replica, step, self.progress.samples)
 
     def finish_step(self, samples: float) -> None:
         """Ends a step: local updates and pulls, and the waits of the mode.
@@ -230,10 +249,11 @@ class TrainingTable:
         Args:
             samples: Weight of the step in the mean of a round.
         """
-        if self.replica.plan().push is Role.DELTA:
-            self.exchange.flush()  # The moves overwrite those of the last round.
+        if self.replica.plan().push in OF_ROUNDS:
+            self.local_step.flush(self.exchange)  # The moves overwrite those of the last round.
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
         if self.group is None:
+            self.local_step.begin()
             self.show_weights()
 
     def end_round(self) -> None:
@@ -280,17 +300,19 @@ class TrainingTable:
     def change_rule(self, rule: Rule) -> None:
         """Continues under another mode, with the global weights, at the same step."""
         self._warn_of(rule)
+        refuse_in_group(rule, self.optimizer, self.group)
         self.settle()
-        if self.group is not None:  # The shards stop waiting for all of its pushes at once.
-            self.group.barrier()
+        self.parts.meet()
+        self.local_step.part()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
+        self._renew_local_step()
         self.begin()
 
     def _warn_of(self, rule: Rule) -> None:
         """Logs, on one worker, the reason not to use the compressor with a rule."""
         caution = rule.caution(self.exchange.spec.compressor)
-        if caution and self.session.rank == 0:
+        if caution and self.session.process_rank == 0:
             log.warning("%s", caution)
 
     def rejoin(self) -> None:

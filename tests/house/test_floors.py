@@ -11,11 +11,11 @@ FLOORS = {
         *("slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
-        *("__main__", "commands", "integrations", ".", "training", "job", "connection"),
-        *("transports", "compression", "replica", "model", "group"),
+        *("__main__", "commands", "integrations", ".", "training", "job", "peers", "connection"),
+        *("transports", "compression", "replica", "gossip", "model", "group"),
     ),
     "pscore": (
-        *("table_spec", "estimate", "rules", "cuda", "overlaps", "local", "optimizers"),
+        *("table_spec", "estimate", "rules", "graphs", "cuda", "overlaps", "local", "optimizers"),
         *("compressors", "observe", "net", "memory", "."),
     ),
 }

@@ -13,7 +13,7 @@ import psworker
 from pscore.compressors import COMPRESSORS
 from pscore.net.credentials import ANYONE
 from pscore.rules import RULES
-from psserver.remote import checkpoint
+from psserver.remote import ask, checkpoint, status
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
@@ -138,7 +138,8 @@ def paths(shards: Shards) -> Iterator[dict[Any, list[list[Weights]]]]:
 
 
 def test_every_mode_is_here() -> None:
-    assert MODES.keys() == RULES.keys()
+    exchanging = {name for name, rule in RULES.items() if rule.gossip}  # Never compressed.
+    assert MODES.keys() == RULES.keys() - exchanging
 
 
 @pytest.mark.parametrize(("name", "pair"), CASES, ids=str)
@@ -270,3 +271,26 @@ def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shar
         assert num_late == again > 0
         assert any(owed.any() for owed in without[-1].values())
         assert all(same(*pair) for pair in zip(without, with_looks, strict=True))
+
+
+def report(me: Station) -> None:
+    """Reports values of a training, and stays until the test has seen them."""
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer.report(loss=torch.tensor(0.5 + me.rank), tokens=4096, accuracy=float("nan"))
+    me.hear()
+
+
+def test_reported_values_travel_with_the_heartbeats(shards: Shards) -> None:
+    job = new_job()
+
+    def shown() -> list[dict[str, float]]:
+        picture = status.combine(shards.addresses, ask.statuses(shards.addresses, ANYONE))
+        found = [one for one in picture["jobs"] if one["name"] == job]
+        return [worker["reported"] for one in found for worker in one["workers"]]
+
+    with shards.workers(report, job=job) as workers:
+        wait_until(lambda: [*map(bool, shown())] == [True, True])
+        assert shown() == [{"loss": 0.5 + rank, "tokens": 4096.0} for rank in range(2)]
+        for worker in workers:
+            worker.tell()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import drawings, plane_drawings
+from benchmarks import drawings, peer_drawings, plane_drawings
 from pscore.rules import RULES
 from tests.house.source import ROOT
 
@@ -10,8 +10,9 @@ NBYTES_MAX = 20_000
 
 
 def test_every_rule_has_a_drawing() -> None:
-    assert set(drawings.MODES) == set(RULES)
-    assert all(mode.partition("(")[0] == rule for rule, (mode, _) in drawings.MODES.items())
+    modes = drawings.MODES | peer_drawings.MODES
+    assert set(modes) == set(RULES)
+    assert all(mode.partition("(")[0] == rule for rule, (mode, _) in modes.items())
 
 
 @pytest.mark.parametrize("rule", sorted({*RULES, *drawings.VARIANTS}))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rule_plots
+from benchmarks import peer_plots, rule_plots
 from benchmarks.runs import collect, load
 from pscore.rules import RULES
 from tests.house.source import ROOT
@@ -14,7 +14,7 @@ NBYTES_MAX = 60_000
 
 
 def test_every_rule_has_a_plot() -> None:
-    assert set(rule_plots.PAGES) == set(RULES)
+    assert set(rule_plots.PAGES) | set(peer_plots.PAGES) == set(RULES)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))

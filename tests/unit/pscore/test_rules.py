@@ -38,6 +38,7 @@ from tests.paper.inner import Inner
 
 NAMES = {
     "ssgd", "asgd", "staleness", "dcasgd", "ssp", "od", "ssd", "cd", "local", "slowmo", "diloco",
+    "allreduce", "dpsgd", "adpsgd",
 }  # fmt: skip
 GROUP = {"lr": 0.5, "momentum": 0.0}
 
@@ -83,7 +84,7 @@ def test_a_rule_is_exported_and_listed(name: str) -> None:
 
 
 def test_a_wrong_name_lists_the_right_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no mode 'sgd'; there are asgd, cd, dcasgd, diloco, lo"):
+    with pytest.raises(ConfigError, match=r"no mode 'sgd'; there are adpsgd, allreduce, asgd, cd"):
         parse_mode("sgd")
 
 
@@ -101,9 +102,9 @@ def test_a_plan_makes_sense_at_every_step(name: str) -> None:
     rule = RULES[name]()
     for step in [*range(1100), 1_000_000]:
         plan = rule.plan(step)
-        assert plan.push in (None, Role.GRADIENT, Role.DELTA)
+        assert plan.push in (None, Role.GRADIENT, Role.DELTA, Role.MODEL)
         assert plan.inner == bool(rule.outer_optimizer)
-        assert (plan.push is Role.DELTA) <= plan.inner
+        assert (plan.push in (Role.DELTA, Role.MODEL)) <= plan.inner
         assert not (plan.inner and plan.local)
         assert plan.pull <= (plan.push is not None)  # A pull is for the update of a push.
         assert plan.block <= plan.pull

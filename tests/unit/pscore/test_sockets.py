@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -163,11 +164,16 @@ def test_within_one_host_buffers_are_small_and_nothing_is_paced() -> None:
                 assert end.gettimeout() is None
 
 
-def test_what_comes_from_another_host_is_left_to_the_kernel() -> None:
+@pytest.mark.parametrize(("near_us", "is_near"), [(sockets.NEAR_US, True), (-1, False)])
+def test_buffers_of_another_host_are_left_to_the_kernel_and_a_near_one_is_not_paced(
+    near_us: int, is_near: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "NEAR_US", near_us)
     with socket.socket() as plain:
         expected = congestion_of(plain)
+    if is_near and expected.startswith(sockets.PACED):
+        expected = sockets.UNPACED
     listener, usual = sockets.listen("127.0.0.1", 0)
-    assert usual == expected
     with listener:
         where = listener.getsockname()
         with socket.create_connection(where, 20.0, ("127.0.0.2", 0)):
@@ -177,6 +183,17 @@ def test_what_comes_from_another_host_is_left_to_the_kernel() -> None:
                 sockets.tune(accepted, usual)
                 assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
                 assert congestion_of(accepted) == expected
+
+
+def test_the_kernel_has_measured_a_round_trip_when_a_connection_is_made() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as one,
+        listener.accept()[0] as other,
+    ):
+        for end in (one, other):
+            assert 0 < sockets._rtt_us(end) < 20e6
+    assert sockets._rtt_us(one) == sys.maxsize  # Closed.
 
 
 def test_where_no_other_congestion_control_may_be_chosen_all_is_as_the_system_has_it(

@@ -56,6 +56,8 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
             counters.pushed("train", verdict)
     counters.pushed("ended", Verdict.ACCEPTED)
     counters.num_pushes_refused = 2
+    values = {"loss": 0.5, "bad": float("nan"), "x" * 41: 1.0, "two words": 1.0}
+    engine.jobs["train"].heartbeat(0, "", {}, values)
     for number in range(10):
         counters.pulled("train", is_answered=number < 7)
     counters.pulled("ended", is_answered=True)
@@ -86,7 +88,9 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
         "paceline_apply_seconds_count": 1,
         "paceline_jobs": 1,
         "paceline_workers_live job=train": 1,
+        "paceline_reported job=train name=loss worker=0": 0.5,
     }.items() <= shown.items()
+    assert sum(name.startswith("paceline_reported") for name in shown) == 1
     assert not any("job=ended" in name for name in shown)
     (build,) = [name for name in shown if name.startswith("paceline_build_info")]
     assert "num_shards=3" in build

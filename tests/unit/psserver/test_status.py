@@ -58,6 +58,32 @@ def test_counts_add_up_and_workers_are_as_late_as_the_latest_shard_says() -> Non
     assert model["waiting_for"] == ["step 4"]
 
 
+def test_reported_values_are_shown_for_each_worker_and_for_the_job(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens add up over the live workers, other values are means; only the first shard has any."""
+    job = pb.JobStatus(
+        job="j",
+        workers=[
+            worker(0, reported={"loss": 0.5, "tokens_per_s": 300.0, "aux": 3.0}),
+            worker(1, reported={"loss": 0.25, "tokens_per_s": 100.0}),
+            worker(2, reported={"loss": 100.0}, state="lost"),
+        ],
+    )
+    other = pb.JobStatus(job="j", workers=[worker(rank) for rank in range(3)])
+    picture = status.combine(["a:1", "b:2"], [reply(0, job), reply(1, other)])
+    (found,) = picture["jobs"]
+    assert found["reported"] == {"loss": 0.375, "tokens_per_s": 400.0, "aux": 3.0}
+    assert found["workers"][1]["reported"] == {"loss": 0.25, "tokens_per_s": 100.0}
+    monkeypatch.setenv("COLUMNS", "200")
+    status.show(picture)
+    text = capsys.readouterr().out
+    assert "loss 0.5, tokens_per_s 300, aux 3" in text
+    assert "reported by live workers: loss 0.375, tokens_per_s 400, aux 3" in text
+    status.show(combined())
+    assert "reported" not in capsys.readouterr().out
+
+
 def test_a_shard_without_slices_of_a_table_has_no_say_about_its_version() -> None:
     one = pb.JobStatus(job="j", tables=[table(num_slices=1, version_min=7, version_max=7)])
     none = pb.JobStatus(job="j", tables=[table(num_slices=0, version_min=-1, version_max=-1)])

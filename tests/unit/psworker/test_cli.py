@@ -38,7 +38,7 @@ def _no_place(monkeypatch: pytest.MonkeyPatch) -> None:
             "psworker: --servers has no effect",
         ),
         (("doctor", "--model", "lenet"), "psworker: --model lenet has no effect without --job"),
-        (("demo", "--modes", "ssdg"), "psworker: no mode 'ssdg'; there are asgd"),
+        (("demo", "--modes", "ssdg"), "psworker: no mode 'ssdg'; there are adpsgd"),
         (("demo", "--modes", "ssd(k=5)"), "psworker: mode 'ssd' has no argument 'k'; it has "),
         (("demo", "--data", "nowhere"), "psworker: Fashion-MNIST is needed, and none at nowhere"),
     ],

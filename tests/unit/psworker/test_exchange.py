@@ -1,6 +1,7 @@
 """Pushes and pulls of one table, over data planes that the test answers itself."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -243,6 +244,24 @@ def test_a_pull_has_landed_when_it_has_been_waited_for() -> None:
     assert (wanted.weights[0].item(), wanted.state[0][0].item()) == (2.0, 3.0)
     assert exchange.traffic.num_pulls == 1
     assert exchange.traffic.pulled_nbytes == 2 * 4 * LAYOUT.slices[1].numel
+
+
+def test_the_next_slice_is_one_that_has_landed_and_else_the_first_to_land() -> None:
+    exchange, session = make()
+    for index in (0, 1):
+        exchange.pull(index, 1, 1, pull_buffer(index, with_state=False), with_state=False)
+    calls = [session.planes[LAYOUT.slices[index].shard].pulls[0] for index in (0, 1)]
+    late = threading.Timer(0.05, calls[1].done.set_result, [data_pb2.PullReply(ready=True)])
+    late.start()
+    assert exchange.next_landed([0, 1]) == 1
+    late.join()
+    assert exchange.next_landed([0, 1]) == 1
+    exchange.push(1, a_push(), gradient(1), compress=True)
+    session.planes[LAYOUT.slices[1].shard].pushes[0].done.set_exception(
+        ServerUnavailableError("no shard answers")
+    )
+    with pytest.raises(ServerUnavailableError, match="no shard answers"):
+        exchange.next_landed([0])
 
 
 def test_what_a_shard_refuses_is_raised_where_it_is_waited_for() -> None:

@@ -19,6 +19,7 @@ OURS = {
     "global_weights",
     "missed",
     "no_sync",
+    "report",
     "rule",
     "samples",
     "samples_seen",

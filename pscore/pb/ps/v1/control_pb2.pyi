@@ -187,22 +187,51 @@ class ChangeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "left_out")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported")
+    class ReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     WANTS_LIVE_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
     step: int
     waiting_for: str
     wants_live: bool
+    peers: _containers.RepeatedCompositeFieldContainer[PeerReport]
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+    reported: _containers.ScalarMap[str, float]
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class PeerReport(_message.Message):
+    __slots__ = ("table", "step", "partner", "age_s", "staleness", "distance", "num_exchanges")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PARTNER_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    DISTANCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXCHANGES_FIELD_NUMBER: _ClassVar[int]
+    table: int
+    step: int
+    partner: int
+    age_s: float
+    staleness: int
+    distance: float
+    num_exchanges: int
+    def __init__(self, table: _Optional[int] = ..., step: _Optional[int] = ..., partner: _Optional[int] = ..., age_s: _Optional[float] = ..., staleness: _Optional[int] = ..., distance: _Optional[float] = ..., num_exchanges: _Optional[int] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("table", "steps", "count", "since")
@@ -217,18 +246,27 @@ class LeftOut(_message.Message):
     def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven")
+    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs")
+    class EpochsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     UNEVEN_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     residual_requests: _containers.RepeatedCompositeFieldContainer[ResidualRequest]
     live: _containers.RepeatedScalarFieldContainer[int]
     uneven: str
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ...) -> None: ...
+    epochs: _containers.ScalarMap[int, int]
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class ResidualRequest(_message.Message):
     __slots__ = ("table", "step", "slices")
@@ -320,6 +358,62 @@ class BarrierReply(_message.Message):
     value: float
     def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
+class Peer(_message.Message):
+    __slots__ = ("rank", "incarnation", "host", "port", "local", "certificate", "position", "parts")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    host: str
+    port: int
+    local: str
+    certificate: bytes
+    position: int
+    parts: bool
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., local: _Optional[str] = ..., certificate: _Optional[bytes] = ..., position: _Optional[int] = ..., parts: bool = ...) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ("job", "table", "epoch", "peer", "since", "parts")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    table: int
+    epoch: int
+    peer: Peer
+    since: int
+    parts: bool
+    def __init__(self, job: _Optional[str] = ..., table: _Optional[int] = ..., epoch: _Optional[int] = ..., peer: _Optional[_Union[Peer, _Mapping]] = ..., since: _Optional[int] = ..., parts: bool = ...) -> None: ...
+
+class Meeting(_message.Message):
+    __slots__ = ("epoch", "peers")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    def __init__(self, epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
+
+class MeetReply(_message.Message):
+    __slots__ = ("epoch", "meetings", "peers", "waiting_for")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEETINGS_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    meetings: _containers.RepeatedCompositeFieldContainer[Meeting]
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    waiting_for: str
+    def __init__(self, epoch: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
 class LeaveRequest(_message.Message):
     __slots__ = ("job", "worker", "incarnation", "reason", "failed")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -343,7 +437,14 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s")
+    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers")
+    class ReportedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RANK_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +452,8 @@ class WorkerStatus(_message.Message):
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LAST_HEARD_S_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     pid: int
@@ -358,7 +461,9 @@ class WorkerStatus(_message.Message):
     staleness: int
     state: str
     last_heard_s: float
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ...) -> None: ...
+    reported: _containers.ScalarMap[str, float]
+    peers: _containers.RepeatedCompositeFieldContainer[PeerReport]
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint")

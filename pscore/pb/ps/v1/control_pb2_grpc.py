@@ -74,6 +74,11 @@ class ControlStub(object):
                 request_serializer=ps_dot_v1_dot_control__pb2.BarrierRequest.SerializeToString,
                 response_deserializer=ps_dot_v1_dot_control__pb2.BarrierReply.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/ps.v1.Control/Meet',
+                request_serializer=ps_dot_v1_dot_control__pb2.MeetRequest.SerializeToString,
+                response_deserializer=ps_dot_v1_dot_control__pb2.MeetReply.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/ps.v1.Control/Leave',
                 request_serializer=ps_dot_v1_dot_control__pb2.LeaveRequest.SerializeToString,
@@ -147,6 +152,12 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Leave(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -213,6 +224,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Barrier,
                     request_deserializer=ps_dot_v1_dot_control__pb2.BarrierRequest.FromString,
                     response_serializer=ps_dot_v1_dot_control__pb2.BarrierReply.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=ps_dot_v1_dot_control__pb2.MeetRequest.FromString,
+                    response_serializer=ps_dot_v1_dot_control__pb2.MeetReply.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
                     servicer.Leave,
@@ -451,6 +467,33 @@ class Control(object):
             '/ps.v1.Control/Barrier',
             ps_dot_v1_dot_control__pb2.BarrierRequest.SerializeToString,
             ps_dot_v1_dot_control__pb2.BarrierReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ps.v1.Control/Meet',
+            ps_dot_v1_dot_control__pb2.MeetRequest.SerializeToString,
+            ps_dot_v1_dot_control__pb2.MeetReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_WEIGHTS: _ClassVar[Role]
     ROLE_DELTA: _ClassVar[Role]
     ROLE_STATE: _ClassVar[Role]
+    ROLE_MODEL: _ClassVar[Role]
 
 class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -23,6 +24,7 @@ ROLE_GRADIENT: Role
 ROLE_WEIGHTS: Role
 ROLE_DELTA: Role
 ROLE_STATE: Role
+ROLE_MODEL: Role
 VERDICT_ACCEPTED: Verdict
 VERDICT_DUPLICATE: Verdict
 VERDICT_TOO_LATE: Verdict
@@ -155,8 +157,42 @@ class Hello(_message.Message):
     token: str
     def __init__(self, token: _Optional[str] = ...) -> None: ...
 
+class Give(_message.Message):
+    __slots__ = ("sender", "epoch", "kind", "round", "part")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    sender: Sender
+    epoch: int
+    kind: int
+    round: int
+    part: int
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., epoch: _Optional[int] = ..., kind: _Optional[int] = ..., round: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+
+class Taken(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("sender", "number", "slice")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    sender: Sender
+    number: int
+    slice: int
+    def __init__(self, sender: _Optional[_Union[Sender, _Mapping]] = ..., number: _Optional[int] = ..., slice: _Optional[int] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("busy",)
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    busy: bool
+    def __init__(self, busy: bool = ...) -> None: ...
+
 class Envelope(_message.Message):
-    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached", "hello")
+    __slots__ = ("id", "push", "pull", "pushed", "pulled", "failed", "attach", "attached", "hello", "give", "taken", "offer", "answer")
     ID_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +202,10 @@ class Envelope(_message.Message):
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
+    GIVE_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     id: int
     push: PushHeader
     pull: PullHeader
@@ -175,4 +215,8 @@ class Envelope(_message.Message):
     attach: Attach
     attached: Attached
     hello: Hello
-    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ...) -> None: ...
+    give: Give
+    taken: Taken
+    offer: Offer
+    answer: Answer
+    def __init__(self, id: _Optional[int] = ..., push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullHeader, _Mapping]] = ..., pushed: _Optional[_Union[PushReply, _Mapping]] = ..., pulled: _Optional[_Union[PullReply, _Mapping]] = ..., failed: _Optional[_Union[Failure, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,31 @@
+"""Graphs of decentralised modes by name. A new graph is one file here and one line in `GRAPHS`."""
+
+from __future__ import annotations
+
+from pscore.errors import ConfigError
+from pscore.graphs import complete, exp, exp_static, listed, ring, torus
+from pscore.graphs.base import Edge, Graph
+
+GRAPHS: dict[str, Graph] = {
+    "complete": complete.edges,
+    "exp": exp.edges,
+    "exp_static": exp_static.edges,
+    "ring": ring.edges,
+    "torus": torus.edges,
+}
+
+__all__ = ["GRAPHS", "Edge", "Graph", "graph_of"]
+
+
+def graph_of(text: str) -> Graph:
+    """Returns the graph of a name, or of a list of edges such as `0-1 1-2 2-0`.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if text in GRAPHS:
+        return GRAPHS[text]
+    if "-" not in text:
+        named = ", ".join(sorted(GRAPHS))
+        raise ConfigError(f"graph is {text!r}, must be one of {named}, or edges such as '0-1 1-2'")
+    return listed.parse(text)

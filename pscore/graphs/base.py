@@ -1,0 +1,56 @@
+"""The protocol of a graph: the models that each worker takes at a step, and their weights.
+
+A graph is a pure function of the members and the step, so all workers draw the same one without a
+message. An edge (i, j, w) means that worker i takes w times the model of worker j; the rest of a
+worker's row, 1 minus its weights, is the weight of its own model. Rows and columns of this mixing
+matrix sum to 1 for any members, so the mean of all models is kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Edge(NamedTuple):
+    """One entry of the mixing matrix outside of its diagonal."""
+
+    taker: int  # Rank.
+    giver: int  # Rank.
+    weight: float
+
+
+# Takes the ranks of the members, in order, and the 0-based step.
+Graph = Callable[[Sequence[int], int], list[Edge]]
+
+
+def circulant(members: Sequence[int], offsets: Sequence[int], weight: float) -> list[Edge]:
+    """Returns the edges of a graph in which each member takes from those at fixed distances.
+
+    Args:
+        members: Ranks, in order.
+        offsets: Distances in places, either sign. Two that lead to the same place count double, and
+            one that leads back to the member itself adds to its own weight.
+        weight: Of each distance.
+    """
+    num = len(members)
+    weights: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for place in range(num):
+        for offset in offsets:
+            weights[place, (place + offset) % num] += weight
+    return as_edges(members, weights)
+
+
+def as_edges(members: Sequence[int], weights: dict[tuple[int, int], float]) -> list[Edge]:
+    """Returns weights by places of taker and giver as edges between ranks, without the diagonal."""
+    return [
+        Edge(members[taker], members[giver], weight)
+        for (taker, giver), weight in sorted(weights.items())
+        if taker != giver
+    ]
+
+
+def num_rounds(num: int) -> int:
+    """Returns the base-2 logarithm of a number of members, rounded up, and at least 1."""
+    return max(1, (num - 1).bit_length())

@@ -1,0 +1,51 @@
+"""All-reduce: synchronous SGD without a server; the mean gradient is made by the workers.
+
+Pitch Patarasu and Xin Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+Journal of Parallel and Distributed Computing, 2009; as in torch's DistributedDataParallel.
+
+    worker i:   g = (1/N) sum_j g_j          by a ring of reduce-scatter and all-gather
+                x <- opt(x, g)               the wrapped torch optimizer, the same on every worker
+
+Each worker sends and receives 2 (N - 1)/N models a step. All get the same bits, so the models stay
+equal. With `order="ranks"` the gradients are added in the order of the ranks, as shards add them.
+
+Differs from the usual: a worker that dies in a round costs that round only. The others give it up,
+agree on the members left, and make it again with the gradients that they still have; where one of
+them had its result already, the result stands. Gradients are weighed by `samples`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pscore.plugins import require_one_of
+from pscore.rules.decentralised import Decentralised
+
+ORDERS = {"ring": "around the ring", "ranks": "in the order of the ranks"}
+
+
+@dataclass(frozen=True)
+class AllReduce(Decentralised):
+    """All-reduce.
+
+    Attributes:
+        order: The order in which gradients are added: `ring` or `ranks`.
+        average_every: Steps from one copy of the model on the shards to the next, 1 or more.
+    """
+
+    order: str = "ring"
+    average_every: int = 50
+
+    name: ClassVar[str] = "allreduce"
+    source: ClassVar[str] = "Patarasu and Yuan, 2009"
+    gossip: ClassVar[str] = "ring"
+
+    def __post_init__(self) -> None:
+        """Checks every argument.
+
+        Raises:
+            ConfigError: One of them is out of its range.
+        """
+        super().__post_init__()
+        require_one_of("allreduce.order", self.order, ORDERS)

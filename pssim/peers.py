@@ -1,0 +1,422 @@
+"""Workers that exchange models, in one thread and in simulated time: the real state machines.
+
+Gossips (psworker/gossip) and the directory of peers (psserver/decisions/directory.py) are driven
+here as `psworker/peers` and the first shard drive them. Messages take a random time, so they arrive
+in any order; some are lost and sent again, some come twice; workers are killed, and found lost
+after a lease. All of it follows from a seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pscore.rules.decentralised import Decentralised
+from pscore.types import FloatArray
+from psserver.decisions.directory import Directory, Peer
+from psworker.gossip import GOSSIPS
+from psworker.gossip.base import Gathering, Late, Meet, Model, Tag, Waits, Want
+
+LEASE_S, HEARTBEAT_S, POLL_S = 1.0, 0.2, 0.05
+EVENTS_MAX = 2_000_000
+Gradient = Callable[[int, int, FloatArray], FloatArray]  # Of a rank, at a step and at weights.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Faults of the network and of workers.
+
+    Attributes:
+        lost: Share of messages whose first sending is lost.
+        twice: Share of messages that come twice.
+        kills: Time at which each worker is killed, in seconds, by rank.
+    """
+
+    lost: float = 0.0
+    twice: float = 0.0
+    kills: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event at a worker's model, for a replay.
+
+    Attributes:
+        what: `offer` (a snapshot is taken), `half` (moved to another's snapshot), `answer` (moved
+            by the answer), `read` or `write` (the optimizer's move is added).
+        rank: The worker.
+        other: The other worker of an exchange.
+        number: Of the exchange; the step of a read or write.
+    """
+
+    what: str
+    rank: int
+    other: int = -1
+    number: int = -1
+
+
+class StuckError(AssertionError):
+    """Workers are there, and no event is left or too many were needed."""
+
+
+class SimulatedPeer:
+    """One worker: the driver of its gossip, and its `Post`."""
+
+    def __init__(self, world: PeerWorld, rank: int, start: FloatArray) -> None:
+        """Starts with weights `start`, `(numel,)`."""
+        self.world, self.rank = world, rank
+        self.incarnation = 1 + next(world.numbers)
+        self.weights = torch.from_numpy(start.copy())
+        self.grad: FloatArray | None = None
+        self.epoch = self.since = self.heard_epoch = 0
+        self.is_dead = self.has_ended = False
+        self.finished_s: list[float] = []
+        self.spans: list[tuple[float, float]] = []  # Of its gradients.
+        self.path: list[FloatArray] = []
+        self.mailbox: dict[tuple[int, Tag], FloatArray] = {}
+        self.taken: set[tuple[int, Tag]] = set()
+        self.peers: dict[int, int] = {}  # Incarnations, by rank.
+        self.met: dict[int, int] = {}  # The same, with those that are gone.
+        self.num_open = 0  # Arrays that have not arrived.
+        self.waits: Waits | None = None
+        self.wanted: Want | Meet | Late | None = None
+        model = Model(
+            weights=self.weights,
+            first_step=0,
+            update=self._update,
+            gather=lambda: np.append(self._own_grad(), np.float32(1)),
+            scatter=self._scatter,
+            pack=lambda: self.weights.numpy().copy(),
+            unpack=self._unpack,
+            lock=nullcontext(),
+        )
+        self.gossip = GOSSIPS[world.rule.gossip](world.rule, rank, model, self)
+
+    # ----- Post
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a heartbeat has brought a newer epoch."""
+        return self.heard_epoch > self.epoch
+
+    def members(self) -> list[int]:
+        """Returns the ranks of the members that this worker knows."""
+        return sorted(self.peers)
+
+    def give(self, to: int, tag: Tag, values: FloatArray) -> None:
+        """Sends an array, repeated until it arrives, perhaps more than once."""
+        key, kept = (self.incarnation, tag), values.copy()
+        target = self.world.at(to, self.peers.get(to, 0))
+
+        is_open = True
+        self.num_open += 1
+
+        def arrive() -> None:
+            nonlocal is_open
+            self.num_open -= is_open
+            is_open = False
+            if target is not None and not target.is_dead and key not in target.taken:
+                target.mailbox.setdefault(key, kept)
+                target.proceed()
+
+        self.world.send(self.rank, to, arrive)
+
+    def offer(self, to: int, number: int, part: int, values: FloatArray) -> None:
+        """Sends a snapshot; the answer comes back, or None if the other is gone."""
+        kept, target = values.copy(), self.world.at(to, self.peers.get(to, 0))
+        self.world.log.append(Entry("offer", self.rank, to, number))
+
+        def arrive() -> None:
+            if target is None or target.is_dead or target.has_ended:
+                self.world.at_time(LEASE_S, lambda: self._answered(to, number, part, None))
+                return
+            before = target.gossip.sight.partner, target.world.mixes(target)
+            own = target.gossip.on_offer(self.rank, self.incarnation, number, part, kept)
+            if target.world.mixes(target) != before[1]:
+                self.world.log.append(Entry("half", target.rank, self.rank, number))
+            answer = None if own is None else own.copy()
+            self.world.send(
+                target.rank, self.rank, lambda: self._answered(to, number, part, answer)
+            )
+
+        self.world.send(self.rank, to, arrive)
+
+    def _answered(self, other: int, number: int, part: int, values: FloatArray | None) -> None:
+        if self.is_dead:
+            return
+        before = self.world.mixes(self)
+        self.gossip.on_answer(number, part, values)
+        if self.world.mixes(self) != before:
+            self.world.log.append(Entry("answer", self.rank, other, number))
+        self.proceed()
+
+    # ----- training
+
+    def start(self) -> None:
+        """Meets the others."""
+        self._drive(self.gossip.start(), self._begin)
+
+    def _begin(self) -> None:
+        """Reads the weights, and computes a gradient."""
+        if self.gossip.number >= self.world.steps:
+            self._flush(lambda: self._drive(self.gossip.part(), lambda: self._flush(self._end)))
+            return
+        self.gossip.begin()
+        self.path.append(self.weights.numpy().copy())
+        self.world.log.append(Entry("read", self.rank, number=self.gossip.number))
+        step, began_s = self.gossip.number, self.world.now_s
+
+        def computed() -> None:
+            if not self.is_dead:
+                self.spans.append((began_s, self.world.now_s))
+                self.grad = self.world.gradient(self.rank, step, self.weights.numpy().copy())
+                self._drive(self.gossip.step(), self._ended)
+
+        self.world.at_time(self.world.compute_s[self.rank], computed)
+
+    def _flush(self, then: Callable[[], None]) -> None:
+        """Does something when all that was sent has arrived."""
+        if self.num_open and not self.is_dead:
+            self.world.at_time(POLL_S, lambda: self._flush(then))
+        elif not self.is_dead:
+            then()
+
+    def _end(self) -> None:
+        self.has_ended = True
+
+    def _ended(self) -> None:
+        self.finished_s.append(self.world.now_s)
+        self._begin()
+
+    def _update(self) -> None:
+        self.world.log.append(Entry("write", self.rank, number=self.gossip.number))
+        self.weights.sub_(torch.from_numpy(self._own_grad()), alpha=self.world.lr)
+
+    def _unpack(self, values: FloatArray) -> None:
+        self.weights.copy_(torch.from_numpy(values))
+
+    def _own_grad(self) -> FloatArray:
+        assert self.grad is not None
+        return self.grad.astype(np.float32)
+
+    def _scatter(self, total: FloatArray) -> None:
+        self.grad = total[:-1] / total[-1]
+
+    # ----- the driver
+
+    def _drive(self, waits: Waits, then: Callable[[], None]) -> None:
+        self.waits, self._then = waits, then
+        self._resume(None)
+
+    def _resume(self, answer: Any) -> None:
+        assert self.waits is not None
+        try:
+            self.wanted = self.waits.send(answer)
+        except StopIteration:
+            self.waits = self.wanted = None
+            self._then()
+            return
+        self.proceed()
+
+    def proceed(self) -> None:
+        """Resumes the gossip if what it waits for is there."""
+        wanted = self.wanted
+        if self.is_dead or self.waits is None or wanted is None:
+            return
+        self.wanted = None
+        if isinstance(wanted, Want):
+            key = self.met.get(wanted.source, 0), wanted.tag
+            if key in self.mailbox:
+                self.taken.add(key)
+                self._resume(self.mailbox.pop(key))
+                return
+            if self.has_moved or not wanted.waits:
+                self._resume(None)
+                return
+        elif isinstance(wanted, Meet):
+            if self._meet(wanted):
+                return
+            self.world.at_time(POLL_S, self.proceed)
+        elif wanted.is_over() or self.has_moved:
+            self._resume(None)
+            return
+        self.wanted = wanted
+
+    def _meet(self, wanted: Meet) -> bool:
+        """Asks the directory; returns whether the gossip was resumed."""
+        directory = self.world.directory
+        directory.keep(self.world.live())
+        host = f"worker {self.rank}"
+        peer = Peer(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            host=host,
+            port=1,
+            position=wanted.position,
+            parts=wanted.parts,
+        )
+        if wanted.parts and not wanted.waits:
+            directory.part(self.rank, self.incarnation)
+            self._resume([])
+            return True
+        for _ in range(2):  # The second time under the epoch of the first answer.
+            directory.arrive(peer, self.epoch, self.world.expected())
+            self.epoch = directory.epoch
+        self.peers = {one.rank: one.incarnation for one in directory.members()}
+        self.met |= self.peers
+        if wanted.waits and directory.newest != directory.epoch:
+            return False
+        gatherings = [
+            Gathering(
+                meeting.epoch,
+                {one.rank: one.position for one in meeting.peers},
+                frozenset(one.rank for one in meeting.peers if one.parts),
+            )
+            for meeting in directory.since(self.since)
+        ]
+        self.since = directory.newest
+        self._resume(gatherings)
+        return True
+
+
+class PeerWorld:
+    """All workers, the directory, the network and the clock.
+
+    Attributes:
+        log: Events at models, in their order.
+        messages: Times of sending and arriving, sender and receiver of each array.
+        workers: The workers, by rank; a killed one stays.
+        now_s: Simulated time.
+    """
+
+    def __init__(
+        self,
+        rule: Decentralised,
+        gradient: Gradient,
+        start: FloatArray,
+        *,
+        num_workers: int,
+        steps: int,
+        lr: float,
+        seed: int = 0,
+        compute_s: Sequence[float] | None = None,
+        latency_s: float = 0.05,
+        trouble: Trouble | None = None,
+        starts: Sequence[FloatArray] | None = None,
+    ) -> None:
+        """Makes the workers; nothing runs yet.
+
+        Args:
+            rule: The mode.
+            gradient: Returns a worker's gradient.
+            start: Weights with which all workers begin, `(numel,) float32`.
+            num_workers: Number of workers.
+            steps: Steps of each.
+            lr: Learning rate of plain SGD.
+            seed: Of all randomness.
+            compute_s: Seconds of each worker's gradient; None: 0.1 for all.
+            latency_s: Longest time of a message; each takes a random part of it.
+            trouble: Faults; None: none.
+            starts: Weights with which each worker begins, in place of `start`.
+        """
+        self.rule, self.gradient, self.steps, self.lr = rule, gradient, steps, lr
+        self.numbers = itertools.count()
+        self.compute_s = compute_s or [0.1] * num_workers
+        self.trouble = trouble or Trouble()
+        self.now_s = 0.0
+        self.log: list[Entry] = []
+        self.messages: list[tuple[float, float, int, int]] = []
+        self.directory = Directory()
+        self._random = random.Random(seed)
+        self._latency_s = latency_s
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        models = starts or [start] * num_workers
+        self.workers = [SimulatedPeer(self, rank, models[rank]) for rank in range(num_workers)]
+        self._lost: set[int] = set()  # Ranks whose lease is over.
+
+    def run(self) -> PeerWorld:
+        """Runs to the end of all workers that live.
+
+        Raises:
+            StuckError: They do not come to their end.
+        """
+        for worker in self.workers:
+            self.at_time(self._random.random() * 0.1, worker.start)
+            self._beat(worker)
+        for rank, when_s in self.trouble.kills.items():
+            self.at_time(when_s, partial(self._kill, rank))
+        for _ in range(EVENTS_MAX):
+            if all(worker.is_dead or worker.has_ended for worker in self.workers):
+                return self
+            if not self._events:
+                break
+            self.now_s, _, act = heapq.heappop(self._events)
+            act()
+        waiting = {w.rank: w.wanted for w in self.workers if not (w.is_dead or w.has_ended)}
+        raise StuckError(f"at {self.now_s:.1f} s workers wait: {waiting}")
+
+    def at_time(self, after_s: float, act: Callable[[], None]) -> None:
+        """Does something later."""
+        heapq.heappush(self._events, (self.now_s + after_s, next(self._order), act))
+
+    def send(self, source: int, target: int, arrive: Callable[[], None]) -> None:
+        """Delivers a message, late, again, or at the second attempt."""
+        draw = self._random
+        delay_s = draw.random() * self._latency_s
+        if draw.random() < self.trouble.lost:
+            delay_s += 0.3
+        self.messages.append((self.now_s, self.now_s + delay_s, source, target))
+        self.at_time(delay_s, arrive)
+        if draw.random() < self.trouble.twice:
+            self.at_time(delay_s + draw.random(), arrive)
+
+    def at(self, rank: int, incarnation: int) -> SimulatedPeer | None:
+        """Returns the worker of an incarnation, dead or not."""
+        worker = self.workers[rank]
+        return worker if worker.incarnation == incarnation else None
+
+    def live(self) -> dict[int, int]:
+        """Returns the incarnations of the workers whose lease is not over, by rank."""
+        return {w.rank: w.incarnation for w in self.workers if w.rank not in self._lost}
+
+    def expected(self) -> list[int]:
+        """Returns the ranks for which a meeting waits."""
+        live = self.live()
+        return [rank for rank in live if not self.directory.has_parted(live[rank])]
+
+    def model(self, worker: SimulatedPeer) -> npt.NDArray[np.float64]:
+        """Returns a worker's model as pairs mix it, or as it trains on it."""
+        shared = getattr(worker.gossip, "shared", None)
+        found: FloatArray = worker.weights.numpy() if shared is None else shared
+        return np.array(found, dtype=np.float64)
+
+    def mixes(self, worker: SimulatedPeer) -> int:
+        """Returns how often a worker's model was changed."""
+        return sum(getattr(worker.gossip, "versions", ()))
+
+    def _kill(self, rank: int) -> None:
+        self.workers[rank].is_dead = True
+
+        def lose() -> None:
+            self._lost.add(rank)
+
+        self.at_time(LEASE_S, lose)
+
+    def _beat(self, worker: SimulatedPeer) -> None:
+        if worker.is_dead or worker.has_ended:
+            return
+        self.directory.keep(self.live())
+        worker.heard_epoch = self.directory.epoch
+        worker.proceed()
+        self.at_time(HEARTBEAT_S, lambda: self._beat(worker))

@@ -1,0 +1,202 @@
+"""The protocol of a decentralised mode's worker: a state machine without threads and network.
+
+It sends through a `Post`. Where it has to wait it yields what it waits for, and its driver resumes
+it with that: `psworker/peers` over sockets, the simulator in one thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from pscore.rules.decentralised import Decentralised
+from pscore.types import FloatArray
+
+PART_NUMEL = 1 << 20  # Longest array in one message: 4 MiB.
+
+
+class Tag(NamedTuple):
+    """Use of an array; a sender sends each once."""
+
+    kind: int
+    round: int
+    part: int
+    epoch: int = 0  # 0: it holds under any.
+
+
+class Want(NamedTuple):
+    """Waits for an array; resumed with it, or with None when the members have changed."""
+
+    source: int  # Rank.
+    tag: Tag
+    waits: bool = True  # Else it is resumed with None if the array is not here yet.
+
+
+class Meet(NamedTuple):
+    """Waits until all members have stopped; resumed with the meetings since the last one."""
+
+    position: int  # Steps or rounds behind this worker; -1: it has just come.
+    waits: bool = True  # Else it only learns the members.
+    parts: bool = False  # This worker exchanges nothing any more.
+
+
+class Gathering(NamedTuple):
+    """The members of an epoch, and their positions when all had stopped."""
+
+    epoch: int
+    positions: dict[int, int]  # By rank, in the order of the ranks.
+    leaving: frozenset[int] = frozenset()  # Ranks that exchange nothing behind their positions.
+
+
+class Late(NamedTuple):
+    """Waits until an exchange that this worker has begun is over, or the members change."""
+
+    partner: int  # Rank.
+    is_over: Callable[[], bool]
+
+
+T = TypeVar("T")
+Steps = Generator[Want | Meet | Late, Any, T]
+Waits = Steps[None]
+
+
+class Post(Protocol):
+    """Sends arrays to other workers; no method waits."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the members have changed since the last meeting that was returned."""
+
+    def members(self) -> list[int]:
+        """Returns the ranks of the members, in order, as far as this worker knows them."""
+
+    def give(self, to: int, tag: Tag, values: FloatArray) -> None:
+        """Sends an array; it must not change any more."""
+
+    def offer(self, to: int, number: int, part: int, values: FloatArray) -> None:
+        """Sends a snapshot of one part, for an exchange; it must not change any more."""
+
+
+@dataclass(slots=True)
+class Model:
+    """A worker's model, as a state machine uses it.
+
+    Attributes:
+        weights: `(numel,) float32`, the weights that training reads.
+        first_step: Steps of training behind it.
+        update: Makes a step of the wrapped optimizer on them; does nothing in a step left out.
+        gather: Returns this step's gradient times its weight, and further numbers to sum, `(m,)`.
+        scatter: Puts the sum over all workers in the gradients' place.
+        pack: Returns the weights and the state of the wrapped optimizer, `(k,)`.
+        unpack: Takes over the result of another worker's `pack`.
+        lock: Held while the model is mixed; another thread may do so.
+    """
+
+    weights: torch.Tensor
+    first_step: int
+    update: Callable[[], None]
+    gather: Callable[[], FloatArray]
+    scatter: Callable[[FloatArray], None]
+    pack: Callable[[], FloatArray]
+    unpack: Callable[[FloatArray], None]
+    lock: AbstractContextManager[Any]
+
+
+@dataclass(slots=True)
+class Sight:
+    """A worker's last exchanges, for people."""
+
+    partner: int = -1
+    staleness: int = 0
+    num_exchanges: int = 0
+
+
+class Gossip(ABC):
+    """One worker's part in the exchange of models.
+
+    Attributes:
+        name: Its name in `GOSSIPS`.
+        sight: Its last exchanges, for status.
+        number: Steps or rounds behind this worker, counted alike by all that depend on it.
+    """
+
+    name: ClassVar[str]
+    number: int = 0
+
+    def __init__(self, rule: Decentralised, rank: int, model: Model, post: Post) -> None:
+        """Starts before the first meeting.
+
+        Args:
+            rule: The mode.
+            rank: Of this worker.
+            model: Its model.
+            post: Sends to the others.
+        """
+        self.rule = rule
+        self.rank = rank
+        self.model = model
+        self.post = post
+        self.sight = Sight()
+
+    @abstractmethod
+    def start(self) -> Waits:
+        """Meets the other workers; the model has the weights to begin with."""
+
+    @abstractmethod
+    def step(self) -> Waits:
+        """Makes one step: the wrapped optimizer's, and the exchange."""
+
+    def meet(self) -> Waits:
+        """Meets the others between two steps, where this worker waits for something else."""
+        yield Meet(self.number, waits=False)
+
+    def part(self) -> Waits:
+        """Reports that this worker exchanges nothing any more."""
+        yield Meet(self.number, waits=False, parts=True)
+
+    def begin(self) -> None:  # noqa: B027
+        """Notes that the model has the weights with which the next step begins."""
+
+    def on_offer(
+        self, source: int, incarnation: int, number: int, part: int, values: FloatArray
+    ) -> FloatArray | None:
+        """Answers another worker's snapshot with this one's; None: it is busy.
+
+        Args:
+            source: Its rank.
+            incarnation: Its incarnation: another process counts its exchanges anew.
+            number: Of the exchange.
+            part: Index of the part of the model.
+            values: The snapshot.
+        """
+        return None
+
+    def on_answer(self, number: int, part: int, values: FloatArray | None) -> None:  # noqa: B027
+        """Receives the answer to an offer; None: the other one is busy or gone."""
+
+
+def parts_of(numel: int) -> list[slice]:
+    """Returns the parts of an array that travel in messages of their own."""
+    return [slice(i, min(i + PART_NUMEL, numel)) for i in range(0, numel, PART_NUMEL)]
+
+
+def to_host(values: torch.Tensor) -> FloatArray:
+    """Returns a copy of a vector on the host."""
+    array: FloatArray = values.detach().to("cpu", copy=True).numpy()
+    return array
+
+
+def on_device_of(like: torch.Tensor, values: FloatArray) -> torch.Tensor:
+    """Returns an array that came from another worker on the device of `like`."""
+    return torch.from_numpy(values).to(like.device)
+
+
+def sends(members: Sequence[int], rank: int) -> list[int]:
+    """Returns the other members, beginning with the next one, so that not all send to the first."""
+    place = members.index(rank)
+    return [*members[place + 1 :], *members[:place]]

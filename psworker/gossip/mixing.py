@@ -1,0 +1,160 @@
+"""Mixing with the neighbours of a graph at every step: the worker of `dpsgd`.
+
+Each worker gives its model to those who take it in the graph of the step, and takes theirs. Members
+change between two steps: when an epoch begins, all meet, and the graph is made anew behind the last
+step that any of them had begun. In the steps up to that one the weight of a neighbour that is gone
+falls to the worker itself.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from pscore.graphs import Edge, graph_of
+from pscore.types import FloatArray
+from psworker.gossip.base import (
+    Gathering,
+    Gossip,
+    Meet,
+    Steps,
+    Tag,
+    Waits,
+    Want,
+    on_device_of,
+    parts_of,
+    to_host,
+)
+
+MODEL = 1  # The kind of a message.
+
+
+class Mixing(Gossip):
+    """D-PSGD's worker.
+
+    Attributes:
+        number: Steps behind this worker, counted alike by all.
+    """
+
+    name: ClassVar[str] = "mixing"
+    number = 0
+
+    def start(self) -> Waits:
+        """Meets the others."""
+        self._graph = graph_of(str(self.rule.arguments()["graph"]))
+        self._combines = self.rule.arguments()["order"] == "atc"
+        self._graphs: list[tuple[int, list[int]]] = []  # First step and members, oldest first.
+        self._live: set[int] = set()
+        self._joined: dict[int, int] = {}  # First step of each worker that came later.
+        self._before = self.model.weights.clone()
+        yield from self._meet(-1)
+
+    def begin(self) -> None:
+        """Gives the model with which the step begins, so that it travels during backward."""
+        if not self._combines:
+            self._give()
+
+    def step(self) -> Waits:
+        """Makes a step of the optimizer and one of the graph, in the order of the mode."""
+        if self.post.has_moved:
+            yield from self._meet(self.number)
+        self.model.update()
+        if self._combines:
+            self._give()
+        taken = yield from self._take()
+        if self._combines:
+            self._combine(taken)
+        else:  # The row sums to 1, so this is the mix of the models before the optimizer's step.
+            for _, weight, values in taken:
+                self.model.weights.add_(values - self._before, alpha=weight)
+        self.number += 1
+
+    def part(self) -> Waits:
+        """Meets the others once more, so that the graph is made anew without this worker."""
+        yield from self._meet(self.number, parts=True)
+
+    def meet(self) -> Waits:
+        """Meets the others between two steps."""
+        if self.post.has_moved:
+            yield from self._meet(self.number)
+
+    # ----- inside
+
+    def _edges(self) -> list[Edge]:
+        """Returns the edges of this step, under the members that it belongs to."""
+        graphs = reversed(self._graphs)
+        members = next(found for first, found in graphs if first <= self.number)
+        return self._graph(members, self.number)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Returns whether a worker does not make this step."""
+        return rank not in self._live or self.number < self._joined.get(rank, 0)
+
+    def _combine(self, taken: list[tuple[int, float, torch.Tensor]]) -> None:
+        """Replaces the model by the mix: that of the lowest rank plus weighted differences to it.
+
+        Workers that take the same models get the same bits; differences are small, so that little
+        is lost in rounding.
+        """
+        weights = self.model.weights
+        if not taken:
+            return
+        own = 1.0 - sum(weight for _, weight, _ in taken)
+        terms = sorted([*taken, (self.rank, own, weights.clone())], key=lambda term: term[0])
+        first = terms[0][2]
+        weights.copy_(first)
+        for _, weight, values in terms[1:]:
+            weights.add_(values - first, alpha=weight)
+
+    def _give(self) -> None:
+        """Sends the present model to those who take it at the present step."""
+        weights = self.model.weights
+        self._before = weights.clone()
+        takers = [edge.taker for edge in self._edges() if edge.giver == self.rank]
+        takers = [taker for taker in takers if not self._is_gone(taker)]
+        values = to_host(weights) if takers else None
+        for taker in takers:
+            assert values is not None
+            for index, part in enumerate(parts_of(len(values))):
+                self.post.give(taker, Tag(MODEL, self.number, index), values[part])
+
+    def _take(self) -> Steps[list[tuple[int, float, torch.Tensor]]]:
+        """Waits for the neighbours' models; returns rank, weight and model of each that came."""
+        taken = []
+        for edge in [edge for edge in self._edges() if edge.taker == self.rank]:
+            values = yield from self._model_of(edge.giver)
+            if values is not None:
+                taken.append((edge.giver, edge.weight, on_device_of(self.model.weights, values)))
+                self.sight.partner = edge.giver
+                self.sight.num_exchanges += 1
+        return taken
+
+    def _model_of(self, giver: int) -> Steps[FloatArray | None]:
+        """Waits for one neighbour's model; returns None if it is gone."""
+        values: FloatArray = torch.empty(len(self.model.weights)).numpy()
+        for index, part in enumerate(parts_of(len(values))):
+            while True:
+                is_gone = self._is_gone(giver)  # It may have given its model before.
+                found = yield Want(giver, Tag(MODEL, self.number, index), waits=not is_gone)
+                if found is not None:
+                    values[part] = found
+                    break
+                if is_gone:
+                    return None
+                yield from self._meet(self.number)
+        return values
+
+    def _meet(self, position: int, *, parts: bool = False) -> Waits:
+        """Meets the others; behind the last step that anyone has begun the graph is a new one."""
+        gatherings: list[Gathering] = yield Meet(position, parts=parts)
+        for gathering in gatherings:
+            first = 1 + max(gathering.positions.values())
+            self._graphs = [item for item in self._graphs if item[0] < first]
+            there = [rank for rank in gathering.positions if rank not in gathering.leaving]
+            self._graphs.append((first, there))
+            new = [rank for rank, other in gathering.positions.items() if other < 0]
+            self._joined |= dict.fromkeys(new, first)
+        self._live = set(gatherings[-1].positions) - gatherings[-1].leaving
+        if position < 0:
+            self.number = max(self._graphs[-1][0], self.model.first_step)

@@ -1,0 +1,170 @@
+"""Exchanges of pairs while training goes on: the worker of `adpsgd`.
+
+A worker offers a snapshot s of its model to one neighbour and continues. The neighbour takes a
+snapshot p of its own, moves half of the way, and answers with p; the first one moves by half of the
+difference too when the answer comes, though it may have added something meanwhile. So the sum of
+both models stays, no lock is held while anybody waits, and no cycle of waits can form. Where
+nothing was added since the snapshot both write (s + p) / 2, the same bits.
+
+Parts of the model are exchanged by themselves. A worker has one exchange open at a time; it answers
+those of others at any time, on another thread, under the model's lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from pscore.graphs import graph_of
+from pscore.types import FloatArray
+from psworker.gossip.base import Gossip, Late, Meet, Waits, on_device_of, parts_of, to_host
+
+
+class Pairs(Gossip):
+    """AD-PSGD's worker.
+
+    Attributes:
+        number: Steps behind this worker.
+    """
+
+    name: ClassVar[str] = "pairs"
+    number = 0
+
+    def start(self) -> Waits:
+        """Meets the others, once; later changes of the members need no agreement."""
+        arguments = self.rule.arguments()
+        self._graph = graph_of(str(arguments["graph"]))
+        self._every, self._behind_max = int(arguments["every"]), int(arguments["max_behind"])
+        self._parts = parts_of(len(self.model.weights))
+        self.shared = to_host(self.model.weights)  # The model that pairs mix.
+        self._read = self.shared.copy()  # The weights with which the step began.
+        self.versions = [0] * len(self._parts)  # Changes of each part of `shared`.
+        self._number = 0  # Of the last exchange begun.
+        self._partner = -1
+        self._begun = 0  # Step of the open exchange.
+        self._open: dict[int, tuple[FloatArray, int]] = {}  # Snapshot and version, by part.
+        # The last answer to each incarnation, which is given again to an offer that comes twice.
+        self._answers: dict[tuple[int, int], tuple[int, FloatArray]] = {}
+        self._mixed = 0  # Since the read.
+        self.counts: Counter[str] = Counter()
+        self.number = self.model.first_step
+        yield Meet(-1)
+
+    def begin(self) -> None:
+        """Reads the model; weights that were replaced, by the average of all, take its place."""
+        with self.model.lock:
+            weights = to_host(self.model.weights)
+            if not np.array_equal(weights, self._read):
+                self.shared[:] = weights
+                self.versions = [version + 1 for version in self.versions]
+            self._load()
+
+    def step(self) -> Waits:
+        """Adds the optimizer's step to the model as it is now, and maybe begins an exchange."""
+        if self.post.has_moved:
+            yield Meet(self.number, waits=False)
+        yield from self._settle(lambda: not self._is_late())
+        self.model.update()
+        moved = to_host(self.model.weights)
+        with self.model.lock:
+            for index, part in enumerate(self._parts):
+                if np.array_equal(self.shared[part], self._read[part]):
+                    self.shared[part] = moved[part]
+                else:
+                    self.shared[part] += moved[part] - self._read[part]
+                self.versions[index] += 1
+            self.sight.staleness = self._mixed
+            self._load()
+        self.number += 1
+        if self.number % self._every == 0 and not self._open:
+            self._offer()
+
+    def part(self) -> Waits:
+        """Waits for the answer to the open exchange, so that nothing of it is lost."""
+        yield from self._settle(lambda: not self._open)
+        yield from super().part()
+
+    # ----- exchanges
+
+    def on_offer(
+        self, source: int, incarnation: int, number: int, part: int, values: FloatArray
+    ) -> FloatArray | None:
+        """Moves half of the way to another worker's snapshot; returns this one's before."""
+        with self.model.lock:
+            known = self._answers.get((incarnation, part))
+            if known is not None and known[0] == number:
+                return known[1]
+            if known is not None and number < known[0]:
+                return None  # It came so late that its worker has begun another.
+            place = self._parts[part]
+            own = self.shared[place].copy()
+            self.shared[place] = (values + own) * np.float32(0.5)
+            self._note(part)
+            self._answers[incarnation, part] = (number, own)
+            self.sight.partner = source
+            self.sight.num_exchanges += part == 0
+            return own
+
+    def on_answer(self, number: int, part: int, values: FloatArray | None) -> None:
+        """Moves half of the way to the other's snapshot; None: it has applied nothing."""
+        with self.model.lock:
+            if number != self._number or part not in self._open:
+                return
+            snapshot, version = self._open.pop(part)
+            if values is None:
+                self.counts["refused"] += 1
+                return
+            place = self._parts[part]
+            if self.versions[part] == version:
+                self.shared[place] = (snapshot + values) * np.float32(0.5)
+            else:
+                self.shared[place] += (values - snapshot) * np.float32(0.5)
+            self._note(part)
+            if not self._open:
+                self.sight.num_exchanges += 1
+
+    def _settle(self, is_over: Callable[[], bool]) -> Waits:
+        """Waits for the answer to the open exchange, which a partner that is gone ends too."""
+        while not is_over():
+            if self.post.has_moved:
+                yield Meet(self.number, waits=False)
+            else:
+                yield Late(self._partner, is_over)
+
+    def _offer(self) -> None:
+        """Begins an exchange with the neighbour of this step, if there is one."""
+        members = self.post.members()
+        edges = [e for e in self._graph(members, self.number) if e.taker == self.rank]
+        if not edges:
+            return
+        # Of several neighbours one after the other.
+        partner = edges[self.number // self._every % len(edges)].giver
+        with self.model.lock:
+            self._number += 1
+            self._begun, self._partner, self.sight.partner = self.number, partner, partner
+            snapshots = [self.shared[part].copy() for part in self._parts]
+            self._open = {
+                index: (values, self.versions[index]) for index, values in enumerate(snapshots)
+            }
+            number = self._number
+        for index, values in enumerate(snapshots):
+            self.post.offer(partner, number, index, values)
+
+    def _is_late(self) -> bool:
+        """Returns whether an answer is older than the mode allows."""
+        with self.model.lock:
+            age = self.number - self._begun
+            return bool(self._behind_max and self._open and age >= self._behind_max)
+
+    def _note(self, part: int) -> None:
+        self.versions[part] += 1
+        self._mixed += 1
+
+    def _load(self) -> None:
+        """Brings the mixed model into the weights that the next step reads."""
+        self._read[:] = self.shared
+        self.model.weights.copy_(on_device_of(self.model.weights, self._read))
+        self._mixed = 0

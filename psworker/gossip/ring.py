@@ -1,0 +1,216 @@
+"""The sum of all workers' gradients without a server: the worker of `allreduce`.
+
+Pitch Patarasu and Xin Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+2009: the vector is cut into a chunk for each worker; sums of chunks go once around, then the whole
+chunks do. Each chunk is added along one path, by one worker at a time, so all get the same bits.
+In the order of the ranks a chunk's owner gets all n parts at once and adds them itself: the same
+bytes, and the same bits as shards that add in that order.
+
+A round that a change of the members interrupts is given up by everybody and made again among those
+who live, with the gradients that each still has. If somebody had ended it already, its result
+stands, and the others get it from that worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from pscore.types import FloatArray
+from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
+
+CHUNK, SUM, RESULT, COPY = 1, 2, 3, 4  # Kinds of messages.
+
+
+class Ring(Gossip):
+    """The worker of all-reduce.
+
+    Attributes:
+        number: Rounds behind this worker.
+    """
+
+    name: ClassVar[str] = "ring"
+    number = 0
+
+    def start(self) -> Waits:
+        """Meets the others."""
+        self._in_order = self.rule.arguments()["order"] == "ranks"
+        self._members: list[int] = []
+        self._epoch = 0
+        self._result: FloatArray | None = None  # Of the last round, for those who have yet to end.
+        yield from self._meet(-1)
+
+    def step(self) -> Waits:
+        """Replaces the gradients by the mean of all workers', then makes the optimizer's step."""
+        own = self.model.gather()
+        total: FloatArray | None = None
+        while total is None:
+            if self.post.has_moved:
+                total = yield from self._meet(self.number)
+            if total is None:
+                total = yield from self._sum(own)
+        self._result, self.number = total, self.number + 1
+        self.sight.num_exchanges += 1
+        self.model.scatter(total.copy())
+        self.model.update()
+
+    def part(self) -> Waits:
+        """Meets the others once more: some may need the result of the last round."""
+        yield from self._meet(self.number, parts=True)
+
+    def meet(self) -> Waits:
+        """Meets the others between two rounds; nobody has ended one that this worker has not."""
+        if self.post.has_moved:
+            yield from self._meet(self.number)
+
+    # ----- one round
+
+    def _sum(self, own: FloatArray) -> Steps[FloatArray | None]:
+        """Returns the sum over the members; None if the round has to be made again."""
+        if len(self._members) == 1:
+            return own.copy()
+        total = own.copy()
+        place = self._members.index(self.rank)
+        chunks = _chunks(len(own), len(self._members))
+        reduce = self._gather_in_order if self._in_order else self._reduce
+        if not (yield from reduce(total, chunks, place)):
+            return None
+        share = self._share_all if self._in_order else self._share
+        return total if (yield from share(total, chunks, place)) else None
+
+    def _reduce(self, total: FloatArray, chunks: Sequence[slice], place: int) -> Steps[bool]:
+        """Adds sums that come around; afterwards the chunk behind this worker's is whole here."""
+        num = len(chunks)
+        to, source = self._members[(place + 1) % num], self._members[place - 1]
+        for hop in range(num - 1):
+            sent, added = (place - hop) % num, (place - hop - 1) % num
+            self._give(to, CHUNK, sent, total[chunks[sent]])
+            came = yield from self._want(source, CHUNK, added, chunks[added])
+            if came is None:
+                return False
+            total[chunks[added]] += came
+        return True
+
+    def _share(self, total: FloatArray, chunks: Sequence[slice], place: int) -> Steps[bool]:
+        """Passes whole chunks around."""
+        num = len(chunks)
+        to, source = self._members[(place + 1) % num], self._members[place - 1]
+        for hop in range(num - 1):
+            sent, taken = (place + 1 - hop) % num, (place - hop) % num
+            self._give(to, SUM, sent, total[chunks[sent]])
+            came = yield from self._want(source, SUM, taken, chunks[taken])
+            if came is None:
+                return False
+            total[chunks[taken]] = came
+        return True
+
+    def _gather_in_order(
+        self, total: FloatArray, chunks: Sequence[slice], place: int
+    ) -> Steps[bool]:
+        """Adds this worker's own chunk of all workers, in the order of the ranks."""
+        for other in sends(self._members, self.rank):
+            index = self._members.index(other)
+            self._give(other, CHUNK, index, total[chunks[index]])
+        added = np.zeros_like(total[chunks[place]])
+        for other in self._members:
+            if other == self.rank:
+                added += total[chunks[place]]
+                continue
+            came = yield from self._want(other, CHUNK, place, chunks[place])
+            if came is None:
+                return False
+            added += came
+        total[chunks[place]] = added
+        return True
+
+    def _share_all(self, total: FloatArray, chunks: Sequence[slice], place: int) -> Steps[bool]:
+        """Sends this worker's whole chunk to all, and takes theirs."""
+        for other in sends(self._members, self.rank):
+            self._give(other, SUM, place, total[chunks[place]])
+        for index, other in enumerate(self._members):
+            if other == self.rank:
+                continue
+            came = yield from self._want(other, SUM, index, chunks[index])
+            if came is None:
+                return False
+            total[chunks[index]] = came
+        return True
+
+    # ----- messages
+
+    def _give(self, to: int, kind: int, chunk: int, values: FloatArray) -> None:
+        for index, part in enumerate(parts_of(len(values))):
+            tag = Tag(kind, self.number, chunk << 16 | index, self._epoch)
+            self.post.give(to, tag, values[part].copy())
+
+    def _want(self, source: int, kind: int, chunk: int, place: slice) -> Steps[FloatArray | None]:
+        """Waits for a chunk; returns None when the members have changed."""
+        values = np.empty(place.stop - place.start, np.float32)
+        for index, part in enumerate(parts_of(len(values))):
+            came = yield Want(source, Tag(kind, self.number, chunk << 16 | index, self._epoch))
+            if came is None:
+                return None
+            values[part] = came
+        self.sight.partner = source
+        return values
+
+    # ----- members
+
+    def _meet(self, position: int, *, parts: bool = False) -> Steps[FloatArray | None]:
+        """Meets the others; returns the result of this round if somebody has ended it."""
+        gatherings: list[Gathering] = yield Meet(position, parts=parts)
+        # Others may have met again behind the meeting in which this worker has parted.
+        own = next(found for found in reversed(gatherings) if self.rank in found.positions)
+        epoch, positions, leaving = own
+        last = max(positions.values())
+        self._epoch, self._members = epoch, [rank for rank in positions if rank not in leaving]
+        if position < 0:
+            self.number = max(self.model.first_step, last)
+        holder = min(rank for rank, other in positions.items() if other == last)
+        if holder == self.rank:
+            self._help(positions, last)
+        if position == last:
+            return None
+        kind = COPY if position < 0 else RESULT
+        came = yield from self._whole(holder, kind, max(0, position))
+        if came is None:
+            return (yield from self._meet(position, parts=parts))
+        if kind == RESULT:
+            return came
+        self.model.unpack(came)
+        return None
+
+    def _help(self, positions: dict[int, int], last: int) -> None:
+        """Sends the last result to those who have yet to end it, and the model to newcomers."""
+        behind = {rank for rank, other in positions.items() if 0 <= other < last}
+        new = {rank for rank, other in positions.items() if other < 0 <= last}
+        if behind:
+            assert self._result is not None
+            self._give_whole(behind, RESULT, last - 1, self._result)
+        if new:
+            self._give_whole(new, COPY, 0, self.model.pack())
+
+    def _give_whole(self, to: set[int], kind: int, round_: int, values: FloatArray) -> None:
+        """Sends an array of any length; an empty part ends it."""
+        parts = [values[part].copy() for part in parts_of(len(values))]
+        for rank in sorted(to):
+            for index, part in enumerate([*parts, np.empty(0, np.float32)]):
+                self.post.give(rank, Tag(kind, round_, index, self._epoch), part)
+
+    def _whole(self, source: int, kind: int, round_: int) -> Steps[FloatArray | None]:
+        """Waits for an array of any length; returns None when the members have changed."""
+        parts: list[FloatArray] = [np.empty(0, np.float32)]
+        while True:
+            came = yield Want(source, Tag(kind, round_, len(parts) - 1, self._epoch))
+            if came is None or not len(came):
+                return came if came is None else np.concatenate(parts)
+            parts.append(came)
+
+
+def _chunks(numel: int, num: int) -> list[slice]:
+    """Returns `num` chunks of almost one length."""
+    bounds = [numel * index // num for index in range(num + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -1,0 +1,52 @@
+"""A worker's own certificate, made when it begins to listen and told to its peers by the directory.
+
+The directory is reached over a connection that is secured already, so peers trust exactly the
+certificate that it names, and nobody has to give workers certificates for their host names.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+import tempfile
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from pscore.net.tls import server_context
+
+GOOD_FOR = datetime.timedelta(days=3650)
+BEFORE = datetime.timedelta(days=1)  # Clocks that differ by less do no harm.
+
+
+def make() -> tuple[bytes, ssl.SSLContext]:
+    """Returns a new certificate, in PEM, and the context of a listener that shows it."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Paceline worker")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BEFORE)
+        .not_valid_after(now + GOOD_FOR)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    shown = certificate.public_bytes(serialization.Encoding.PEM)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    with tempfile.TemporaryDirectory() as folder:  # OpenSSL reads files alone; for this user only.
+        cert_path, key_path = Path(folder) / "cert.pem", Path(folder) / "key.pem"
+        cert_path.write_bytes(shown)
+        key_path.touch(mode=0o600)
+        key_path.write_bytes(private)
+        return shown, server_context(cert_path, key_path, None)

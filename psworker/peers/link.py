@@ -1,0 +1,120 @@
+"""The connection from this worker to another one, made again while the directory lists it."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pscore.errors import TransportError
+from pscore.net import sockets, tls, wire
+from pscore.net.channel import FrameChannel
+from pscore.net.endpoint import Endpoint, connect
+from pscore.pb.ps.v1 import control_pb2, data_pb2
+from pscore.types import FloatArray
+
+log = logging.getLogger("paceline")
+DELAY_S, DELAY_S_MAX = 0.05, 1.0
+SAY_AFTER_S = 7.0
+OnAnswer = Callable[[FloatArray | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class PeerCall:
+    """One message under way, and its answer."""
+
+    on_answer: OnAnswer | None = None  # Of an offer; None: the other is busy or gone.
+    done: Future[None] = field(default_factory=Future)
+
+
+class PeerLink:
+    """Sends arrays and offers to one worker.
+
+    Attributes:
+        peer: The worker.
+        is_over: Whether the worker is gone.
+    """
+
+    def __init__(self, peer: control_pb2.Peer, token: str) -> None:
+        """Starts to connect.
+
+        Args:
+            peer: The worker, as the directory lists it.
+            token: Of the job.
+        """
+        self.peer = peer
+        self.is_over = False
+        self._endpoint = Endpoint(
+            host=peer.host,
+            port=peer.port,
+            local=peer.local,
+            token=token,
+            tls=_pinned(peer.certificate) if peer.certificate else None,
+        )
+        self._channel = FrameChannel[PeerCall](self._connect, self._on_reply, "peer")
+        self._channel.start()
+
+    def send(
+        self, envelope: data_pb2.Envelope, values: FloatArray, on_answer: OnAnswer | None = None
+    ) -> Future[None]:
+        """Sends an array, which must not change any more; calls `on_answer` once, if given."""
+        call = PeerCall(on_answer)
+        if on_answer is not None:
+            call.done.add_done_callback(
+                lambda done: on_answer(None) if done.exception() is not None else None
+            )
+        self._channel.request(call, envelope, [wire.as_bytes(values)])
+        return call.done
+
+    def close(self) -> None:
+        """Ends the connection: the worker is gone, or this one ends."""
+        self.is_over = True
+        self._channel.close()
+
+    def _connect(self) -> tls.Stream:
+        """Returns a connection, tried until there is one.
+
+        Raises:
+            TransportError: The worker is gone.
+        """
+        delay_s, started_s, say_s = DELAY_S, time.monotonic(), SAY_AFTER_S
+        problem = TransportError("nothing was tried")
+        while True:
+            for is_local in (True, False):
+                if self.is_over:
+                    raise TransportError(f"worker {self.peer.rank} is gone")
+                try:
+                    return connect(self._endpoint, is_local=is_local)
+                except TransportError as failure:
+                    problem = failure
+            waited_s = time.monotonic() - started_s
+            if waited_s >= say_s:
+                say_s *= 2
+                log.warning(
+                    "worker %d at %s:%d cannot be reached for %.0f s: %s",
+                    *(self.peer.rank, self.peer.host, self.peer.port, waited_s, problem),
+                )
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, DELAY_S_MAX)
+
+    def _on_reply(
+        self, envelope: data_pb2.Envelope, call: PeerCall, incoming: sockets.Incoming
+    ) -> None:
+        values = np.empty(incoming.payload_nbytes // wire.FLOAT_NBYTES, np.float32)
+        incoming.read_into(memoryview(values).cast("B"))
+        if call.on_answer is not None:
+            call.on_answer(None if envelope.answer.busy else values)
+        call.done.set_result(None)
+
+
+def _pinned(certificate: bytes) -> ssl.SSLContext:
+    """Returns a context that trusts one certificate alone, for any host."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(cadata=certificate.decode("ascii"))
+    return context

@@ -1,0 +1,68 @@
+"""Arrays that other workers have sent and this one has yet to take; used from any thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection
+
+from pscore.types import FloatArray
+from psworker.gossip.base import Tag
+
+TAKEN_MAX = 1 << 14  # Arrays taken before that are known when they come again.
+Key = tuple[int, Tag]  # Incarnation of the sender, and use of the array.
+
+
+class Mailbox:
+    """Keeps each array until it is taken, once."""
+
+    def __init__(self) -> None:
+        """Begins empty."""
+        self._changed = threading.Condition()
+        self._arrays: dict[Key, FloatArray] = {}
+        self._taken: deque[Key] = deque(maxlen=TAKEN_MAX)
+        self._is_taken: set[Key] = set()
+
+    def put(self, sender: int, tag: Tag, values: FloatArray) -> None:
+        """Stores an array; one that was taken before, or is here, changes nothing."""
+        key = sender, tag
+        with self._changed:
+            if key not in self._is_taken:
+                self._arrays.setdefault(key, values)
+                self._changed.notify_all()
+
+    def take(self, sender: int, tag: Tag, timeout_s: float) -> FloatArray | None:
+        """Returns an array when it is here; None if it does not come in time."""
+        key = sender, tag
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._arrays, timeout_s)
+            values = self._arrays.pop(key, None)
+            if values is not None:
+                if len(self._taken) == TAKEN_MAX:
+                    self._is_taken.discard(self._taken[0])
+                self._taken.append(key)
+                self._is_taken.add(key)
+            return values
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until something comes, or `notify` is called."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def notify(self) -> None:
+        """Wakes the thread that waits."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def keep(self, senders: Collection[int], epoch: int) -> None:
+        """Drops arrays of workers that are gone, and of epochs that are over."""
+        with self._changed:
+            self._arrays = {
+                (sender, tag): values
+                for (sender, tag), values in self._arrays.items()
+                if sender in senders and (tag.epoch == 0 or tag.epoch >= epoch)
+            }
+
+    def __len__(self) -> int:
+        """Returns the number of arrays that wait."""
+        return len(self._arrays)

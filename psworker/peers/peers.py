@@ -1,0 +1,326 @@
+"""One worker among its peers: listens, sends, meets the others, and drives its gossip."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from pscore.errors import ConfigError
+from pscore.net.listener import Listener
+from pscore.pb.ps.v1 import control_pb2, data_pb2
+from pscore.types import FloatArray
+from psworker.connection.session import Session
+from psworker.gossip.base import Gathering, Gossip, Late, Meet, Tag, Waits, Want
+from psworker.peers import certificate
+from psworker.peers.link import PeerLink
+from psworker.peers.mailbox import Mailbox
+from psworker.peers.service import PeerService
+
+log = logging.getLogger("paceline")
+LOOPBACK = "127.0.0.1"
+LOOK_S = 0.25  # From one look at the epoch to the next while a message is waited for.
+MEET_S, MEET_S_MAX = 0.01, 0.2  # From one question to the directory to the next.
+SAY_AFTER_S = 7.0
+FLUSH_S = 10.0  # Longest wait for acknowledgements when a worker parts.
+
+
+class Peers:
+    """This worker's connections to the workers with which it exchanges numbers.
+
+    Attributes:
+        gossip: The state machine that decides what is sent; set by `drive`.
+        table: Index of the table.
+        epoch: Of the directory, as this worker knows it; 0: it has not met anyone.
+        distance: To the last average of all models, relative to the norm of the average.
+    """
+
+    def __init__(self, session: Session, table: int) -> None:
+        """Listens for peers; nothing is answered before a gossip starts.
+
+        Args:
+            session: This worker's part in the job.
+            table: Index of the table.
+
+        Raises:
+            ConfigError: This worker cannot listen.
+        """
+        self._session = session
+        self.table = table
+        self.epoch = self._since = 0
+        self.distance = 0.0
+        self.gossip: Gossip | None = None
+        self._mailbox = Mailbox()
+        self._links: dict[int, PeerLink] = {}  # By rank.
+        self._members: list[int] = []
+        self._incarnations: dict[int, int] = {}  # By rank, also of workers that are gone.
+        self._open: set[Any] = set()  # Calls that are not acknowledged.
+        self._heard_s = time.monotonic()
+        credentials = session.links[0].credentials
+        self._token = credentials.token
+        self._service = PeerService(session.job, credentials.token, self._mailbox)
+        self._service.table = table
+        shown, context = (b"", None) if credentials.ca is None else certificate.make()
+        host = _own_host(session.links[0].address)
+        local = f"paceline-worker-{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            self._listener = Listener(self._service, host, 0, local, context=context)
+        except OSError as problem:
+            raise ConfigError(
+                f"worker {session.rank} cannot listen at {host} for other workers, which its mode "
+                f"needs: {problem}"
+            ) from problem
+        self._own = control_pb2.Peer(
+            host=host, port=self._listener.port, local=local, certificate=shown
+        )
+        self._listener.start()
+
+    def drive(self, gossip: Gossip) -> None:
+        """Starts a gossip: it meets the other workers.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        self.gossip, self.epoch, self._since = gossip, 0, 0
+        self.run(gossip.start())
+        self._service.on_offer = gossip.on_offer
+        self._session.peer_reports[self.table] = self.report
+
+    def run(self, waits: Waits) -> None:
+        """Drives a generator of the gossip to its end.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        answer: Any = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                answer = self._await(waits.send(answer))
+
+    def report(self) -> control_pb2.PeerReport:
+        """Returns this worker's last exchanges, for status."""
+        gossip = self.gossip
+        assert gossip is not None
+        return control_pb2.PeerReport(
+            table=self.table,
+            step=gossip.number,
+            partner=gossip.sight.partner,
+            age_s=time.monotonic() - self._heard_s,
+            staleness=gossip.sight.staleness,
+            distance=self.distance,
+            num_exchanges=gossip.sight.num_exchanges,
+        )
+
+    def part(self) -> None:
+        """Reports to the others that this worker exchanges nothing any more.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        assert self.gossip is not None
+        self._flush(lambda: True)
+        self.run(self.gossip.part())
+        parts = Meet(self.gossip.number, waits=False, parts=True)
+        self._flush(lambda: bool(self._meet(parts)))
+        self._service.on_offer = None
+        self._session.peer_reports.pop(self.table, None)
+
+    def _flush(self, moved: Callable[[], bool]) -> None:
+        """Waits, not for long, until everything that was sent is acknowledged.
+
+        Args:
+            moved: Called when the members have changed; returns whether to wait no longer.
+        """
+        deadline_s = time.monotonic() + FLUSH_S
+        while self._open and self._links and time.monotonic() < deadline_s:
+            if self.has_moved and moved():
+                return
+            time.sleep(MEET_S)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self._session.peer_reports.pop(self.table, None)
+        for link in self._links.values():
+            link.is_over = True
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._listener.stop()
+
+    # ----- Post
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the members have changed since this worker last asked."""
+        return self._session.links[0].epochs.get(self.table, 0) > self.epoch
+
+    def members(self) -> list[int]:
+        """Returns the ranks of the members that this worker knows, in order."""
+        return self._members
+
+    def give(self, to: int, tag: Tag, values: FloatArray) -> None:
+        """Sends an array, if the worker is there."""
+        header = data_pb2.Give(
+            sender=self._sender(), epoch=tag.epoch, kind=tag.kind, round=tag.round, part=tag.part
+        )
+        link = self._links.get(to)
+        if link is not None:
+            self._send(link, data_pb2.Envelope(give=header), values)
+
+    def offer(self, to: int, number: int, part: int, values: FloatArray) -> None:
+        """Sends a snapshot; the gossip gets the answer, or None if there will be none."""
+        gossip, link = self.gossip, self._links.get(to)
+        assert gossip is not None
+        if link is None:
+            gossip.on_answer(number, part, None)
+            return
+        header = data_pb2.Offer(sender=self._sender(), number=number, slice=part)
+        on_answer = partial(self._answered, gossip, number, part)
+        self._send(link, data_pb2.Envelope(offer=header), values, on_answer)
+
+    # ----- inside
+
+    def _send(
+        self,
+        link: PeerLink,
+        envelope: data_pb2.Envelope,
+        values: FloatArray,
+        on_answer: Callable[[FloatArray | None], None] | None = None,
+    ) -> None:
+        call = link.send(envelope, values, on_answer)
+        self._open.add(call)
+        call.add_done_callback(self._open.discard)
+
+    def _answered(self, gossip: Gossip, number: int, part: int, values: FloatArray | None) -> None:
+        self._heard_s = time.monotonic()
+        gossip.on_answer(number, part, values)
+        self._mailbox.notify()
+
+    def _sender(self) -> data_pb2.Sender:
+        session = self._session
+        return data_pb2.Sender(
+            job=session.job,
+            table=self.table,
+            worker=session.rank,
+            incarnation=session.incarnation,
+        )
+
+    def _await(self, wanted: Want | Meet | Late) -> Any:
+        if isinstance(wanted, Want):
+            return self._want(wanted)
+        if isinstance(wanted, Meet):
+            return self._meet(wanted)
+
+        def is_there() -> bool:
+            if not (wanted.is_over() or self.has_moved):
+                self._mailbox.wait(LOOK_S)
+            return wanted.is_over() or self.has_moved
+
+        self._watched(f"the answer of worker {wanted.partner} to an exchange", is_there)
+        return None
+
+    def _want(self, wanted: Want) -> FloatArray | None:
+        """Returns an array; None if the members change before it comes."""
+        what = f"step {wanted.tag.round} of worker {wanted.source}"
+        found: list[FloatArray | None] = []
+
+        def take() -> bool:
+            sender = self._incarnations.get(wanted.source, 0)
+            values = self._mailbox.take(sender, wanted.tag, LOOK_S if wanted.waits else 0.0)
+            if values is None and wanted.waits and not self.has_moved:
+                return False
+            found.append(values)
+            return True
+
+        self._watched(what, take)
+        self._heard_s = time.monotonic()
+        return found[0]
+
+    def _watched(self, what: str, is_there: Callable[[], bool]) -> None:
+        """Repeats a short wait until it succeeds; reports a long one.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job.
+        """
+        session, started_s, say_s = self._session, time.monotonic(), SAY_AFTER_S
+        try:
+            while not is_there():
+                session.require_own()
+                session.check()
+                waited_s = time.monotonic() - started_s
+                if waited_s >= say_s:
+                    say_s *= 2
+                    session.waits = f"{what}, for {waited_s:.0f} s"
+                    log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
+        finally:
+            session.waits = ""
+
+    def _meet(self, wanted: Meet) -> list[Gathering]:
+        """Asks the directory until all have stopped, or once."""
+        gatherings: list[Gathering] = []
+        delay_s = MEET_S
+        awaited = "other workers"
+
+        def ask() -> bool:
+            nonlocal awaited, delay_s
+            peer = control_pb2.Peer()
+            peer.CopyFrom(self._own)
+            peer.position, peer.parts = wanted.position, wanted.parts
+            request = control_pb2.MeetRequest(
+                table=self.table,
+                epoch=self.epoch,
+                since=self._since,
+                peer=peer,
+                parts=wanted.parts and not wanted.waits,
+            )
+            reply = self._session.meet(request)
+            self.epoch, awaited = reply.epoch, reply.waiting_for
+            self._connect(reply)
+            for meeting in reply.meetings:
+                positions = {one.rank: one.position for one in meeting.peers}
+                leaving = frozenset(one.rank for one in meeting.peers if one.parts)
+                gatherings.append(Gathering(meeting.epoch, positions, leaving))
+                self._since = meeting.epoch
+            if self._since == self.epoch or not (wanted.waits or request.epoch != self.epoch):
+                return True
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, MEET_S_MAX)
+            return False
+
+        self._watched("all workers to know who takes part", ask)
+        self._mailbox.keep(self._incarnations.values(), self.epoch)
+        return gatherings
+
+    def _connect(self, reply: control_pb2.MeetReply) -> None:
+        """Connects to new members, and closes the connections to those that are gone."""
+        now = {peer.rank: peer for peer in reply.peers if peer.rank != self._session.rank}
+        for rank, link in list(self._links.items()):
+            if rank not in now or now[rank].incarnation != link.peer.incarnation:
+                self._links.pop(rank).close()
+        self._incarnations |= {rank: peer.incarnation for rank, peer in now.items()}
+        for rank, peer in now.items():
+            if rank not in self._links:
+                self._links[rank] = PeerLink(peer, self._token)
+        self._members = sorted([*now, self._session.rank])
+
+
+def _own_host(address: str) -> str:
+    """Returns the address of this machine from which a shard is reached: its peers reach it too."""
+    if address.startswith("unix:"):
+        return LOOPBACK
+    host, _, port = address.rpartition(":")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # Sends nothing.
+            return str(probe.getsockname()[0])
+    except OSError:
+        return LOOPBACK

@@ -1,0 +1,38 @@
+"""The part of a step that a worker makes by itself, where it runs the wrapped optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from psworker.connection.exchange import Exchange
+
+
+class LocalStep:
+    """No such part: the shards run the optimizer."""
+
+    def make(self, *, skips: bool) -> None:
+        """Makes one step, unless the script leaves it out."""
+
+    def start(self) -> int | None:
+        """Begins with the weights that the model has now.
+
+        Returns:
+            The step of the workers with which this one makes its steps; None: it depends on none.
+        """
+        return None
+
+    def flush(self, exchange: Exchange) -> None:
+        """Waits until every push of the table is acknowledged."""
+        exchange.flush()
+
+    def begin(self) -> None:
+        """Notes that the model has the weights with which the next step begins."""
+
+    def part(self) -> None:
+        """Notes that this worker makes no further step."""
+
+    def close(self) -> None:
+        """Ends."""
+
+    def note_average(self, average: torch.Tensor) -> None:
+        """Notes an average of all models, `(layout.numel,)`."""

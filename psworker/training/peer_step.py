@@ -1,0 +1,210 @@
+"""The wrapped optimizer's step on this worker, alone or with an exchange with other workers.
+
+In modes with rounds it is the wrapped optimizer's step. In decentralised modes it is that step and
+the exchange with other workers, which the mode's gossip decides (psworker/gossip).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import torch
+
+from pscore.errors import ConfigError
+from pscore.rules.base import Rule
+from pscore.rules.decentralised import Decentralised
+from pscore.types import FloatArray
+from psworker.connection.exchange import Exchange
+from psworker.connection.trace import local_update
+from psworker.gossip import GOSSIPS
+from psworker.gossip.base import Model
+from psworker.model.finite import not_finite
+from psworker.peers.peers import Peers
+from psworker.training.local_step import LocalStep
+from psworker.training.optimizer_state import pack, unpack
+from psworker.training.table import TrainingTable
+
+POLL_S = 0.002  # From one look at pushes to the next, where one waits for other workers.
+
+
+class AloneStep(LocalStep):
+    """The wrapped optimizer's step."""
+
+    def __init__(self, inner: torch.optim.Optimizer, table: TrainingTable) -> None:
+        """Runs `inner` on the model of `table`."""
+        self._inner = inner
+        self._table = table
+
+    def make(self, *, skips: bool) -> None:
+        """Makes one step, unless the script leaves it out."""
+        if not skips:
+            self._update()
+
+    def _update(self) -> None:
+        table = self._table
+        with local_update(table.session.timeline, table.replica.step):
+            self._inner.step()
+        table.flat.gather_weights()
+
+
+class PeerStep(AloneStep):
+    """The wrapped optimizer's step and an exchange with other workers."""
+
+    def __init__(
+        self, rule: Decentralised, inner: torch.optim.Optimizer, table: TrainingTable
+    ) -> None:
+        """Listens for other workers.
+
+        Args:
+            rule: The mode.
+            inner: The wrapped optimizer.
+            table: The table that is trained.
+
+        Raises:
+            ConfigError: The table compresses, or this worker cannot listen.
+        """
+        super().__init__(inner, table)
+        spec = table.exchange.spec
+        if not (spec.compressor.is_raw and spec.pull_compressor.is_raw):
+            raise ConfigError(f"{rule.name} exchanges whole models: compression must be none")
+        self._rule = rule
+        self._skips = False
+        self._peers = Peers(table.session, table.exchange.table)
+
+    def start(self) -> int | None:
+        """Meets the other workers with the weights that the model has now."""
+        model = Model(
+            weights=self._table.flat.weights,
+            first_step=self._table.replica.step,
+            update=self._update_unless_left_out,
+            gather=self._gather,
+            scatter=self._scatter,
+            pack=self._pack,
+            unpack=self._unpack,
+            lock=threading.Lock(),
+        )
+        gossip = GOSSIPS[self._rule.gossip](
+            self._rule, self._table.session.rank, model, self._peers
+        )
+        self._peers.table = self._table.exchange.table
+        self._peers.drive(gossip)
+        self.begin()
+        return gossip.number
+
+    def flush(self, exchange: Exchange) -> None:
+        """Waits for acknowledgements; meanwhile a worker that comes in new may have to be met."""
+        assert self._peers.gossip is not None
+        while exchange.is_busy():
+            if self._peers.has_moved:
+                self._peers.run(self._peers.gossip.meet())
+            exchange.session.check()
+            time.sleep(POLL_S)
+        exchange.flush()
+
+    def begin(self) -> None:
+        """Gives or reads the model with which the next step begins."""
+        assert self._peers.gossip is not None
+        self._peers.gossip.begin()
+
+    def make(self, *, skips: bool) -> None:
+        """Makes one step; one that the script leaves out has the exchange alone."""
+        assert self._peers.gossip is not None
+        self._skips = skips
+        if not skips:
+            self._require_finite()
+        self._peers.run(self._peers.gossip.step())
+
+    def part(self) -> None:
+        """Reports to the others that this worker makes no further step."""
+        self._peers.part()
+
+    def close(self) -> None:
+        """Closes the connections to other workers."""
+        self._peers.close()
+
+    def note_average(self, average: torch.Tensor) -> None:
+        """Measures the distance of this worker's model to an average, for status."""
+        norm = float(torch.linalg.vector_norm(average))
+        distance = float(torch.linalg.vector_norm(self._table.flat.weights - average))
+        self._peers.distance = distance / norm if norm else 0.0
+
+    def _require_finite(self) -> None:
+        """Refuses gradients that would spoil the models of all workers.
+
+        Raises:
+            GradientError: One holds NaN or Inf; nothing was exchanged.
+        """
+        flat = self._table.flat
+        for index, parameter in enumerate(flat.parameters):
+            grad = parameter.grad
+            if grad is not None and not bool(torch.isfinite(grad).all()):
+                raise not_finite(flat.layout.tensors[index].name, grad, self._number)
+
+    # ----- Model
+
+    def _update_unless_left_out(self) -> None:
+        if not self._skips:
+            self._update()
+
+    def _gather(self) -> FloatArray:
+        """Returns the gradient times its weight, the weight, and which parameters have one."""
+        flat, table = self._table.flat, self._table
+        table.exchange.flush()  # A push of the model may still be read from this memory.
+        has = [not self._skips and p.grad is not None for p in flat.parameters]
+        for index, is_there in enumerate(has):
+            if not is_there:
+                flat.clear_grad(index)
+        flat.gather_grads([index for index, is_there in enumerate(has) if is_there], self._number)
+        weight = 0.0 if self._skips else table.progress.samples
+        numel = table.layout.numel
+        vector = np.empty(numel + 1 + len(has), np.float32)
+        np.multiply(flat.grads.cpu().numpy(), np.float32(weight), out=vector[:numel])
+        vector[numel], vector[numel + 1 :] = weight, has
+        return vector
+
+    def _scatter(self, total: FloatArray) -> None:
+        """Puts the weighted mean of all workers' gradients in the place of this worker's."""
+        flat, numel = self._table.flat, self._table.layout.numel
+        weight = total[numel]
+        if weight <= 0:
+            return
+        self._skips = False  # The others' gradients count here too.
+        mean = torch.from_numpy(total[:numel] / weight).to(flat.device)
+        for index, parameter in enumerate(flat.parameters):
+            if total[numel + 1 + index] == 0:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.copy_(flat.state_view(mean, index))
+
+    @property
+    def _number(self) -> int:
+        return self._table.replica.step
+
+    def _pack(self) -> FloatArray:
+        """Returns the model and the state of the wrapped optimizer."""
+        weights = self._table.flat.weights.cpu().numpy()
+        return np.concatenate((weights, pack(self._inner)))
+
+    def _unpack(self, values: FloatArray) -> None:
+        """Replaces model and state of the wrapped optimizer by another worker's."""
+        flat, numel = self._table.flat, self._table.layout.numel
+        unpack(self._inner, values[numel:], flat.parameters)
+        flat.weights.copy_(torch.from_numpy(values[:numel]))
+        flat.scatter_weights()
+
+
+def use_local_steps(table: TrainingTable, inner: torch.optim.Optimizer) -> None:
+    """Makes `inner` the optimizer of a table's local steps, in the modes that have them."""
+
+    def make(rule: Rule) -> LocalStep:
+        return (
+            PeerStep(rule, inner, table)
+            if isinstance(rule, Decentralised)
+            else AloneStep(inner, table)
+        )
+
+    table.make_step, table.local_step = make, make(table.rule)

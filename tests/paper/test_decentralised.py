@@ -1,0 +1,231 @@
+"""Decentralised modes in the simulator, against float64 models of their formulas, with faults."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pscore.graphs import GRAPHS, graph_of
+from pscore.rules import parse_mode
+from pscore.rules.decentralised import Decentralised
+from pssim.peers import PeerWorld, Trouble
+from psworker.gossip.pairs import Pairs
+
+Array = npt.NDArray[Any]
+NUMEL, LR = 5, 0.1
+CURVATURE = np.random.default_rng(1).uniform(0.2, 1.0, (16, NUMEL))
+TARGET = np.random.default_rng(2).normal(size=(16, NUMEL))
+START = np.random.default_rng(3).normal(size=NUMEL).astype(np.float32)
+
+
+def gradient(rank: int, step: int, weights: Array) -> Array:
+    """Returns the gradient of an ellipsoid of each worker's own, with a part that changes."""
+    found: Array = CURVATURE[rank] * (weights - TARGET[rank]) + 0.1 * np.sin(step + rank)
+    return found
+
+
+def still(rank: int, step: int, weights: Array) -> Array:
+    return np.zeros(NUMEL)
+
+
+def world(mode: str, num: int, steps: int = 12, **options: Any) -> PeerWorld:
+    rule = parse_mode(mode)
+    assert isinstance(rule, Decentralised)
+    given: dict[str, Any] = {"gradient": gradient, "start": START, "lr": LR} | options
+    return PeerWorld(rule, num_workers=num, steps=steps, **given)
+
+
+def models(found: PeerWorld) -> Array:
+    return np.stack([found.model(worker) for worker in found.workers])
+
+
+def close(ours: Array, theirs: Array, limit: float = 1e-6) -> bool:
+    return bool(np.max(np.abs(ours - theirs)) <= limit * np.max(np.abs(theirs)))
+
+
+# ----- oracles in float64
+
+
+def mixing(name: str, num: int, step: int) -> Array:
+    found = np.zeros((num, num))
+    for taker, giver, weight in graph_of(name)(list(range(num)), step):
+        found[taker, giver] += weight
+    return found + np.diag(1 - found.sum(axis=1))
+
+
+def dpsgd(graph: str, order: str, num: int, steps: int) -> Array:
+    x = np.tile(START.astype(np.float64), (num, 1))
+    for step in range(steps):
+        moves = LR * np.stack([gradient(rank, step, x[rank]) for rank in range(num)])
+        weights = mixing(graph, num, step)
+        x = weights @ (x - moves) if order == "atc" else weights @ x - moves
+    return x
+
+
+@pytest.mark.parametrize("graph", [*sorted(GRAPHS), "0-1 1-2 2-3 1-4"])
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_dpsgd_follows_its_formula_whatever_the_network_does(graph: str, order: str) -> None:
+    trouble = Trouble(lost=0.2, twice=0.2)
+    found = world(f"dpsgd(graph='{graph}', order={order})", 5, trouble=trouble, seed=4).run()
+    assert close(models(found), dpsgd(graph, order, 5, 12))
+
+
+@pytest.mark.parametrize("order", ["ring", "ranks"])
+@pytest.mark.parametrize("num", [1, 2, 3, 8])
+def test_allreduce_is_synchronous_sgd_and_alike_on_all(order: str, num: int) -> None:
+    found = world(f"allreduce(order={order})", num, trouble=Trouble(lost=0.1, twice=0.2)).run()
+    x = START.astype(np.float64)
+    for step in range(12):
+        x = x - LR * np.mean([gradient(rank, step, x) for rank in range(num)], axis=0)
+    assert close(models(found), np.tile(x, (num, 1)))
+    assert len({model.tobytes() for model in models(found)}) == 1
+
+
+def replay(found: PeerWorld) -> Array:
+    """Replays the events of adpsgd in float64: offers, halves, answers, reads and writes."""
+    num = len(found.workers)
+    x = {rank: START.astype(np.float64) for rank in range(num)}
+    read = dict(x)
+    offered: dict[tuple[int, int], Array] = {}
+    answers: dict[tuple[int, int], Array] = {}
+    for entry in found.log:
+        rank, key = entry.rank, (entry.rank, entry.number)
+        if entry.what == "read":
+            read[rank] = x[rank].copy()
+        elif entry.what == "write":
+            x[rank] = x[rank] - LR * gradient(rank, entry.number, read[rank])
+        elif entry.what == "offer":
+            offered[key] = x[rank].copy()
+        elif entry.what == "half":
+            asked = entry.other, entry.number
+            answers[asked] = x[rank].copy()
+            x[rank] = x[rank] + (offered[asked] - x[rank]) / 2
+        else:
+            x[rank] = x[rank] + (answers[key] - offered[key]) / 2
+    return np.stack([x[rank] for rank in range(num)])
+
+
+@pytest.mark.parametrize("graph", sorted(GRAPHS))
+def test_adpsgd_follows_the_replay_of_its_events(graph: str) -> None:
+    mode = f"adpsgd(graph={graph})"
+    compute = [0.1, 0.13, 0.5, 0.1, 0.07]
+    trouble = Trouble(lost=0.1, twice=0.2)
+    found = world(mode, 5, 30, compute_s=compute, latency_s=0.4, trouble=trouble, seed=9).run()
+    assert sum(entry.what == "answer" for entry in found.log) >= 20
+    assert close(models(found), replay(found))
+
+
+# ----- numbers by hand, for workers at x = (1, 3), with g_i(x) = x and a rate of 0.1
+
+
+def by_hand(mode: str) -> Array:
+    def own(rank: int, step: int, weights: Array) -> Array:
+        return weights
+
+    starts = [np.array([1.0], np.float32), np.array([3.0], np.float32)]
+    return models(world(mode, 2, 1, gradient=own, starts=starts).run()).ravel()
+
+
+@pytest.mark.parametrize(("order", "expected"), [("awc", (1.9, 1.7)), ("atc", (1.8, 1.8))])
+def test_dpsgd_by_hand(order: str, expected: tuple[float, float]) -> None:
+    assert by_hand(f"dpsgd(graph=exp, order={order})") == pytest.approx(expected, abs=1e-6)
+
+
+def test_adpsgd_by_hand() -> None:
+    given = [np.array([1.0], np.float32), np.array([3.0], np.float32)]
+    found = world("adpsgd", 2, 1, starts=given, gradient=still)
+    one, other = found.workers
+    assert isinstance(one.gossip, Pairs)
+    assert isinstance(other.gossip, Pairs)
+    for worker in found.workers:
+        start = worker.gossip.start()
+        next(start)
+        with pytest.raises(StopIteration):
+            start.send([])
+    # Worker 0 reads 1, the pair mixes to 2, and the gradient at 1 is written: 2 - 0.1.
+    answer = other.gossip.on_offer(0, 7, 1, 0, given[0])
+    assert answer is not None
+    assert answer.tolist() == [3.0]
+    assert other.gossip.shared.tolist() == [2.0]
+    one.gossip._open, one.gossip._number = {0: (given[0], 0)}, 1
+    one.gossip.on_answer(1, 0, answer)
+    assert one.gossip.shared.tolist() == [2.0]
+    one.grad = given[0].copy()
+    with pytest.raises(StopIteration):
+        next(one.gossip.step())
+    assert one.gossip.shared.tolist() == pytest.approx([1.9], abs=1e-6)
+
+
+# ----- limits with a rate of 0
+
+
+def starts(num: int) -> list[Array]:
+    rng = np.random.default_rng(num)
+    return [rng.normal(size=NUMEL).astype(np.float32) for _ in range(num)]
+
+
+@pytest.mark.parametrize("num", [2, 4, 8, 16])
+def test_exp_makes_the_mean_in_a_cycle(num: int) -> None:
+    given = starts(num)
+    found = world("dpsgd", num, num.bit_length() - 1, gradient=still, starts=given).run()
+    assert close(models(found), np.tile(np.mean(given, axis=0), (num, 1)), 1e-5)
+
+
+def test_a_ring_contracts_by_its_spectral_gap() -> None:
+    num, steps = 8, 30
+    given = starts(num)
+    found = world("dpsgd(graph=ring)", num, steps, gradient=still, starts=given).run()
+    rho = 1 - 2 / 3 * (1 - np.cos(2 * np.pi / num))
+    left = np.linalg.norm(models(found) - np.mean(given, axis=0))
+    first = np.linalg.norm(given - np.mean(given, axis=0))
+    assert left <= 1.01 * first * rho**steps
+    assert left >= 0.05 * first * rho**steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_adpsgd_keeps_the_sum_and_brings_all_together(seed: int) -> None:
+    given = starts(6)
+    trouble = Trouble(lost=0.3, twice=0.3)
+    found = world(
+        "adpsgd", 6, 250, gradient=still, starts=given, trouble=trouble, seed=seed, latency_s=0.5
+    ).run()
+    entries = [(entry.rank, entry.other, entry.number) for entry in found.log]
+    halves = [e for e, entry in zip(entries, found.log, strict=True) if entry.what == "half"]
+    assert len(halves) == len(set(halves)), "an offer was applied twice"
+    assert close(models(found).sum(axis=0), np.sum(given, axis=0), 1e-5)
+    spread = np.linalg.norm(models(found) - models(found).mean(axis=0))
+    assert spread < 0.05 * np.linalg.norm(given - np.mean(given, axis=0))
+
+
+# ----- kills: nobody hangs, on any graph
+
+KILLED = (
+    *("allreduce", "allreduce(order=ranks)", "adpsgd", "adpsgd(max_behind=2)"),
+    *(f"dpsgd(graph={g}, order={o})" for g, o in itertools.product(sorted(GRAPHS), ("awc", "atc"))),
+)
+
+
+def run_with_kills(mode: str, seed: int) -> PeerWorld:
+    """Runs 3 to 6 workers, of which up to two are killed, over a bad network."""
+    rng = np.random.default_rng(seed)
+    num = int(rng.integers(3, 7))
+    doomed = rng.choice(num, int(rng.integers(1, 3)), replace=False)
+    trouble = Trouble(
+        lost=0.1, twice=0.1, kills={int(rank): float(rng.uniform(0, 3)) for rank in doomed}
+    )
+    compute = [float(rng.uniform(0.05, 0.3)) for _ in range(num)]
+    return world(mode, num, 15, seed=seed, trouble=trouble, compute_s=compute).run()
+
+
+@pytest.mark.parametrize("mode", KILLED)
+def test_the_living_come_to_their_end(mode: str) -> None:
+    for seed in range(15):
+        found = run_with_kills(mode, seed)
+        alive = [worker for worker in found.workers if not worker.is_dead]
+        assert np.isfinite(models(found)).all()
+        if mode.startswith("allreduce"):
+            assert len({worker.weights.numpy().tobytes() for worker in alive}) == 1, seed

@@ -1,0 +1,89 @@
+"""Graphs: rows and columns sum to 1 for any members, and means come as fast as their papers say."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pscore.errors import ConfigError
+from pscore.graphs import GRAPHS, graph_of
+
+ALL = 33
+CHAIN = " ".join(f"{i}-{i + 1}" for i in range(ALL))
+STAR = " ".join(f"0-{i}" for i in range(1, ALL))
+NAMES = [*sorted(GRAPHS), CHAIN, STAR, "0-1 1-2 2-0 5-7"]
+
+
+def matrix(name: str, members: list[int], step: int = 0) -> np.ndarray:
+    places = {rank: place for place, rank in enumerate(members)}
+    mixing = np.zeros((len(members), len(members)))
+    for taker, giver, weight in graph_of(name)(members, step):
+        assert taker != giver
+        mixing[places[taker], places[giver]] += weight
+    return mixing + np.diag(1 - mixing.sum(axis=1))
+
+
+def rho(name: str, num: int) -> float:
+    values = np.abs(np.linalg.eigvals(matrix(name, list(range(num)))))
+    return float(sorted(values)[-2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_and_columns_sum_to_one_for_any_members(name: str) -> None:
+    rng = np.random.default_rng(1)
+    for num in range(1, ALL + 1):
+        for members in (list(range(num)), sorted(rng.choice(100, num, replace=False).tolist())):
+            for step in range(7):
+                mixing = matrix(name, members, step)
+                assert (mixing >= -1e-15).all()
+                np.testing.assert_allclose(mixing.sum(axis=0), 1, atol=1e-12)
+                np.testing.assert_allclose(mixing.sum(axis=1), 1, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_worker_takes_from_nobody(name: str) -> None:
+    assert graph_of(name)([3], 5) == []
+
+
+@pytest.mark.parametrize("num", [4, 8, 16, 64])
+def test_spectral_gaps_are_those_of_the_closed_forms(num: int) -> None:
+    assert rho("complete", num) == pytest.approx(0, abs=1e-9)
+    assert 1 - rho("ring", num) == pytest.approx(2 / 3 * (1 - math.cos(2 * math.pi / num)))
+    assert 1 - rho("exp_static", num) == pytest.approx(2 / (1 + math.log2(num)))
+
+
+@pytest.mark.parametrize(("num", "gap"), [(16, 0.40), (64, 0.117)])
+def test_spectral_gaps_of_the_torus(num: int, gap: float) -> None:
+    assert 1 - rho("torus", num) == pytest.approx(gap, abs=5e-4)
+
+
+def left_after_a_cycle(num: int) -> float:
+    product = np.eye(num)
+    for step in range(max(1, (num - 1).bit_length())):
+        product = matrix("exp", list(range(num)), step) @ product
+    return float(np.abs(product - 1 / num).max())
+
+
+@pytest.mark.parametrize("num", [1, 2, 4, 8, 16, 32])
+def test_the_one_peer_graph_makes_the_exact_mean_in_a_cycle(num: int) -> None:
+    assert left_after_a_cycle(num) < 1e-12
+
+
+@pytest.mark.parametrize(("num", "left"), [(6, 0.083), (12, 0.042)])
+def test_the_one_peer_graph_comes_close_for_other_numbers(num: int, left: float) -> None:
+    assert left_after_a_cycle(num) == pytest.approx(left, abs=1e-3)
+
+
+def test_metropolis_weights_by_hand() -> None:
+    assert graph_of("0-1 1-2")([0, 1, 2], 0) == [
+        (0, 1, 1 / 3),
+        (1, 0, 1 / 3),
+        (1, 2, 1 / 3),
+        (2, 1, 1 / 3),
+    ]
+
+
+@pytest.mark.parametrize("text", ["wheel", "0-0", "0-1,1-2", "a-b", "", "0-1 x"])
+def test_what_is_no_graph_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must"):
+        graph_of(text)
