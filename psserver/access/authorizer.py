@@ -41,6 +41,7 @@ JOINED = (
     "SendResidual",
     "FetchResidual",
     "Barrier",
+    "Meet",
     "Leave",
 )
 WORKERS_METHODS = {

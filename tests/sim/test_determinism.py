@@ -13,6 +13,9 @@ from pssim.case import Case, draw_rule
 from pssim.faulty import Outcome, simulate
 from pssim.network import Faults
 
+# Modes whose workers exchange models are in tests/paper/test_decentralised.py.
+SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)
+
 WORKERS = 3
 ARRIVALS = 3  # Orders of arrival that are compared.
 
@@ -25,7 +28,7 @@ def collects_all(rule: Rule) -> bool:
 def synchronous() -> list[Rule]:
     """Returns a few rules of each name that collect all gradients of a step."""
     rules: list[Rule] = []
-    for name in sorted(RULES):
+    for name in SERVED:
         rng = random.Random(name)
         found = {rule for rule in (draw_rule(name, WORKERS, rng) for _ in range(20))}
         rules += sorted(filter(collects_all, found), key=str)[:6]

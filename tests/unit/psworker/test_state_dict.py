@@ -100,8 +100,9 @@ class FakeTable(TrainingTable):
         self.shards = FakeShards(layout, len(self.optimizer.state_names), counts)
         self.exchange = self.replica = cast(Any, self.shards)
         self.parts = Parts(layout, self.flat, self.replica, None)
-        self.local_step, self.make_step = LocalStep(), lambda rule: LocalStep()
         self.progress = cast(Any, self)
+        self.local_step = LocalStep()
+        self.make_step = lambda _: LocalStep()
         self.samples, self.seen = 2.0, 8.0
 
     def locate(self, former: int, seen: float) -> None:

@@ -59,7 +59,7 @@ def test_one_line_says_that_the_workers_step(caplog: pytest.LogCaptureFixture) -
         (
             OWN,
             {"on": "shards"},
-            "Own, must be one of .*SGD; the modes .*diloco, .*local, slowmo, and",
+            "Own, must be one of .*SGD; the modes adpsgd, .*slowmo, and",
         ),
         (OWN, {"mode": "asgd"}, "Own, must be one of .*ssgd with optimizer_on='worker', run any"),
         (
