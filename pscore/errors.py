@@ -17,6 +17,7 @@
     |   |-- UnknownJobError         the shard does not know this job or table
     |   |-- ReplacedError           the shards continue without this incarnation of the worker
     |   `-- StateLostError          a shard has lost the job's weights
+    |-- GroupError                  another process of this worker's group has ended
     `-- TransportError              the network or the peer's process failed; a retry may help
         `-- ServerUnavailableError  nobody answers at this address
 
@@ -38,6 +39,10 @@ class UnsupportedOptimizerError(ConfigError):
 
 class GradientError(PacelineError):
     """A gradient holds NaN or Inf, or was changed after it had been pushed."""
+
+
+class GroupError(PacelineError):
+    """Another process of this worker's group has ended, or a collective of the group failed."""
 
 
 class RemoteProtocolError(PacelineError):

@@ -61,6 +61,7 @@ class Exchange:
         spec: TableSpec,
         *,
         share: bool = False,
+        own: Sequence[int] | None = None,
     ) -> None:
         """Declares the table at every shard.
 
@@ -68,6 +69,7 @@ class Exchange:
             session: This worker's part in the job.
             spec: The declaration of the table.
             share: Whether gradients and weights are in shared memory where that is possible.
+            own: The slices that this process pushes and pulls in training; None: all.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; names the difference.
@@ -76,7 +78,8 @@ class Exchange:
         self.spec = spec
         self.layout = spec.layout()
         self.traffic = Traffic()
-        self.missed = Missed(len(self.layout.slices))
+        own = range(len(self.layout.slices)) if own is None else own
+        self.missed = Missed(len(own))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
         self._num_changes = 0  # Of the mode.
@@ -88,7 +91,7 @@ class Exchange:
         self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
-        self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key)
+        self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key, own)
         feedback = self.payloads.feedback
         self._residuals = Residuals(session, self.table, self.layout, feedback, self._pushes)
 

@@ -8,7 +8,7 @@ refused, the push is sent as absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class Payloads:
         compressor: Compressor,
         grads: FloatArray | None,
         key: Callable[[int], str],
+        own: Collection[int],
     ) -> None:
         """Starts without residuals.
 
@@ -45,6 +46,7 @@ class Payloads:
             compressor: The compressor of its pushes.
             grads: `(layout.numel,) float32` on the host, for copies of gradients from a GPU.
             key: Returns a string that seeds a slice's random numbers.
+            own: The slices that this process pushes.
         """
         self._layout = layout
         self._compressor = compressor
@@ -54,7 +56,7 @@ class Payloads:
         self._refused: GradientError | None = None  # Of a push sent as absent; not raised yet.
         self.feedback: list[Feedback | None] = [
             Feedback(compressor, spec.numel, key(spec.index))
-            if spec.compress and not compressor.is_raw
+            if spec.compress and not compressor.is_raw and spec.index in own
             else None
             for spec in layout.slices
         ]
@@ -104,6 +106,11 @@ class Payloads:
     def refuse(self, problem: GradientError) -> None:
         """Records an error found in a gradient after its push; the first one will be raised."""
         self._refused = self._refused or problem
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether `raise_refused` would raise."""
+        return self._refused is not None
 
     def raise_refused(self) -> None:
         """Raises the error that `refuse` has recorded, once.

@@ -151,6 +151,8 @@ class Residuals:
             for index in link.call(link.control.FetchResidual, request).slices:
                 request.slice = index
                 feedback = self._feedback[index]
+                if feedback is None and self._session.group is not None:
+                    continue  # Another process of the group has the slice.
                 assert feedback is not None, f"shard {shard} has a residual of raw slice {index}"
                 for array in link.call(link.control.FetchResidual, request).arrays:
                     value: FloatArray = np.frombuffer(array.data, dtype="<f4")

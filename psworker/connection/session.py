@@ -15,10 +15,12 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec, plugin_to_proto
 from pscore.types import Origin
+from psworker.connection.group_joining import GroupJoining
 from psworker.connection.heartbeats import Heartbeats
 from psworker.connection.joining import Joining, Member
 from psworker.connection.places import refuse_forked
 from psworker.connection.shard_link import Link
+from psworker.group.local_group import LocalGroup
 
 log = logging.getLogger("paceline")
 BARRIER_WAIT_MS = 5_000
@@ -35,13 +37,14 @@ def _without_weights(address: str, job: str, table: str, step: int | None) -> St
 
 
 class Session:
-    """This process as a worker of one job.
+    """This process as a worker of one job, or as one of the processes that are a worker.
 
     Attributes:
         job: Name of the job.
         num_workers: Number of workers of the job; the maximum of an elastic one.
         min_workers: Minimum of an elastic job; 0: it is not elastic.
         links: One per shard, in the order of the shards.
+        group: The processes that are this worker; None: this process alone is.
         timeline: The spans of this process; None: none are recorded.
         left_out: By table; counts of steps left out, in modes where all workers make all steps.
         reports: The values that the script reports of its training.
@@ -61,6 +64,7 @@ class Session:
         patience_s: float = 30.0,
         data_plane: str = "auto",
         credentials: Credentials = ANYONE,
+        group: LocalGroup | None = None,
     ) -> None:
         """Joins every shard, and starts to renew the leases.
 
@@ -74,6 +78,7 @@ class Session:
             patience_s: Seconds without an answer that are an error.
             data_plane: `auto`, `local`, `tcp` or `grpc` (psworker/transports).
             credentials: Token and certificates for the connections.
+            group: The processes that are this worker.
 
         Raises:
             ServerUnavailableError: An address does not answer.
@@ -81,15 +86,17 @@ class Session:
             RemoteProtocolError: A shard refuses this worker.
         """
         self.job = job
-        self._pid = os.getpid()
+        self._pid, self._has_left = os.getpid(), False
         self.num_workers = num_workers
         self.min_workers = min_workers
         self.links = [
             Link(address, patience_s=patience_s, credentials=credentials) for address in servers
         ]
+        self.group = group
         self.timeline: Timeline | None = None
         self._member = Member(job, num_workers, min_workers, restart, rank)
-        self._joining = Joining(self._member, self.links, patience_s, data_plane)
+        how = self._member, self.links, patience_s, data_plane
+        self._joining = Joining(*how) if group is None else GroupJoining(group, *how)
         self._heartbeats = Heartbeats(self._member, self.links)
         self.left_out = self._heartbeats.left_out
         self.reports = self._heartbeats.reports
@@ -100,6 +107,8 @@ class Session:
             self._joining.join()
             undo.pop_all()
         self._heartbeats.start()
+        if group is not None:
+            group.watch.on_lost = lambda why: self._leave_shards(why, failed=True)
 
     @property
     def rank(self) -> int:
@@ -110,6 +119,21 @@ class Session:
     def incarnation(self) -> int:
         """Random number that tells this membership from former ones of the same rank."""
         return self._member.incarnation
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process speaks for its worker: it is alone, or its group's first."""
+        return self.group is None or self.group.is_leader
+
+    @property
+    def process_rank(self) -> int:
+        """0-based rank of this process among those of all workers."""
+        return self.rank if self.group is None else self.rank * self.group.size + self.group.rank
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of all workers; the maximum of an elastic job."""
+        return self.num_workers * (1 if self.group is None else self.group.size)
 
     @property
     def waits(self) -> str:
@@ -201,15 +225,22 @@ class Session:
         self.agree(name, 0.0)
 
     def agree(self, name: str, value: float) -> float:
-        """Waits as `barrier` does, and returns the maximum of all workers' values.
+        """Waits as `barrier` does, and returns the maximum of all processes' values.
 
         Args:
             name: Name of the barrier.
-            value: This worker's value, 0 or more.
+            value: This process's value, 0 or more.
 
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
+        if self.group is None:
+            return self._agree(name, value)
+        largest = max(given for (given,) in self.group.gather([value]))
+        return float(self.group.led(lambda: self._agree(name, largest)))
+
+    def _agree(self, name: str, value: float) -> float:
+        """Waits for the other workers, and returns the maximum of their values."""
         number = self._joining.known.rounds.get(name, 0)
         self._joining.known.rounds[name] = number + 1
         link = self.links[0]
@@ -254,6 +285,8 @@ class Session:
         Raises:
             PacelineError: This worker is no longer part of the job.
         """
+        if self.group is not None:
+            self.group.watch.check()
         if self._heartbeats.failure is not None:
             raise self._heartbeats.failure
 
@@ -280,15 +313,25 @@ class Session:
             reason: The reason, for people.
             failed: Whether the worker did not finish: an elastic job may wait for a replacement.
         """
-        if self._heartbeats.is_over:
+        if self._has_left:
             return
-        self._heartbeats.end()
-        for link in self.links:
-            self._joining.leave(link, reason, failed=failed)
+        self._has_left = True
+        if self.group is not None:
+            self.group.watch.leave(reason, failed=failed)
+        self._leave_shards(reason, failed=failed)
         self._close_links()
         self._heartbeats.join()
         if self.timeline is not None:
             self.timeline.write()
+
+    def _leave_shards(self, reason: str, *, failed: bool) -> None:
+        """Leaves at every shard, once; a group's leader does, or all if it is lost."""
+        if self._heartbeats.is_over:
+            return
+        self._heartbeats.end()
+        if self.is_leader or failed:
+            for link in self.links:
+                self._joining.leave(link, reason, failed=failed)
 
     def _close_links(self) -> None:
         for link in self.links:

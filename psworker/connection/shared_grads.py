@@ -49,7 +49,10 @@ class SharedGrads:
             self.attach()
 
     def _allocate(self) -> Segment | None:
-        if not any(link.transport.shares_memory for link in self._session.links):
+        # A shard knows one memory of a worker, and the processes of a group have one each.
+        is_alone = self._session.group is None
+        links = self._session.links
+        if not (is_alone and any(link.transport.shares_memory for link in links)):
             return None
         nbytes = 4 * self._layout.numel
         try:

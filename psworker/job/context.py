@@ -26,7 +26,9 @@ from pscore.observe.timeline import open_timeline
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.session import Session
 from psworker.connection.shard_link import Link
+from psworker.group.local_group import LocalGroup
 from psworker.job.environment import Environment, parse_servers
+from psworker.job.grouping import Choice, choose_group
 from psworker.job.own_shards import OwnShards, start_shards
 from psworker.job.phases import Phases
 
@@ -104,6 +106,7 @@ def join(
     min_workers: int | None = None,
     max_workers: int | None = None,
     timeout_s: float | None = None,
+    local_group: Choice = "auto",
     **files: str | None,
 ) -> Context:
     """Returns this process's context; joins the job the first time.
@@ -116,6 +119,7 @@ def join(
         min_workers: Minimum of an elastic job; 1 by default.
         max_workers: Maximum, instead of `num_workers`: makes the job elastic.
         timeout_s: Seconds without an answer that are an error.
+        local_group: The processes that are one worker (grouping.py).
         files: `tls_ca`, `tls_cert`, `tls_key`, `token_file`: paths (environment.py).
 
     Raises:
@@ -130,6 +134,7 @@ def join(
         _current.session.require_own()
         given = {"job": job, "rank": rank, "num_workers": num_workers, "min_workers": min_workers}
         _check_same(_current.session, servers, **given)
+        _check_group(_current.session, local_group)
         return _current
     environment = Environment.read()
     paths: dict[str, Any] = {name: path for name, path in files.items() if path is not None}
@@ -151,17 +156,21 @@ def join(
         environment = dataclasses.replace(
             environment, tls_ca="", tls_cert="", tls_key="", token_file=token_file
         )
-    _current = Context(open_session(addresses, environment), shards)
+    group = choose_group(local_group, environment)
+    _current = Context(open_session(addresses, environment, group), shards)
     atexit.register(_at_exit)
     return _current
 
 
-def open_session(servers: Sequence[str], environment: Environment) -> Session:
+def open_session(
+    servers: Sequence[str], environment: Environment, group: LocalGroup | None = None
+) -> Session:
     """Joins the job that an environment describes.
 
     Args:
         servers: Addresses in the order of the shards.
-        environment: The job, this worker's place in it, and its credentials.
+        environment: The job, this process's place in it, and its credentials.
+        group: The processes that are this worker; None: this process alone is.
 
     Raises:
         PacelineError: The shards do not answer, or refuse this worker.
@@ -169,15 +178,16 @@ def open_session(servers: Sequence[str], environment: Environment) -> Session:
     session = Session(
         servers,
         job=environment.job,
-        rank=environment.rank,
-        num_workers=environment.num_workers,
+        rank=environment.rank if group is None else group.worker,
+        num_workers=environment.num_workers if group is None else group.num_workers,
         min_workers=environment.min_workers,
         restart=environment.restart,
         patience_s=environment.timeout_s,
         data_plane=environment.data_plane,
         credentials=environment.credentials(),
+        group=group,
     )
-    session.timeline = open_timeline(environment.timeline, "worker", session.rank)
+    session.timeline = open_timeline(environment.timeline, "worker", session.process_rank)
     return session
 
 
@@ -202,6 +212,21 @@ def _check_same(
                 f"this process has joined with {name}={held[name]!r}; call psworker.shutdown() "
                 f"before joining with {name}={value!r}"
             )
+
+
+def _check_group(session: Session, choice: Choice) -> None:
+    """Refuses a choice of the group that this process has not joined with.
+
+    Raises:
+        ConfigError: It has joined alone, or as one of a group.
+    """
+    is_grouped = session.group is not None
+    if (choice is None and is_grouped) or (choice not in ("auto", None) and not is_grouped):
+        how = "as one of a local group" if is_grouped else "without a local group"
+        raise ConfigError(
+            f"this process has joined {how}; pass local_group to the first call, psworker.init() "
+            "or DistributedOptimizer"
+        )
 
 
 def current() -> Context:
@@ -251,6 +276,11 @@ def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards
             f"and leave, and "
             "no server address: start shards with `psserver start` and set "
             "PACELINE_SERVERS=host:port,..."
+        )
+    if environment.num_groups > 1:
+        raise ConfigError(
+            f"{environment.num_groups} groups, and no server address: start shards with "
+            "`psserver start` and set PACELINE_SERVERS=host:port,... for every group"
         )
     if environment.num_workers > environment.local_workers:
         raise ConfigError(

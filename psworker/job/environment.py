@@ -5,6 +5,7 @@
 | servers | PACELINE_SERVERS=host:port,... | | DMLC_PS_ROOT_URI, _PORT, DMLC_NUM_SERVER |
 | rank | PACELINE_RANK | RANK | DMLC_WORKER_ID |
 | workers | PACELINE_NUM_WORKERS | WORLD_SIZE | DMLC_NUM_WORKER |
+| number of this local group, and of all | PACELINE_GROUP, PACELINE_NUM_GROUPS | | |
 | minimum and maximum of an elastic job | PACELINE_MIN_WORKERS, PACELINE_MAX_WORKERS | | |
 | job | PACELINE_JOB | TORCHELASTIC_RUN_ID | |
 | restart | | TORCHELASTIC_RESTART_COUNT | |
@@ -25,7 +26,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError
 from pscore.net.credentials import Credentials, read_credentials
@@ -57,6 +58,10 @@ class Environment:
     restart: int
     data_plane: str
     min_workers: int = 0  # Minimum of an elastic job; 0: the job is not elastic.
+    group: int = -1  # Of the processes that are one worker; -1: torch's ranks decide.
+    num_groups: int = 0  # 0: torch's ranks decide.
+    # Whether torchrun has started this process; hidden from libraries by psworker.integrations.
+    is_torchrun: bool = field(default=False, compare=False)
     timeout_s: float = TIMEOUT_S  # Seconds without an answer that are an error.
     tls_ca: str = ""  # Paths.
     tls_cert: str = ""
@@ -74,6 +79,11 @@ class Environment:
             raise ConfigError(
                 f"min_workers is {self.min_workers}, must be in 1..{self.num_workers}, the largest "
                 "number of workers"
+            )
+        if (self.num_groups or self.group >= 0) and not 0 <= self.group < self.num_groups:
+            raise ConfigError(
+                f"PACELINE_GROUP is {self.group} and PACELINE_NUM_GROUPS {self.num_groups}: set "
+                "both, and number the groups from 0"
             )
         if not 0.0 <= self.timeout_s <= TIMEOUT_S_MAX:
             raise ConfigError(
@@ -130,6 +140,9 @@ class Environment:
             restart=_number(variables, 0, "TORCHELASTIC_RESTART_COUNT"),
             data_plane=variables.get("PACELINE_DATA_PLANE") or "auto",
             min_workers=_number(variables, int(is_elastic), "PACELINE_MIN_WORKERS"),
+            group=_number(variables, -1, "PACELINE_GROUP"),
+            num_groups=_number(variables, 0, "PACELINE_NUM_GROUPS"),
+            is_torchrun="TORCHELASTIC_RUN_ID" in variables,
             timeout_s=_seconds(variables, TIMEOUT_S, "PACELINE_TIMEOUT_S"),
             tls_ca=variables.get("PACELINE_TLS_CA", ""),
             tls_cert=variables.get("PACELINE_TLS_CERT", ""),

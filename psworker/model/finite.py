@@ -64,6 +64,11 @@ class FiniteCheck:
         raise AssertionError("a value that is not finite, outside of every tensor")
 
 
+def is_finite_sum(values: torch.Tensor) -> bool:
+    """Returns whether values on the host have a finite sum; then all of them are finite."""
+    return bool(torch.isfinite(values.sum()))
+
+
 def not_finite(name: str, grad: torch.Tensor, step: int) -> GradientError:
     """Builds the error for a gradient that contains NaN or Inf."""
     bad = int((~torch.isfinite(grad)).sum())

@@ -44,6 +44,7 @@ def trained(
     parameters: list[torch.nn.Parameter] = []
     known: set[int] = set()
     for name, parameter in named:
+        refuse_sharded(name, parameter)
         is_trained = _can_train(parameter) and id(parameter) in group_of
         if is_trained and id(parameter) not in known:
             known.add(id(parameter))
@@ -60,6 +61,24 @@ def trained(
     if not parameters:
         raise ConfigError("the optimizer has no parameter that requires a gradient")
     return names, parameters, [group_of[id(parameter)] for parameter in parameters]
+
+
+def refuse_sharded(name: str, parameter: torch.Tensor) -> None:
+    """Refuses a parameter of which each process holds a part only.
+
+    Raises:
+        ConfigError: It is a DTensor (FSDP2, tensor parallelism), or belongs to FSDP1.
+    """
+    if hasattr(parameter, "placements"):
+        how = "is a DTensor, sharded by fully_shard() or a tensor parallel plan"
+    elif getattr(parameter, "_fsdp_flattened", False) or "_flat_param" in name:
+        how = "belongs to FullyShardedDataParallel"
+    else:
+        return
+    raise ConfigError(
+        f"parameter {name!r} {how}, and sharded parameters cannot be trained yet: leave the model "
+        "whole in each process (no FSDP, no tensor parallelism; DDP is not needed either)"
+    )
 
 
 def _can_train(parameter: torch.nn.Parameter) -> bool:

@@ -16,18 +16,25 @@ class Clocks:
         counts: For each slice, one more than the `step` of its last push on the wire: pushes made
             so far, or more where steps have closed without this worker. Replaced or changed only
             by this class.
+        limit: The next push of the whole group, where several processes are one worker; None: not
+            known yet, or this process is the worker.
     """
 
-    def __init__(self, rule: Rule, parts: Sequence[LocalSlice]) -> None:
+    def __init__(
+        self, rule: Rule, parts: Sequence[LocalSlice], own: Sequence[int] | None = None
+    ) -> None:
         """Starts before the first push.
 
         Args:
             rule: The mode.
             parts: The slices; their versions decide from where a late worker continues.
+            own: The slices that this process pushes and pulls; None, or none: all.
         """
         self.rule = rule
         self.counts = [0] * len(parts)
+        self.limit: int | None = None
         self._parts = parts
+        self._own = list(own or range(len(parts)))
         # Caches in a mode by step, for all slices; None after a change of a slice.
         self._oldest: int | None = None
         self._next: int | None = None
@@ -37,8 +44,12 @@ class Clocks:
         if not self.rule.by_step:
             return self.counts[index]
         if self._oldest is None:  # Cached: there may be many slices.
-            self._oldest = min(self.counts)
+            self._oldest = min(self.counts[own] for own in self._own)
         return self._oldest
+
+    def known_count(self, index: int) -> int:
+        """Returns `count`, or 0 where only another process of the group knows it."""
+        return self.count(index) if self.rule.by_step or index in self._own else 0
 
     def next_push(self, index: int) -> int:
         """Returns the step of the next push of a slice.
@@ -49,10 +60,21 @@ class Clocks:
         """
         if not self.rule.by_step:
             return self.counts[index]
+        if self.limit is not None:  # Of the same step for every process of a group.
+            return self.limit
         if self._next is None:
-            counts = zip(self.counts, self._parts, strict=True)
-            self._next = min(max(count, part.version) for count, part in counts)
+            self._next = min(max(self.counts[own], self._parts[own].version) for own in self._own)
         return self._next
+
+    def next_of_all(self) -> int:
+        """Returns the step of the next push of the slice that is furthest behind."""
+        if self.limit is not None:
+            return self.limit
+        return min(self.next_push(own) for own in self._own)
+
+    def first_push(self) -> int:
+        """Returns the newest of the steps that the slices expect next, after a first pull."""
+        return max(max(self.counts[own], self._parts[own].version) for own in self._own)
 
     def oldest_version(self, count: int) -> int:
         """Returns the oldest version that has the first `count` pushes of this worker in it."""
@@ -62,7 +84,7 @@ class Clocks:
         """Counts one push of every slice."""
         made = [self.next_push(index) + 1 for index in range(len(self.counts))]
         self.counts = [max(pair) for pair in zip(self.counts, made, strict=True)]
-        self._oldest = self._next = None
+        self._oldest = self._next = self.limit = None
 
     def pulled(self, index: int, clock: int, version: int) -> None:
         """Records a pull that has landed; call it before the slice gets its new version.
@@ -80,7 +102,8 @@ class Clocks:
 
     def begin_at(self, step: int) -> None:
         """Sets every count: this worker's next push is the one of `step`."""
-        self.counts, self._oldest, self._next = [step] * len(self.counts), None, None
+        self.counts = [step] * len(self.counts)
+        self._oldest = self._next = self.limit = None
 
     def restart(self, rule: Rule) -> None:
         """Starts again, maybe under another rule; the next pulls bring the counts."""

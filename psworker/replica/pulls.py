@@ -142,7 +142,7 @@ class Pulls:
         self, index: int, buffer: PullBuffer, push_pull: PushPull, *, with_state: bool
     ) -> None:
         """Pulls a slice into memory of the caller's; the answer is never applied."""
-        clock = self._clocks.count(index)
+        clock = self._clocks.known_count(index)
         oldest = self._clocks.oldest_version(clock)
         push_pull.pull(index, clock, oldest, buffer, with_state=with_state)
 

@@ -53,6 +53,7 @@ class Replica:
         weights: torch.Tensor,
         rank: int,
         num_workers: int = 1,
+        own: Sequence[int] | None = None,
     ) -> None:
         """Starts before the first pull.
 
@@ -64,15 +65,17 @@ class Replica:
             weights: `(layout.numel,) float32` on the model's device; changed in place.
             rank: Rank of this worker.
             num_workers: Workers that the job was made for.
+            own: The slices that it pushes and pulls, in order; None: all.
         """
         self.rule = rule
         self.rank = rank
+        self.own: Sequence[int] = range(len(layout.slices)) if own is None else own
         self.step = 0
         self.is_ending = False
         self.weights = weights
         self.local = LocalWeights(layout, rule, optimizer, num_groups, weights, num_workers)
         self.parts = self.local.parts
-        self.clocks = Clocks(rule, self.parts)
+        self.clocks = Clocks(rule, self.parts, self.own)
         places = [itertools.count() for _ in range(layout.num_shards)]
         self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
         self._round = Round(layout, weights, role=_role(rule))
@@ -104,9 +107,8 @@ class Replica:
         timing.
 
         The step's own pull follows at once, so that weights come back while later slices still
-        leave. During backward, which reads the weights, they land in other memory. In an
-        asynchronous mode the pull waits for the end of backward: an earlier one would bring older
-        weights.
+        leave. During backward, which reads the weights, they land in other memory; in an
+        asynchronous mode the pull waits for its end, for newer weights.
 
         Args:
             index: The slice; its `hyper` is this step's.
@@ -158,7 +160,7 @@ class Replica:
         # with the push, it is sent as soon as the previous one has been applied, so that the
         # connection from the shard is never idle.
         with_state = plan.pull and self.local.wants_state(self.rule, self.step)
-        order = self.front_first() if plan.block else self._indices()
+        order = self.front_first() if plan.block else self.own
         for index in order:
             if plan.lands:
                 yield from self.land(index)
@@ -187,6 +189,10 @@ class Replica:
         if self.num_inner:
             self._push_round(grads, push_pull)
 
+    def follow(self) -> None:
+        """Records the weights of the slices that others of the group have pulled."""
+        self._round.follow(self.own)
+
     def shift_origin(self, change: torch.Tensor) -> None:
         """Shifts the start of the round by `(layout.numel,)`: a model's rounding is no move."""
         self._round.shift(change)
@@ -209,18 +215,19 @@ class Replica:
     def begin(self, push_pull: PushPull) -> Waits:
         """Joins a job that may have begun: pulls its weights, and the step to begin with.
 
-        In a mode by step that is the newest of the steps that the slices expect next: each slice
-        waits for this worker from its own answer on, so none can have closed that step. Slices that
-        are behind are pulled again, at the version of that step, which also tells them the step.
+        In a mode by step that is the newest step that a slice expects next: each slice waits for
+        this worker from its answer on. Slices that are behind are pulled again, at that version.
         """
         yield from self.fetch(0, push_pull)
+        yield from self.begin_at(self.clocks.first_push(), push_pull)
+
+    def begin_at(self, step: int, push_pull: PushPull) -> Waits:
+        """Begins with the push of `step`, the `first_push` of all slices, after a first `fetch`."""
         if not self.rule.by_step:
             return
-        versions = [part.version for part in self.parts]
         counts = self.clocks.counts
-        step = max(*counts, *versions)
         for index in self.front_first():
-            if (counts[index], versions[index]) != (step, step):
+            if (counts[index], self.parts[index].version) != (step, step):
                 self._pulls.fetch(index, push_pull, step, begins_at=step)
         self.clocks.begin_at(step)
         yield from self.settle()
@@ -271,10 +278,10 @@ class Replica:
             with_state: Whether the optimizer's state comes along.
         """
         self.abandon()
-        for index in self._indices():
+        for index in range(len(self.parts)):
             yield from self.land(index)
             self._pulls.look(index, buffers[index], push_pull, with_state=with_state)
-        yield from self._indices()
+        yield from range(len(self.parts))
 
     @property
     def num_inner(self) -> int:
@@ -284,21 +291,18 @@ class Replica:
     @property
     def next_push(self) -> int:
         """Step of the next push, in the slice that is furthest behind."""
-        return min(self.clocks.next_push(index) for index in self._indices())
+        return self.clocks.next_of_all()
 
     @property
     def drifts(self) -> bool:
         """Whether the weights here differ from those of the shards between two pulls."""
         return self.local.local_update is not None or self._round.role is not None
 
-    def front_first(self) -> range:
+    def front_first(self) -> Sequence[int]:
         """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
-        return range(len(self.parts) - 1, -1, -1)
+        return self.own[::-1]
 
     # ----- inside
-
-    def _indices(self) -> range:
-        return range(len(self.parts))
 
     def _pull_round(
         self, plan: Plan, order: Iterable[int], moves: Sequence[torch.Tensor], push_pull: PushPull

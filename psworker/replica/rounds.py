@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -63,6 +63,12 @@ class Round:
         """Records the weights of one slice as those of its last pull."""
         if self._reference is not None:
             self._reference[self._spans[index]].copy_(weights)
+
+    def follow(self, own: Collection[int]) -> None:
+        """Records the weights of all slices but `own` as those of their last pulls."""
+        for index, span in enumerate(self._spans):
+            if index not in own:
+                self.record_slice(index, self._weights[span])
 
     def write(self, parts: Sequence[LocalSlice], values: Sequence[torch.Tensor]) -> int | None:
         """Writes the moves of the weights since the start of the round, or the weights.

@@ -47,6 +47,7 @@ class Buffers:
         self._policy = policy if kept else "local"
         self._session = session
         self._tables: dict[int, Exchange] = {}
+        self._posts = session.is_leader  # In a group, its first process alone.
         self._step = 0
         if self._policy == "local":
             return
@@ -73,9 +74,9 @@ class Buffers:
         for owner in range(session.num_workers) if policy == "mean" else (0,):
             self._tables[owner] = Exchange(session, replace(table, name=f"buffers.{owner}"))
         self._layout = layout = self._tables[0].layout
-        if session.rank in self._tables:
+        own = self._own()
+        if own is not None:
             flat = self._gather()
-            own = self._tables[session.rank]
             for spec in layout.slices:
                 own.load(spec.index, Role.WEIGHTS, [flat[spec.start : spec.stop]], [])
             own.flush()
@@ -83,7 +84,7 @@ class Buffers:
 
     def post(self, samples: float) -> None:
         """Posts this worker's buffers, unless the previous post is still under way."""
-        own = self._tables.get(self._session.rank)
+        own = self._own()
         if own is not None and samples > 0 and not own.is_busy():
             self._post(own)
 
@@ -96,7 +97,7 @@ class Buffers:
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """Context manager: loads the shared buffers and restores this worker's own on exit."""
-        own = self._tables.get(self._session.rank)
+        own = self._own()
         if own is not None:
             own.flush()
             self._post(own)
@@ -113,9 +114,13 @@ class Buffers:
 
     # ----- inside
 
+    def _own(self) -> Exchange | None:
+        """Returns the table that this process posts to; None: it posts nothing."""
+        return self._tables.get(self._session.rank) if self._posts else None
+
     def _count_on(self) -> None:
         """Continues after the posts that the shards have counted of this rank."""
-        if self._session.rank in self._tables:
+        if self._own() is not None:
             _, self._step = self._pull(self._session.rank)
 
     def _post(self, own: Exchange) -> None:

@@ -44,7 +44,7 @@ def clip(
         drop_named(name)
         return torch.tensor(math.inf)
     norm: torch.Tensor
-    if table.session.num_workers == 1:
+    if table.session.num_processes == 1:
         norm = torch.linalg.vector_norm(_flat(table)[:-1])
     else:
         try:

@@ -214,12 +214,17 @@ class Gradients:
     def _push(self, index: int, *, in_backward: bool = False, is_empty: bool = False) -> None:
         """Pushes one slice, after waiting for a pull of it that is under way."""
         self._exchange.run(self._replica.land(index))
-        present, active = self._flat.present(index), self._replica.parts[index].active
+        present, active = self._present(index), self._replica.parts[index].active
         present = 0 if is_empty else present
         active[:] = [present >> position & 1 for position in range(len(active))]
-        flat, samples = (
-            self._flat.grads_of(index),
-            0.0 if is_empty else self._table.progress.samples,
-        )
+        flat, samples = self._flat.grads_of(index), 0.0 if is_empty else self._weight()
         self._replica.push(index, flat, present, samples, self._exchange, in_backward=in_backward)
         self._pushed.add(index)
+
+    def _present(self, index: int) -> int:
+        """Returns which segments of a slice have a gradient, as `FlatModel.present` does."""
+        return self._flat.present(index)
+
+    def _weight(self) -> float:
+        """Returns the weight of the step's gradient in the mean."""
+        return self._table.progress.samples

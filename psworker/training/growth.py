@@ -110,13 +110,13 @@ def leave(table: TrainingTable, recovery: Recovery) -> Kept:
     table.flat.scatter_weights()
     state: dict[str, torch.Tensor] = {}
     counts: list[int] = []
-    if session.rank == 0:
+    if session.process_rank == 0:
         state, counts = pull_state(table, recovery)
     return Kept(
         weights=table.flat.weights.cpu().numpy().copy(),
         state={name: array.numpy() for name, array in state.items()},
         counts=counts,
-        residuals=table.exchange.compressor_state(),
+        residuals=_residuals(table),
         step=step,
         samples_seen=table.progress.seen,
     )
@@ -149,7 +149,7 @@ def take_over(
         return np.zeros(table.layout.numel, dtype=np.float32)
 
     table.start(groups)
-    if table.session.rank == 0:
+    if table.session.process_rank == 0:
         weights = moved(kept.weights, table.flat.weights.cpu().numpy().copy())
         table.flat.weights.copy_(torch.from_numpy(weights))
         state = [moved(array, zeros()) for array in kept.state.values()]
@@ -160,6 +160,18 @@ def take_over(
     table.continue_from(kept.step, kept.samples_seen, BARRIER)
     residuals = {name: moved(array, zeros()) for name, array in kept.residuals.items()}
     table.exchange.load_compressor_state(residuals)
+
+
+def _residuals(table: TrainingTable) -> dict[str, FloatArray]:
+    """Returns the worker's residuals; in a group, those of all its processes."""
+    residuals, group = table.exchange.compressor_state(), table.group
+    if group is None:
+        return residuals
+    none = np.zeros(table.layout.numel, dtype=np.float32)
+    return {
+        name: group.sum_on_host(torch.from_numpy(residuals.get(name, none).copy())).numpy()
+        for name in table.exchange.spec.compressor.state_names
+    }
 
 
 def _span(table: TrainingTable, index: int) -> slice:

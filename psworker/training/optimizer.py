@@ -28,12 +28,15 @@ from pscore.types import TensorSpec
 from psworker.compression.error_feedback import choose
 from psworker.connection.left_out import LeftOut
 from psworker.job import context
+from psworker.job.grouping import Choice
 from psworker.model.flat import describe, trained
 from psworker.training import clipping, growth, scaling
 from psworker.training.buffers import Buffers
 from psworker.training.figures import Figures
 from psworker.training.global_weights import global_weights
 from psworker.training.gradients import Gradients
+from psworker.training.group_gradients import group_gradients
+from psworker.training.group_steps import GroupSteps
 from psworker.training.mode_change import change_mode
 from psworker.training.overlap import Overlap
 from psworker.training.peer_step import use_local_steps
@@ -76,6 +79,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             batches differ. May be changed before each step (`optimizer.samples = 17`).
         compress_min_nbytes: Smaller parameters, and all of one dimension (biases, norm layers),
             are not compressed; in bytes of float32.
+        local_group: The processes that are one worker (docs/hosts.md): a ProcessGroup of torch,
+            "host", None for each its own, or "auto": "host" under torchrun with torch.distributed.
         compress_exclude: Names or patterns (`"head.*"`) of more parameters to leave out.
         optimizer_on: `shards`; `worker`: in `ssgd` the shards return the mean gradient, and each
             worker's own optimizer steps; `auto`: the shards, if they know the optimizer.
@@ -110,6 +115,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         samples: float = 1.0,
         compress_min_nbytes: int = 1 << 16,
         compress_exclude: Sequence[str] = (),
+        local_group: Choice = "auto",
         optimizer_on: str = "auto",
     ) -> None:
         """Joins the job, and brings rank 0's weights into the model."""
@@ -122,7 +128,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inner = optimizer
-        self._context = context.join(servers=servers, job=job, timeout_s=timeout_s)
+        where = {"servers": servers, "job": job, "timeout_s": timeout_s, "local_group": local_group}
+        self._context = context.join(**where)  # type: ignore[arg-type]
         session = self._context.session
         _replace_others(parameters)
         self._choice = compressors, compress_min_nbytes, compress_exclude
@@ -374,13 +381,15 @@ def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: Overlap) 
     """Makes the gradients, the recovery and the steps of a table."""
     wrapper._table = table
     use_local_steps(table, wrapper._inner)
-    wrapper._gradients = Gradients(table, early, wrapper._set_hyper)
+    shared = group_gradients(table, early, wrapper._set_hyper)
+    wrapper._gradients = shared or Gradients(table, early, wrapper._set_hyper)
     wrapper._recovery = Recovery(table, wrapper._gradients, wrapper._buffers, wrapper._left_out)
     parts = table, wrapper._gradients, wrapper._buffers, wrapper._recovery, wrapper._left_out
-    wrapper._steps = Steps(wrapper, wrapper._inner, *parts)
+    made = wrapper, wrapper._inner, *parts
+    wrapper._steps = Steps(*made) if shared is None else GroupSteps(shared, *made)
     wrapper._frozen = _frozen(wrapper.param_groups, table.flat.parameters)
     session = table.session
-    if table.rule.takes_all and not session.min_workers:
+    if table.rule.takes_all and not session.min_workers and session.is_leader:
         session.left_out[table.exchange.table] = wrapper._left_out
 
 

@@ -115,6 +115,8 @@ class Recovery:
             PacelineError: This worker cannot rejoin, or the block raised the error.
         """
         if self.failure is not None:
+            if self._table.group is not None:  # All of its processes come back in `step`.
+                raise self.failure.problem
             self.come_back()
         try:
             yield

@@ -49,8 +49,11 @@ def overflows(
     unscale(optimizer, scaler)
     found = scaler._found_inf_per_device(optimizer).values()
     largest = max((value.item() for value in found), default=0.0)
+    if session.group is not None:  # Its processes make one gradient together.
+        largest = max(given for (given,) in session.group.gather([largest]))
     if rule.takes_all and (session.num_workers > 1 or session.min_workers):
         largest = session.agree(f"overflow of {name}", largest)
+    if session.group is not None or rule.takes_all:
         for value in found:
             value.fill_(largest)
     return largest > 0.0

@@ -133,7 +133,7 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     """
     table.settle()
     table.session.barrier(BARRIER)
-    if table.session.rank == 0:
+    if table.session.process_rank == 0:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
     table.continue_from(loaded.step, loaded.samples_seen, BARRIER)
     table.exchange.load_compressor_state(loaded.compressor)

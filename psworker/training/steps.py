@@ -106,7 +106,7 @@ class Steps:
                 self._gradients.push_rest()
         if plan.inner:
             table.local_step.make(skips=skips)
-        table.finish_step()
+        table.finish_step(table.progress.samples)
         self._buffers.post(0.0 if skips else table.progress.samples)
         self._gradients.settle()  # From here on the script may write to `.grad`.
         if table.means is not None:

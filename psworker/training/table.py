@@ -23,11 +23,13 @@ from pscore.types import FloatArray, IntArray, Role
 from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
+from psworker.group.local_group import LocalGroup
 from psworker.model.flat import FlatModel
 from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import OF_ROUNDS, Replica
 from psworker.training.local_step import LocalStep
+from psworker.training.parts import Parts, own_slices, refuse_in_group
 from psworker.training.progress import Progress
 from psworker.training.worker_steps import MeanGradients
 
@@ -54,6 +56,7 @@ class TrainingTable:
         flat: The model as flat memory.
         replica: The state machine that decides what is sent at each step.
         progress: Samples and steps behind this worker.
+        parts: The slices of this process and of the others of its group.
         local_step: The part of a step that this worker makes by itself.
         make_step: Returns the local step of a mode.
         means: The mean gradients, where those are pulled and the workers run the optimizer; None:
@@ -88,7 +91,9 @@ class TrainingTable:
         """
         self.name = spec.name
         self.optimizer = optimizer
-        self.exchange = Exchange(session, spec, share=True)
+        refuse_in_group(spec.rule, optimizer, session.group)
+        own = own_slices(spec.layout(), session.group)
+        self.exchange = Exchange(session, spec, share=True, own=own)
         self.layout = layout = self.exchange.layout
         self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
         num_groups, weights = spec.num_groups, self.flat.weights
@@ -97,8 +102,10 @@ class TrainingTable:
             weights = self.means.values
         self.replica = Replica(
             *(layout, spec.rule, optimizer, num_groups, weights, session.rank),
+            own=own,
             num_workers=session.num_workers,
         )
+        self.parts = Parts(self.layout, self.flat, self.replica, session.group)
         kernels = kernels_for(weights)
         for part in self.replica.parts:
             part.kernels = kernels
@@ -115,6 +122,11 @@ class TrainingTable:
     def session(self) -> Session:
         """This worker's part in the job."""
         return self.exchange.session
+
+    @property
+    def group(self) -> LocalGroup | None:
+        """The processes that are this worker; None: this process alone is."""
+        return self.exchange.session.group
 
     @property
     def rule(self) -> Rule:
@@ -170,7 +182,7 @@ class TrainingTable:
             param_groups: Parameter groups with the hyper-parameters of the first step.
         """
         self._warn_of(self.rule)
-        if self.session.rank == 0:
+        if self.session.process_rank == 0:
             self.upload(Role.WEIGHTS)
         self.set_hyper(param_groups)
         self.begin()
@@ -186,8 +198,11 @@ class TrainingTable:
         Raises:
             StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
-        self.exchange.run(self.replica.begin(self.exchange))
+        self.exchange.run(self.replica.fetch(0, self.exchange))
+        self.exchange.run(self.replica.begin_at(self.parts.first_push(), self.exchange))
+        self.parts.agree()
         self.progress.locate(step)
+        self.parts.gather()
         if self.means is not None and self.replica.next_push > self.exchange.origin.clock:
             raise self.means.refuse(self.replica.step, "comes to")
         self.take_weights()
@@ -226,14 +241,20 @@ class TrainingTable:
             self.exchange.flush()
         continue_at(self.replica, step, self.progress.samples)
 
-    def finish_step(self) -> None:
-        """Ends a step: local updates and pulls, and the waits of the mode."""
+    def finish_step(self, samples: float) -> None:
+        """Ends a step: local updates and pulls, and the waits of the mode.
+
+        In a group each process ends it for its own slices; `Parts.gather` follows.
+
+        Args:
+            samples: Weight of the step in the mean of a round.
+        """
         if self.replica.plan().push in OF_ROUNDS:
             self.local_step.flush(self.exchange)  # The moves overwrite those of the last round.
-        samples = self.progress.samples
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
-        self.local_step.begin()
-        self.show_weights()
+        if self.group is None:
+            self.local_step.begin()
+            self.show_weights()
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
@@ -252,6 +273,8 @@ class TrainingTable:
             min_version: The oldest version that will do; None: one with this worker's last push.
         """
         self.exchange.run(self.replica.fetch(min_version, self.exchange))
+        self.parts.agree()
+        self.parts.gather()
 
     def peek(self, num_state: int | None = None) -> GlobalState:
         """Copies the shards' weights, with this worker's last push in them; changes no training.
@@ -277,6 +300,9 @@ class TrainingTable:
     def change_rule(self, rule: Rule) -> None:
         """Continues under another mode, with the global weights, at the same step."""
         self._warn_of(rule)
+        refuse_in_group(rule, self.optimizer, self.group)
+        self.settle()
+        self.parts.meet()
         self.local_step.part()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
@@ -286,7 +312,7 @@ class TrainingTable:
     def _warn_of(self, rule: Rule) -> None:
         """Logs, on one worker, the reason not to use the compressor with a rule."""
         caution = rule.caution(self.exchange.spec.compressor)
-        if caution and self.session.rank == 0:
+        if caution and self.session.process_rank == 0:
             log.warning("%s", caution)
 
     def rejoin(self) -> None:

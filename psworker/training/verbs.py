@@ -21,6 +21,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import Push, Role, TensorSpec
 from psworker.connection.exchange import Exchange
 from psworker.job import context
+from psworker.job.grouping import Choice
 from psworker.replica.ports import PullBuffer
 
 
@@ -46,25 +47,37 @@ class NamedTensor:
         )
         self.layout = self.exchange.layout
         self.rank = session.rank
+        self.group = session.group
         self.round = 0
-        zeros = np.zeros(self.layout.numel, dtype=np.float32)
-        for part in self.layout.slices:
-            self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
-        self.exchange.flush()
+        if session.is_leader:
+            zeros = np.zeros(self.layout.numel, dtype=np.float32)
+            for part in self.layout.slices:
+                self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
+            self.exchange.flush()
+        if self.group is not None:
+            self.group.barrier()
         pull_buffers = self._fetch(torch.zeros(self.layout.numel))
         # A worker that joins later, or comes back, begins with the newest round of all slices
         # (`Replica.begin`).
         self.round = max(
             max(pull_buffer.clock, pull_buffer.version) for pull_buffer in pull_buffers
         )
-        if any((one.clock, one.version) != (self.round, self.round) for one in pull_buffers):
+        if self.group is not None:
+            self.round = int(max(given for (given,) in self.group.gather([self.round])))
+        is_uneven = any(
+            (one.clock, one.version) != (self.round, self.round) for one in pull_buffers
+        )
+        if session.is_leader and is_uneven:
             self._fetch(torch.zeros(self.layout.numel), begins=True)
 
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
-        """Contributes to the current round."""
+        """Contributes to the current round; the processes of a group do it together."""
         flat = torch.zeros(self.layout.numel)
         flat[: tensor.numel()] = tensor.detach().float().reshape(-1).cpu()
-        for part in self.layout.slices:
+        if self.group is not None:
+            total = self.group.sum([weight])[0]
+            flat, weight = self.group.sum_on_host(flat * weight) / (total or 1.0), total
+        for part in self.layout.slices if self.exchange.session.is_leader else ():
             push = Push(
                 worker=self.rank,
                 step=self.round,
@@ -107,6 +120,7 @@ def init(
     tls_cert: str | None = None,
     tls_key: str | None = None,
     token_file: str | None = None,
+    local_group: Choice = "auto",
 ) -> None:
     """Joins a job; arguments that are not given come from the environment (`environment.py`).
 
@@ -122,6 +136,7 @@ def init(
         tls_cert: Path of our own certificate, for shards that require one.
         tls_key: Path of its private key.
         token_file: Path of a file with this job's token (pscore/net/credentials.py).
+        local_group: The processes that are one worker, as for `DistributedOptimizer`.
 
     Raises:
         PacelineError: The shards do not answer, or refuse this worker.
@@ -138,6 +153,7 @@ def init(
         tls_cert=tls_cert,
         tls_key=tls_key,
         token_file=token_file,
+        local_group=local_group,
     )
 
 
@@ -147,22 +163,24 @@ def shutdown() -> None:
 
 
 def rank() -> int:
-    """Returns the 0-based rank of this worker."""
-    return context.current().session.rank
+    """Returns the 0-based rank of this process among those of all workers: divides the data."""
+    return context.current().session.process_rank
 
 
 def size() -> int:
-    """Returns the number of workers of the job; the maximum of an elastic one."""
-    return context.current().session.num_workers
+    """Returns the number of processes of all workers; the maximum of an elastic job."""
+    return context.current().session.num_processes
 
 
 def live_ranks() -> list[int]:
-    """Returns the ranks of the workers that take part in the job now, in order.
+    """Returns the ranks of the processes that take part in the job now, in order.
 
     It asks the first shard. In an elastic job workers may join and leave at any time, so two
     workers may get different answers.
     """
-    return context.current().session.live()
+    session = context.current().session
+    size = 1 if session.group is None else session.group.size
+    return [size * worker + local for worker in session.live() for local in range(size)]
 
 
 def barrier(name: str = "barrier") -> None:

@@ -12,7 +12,7 @@ FLOORS = {
     ),
     "psworker": (
         *("__main__", "commands", "integrations", ".", "training", "job", "peers", "connection"),
-        *("transports", "compression", "replica", "gossip", "model"),
+        *("transports", "compression", "replica", "gossip", "model", "group"),
     ),
     "pscore": (
         *("table_spec", "estimate", "rules", "graphs", "cuda", "overlaps", "local", "optimizers"),

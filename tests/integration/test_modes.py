@@ -233,8 +233,13 @@ def begin(
     return local
 
 
-def ssd(make_local: Local, k: int, num_workers: int = 2) -> tuple[list[Array], Array]:
-    """Returns every worker's local weights `(steps, ...)`, and W at the end (1.3)."""
+def ssd(
+    make_local: Local, k: int, num_workers: int = 2, processes: int = 1
+) -> tuple[list[Array], Array]:
+    """Returns every worker's local weights `(steps, ...)`, and W at the end (1.3).
+
+    The gradient of a worker is the mean of those of its processes.
+    """
     shard = start_weights()
     velocity = np.zeros_like(shard)
     local = begin(make_local, shard, k, num_workers)
@@ -244,7 +249,16 @@ def ssd(make_local: Local, k: int, num_workers: int = 2) -> tuple[list[Array], A
         weights = [worker.base for worker in local]
         for rank in range(num_workers):
             paths[rank].append(weights[rank])
-        gradients = [softmax_gradient(weights[rank], rank, step) for rank in range(num_workers)]
+        gradients = [
+            np.mean(
+                [
+                    softmax_gradient(weights[rank], processes * rank + process, step)
+                    for process in range(processes)
+                ],
+                axis=0,
+            )
+            for rank in range(num_workers)
+        ]
         mean = np.mean(gradients, axis=0)
         if step >= SOFTMAX_WARMUP:
             for rank in range(num_workers):

@@ -20,7 +20,8 @@ from psworker.job.environment import Environment
 class FakeSession:
     """A session that keeps what was asked of it."""
 
-    def __init__(self, servers: Any, environment: Environment) -> None:
+    def __init__(self, servers: Any, environment: Environment, group: Any = None) -> None:
+        self.group = group
         self.environment = environment
         self.job, self.rank = environment.job, environment.rank
         self.num_workers = environment.num_workers

@@ -6,7 +6,7 @@ import torch
 
 from pscore.errors import ConfigError, GradientError
 from pscore.partition import Layout, make_layout
-from psworker.model.flat import FlatModel, describe
+from psworker.model.flat import FlatModel, describe, trained
 
 
 def make_parameters() -> dict[str, torch.nn.Parameter]:
@@ -195,3 +195,19 @@ def test_a_change_in_place_by_others_is_seen_and_ones_own_is_not() -> None:
     assert flat_model.changed_weights() == "transposed"
     flat_model.note_weights()
     assert flat_model.changed_weights() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "text"),
+    [
+        ("layer.weight", "placements", "'layer.weight' is a DTensor"),
+        ("layer.weight", "_fsdp_flattened", "belongs to FullyShardedDataParallel"),
+        ("_fsdp_wrapped_module._flat_param", "", "belongs to FullyShardedDataParallel"),
+    ],
+)
+def test_sharded_parameters_are_refused_by_name(name: str, mark: str, text: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    if mark:
+        setattr(weight, mark, True)
+    with pytest.raises(ConfigError, match=text):
+        trained(torch.optim.SGD([weight], lr=0.1), [(name, weight)])

@@ -16,6 +16,7 @@ from pscore.types import Role
 from psworker.model.flat import FlatModel, describe
 from psworker.replica.ports import PullBuffer
 from psworker.training.local_step import LocalStep
+from psworker.training.parts import Parts
 from psworker.training.state_dict import read_state, restore, torch_state
 from psworker.training.table import GlobalState, TrainingTable
 
@@ -25,8 +26,8 @@ class FakeShards:
 
     def __init__(self, layout: Any, num_state: int, counts: Sequence[int]) -> None:
         self.layout, self.num_state, self.counts = layout, num_state, counts
-        self.step = 4
-        self.rank = 0
+        self.step, self.own = 4, range(len(layout.slices))
+        self.process_rank = 0
         self.rule, self.spec = SSGD(), SimpleNamespace(compressor="none")
         self.session = self
         self.log: list[str] = []
@@ -98,6 +99,7 @@ class FakeTable(TrainingTable):
         self.flat = FlatModel(trained, layout)
         self.shards = FakeShards(layout, len(self.optimizer.state_names), counts)
         self.exchange = self.replica = cast(Any, self.shards)
+        self.parts = Parts(layout, self.flat, self.replica, None)
         self.progress = cast(Any, self)
         self.local_step = LocalStep()
         self.make_step = lambda _: LocalStep()
@@ -220,7 +222,7 @@ def test_what_was_saved_is_loaded_by_rank_0_between_barriers(make: Any) -> None:
 def test_other_workers_only_wait_and_fetch() -> None:
     saved = state_of(FakeTable(sgd, counts=[7, 3]))
     table = FakeTable(sgd, counts=[0, 0])
-    table.shards.rank = 1
+    table.shards.process_rank = 1
     load(table, saved)
     assert table.loaded == []
     assert table.shards.log.count("barrier") == 2

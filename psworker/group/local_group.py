@@ -1,0 +1,187 @@
+"""The processes of one worker: sums and copies among them, through `torch.distributed`.
+
+Every collective is called by all processes of the group, in the same order. Its leader is the
+process with local rank 0, which alone is a member of the job for the shards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pscore import errors
+from pscore.errors import GroupError, PacelineError
+from psworker.group.watch import Watch, host_name
+
+NUMBERS = torch.float64  # Of the small collectives.
+
+
+class Pending:
+    """A collective under way."""
+
+    __slots__ = ("_group", "_work")
+
+    def __init__(self, group: LocalGroup, work: dist.Work) -> None:
+        """Keeps torch's handle."""
+        self._group = group
+        self._work = work
+
+    def is_done(self) -> bool:
+        """Returns whether `wait` would return at once; it does not wait for a GPU's stream."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Waits for the result; on a GPU the present stream waits.
+
+        Raises:
+            GroupError: A process of the group has ended.
+        """
+        self._group.await_others(self._work.wait)
+
+
+class LocalGroup:
+    """The processes of one worker.
+
+    Attributes:
+        rank: 0-based rank of this process in the group.
+        size: Number of processes.
+        worker: 0-based index of this group among the job's; -1: the shards decide.
+        num_workers: Number of groups of the job; 0: the environment says.
+        watch: Notices the end of another process of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, worker: int = -1, num_workers: int = 0) -> None:
+        """Connects the processes; all of them call it.
+
+        Args:
+            group: torch's group.
+            worker: Index of this group among the job's; -1: the shards decide.
+            num_workers: Number of groups; 0: the environment says.
+
+        Raises:
+            GroupError: A process of the group has ended.
+        """
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.worker, self.num_workers = worker, num_workers
+        self._global = [dist.get_global_rank(group, rank) for rank in range(self.size)]
+        kinds = {device.type for device in group._device_types}
+        self._small = torch.device("cpu" if "cpu" in kinds else "cuda")
+        self.watch = Watch(self.rank, self.size)
+        hosts = [json.loads(text) for text in self._texts(json.dumps(host_name()))]
+        if all(host == hosts[0] for host in hosts):
+            self.watch.connect(self.text(self.watch.listen() if self.is_leader else ""))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process is the one that the shards know as the worker."""
+        return self.rank == 0
+
+    # ----- numbers and text
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Returns the sums of all processes' values, one by one."""
+        total = torch.tensor(values, dtype=NUMBERS, device=self._small)
+        self._run(dist.all_reduce, total)
+        return list(total.tolist())
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Returns each process's values, by local rank; all give equally many."""
+        count = len(values)
+        table = [0.0] * (count * self.size)
+        table[count * self.rank : count * (self.rank + 1)] = values
+        flat = self.sum(table)
+        return [flat[count * rank : count * (rank + 1)] for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        """Waits for the other processes."""
+        self.sum([0.0])
+
+    def text(self, text: str) -> str:
+        """Returns the leader's text."""
+        data = text.encode() if self.is_leader else b""
+        length = int(self.sum([float(len(data))])[0])
+        buffer = torch.zeros(length, dtype=torch.uint8)
+        if self.is_leader and length:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        there = buffer.to(self._small)
+        if length:
+            self._run(dist.broadcast, there, src=self._global[0])
+        return bytes(there.cpu().numpy()).decode()
+
+    def led(self, call: Callable[[], Any]) -> Any:
+        """Returns the result of the leader's call in all processes, or raises its error in all.
+
+        Args:
+            call: Called by the leader; returns something that JSON can hold.
+
+        Raises:
+            PacelineError: The leader's call has raised it.
+        """
+        answer, problem = "", None
+        if self.is_leader:
+            try:
+                answer = json.dumps({"result": call()})
+            except PacelineError as error:
+                problem = error
+                answer = json.dumps({"error": type(error).__name__, "text": str(error)})
+        given = json.loads(self.text(answer))
+        if problem is not None:
+            raise problem
+        if "error" in given:
+            raise getattr(errors, given["error"], PacelineError)(given["text"])
+        return given["result"]
+
+    # ----- tensors
+
+    def add_at(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Starts to add up a tensor at process `root`; elsewhere its values are lost."""
+        return self._start(dist.reduce, tensor, dst=self._global[root])
+
+    def add(self, tensor: torch.Tensor) -> Pending:
+        """Starts to add up a tensor at all processes, to the same bits."""
+        return self._start(dist.all_reduce, tensor)
+
+    def copy_from(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Starts to copy a tensor of process `root` to the others."""
+        return self._start(dist.broadcast, tensor, src=self._global[root])
+
+    def sum_on_host(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of all processes' tensors, on the host; `values` may be overwritten."""
+        there = values.to(self._small)
+        self.add(there).wait()
+        return there.cpu()
+
+    def await_others(self, call: Callable[[], object]) -> None:
+        """Makes a call that waits for the other processes.
+
+        Raises:
+            GroupError: A process of the group has ended.
+        """
+        with self.watch.waits():
+            try:
+                call()
+            except RuntimeError as problem:  # Of torch's backends.
+                raise GroupError(self.watch.explain(str(problem))) from problem
+
+    def _run(self, collective: Callable[..., Any], tensor: torch.Tensor, **how: int) -> None:
+        self.await_others(lambda: collective(tensor, group=self._group, **how))
+
+    def _start(self, collective: Callable[..., Any], tensor: torch.Tensor, **how: int) -> Pending:
+        self.watch.check()
+        try:
+            work = collective(tensor, group=self._group, async_op=True, **how)
+        except RuntimeError as problem:
+            raise GroupError(self.watch.explain(str(problem))) from problem
+        return Pending(self, work)
+
+    def _texts(self, text: str) -> list[str]:
+        """Returns each process's text, by local rank."""
+        data = text.encode()
+        longest = int(max(count for (count,) in self.gather([float(len(data))])))
+        codes = self.gather([*map(float, data), *[0.0] * (longest - len(data))])
+        return [bytes(int(code) for code in row if code).decode() for row in codes]

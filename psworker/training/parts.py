@@ -1,0 +1,117 @@
+"""The slices of a table that each process of a group pushes and pulls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pscore.errors import ConfigError
+from pscore.optimizers.base import Optimizer
+from pscore.partition import Layout
+from pscore.rules.base import Rule
+from psworker.group.local_group import LocalGroup
+from psworker.group.parts import owners
+from psworker.model.flat import FlatModel
+from psworker.replica.replica import Replica
+
+
+def own_slices(layout: Layout, group: LocalGroup | None) -> list[int]:
+    """Returns the slices that this process pushes and pulls: all, unless it is one of a group."""
+    if group is None:
+        return list(range(len(layout.slices)))
+    ranks = owners([spec.numel for spec in layout.slices], group.size)
+    return [index for index, rank in enumerate(ranks) if rank == group.rank]
+
+
+def refuse_in_group(rule: Rule, optimizer: Optimizer, group: LocalGroup | None) -> None:
+    """Refuses modes and optimizers that several processes of one worker do not run.
+
+    Raises:
+        ConfigError: The mode is decentralised, or the shards do not run the optimizer.
+    """
+    if group is None:
+        return
+    if rule.gossip:
+        what = f"in mode {rule} workers send their weights to each other"
+    elif not optimizer.holds_weights:
+        what = "the shards do not run this optimizer, so each worker would"
+    else:
+        return
+    raise ConfigError(
+        f"{what}, which the {group.size} processes of a local group cannot do together; pass "
+        "local_group=None to DistributedOptimizer"
+    )
+
+
+class Parts:
+    """The parts of one table in the processes of a group; without one, the table is one part.
+
+    Attributes:
+        owners: Local rank of the process that pushes and pulls each slice.
+        own: The slices of this process.
+    """
+
+    def __init__(
+        self, layout: Layout, flat: FlatModel, replica: Replica, group: LocalGroup | None
+    ) -> None:
+        """Divides a table.
+
+        Args:
+            layout: The table's slices.
+            flat: The model as flat memory.
+            replica: The replica of this process, with the slices of `own_slices`.
+            group: The processes that are this worker; None: this process alone is.
+        """
+        lengths = [spec.numel for spec in layout.slices]
+        self.owners = [0] * len(lengths) if group is None else owners(lengths, group.size)
+        self.own = replica.own
+        self._layout = layout
+        self._flat = flat
+        self._replica = replica
+        self._group = group
+
+    def first_push(self) -> int:
+        """Returns the newest step that a slice of any process expects next, at a begin."""
+        first = self._replica.clocks.first_push()
+        if self._group is None:
+            return first
+        return int(max(given for (given,) in self._group.gather([first])))
+
+    @property
+    def next_push(self) -> float:
+        """Step of the next push in this process's slices; infinite where it has none."""
+        return self._replica.clocks.next_of_all() if self.own else math.inf
+
+    def agree(self, pushes: Sequence[float] | None = None) -> None:
+        """Makes every process of the group continue with the same push.
+
+        Args:
+            pushes: `next_push` of each process; None: they are gathered here.
+        """
+        if self._group is None:
+            return
+        if pushes is None:
+            self._replica.clocks.limit = None
+            pushes = [given for (given,) in self._group.gather([self.next_push])]
+        self._replica.clocks.limit = int(min(pushes))
+
+    def meet(self) -> None:
+        """Waits for the other processes of the group."""
+        if self._group is not None:
+            self._group.barrier()
+
+    def gather(self) -> None:
+        """Brings the slices of the group's other processes into the flat weights.
+
+        Raises:
+            GroupError: A process of the group has ended.
+        """
+        if self._group is None:
+            return
+        weights = self._flat.weights
+        for copy in [
+            self._group.copy_from(weights[spec.start : spec.stop], self.owners[spec.index])
+            for spec in self._layout.slices
+        ]:
+            copy.wait()
+        self._replica.follow()

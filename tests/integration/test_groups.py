@@ -1,0 +1,276 @@
+"""Two levels: two groups of two processes are two workers (docs/hosts.md)."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import psworker
+from tests.integration import test_modes
+from tests.integration.cluster import Shards, Station, Worker, WorkerError, new_job, results_of
+
+Array = npt.NDArray[Any]
+GROUPS, SIZE = 2, 2
+ROWS, COLUMNS = 300, 40
+STEPS, WARMUP = 12, 2
+LR, MOMENTUM = 0.05, 0.9
+THRESHOLD = 0.02
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def group_environment(shards: Shards, rank: int, port: int, job: str) -> dict[str, str]:
+    """Returns what torchrun sets, started once for each group, and the group's number."""
+    group, local = divmod(rank, SIZE)
+    return shards.environment(local, SIZE, job) | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "PACELINE_GROUP": str(group),
+        "PACELINE_NUM_GROUPS": str(GROUPS),
+    }
+
+
+@contextmanager
+def group_workers(
+    shards: Shards, function: Callable[..., Any], *args: Any, job: str, groups: tuple[int, ...]
+) -> Iterator[list[Worker]]:
+    """Starts the processes of some groups of a job, and ends them in any case."""
+    started: list[Worker] = []
+    try:
+        for group in groups:
+            port = free_port()
+            for rank in range(SIZE * group, SIZE * (group + 1)):
+                env = group_environment(shards, rank, port, job)
+                started.append(Worker(function, rank, args, env))
+        yield started
+    finally:
+        for worker in started:
+            worker.close()
+
+
+# ----- a linear gradient, in float32 and float64
+
+
+def table(*key: int) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(key).standard_normal((ROWS, COLUMNS), np.float32)
+
+
+def gradient(rank: int, step: int, weights: Array) -> Array:
+    """Returns the gradient of one process."""
+    return 0.1 * np.abs(table(1, rank)) * weights - table(2, rank, step)
+
+
+def samples_of(rank: int, step: int) -> float:
+    return float(1 + (rank + step) % 3)
+
+
+def train(mode: str, compression: str, overlap: bool) -> tuple[Array, Array]:
+    """Returns the weights before each step, and the global ones at the end."""
+    weight = torch.nn.Parameter(torch.from_numpy(table(0)))
+    unused = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight, unused], lr=LR, momentum=MOMENTUM),
+        named_parameters=[("weight", weight), ("unused", unused)],
+        mode=mode,
+        compression=compression,
+        compress_min_nbytes=64,
+        overlap=overlap,
+    )
+    rank, path = psworker.rank(), []
+    for step in range(STEPS):
+        path.append(weight.detach().numpy().astype(np.float64))
+        optimizer.samples = samples_of(rank, step)
+        optimizer.zero_grad()
+        grad = torch.from_numpy(gradient(rank, step, weight.detach().numpy()).astype(np.float32))
+        torch.autograd.backward((weight * grad).sum())
+        optimizer.step()
+    assert (psworker.size(), optimizer.steps) == (GROUPS * SIZE, STEPS)
+    with optimizer.global_weights():
+        return np.array(path), weight.detach().numpy().astype(np.float64)
+
+
+def work(me: Station, job: str, cases: list[tuple[str, str, bool]]) -> list[tuple[Array, Array]]:
+    """Runs each case as a job, in one process for all."""
+    torch.distributed.init_process_group("gloo")
+    results = []
+    for number, case in enumerate(cases):
+        psworker.init(job=f"{job}-{number}")
+        assert psworker.rank() == me.rank
+        results.append(train(*case))
+        psworker.shutdown()
+    return results
+
+
+def mean(step: int, views: list[Array], ranks: range) -> tuple[Array, float]:
+    """Returns the mean gradient of processes, weighted by samples, and the sum of those."""
+    weights = [samples_of(rank, step) for rank in ranks]
+    grads = [gradient(rank, step, views[rank // SIZE]) for rank in ranks]
+    return np.average(grads, axis=0, weights=weights), sum(weights)
+
+
+def cd(steps: int, threshold: float) -> tuple[list[Array], Array]:
+    """Returns the workers' weights at each step, and W at the end: CD-SGD with 2 bits.
+
+    Workers train one update behind, from w = W - lr g, and push g quantized with its residual,
+    except at every `steps`-th step, which is pushed as it is. `threshold` 0 is OD-SGD.
+    """
+    shard, velocity = table(0).astype(np.float64), np.zeros((ROWS, COLUMNS))
+    views, paths = [shard] * GROUPS, []
+    residuals = [np.zeros((ROWS, COLUMNS)) for _ in range(GROUPS)]
+    for step in range(STEPS):
+        paths.append(np.array(views))
+        is_warm = step < WARMUP
+        grads, weights = [], []
+        for group in range(GROUPS):
+            grad, weight = mean(step, views, range(SIZE * group, SIZE * (group + 1)))
+            grads.append(grad)
+            weights.append(weight)
+        pushed = list(grads)
+        if not (is_warm or (step - WARMUP) % steps == steps - 1) and threshold:
+            for group in range(GROUPS):
+                total = residuals[group] + grads[group]
+                pushed[group] = threshold * (
+                    (total >= threshold).astype(float) - (total <= -threshold)
+                )
+                residuals[group] = total - pushed[group]
+        direction = np.average(pushed, axis=0, weights=weights)
+        velocity = MOMENTUM * velocity + direction
+        former, shard = shard, shard - LR * velocity
+        views = [shard if is_warm else former - LR * grad for grad in grads]
+    return paths, shard
+
+
+def ssgd() -> Array:
+    """Returns W at the end of synchronous SGD of four processes."""
+    shard, velocity = table(0).astype(np.float64), np.zeros((ROWS, COLUMNS))
+    for step in range(STEPS):
+        velocity = MOMENTUM * velocity + mean(step, [shard] * GROUPS, range(GROUPS * SIZE))[0]
+        shard = shard - LR * velocity
+    return shard
+
+
+def local_sgd(steps: int) -> Array:
+    """Returns W at the end where each group makes `steps` steps of SGD, and then they average."""
+    shard = table(0).astype(np.float64)
+    velocity = [np.zeros((ROWS, COLUMNS)) for _ in range(GROUPS)]
+    for begin in range(0, STEPS, steps):
+        views, samples = [shard.copy() for _ in range(GROUPS)], [0.0] * GROUPS
+        for step in range(begin, begin + steps):
+            for group in range(GROUPS):
+                grad, weight = mean(step, views, range(SIZE * group, SIZE * (group + 1)))
+                velocity[group] = MOMENTUM * velocity[group] + grad
+                views[group] = views[group] - LR * velocity[group]
+                samples[group] += weight
+        shard = np.average(views, axis=0, weights=samples)
+    return shard
+
+
+def error(ours: Array, theirs: Array) -> float:
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def test_two_groups_of_two_follow_the_models_of_their_modes(shards: Shards) -> None:
+    """Also with samples, compression and overlap; the same bits twice, and in both processes."""
+    cases = [
+        ("ssgd", "none", False),
+        ("ssgd", "none", True),
+        (f"od(warmup={WARMUP}, local=sgd)", "none", True),
+        (f"cd(steps=3, warmup={WARMUP})", f"2bit(threshold={THRESHOLD})", False),
+        ("local(steps=3)", "none", True),
+        ("asgd", "none", True),
+    ]
+    with group_workers(shards, work, new_job(), cases, job=new_job(), groups=(0, 1)) as workers:
+        results = results_of(workers)
+    for first, second in (results[:2], results[2:]):
+        for case, (path, end), (other_path, other_end) in zip(cases, first, second, strict=True):
+            assert np.array_equal(path, other_path), case
+            assert case[0] == "asgd" or np.array_equal(end, other_end), case
+    ends = [end for _, end in results[0]]
+    assert error(ends[0], ssgd()) < 1e-6
+    assert np.array_equal(ends[0], ends[1])
+    for number, model in ((2, cd(3, 0.0)), (3, cd(3, THRESHOLD))):
+        paths, end = model
+        for group in range(GROUPS):
+            ours = results[SIZE * group][number][0]
+            assert error(ours, np.array([views[group] for views in paths])) < 3e-6, number
+        assert error(ends[number], end) < 3e-6, number
+    assert error(ends[4], local_sgd(3)) < 3e-6
+
+
+def work_softmax(me: Station, modes: list[str], job: str) -> list[tuple[Array, Array]]:
+    torch.distributed.init_process_group("gloo")
+    return test_modes.work_softmax(me, modes, job)
+
+
+def test_ssd_of_two_groups_follows_its_model_in_float64(shards: Shards) -> None:
+    mode, make_local, k = next(case for case in test_modes.CASES if "mirror" in case[0])
+    with group_workers(
+        shards, work_softmax, [mode], new_job(), job=new_job(), groups=(0, 1)
+    ) as workers:
+        results = results_of(workers)
+    paths, end = test_modes.ssd(make_local, k, GROUPS, SIZE)
+    for rank, ((path, own_end),) in enumerate(results):
+        assert test_modes.distance(path, paths[rank // SIZE]) <= 3e-6
+        assert test_modes.distance(own_end, end) <= 3e-6
+
+
+# ----- a process that is killed
+
+
+def work_told(me: Station, job: str) -> tuple[int, Array]:
+    """Makes as many steps as the test says, each time it says so; 0 ends it."""
+    torch.distributed.init_process_group("gloo")
+    weight = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.5), named_parameters=[("weight", weight)], job=job
+    )
+    me.tell(optimizer.steps)
+    while steps := me.hear():
+        for _ in range(steps):
+            optimizer.zero_grad()
+            torch.autograd.backward(weight.sum())
+            optimizer.step()
+        me.tell(optimizer.steps)
+    psworker.shutdown()
+    return optimizer.steps, weight.detach().numpy()
+
+
+def make_steps(workers: list[Worker], steps: int) -> list[int]:
+    for worker in workers:
+        worker.tell(steps)
+    return [worker.hear() for worker in workers]
+
+
+def test_a_killed_process_ends_its_group_and_the_group_comes_back(shards: Shards) -> None:
+    """The other group goes on meanwhile; then a new group takes part in its place."""
+    job = new_job()
+    with group_workers(shards, work_told, job, job=job, groups=(0, 1)) as workers:
+        first, second = workers[:SIZE], workers[SIZE:]
+        assert [worker.hear() for worker in workers] == [0] * 4
+        assert make_steps(workers, 3) == [3] * 4
+        for worker in first:  # They wait for the other group's gradients.
+            worker.tell(4)
+        second[0].tell(4)
+        second[1].kill()
+        with pytest.raises(WorkerError, match="process 1 of this worker's group has ended"):
+            second[0].result()
+        assert [worker.hear() for worker in first] == [7, 7]
+        with group_workers(shards, work_told, job, job=job, groups=(1,)) as third:
+            assert [worker.hear() for worker in third] == [7, 7]
+            everyone = [*first, *third]
+            assert make_steps(everyone, 3) == [10] * 4
+            for worker in everyone:
+                worker.tell(0)
+            for steps, weights in results_of(everyone):
+                assert steps == 10
+                assert np.array_equal(weights, np.full((ROWS, COLUMNS), -5.0, np.float32))
