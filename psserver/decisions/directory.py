@@ -104,6 +104,7 @@ class Directory:
         """
         if len(peer.certificate) > CERTIFICATE_NBYTES_MAX:
             raise LimitError(f"certificate of {len(peer.certificate)} bytes of a peer")
+        self.epoch = max(self.epoch, epoch)  # A shard that was restarted continues its count.
         known = self.peers.get(peer.rank)
         if peer.parts and peer.incarnation in self._parted:
             return []  # It asks again for the meeting in which it has parted.
