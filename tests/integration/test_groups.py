@@ -263,9 +263,9 @@ class Run:
 
     def begin(self, job: str) -> None:
         case = self.case
-        sizes = {"min_workers": 1, "max_workers": GROUPS} if case.elastic else {}
+        sizes: dict[str, Any] = {"min_workers": 1, "max_workers": GROUPS} if case.elastic else {}
         if self.alone:
-            count = {} if case.elastic else {"num_workers": GROUPS}
+            count: dict[str, Any] = {} if case.elastic else {"num_workers": GROUPS}
             psworker.init(job=job, rank=self.group, local_group=None, **count, **sizes)
         else:
             psworker.init(job=job, **sizes)
