@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import psworker
 from tests.integration import test_modes
 from tests.integration.cluster import Shards, Station, Worker, WorkerError, new_job, results_of
+from tests.integration.command import Command
 
 Array = npt.NDArray[Any]
 GROUPS, SIZE = 2, 2
@@ -261,14 +263,14 @@ class Run:
         self.log: list[float] = []
         self.path: list[Array] = []
 
-    def begin(self, job: str) -> None:
+    def begin(self, job: str, servers: list[str] | None = None) -> None:
         case = self.case
         sizes: dict[str, Any] = {"min_workers": 1, "max_workers": GROUPS} if case.elastic else {}
         if self.alone:
             count: dict[str, Any] = {} if case.elastic else {"num_workers": GROUPS}
             psworker.init(job=job, rank=self.group, local_group=None, **count, **sizes)
         else:
-            psworker.init(job=job, **sizes)
+            psworker.init(servers, job=job, **sizes)
         self.net = Net()
         self.optimizer = psworker.DistributedOptimizer(
             torch.optim.SGD(self.net.parameters(), lr=LR, momentum=MOMENTUM),
@@ -391,6 +393,42 @@ def test_groups_train_as_single_workers_with_their_mean_gradients(shards: Shards
             if not (same and max(errors) < 3e-6 and logs):
                 wrong.append((case, group, same, errors, ours[2], theirs[2], flat[2]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def work_restored(me: Station, job: str, servers: list[str]) -> tuple[Array, Array]:
+    """Trains a job with a pause for a checkpoint, and its second half again on other shards."""
+    torch.distributed.init_process_group("gloo")
+    case = Case("ssgd", f"2bit(threshold={THRESHOLD})")
+    run, ends = Run(case, me, job, alone=False), []
+    for step in range(STEPS // 2):
+        run.step(step)
+    for place in (None, servers):
+        me.tell()
+        me.hear()
+        if place is not None:
+            run.begin(job, place)
+        for step in range(STEPS // 2, STEPS):
+            run.step(step)
+        ends.append(run.end()[1])
+    return ends[0], ends[1]
+
+
+def test_a_checkpoint_has_the_residuals_of_all_processes(shards: Shards, tmp_path: Path) -> None:
+    command, folder, job = Command(tmp_path), tmp_path / "checkpoints", new_job()
+    with (
+        Shards(3) as others,
+        group_workers(
+            shards, work_restored, job, others.addresses, job=job, groups=(0, 1)
+        ) as workers,
+    ):
+        for name, place in (("checkpoint", shards), ("restore", others)):
+            for worker in workers:
+                worker.hear()
+            command.run(name, folder, "--job", job, "--servers", place.servers)
+            for worker in workers:
+                worker.tell()
+        for whole, again in results_of(workers):
+            assert np.array_equal(whole, again)
 
 
 # ----- a process that is killed
