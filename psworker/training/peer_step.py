@@ -63,12 +63,18 @@ class PeerStep(AloneStep):
             table: The table that is trained.
 
         Raises:
-            ConfigError: The table compresses, or this worker cannot listen.
+            ConfigError: The table compresses, all continue from an average, or this worker cannot
+                listen.
         """
         super().__init__(inner, table)
         spec = table.exchange.spec
         if not (spec.compressor.is_raw and spec.pull_compressor.is_raw):
             raise ConfigError(f"{rule.name} exchanges whole models: compression must be none")
+        if rule.adopts:
+            raise ConfigError(
+                f"{rule.name} does not continue from a global average with real workers: one that "
+                "waits for it cannot meet those that come or end; leave global_every at 0"
+            )
         self._rule = rule
         self._skips = False
         self._peers = Peers(table.session, table.exchange.table)
