@@ -46,6 +46,7 @@ class Mode(NamedTuple):
 
     rule: str
     compression: str = "none"
+    local_group: str | None = None  # "host": the processes of a host are one worker.
 
 
 MODES = {
@@ -54,7 +55,8 @@ MODES = {
     "ssd": Mode("ssd(steps=5, warmup=5)"),
     "cd": Mode("cd(steps=5, warmup=5)", "2bit"),
 }
-LEVELS = {"flat_ssgd": Mode("ssgd")}  # Modes of `two_by_two`: every worker pushes to the shards.
+# Modes of `two_by_two`: every process pushes to the shards, or all of a host are one worker.
+LEVELS = {"flat_ssgd": Mode("ssgd"), "two_level_ssgd": Mode("ssgd", local_group="host")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,13 @@ def work(shapes: list[list[int]], compute_s: float) -> None:
 
 
 def train(
-    shapes: Sequence[tuple[int, ...]], compute_s: float, mode: str, compression: str, rounds: int
+    shapes: Sequence[tuple[int, ...]],
+    compute_s: float,
+    *,
+    mode: str,
+    compression: str,
+    local_group: str | None,
+    rounds: int,
 ) -> None:
     """Trains in one mode; `ddp_gloo` is torch's DistributedDataParallel over Gloo."""
     import torch
@@ -144,8 +152,9 @@ def train(
 
     model: Any = SimulatedModel(shapes, compute_s)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if mode == DDP:
+    if mode == DDP or local_group is not None:
         torch.distributed.init_process_group("gloo")
+    if mode == DDP:
         model = torch.nn.parallel.DistributedDataParallel(model)
     else:
         import psworker
@@ -155,6 +164,7 @@ def train(
             named_parameters=model.named_parameters(),
             mode=mode,
             compression=compression,
+            local_group=local_group,
             overlap=True,
         )
 
@@ -177,10 +187,10 @@ def train(
     nbytes = max(end - start for start, end in counted) / (rounds * ROUND_STEPS)
     print(json.dumps({"starts_s": starts_s, "link_nbytes": nbytes}), flush=True)
     sys.stdin.readline()  # Until all have finished.
-    if mode == DDP:
-        torch.distributed.destroy_process_group()
-    else:
+    if mode != DDP:
         psworker.shutdown()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     print("{}", flush=True)
 
 
@@ -254,6 +264,7 @@ class Hosts:
             run = {
                 "mode": mode.rule,
                 "compression": mode.compression,
+                "local_group": mode.local_group,
                 "rounds": rounds,
                 "environment": self._environment(rank, f"hosts-{self._num_runs}-{name}"),
             }
@@ -283,8 +294,8 @@ class Hosts:
     def _environment(self, rank: int, job: str) -> Mapping[str, str]:
         case = self.case
         return kit.worker_environment(self._servers, rank, case.num_workers, "auto", job) | {
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": str(rank % case.workers_per_host),
+            "LOCAL_WORLD_SIZE": str(case.workers_per_host),
             "MASTER_ADDR": self._lab.address(0),
             "MASTER_PORT": str(GLOO_PORT + self._num_runs),
             "GLOO_SOCKET_IFNAME": "net",

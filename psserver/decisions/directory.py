@@ -104,7 +104,8 @@ class Directory:
         """
         if len(peer.certificate) > CERTIFICATE_NBYTES_MAX:
             raise LimitError(f"certificate of {len(peer.certificate)} bytes of a peer")
-        self.epoch = max(self.epoch, epoch)  # A shard that was restarted continues its count.
+        # After a restart of the shard the directory is empty, and the workers know a later epoch.
+        self.epoch = max(self.epoch, epoch)
         known = self.peers.get(peer.rank)
         if peer.parts and peer.incarnation in self._parted:
             return []  # It asks again for the meeting in which it has parted.

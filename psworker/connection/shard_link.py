@@ -47,6 +47,7 @@ class Link:
         self.joined_as = (-1, 0)  # Rank and incarnation.
         self.uneven = ""  # Which worker has left out steps, as last reported.
         self.epochs: dict[int, int] = {}  # Of the peers of each table, as last reported.
+        self.num_beats = 0  # Heartbeats answered.
         self.waiting_for = ""  # The cause of the job's wait, as last reported.
 
     def call(self, method: Callable[..., T], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
@@ -76,6 +77,7 @@ class Link:
                     log.warning("%s; call optimizer.skip_step() in its place", self.uneven)
             self._check(reply.instance)
             self.epochs = dict(reply.epochs)
+            self.num_beats += 1
         except grpc.RpcError as failure:
             error = rpc.error_of(failure, self.address)
             if not isinstance(error, TransportError):

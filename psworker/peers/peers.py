@@ -54,6 +54,7 @@ class Peers:
         self._session = session
         self.table = table
         self.epoch = self._since = 0
+        self._met_beats = 0  # Heartbeats answered before the last meeting.
         self.distance = 0.0
         self.gossip: Gossip | None = None
         self._mailbox = Mailbox()
@@ -157,8 +158,12 @@ class Peers:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the members have changed since this worker last asked."""
-        return self._session.links[0].epochs.get(self.table, 0) > self.epoch
+        """Whether the members have changed, or the directory was lost, since this worker asked."""
+        link = self._session.links[0]
+        reported = link.epochs.get(self.table, 0)
+        # A directory that is behind is of a restarted shard, unless its answer is of before ours.
+        is_lost = reported < self.epoch and link.num_beats > self._met_beats + 1
+        return is_lost or reported > self.epoch
 
     def members(self) -> list[int]:
         """Returns the ranks of the members that this worker knows, in order."""
@@ -281,6 +286,7 @@ class Peers:
             )
             reply = self._session.meet(request)
             self.epoch, awaited = reply.epoch, reply.waiting_for
+            self._met_beats = self._session.links[0].num_beats
             self._connect(reply)
             for meeting in reply.meetings:
                 positions = {one.rank: one.position for one in meeting.peers}

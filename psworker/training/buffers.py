@@ -1,7 +1,7 @@
 """Shares BatchNorm's running statistics and other float buffers between workers, for evaluation.
 
 `local`: each worker evaluates with its own. `rank0`: rank 0 posts its buffers after each step, and
-all workers evaluate with them. `mean`: every worker posts, and evaluation uses the mean of the
+all workers evaluate with them. `mean`: every process posts, and evaluation uses the mean of the
 newest posts. Training always uses the worker's own buffers. Integer buffers (`num_batches_tracked`)
 stay local.
 """
@@ -47,7 +47,6 @@ class Buffers:
         self._policy = policy if kept else "local"
         self._session = session
         self._tables: dict[int, Exchange] = {}
-        self._posts = session.is_leader  # In a group, its first process alone.
         self._step = 0
         if self._policy == "local":
             return
@@ -71,7 +70,7 @@ class Buffers:
             optimizer=Assign.name,
             num_groups=1,
         )
-        for owner in range(session.num_workers) if policy == "mean" else (0,):
+        for owner in range(session.num_processes) if policy == "mean" else (0,):
             self._tables[owner] = Exchange(session, replace(table, name=f"buffers.{owner}"))
         self._layout = layout = self._tables[0].layout
         own = self._own()
@@ -116,12 +115,12 @@ class Buffers:
 
     def _own(self) -> Exchange | None:
         """Returns the table that this process posts to; None: it posts nothing."""
-        return self._tables.get(self._session.rank) if self._posts else None
+        return self._tables.get(self._session.process_rank)
 
     def _count_on(self) -> None:
-        """Continues after the posts that the shards have counted of this rank."""
+        """Continues after the posts that the shards have counted of this process."""
         if self._own() is not None:
-            _, self._step = self._pull(self._session.rank)
+            _, self._step = self._pull(self._session.process_rank)
 
     def _post(self, own: Exchange) -> None:
         flat = torch.from_numpy(self._gather())

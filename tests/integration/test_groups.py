@@ -3,6 +3,8 @@
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 import psworker
 from tests.integration import test_modes
 from tests.integration.cluster import Shards, Station, Worker, WorkerError, new_job, results_of
+from tests.integration.command import Command
 
 Array = npt.NDArray[Any]
 GROUPS, SIZE = 2, 2
@@ -222,6 +225,210 @@ def test_ssd_of_two_groups_follows_its_model_in_float64(shards: Shards) -> None:
     for rank, ((path, own_end),) in enumerate(results):
         assert test_modes.distance(path, paths[rank // SIZE]) <= 3e-6
         assert test_modes.distance(own_end, end) <= 3e-6
+
+
+# ----- groups against the same job of single workers
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job, made by groups and again by one process for each, whose gradient is the mean."""
+
+    mode: str
+    compression: str = "none"
+    in_turn: bool = False  # One worker makes its step after the other: the order is known.
+    clip: float = 0.0
+    scaler_fails_at: int = -1  # The last process overflows there.
+    to_mode: str = ""  # After half of the steps.
+    reloads: bool = False  # A new job continues from `state_dict` after half of the steps.
+    elastic: bool = False
+    buffers: str = "rank0"
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.from_numpy(table(0)))
+        self.register_buffer("seen", torch.zeros(4))
+
+
+class Run:
+    """One process's part in a case; `alone` stands for a whole group."""
+
+    def __init__(self, case: Case, me: Station, job: str, *, alone: bool) -> None:
+        self.case, self.alone, self.group = case, alone, me.rank // SIZE
+        self.ranks = range(SIZE * self.group, SIZE * (self.group + 1)) if alone else [me.rank]
+        self.begin(job)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+        self.log: list[float] = []
+        self.path: list[Array] = []
+
+    def begin(self, job: str, servers: list[str] | None = None) -> None:
+        case = self.case
+        sizes: dict[str, Any] = {"min_workers": 1, "max_workers": GROUPS} if case.elastic else {}
+        if self.alone:
+            count: dict[str, Any] = {} if case.elastic else {"num_workers": GROUPS}
+            psworker.init(job=job, rank=self.group, local_group=None, **count, **sizes)
+        else:
+            psworker.init(servers, job=job, **sizes)
+        self.net = Net()
+        self.optimizer = psworker.DistributedOptimizer(
+            torch.optim.SGD(self.net.parameters(), lr=LR, momentum=MOMENTUM),
+            named_parameters=self.net.named_parameters(),
+            mode=case.mode,
+            compression=case.compression,
+            compress_min_nbytes=64,
+            model=self.net,
+            buffers=case.buffers,
+        )
+        psworker.barrier("begun")
+
+    def step(self, step: int) -> None:
+        case, weight, optimizer = self.case, self.net.weight, self.optimizer
+        view = weight.detach().numpy()
+        self.path.append(view.astype(np.float64))
+        samples = [samples_of(rank, step) for rank in self.ranks]
+        grads = [gradient(rank, step, view) for rank in self.ranks]
+        grad = np.average(grads, axis=0, weights=samples).astype(np.float32)
+        optimizer.samples = sum(samples)
+        if step == case.scaler_fails_at and GROUPS * SIZE - 1 in self.ranks:
+            grad[-1, -1] = np.inf
+        optimizer.zero_grad()
+        loss = (weight * torch.from_numpy(grad)).sum()
+        scaled = case.scaler_fails_at >= 0
+        torch.autograd.backward(self.scaler.scale(loss) if scaled else loss)
+        if case.clip:
+            self.log.append(float(psworker.clip_grad_norm_(optimizer, case.clip)))
+        self.net.seen.fill_(float(np.mean(self.ranks)) + step)  # type: ignore[operator]
+        if scaled:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            self.log.append(self.scaler.get_scale())
+        else:
+            optimizer.step()
+
+    def train(self, job: str) -> None:
+        for step in range(STEPS):
+            for group in range(GROUPS) if self.case.in_turn else ():
+                if group == self.group:
+                    self.step(step)
+                psworker.barrier(f"turn {step} {group}")
+            if not self.case.in_turn:
+                self.step(step)
+            if step == STEPS // 2 - 1:
+                self.change(job)
+
+    def change(self, job: str) -> None:
+        if self.case.to_mode:
+            self.optimizer.set_mode(self.case.to_mode)
+        if self.case.reloads:
+            state, before = self.optimizer.state_dict(), self.net.weight.detach().clone()
+            psworker.shutdown()
+            self.begin(f"{job}-again")
+            self.net.weight.data.copy_(before)
+            self.optimizer.load_state_dict(state)
+
+    def end(self) -> tuple[Array, Array, list[float]]:
+        psworker.barrier("ended")
+        with self.optimizer.global_weights():
+            end = self.net.weight.detach().numpy().astype(np.float64)
+            if self.case.buffers == "mean":
+                self.log.extend(self.net.seen.tolist())  # type: ignore[operator]
+        psworker.barrier("looked")
+        psworker.shutdown()
+        return np.array(self.path), end, self.log
+
+
+Ended = tuple[Array, Array, list[float]]
+
+
+def work_twice(me: Station, job: str, cases: list[Case]) -> list[tuple[Ended, Ended | None]]:
+    """Runs each case in groups, and then with the first process of each group as a worker."""
+    torch.distributed.init_process_group("gloo")
+    results = []
+    for number, case in enumerate(cases):
+        ends: list[Ended] = []
+        for alone in (False, True) if me.rank % SIZE == 0 else (False,):
+            name = f"{job}-{number}-{alone}"
+            try:
+                run = Run(case, me, name, alone=alone)
+                run.train(name)
+                ends.append(run.end())
+            except Exception as problem:
+                raise AssertionError(f"{case}, alone: {alone}") from problem
+        results.append((ends[0], ends[1] if ends[1:] else None))
+    return results
+
+
+def test_groups_train_as_single_workers_with_their_mean_gradients(shards: Shards) -> None:
+    """Also what the workers do beside steps: clipping, loss scaling, changes of mode, states."""
+    cases = [
+        Case("ssgd", clip=3.0, buffers="mean"),
+        Case("ssgd", elastic=True, scaler_fails_at=4),
+        Case("ssgd", to_mode="od(warmup=2, local=sgd)"),
+        Case("asgd", in_turn=True, to_mode="ssp(bound=2)"),
+        Case("ssgd", f"2bit(threshold={THRESHOLD})", reloads=True),
+        Case("staleness", in_turn=True),
+        Case("dcasgd(adaptive=true)", in_turn=True, scaler_fails_at=4),
+        Case("ssgd(backup=1)", in_turn=True),
+        Case("slowmo(steps=3)"),
+        Case("diloco(steps=3)"),
+        Case("slowmo(steps=3, overlap=mirror, delay=1)"),
+        Case("diloco(steps=3, overlap=eager, delay=1)"),
+        Case("local(steps=3, overlap=blend, delay=1)"),
+        Case("local(steps=3, overlap=late, delay=1)"),
+    ]
+    with group_workers(
+        shards, work_twice, new_job(), cases, job=new_job(), groups=(0, 1)
+    ) as workers:
+        results = results_of(workers)
+    wrong = []
+    for group in range(GROUPS):
+        leader, other = results[SIZE * group : SIZE * (group + 1)]
+        for case, (ours, flat), (theirs, _) in zip(cases, leader, other, strict=True):
+            assert flat is not None
+            same = np.array_equal(ours[0], theirs[0]) and np.array_equal(ours[1], theirs[1])
+            errors = error(ours[0], flat[0]), error(ours[1], flat[1])
+            logs = np.allclose(ours[2], flat[2], rtol=1e-5) and ours[2] == theirs[2]
+            if not (same and max(errors) < 3e-6 and logs):
+                wrong.append((case, group, same, errors, ours[2], theirs[2], flat[2]))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def work_restored(me: Station, job: str, servers: list[str]) -> tuple[Array, Array]:
+    """Trains a job with a pause for a checkpoint, and its second half again on other shards."""
+    torch.distributed.init_process_group("gloo")
+    case = Case("ssgd", f"2bit(threshold={THRESHOLD})")
+    run, ends = Run(case, me, job, alone=False), []
+    for step in range(STEPS // 2):
+        run.step(step)
+    for place in (None, servers):
+        me.tell()
+        me.hear()
+        if place is not None:
+            run.begin(job, place)
+        for step in range(STEPS // 2, STEPS):
+            run.step(step)
+        ends.append(run.end()[1])
+    return ends[0], ends[1]
+
+
+def test_a_checkpoint_has_the_residuals_of_all_processes(shards: Shards, tmp_path: Path) -> None:
+    command, folder, job = Command(tmp_path), tmp_path / "checkpoints", new_job()
+    with (
+        Shards(3) as others,
+        group_workers(
+            shards, work_restored, job, others.addresses, job=job, groups=(0, 1)
+        ) as workers,
+    ):
+        for name, place in (("checkpoint", shards), ("restore", others)):
+            for worker in workers:
+                worker.hear()
+            command.run(name, folder, "--job", job, "--servers", place.servers)
+            for worker in workers:
+                worker.tell()
+        for whole, again in results_of(workers):
+            assert np.array_equal(whole, again)
 
 
 # ----- a process that is killed

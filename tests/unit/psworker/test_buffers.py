@@ -21,7 +21,7 @@ class FakeSession:
 
     def __init__(self, rank: int, posts: Posts) -> None:
         self.rank, self.num_workers, self.links = rank, 2, [None, None]
-        self.min_workers, self.is_leader = 0, True
+        self.min_workers, self.process_rank, self.num_processes = 0, rank, 2
         self.posts = posts
         self.counted: set[int] = set()  # Steps of this worker's posts, also of former lives.
 

@@ -1,0 +1,28 @@
+"""The directory of peers after its shard was restarted: workers know a later epoch than it does."""
+
+from psserver.decisions.directory import Directory, Peer
+
+
+def peer(rank: int, position: int = 7) -> Peer:
+    return Peer(rank=rank, incarnation=rank + 1, host="h", port=1, position=position)
+
+
+def test_a_new_directory_begins_behind_the_epochs_that_workers_know() -> None:
+    directory = Directory()
+    assert directory.arrive(peer(0), 5, [0, 1]) == [0, 1]
+    assert directory.epoch == 6
+    assert directory.arrive(peer(1), 5, [0, 1]) == [0, 1]
+    assert directory.epoch == 7
+    directory.arrive(peer(0), 7, [0, 1])
+    assert directory.arrive(peer(1), 7, [0, 1]) == []
+    (meeting,) = directory.since(5)
+    assert meeting.epoch == 7
+    assert [one.position for one in meeting.peers] == [7, 7]
+
+
+def test_a_worker_that_parts_from_a_new_directory_is_not_waited_for() -> None:
+    directory = Directory()
+    directory.part(1, 2)
+    assert directory.has_parted(2)
+    directory.arrive(peer(0), 5, [0])
+    assert directory.arrive(peer(0), directory.epoch, [0]) == []
