@@ -7,8 +7,9 @@
 Workers push whole numbers to real shards (`survival/stage.py`), without a pause except for
 simulated computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows
 links, fills the shards' disk, uses up their descriptors, polls their status, and kills everything
-at once (`survival/strikes.py`); the next fault comes a while after the job has recovered from the last one.
-In the end the weights show for every single push whether it is in them (`survival/proof.py`).
+at once (`survival/strikes.py`); the next fault comes a while after the job has recovered
+from the last one. In the end the weights show for every single push whether it is in
+them (`survival/proof.py`).
 
 Recovery is the time from a fault (where it lasts, from its end) until every worker that it concerns
 has had a push of every slice that it concerns acknowledged. Of a killed worker that includes the
