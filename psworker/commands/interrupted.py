@@ -2,7 +2,7 @@
 
 A script that has imported `psworker` prints such a sentence itself. Before that, most often while
 it imports torch, Python prints the frames of the import. The launcher cannot change that, but it
-passes on what a worker writes, so it leaves these frames out.
+passes on the lines that a worker writes, so it leaves these frames out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINKS = (
 class Interrupted:
     """The standard error of one worker after Ctrl-C: holds each traceback until it is complete.
 
-    A traceback in whose chain a `KeyboardInterrupt` stands becomes a sentence with the script's
+    A traceback whose chain has a `KeyboardInterrupt` becomes a sentence with the script's
     line; every other line stays as it is. The state is that of a parser: `_held` has the lines of
     the chain so far, and `_is_open` tells whether its last traceback still lacks its exception.
     """
