@@ -112,7 +112,7 @@ def test_a_slow_reader_stalls_nobody_and_reads_whole_versions() -> None:
     play(scene)
 
 
-def test_who_asks_and_does_not_read_is_cut_off() -> None:
+def test_a_peer_that_does_not_read_is_disconnected() -> None:
     async def scene(front: Front) -> None:
         nbytes = 16 * NBYTES
         await ready(front, nbytes)

@@ -83,7 +83,7 @@ def run(command: Command, shards: Shards, *arguments: object, code: int = 0) -> 
 @pytest.mark.parametrize(
     ("kind", "num_shards"), [("sgd", 3), ("amsgrad", 3), ("nadam", 3), ("2bit", 3), ("qsgd", 2)]
 )
-def test_a_restored_job_goes_on_to_the_bit_on_other_shards(
+def test_a_restored_job_continues_to_the_bit_on_other_shards(
     shards: Shards, command: Command, tmp_path: Path, kind: str, num_shards: int
 ) -> None:
     folder, job = tmp_path / "checkpoints", new_job()
@@ -168,7 +168,7 @@ def test_a_checkpoint_under_load_is_of_one_step(
     )
 
 
-def test_what_workers_owe_is_in_a_checkpoint_under_load(
+def test_a_checkpoint_under_load_has_the_residuals(
     shards: Shards, command: Command, tmp_path: Path
 ) -> None:
     folder, job = tmp_path / "checkpoints", new_job()
@@ -190,7 +190,9 @@ def test_what_workers_owe_is_in_a_checkpoint_under_load(
                 assert same(final, seen[span.stop])
 
 
-def test_what_is_wrong_is_said(shards: Shards, command: Command, tmp_path: Path) -> None:
+def test_errors_of_the_command_are_one_sentence(
+    shards: Shards, command: Command, tmp_path: Path
+) -> None:
     job = new_job()
     with shards.workers(train, "sgd", num_workers=1, job=job) as (worker,):
         worker.hear()

@@ -140,7 +140,7 @@ def boot_anew(state: Path) -> None:
         write_json(stamp, {**read_json(stamp), "boot": "another"})
 
 
-def test_after_a_power_cut_the_same_commands_go_on_from_what_is_on_the_disk(
+def test_after_a_power_cut_the_same_commands_continue_from_what_is_on_the_disk(
     tmp_path: Path,
 ) -> None:
     state = tmp_path / "state"

@@ -108,7 +108,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_others_go_on_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
+def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 3, "job": new_job()}
         work = train_until_told
@@ -181,7 +181,7 @@ def adopt(me: Station) -> str:
     return str(refused.value)
 
 
-def test_what_would_wait_forever_is_refused(shards: Shards) -> None:
+def test_calls_that_would_wait_forever_are_refused(shards: Shards) -> None:
     for modes, state in shards.run(ask_what_is_refused):
         assert "do not change the mode" in modes
         assert "before DistributedOptimizer wraps it" in state
@@ -245,7 +245,7 @@ def restored(me: Station, mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd"])
-def test_a_job_goes_on_from_a_checkpoint_and_from_saved_state(
+def test_a_job_continues_from_a_checkpoint_and_from_saved_state(
     shards: Shards, tmp_path: Path, mode: str
 ) -> None:
     full = f"{mode}(average_every={EVERY})"

@@ -174,7 +174,7 @@ def version_of(found: files.Found) -> int:
     return int(table["version"])
 
 
-def test_after_a_power_cut_training_goes_on_from_the_newest(tmp_path: Path) -> None:
+def test_after_a_power_cut_training_continues_from_the_newest(tmp_path: Path) -> None:
     """All shards are of one step; a damaged one is passed over, and a checkpointer that died."""
     with start(tmp_path, "--shards", 2, "--checkpoint-s", 0.3) as first:
         worker = first.worker()
@@ -237,7 +237,7 @@ def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Pa
         shards.said("job had ended; it is not loaded")
 
 
-def test_weights_that_were_not_saved_are_not_begun_anew_in_silence(tmp_path: Path) -> None:
+def test_weights_that_were_not_saved_are_not_begun_again_in_silence(tmp_path: Path) -> None:
     options = ("--shards", 2, "--checkpoint-s", 3600, "--durability", "memory")
     with start(tmp_path, *options) as shards:
         worker = shards.worker()

@@ -201,7 +201,7 @@ def work_refused(me: Station) -> list[str]:
     return said
 
 
-def test_what_does_not_fit_is_refused(shards: Shards) -> None:
+def test_wrong_combinations_are_refused(shards: Shards) -> None:
     results = shards.run(work_refused)
     for said in results:
         assert "cannot become local(" in said[0]

@@ -198,7 +198,7 @@ def be_refused(me: Station, mode: str, scale: float) -> tuple[int, dict[str, np.
 @pytest.mark.parametrize(
     ("mode", "scale"), [("ssgd", 0.0), ("ssd(steps=2, warmup=1)", 0.0), ("ssgd", 1.0)]
 )
-def test_what_a_shard_refuses_makes_the_worker_join_anew(
+def test_a_refused_push_makes_the_worker_join_again(
     shards: Shards, mode: str, scale: float
 ) -> None:
     (_, first), (_, second) = shards.run(be_refused, mode, scale)

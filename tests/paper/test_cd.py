@@ -99,7 +99,7 @@ def test_it_follows_the_equation_for_200_steps(correction: str, seed: int) -> No
 
 
 @pytest.mark.parametrize("correction", ["raw", "flush"])
-def test_what_is_sent_and_what_is_owed_is_what_was_computed(correction: str) -> None:
+def test_sent_and_residual_add_up_to_the_gradients(correction: str) -> None:
     """Error feedback's invariant, with lr 1 and plain SGD: -W + r = sum of the gradients."""
     grads = np.random.default_rng(0).integers(-8, 9, (37, NUMEL)) / 16.0
     cluster = Cluster(

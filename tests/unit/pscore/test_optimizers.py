@@ -568,7 +568,7 @@ def mixed(kind: type[torch.optim.Optimizer], flag: str) -> torch.optim.Optimizer
         (mixed(torch.optim.Adam, "decoupled_weight_decay"), "decoupled_weight_decay=True in one"),
     ],
 )
-def test_what_has_no_counterpart_is_refused_by_name(optimizer: Any, named: str) -> None:
+def test_options_without_a_counterpart_are_refused_by_name(optimizer: Any, named: str) -> None:
     with pytest.raises(UnsupportedOptimizerError, match=named):
         from_torch(optimizer)
 

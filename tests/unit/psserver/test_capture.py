@@ -129,7 +129,7 @@ async def taken(front: Front, desk: Desk) -> dict[str, Any]:
     return about
 
 
-def test_what_was_written_is_a_job_once_it_is_whole() -> None:
+def test_a_written_checkpoint_is_a_job_once_it_is_whole() -> None:
     async def scene(front: Front) -> None:
         desk = Desk(front)
         await desk.prepare(await taken(front, desk))
@@ -181,7 +181,7 @@ def test_room_is_asked_for_before_anything_is_written() -> None:
     play(scene)
 
 
-def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_captures_of_a_killed_client_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_service, "IDLE_S", 0.02)
 
     async def scene(front: Front) -> None:

@@ -64,7 +64,7 @@ def decoded(compressor: Compressor, payload: ByteArray) -> FloatArray:
 
 
 @pytest.mark.parametrize("name", FOR_PULLS)
-def test_what_was_sent_and_what_is_owed_are_the_weights(name: str) -> None:
+def test_sent_and_residual_add_up_to_the_weights(name: str) -> None:
     """X_0 + sum of D(C(W - X)) + (W - X) = W: the sums in float64, to one rounding of X a step."""
     compressor = parse_compressor(name)
     weights = values(0)
@@ -260,7 +260,7 @@ def test_a_whole_that_is_not_its_fingerprint_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMPRESSORS))
-def test_what_bounds_nothing_is_refused(name: str) -> None:
+def test_a_compressor_without_an_error_bound_is_refused(name: str) -> None:
     compressor = COMPRESSORS[name]()
     if name == "none" or compressor.state_names == (RESIDUAL,):
         require_for_pulls(compressor)
@@ -319,7 +319,7 @@ def asked(version: int) -> Answer:
     return Answer(token=0, worker=0, version=version, with_state=False)
 
 
-def test_what_is_loaded_is_sent_whole() -> None:
+def test_a_loaded_state_is_sent_whole() -> None:
     compressor = parse_compressor("2bit")
     made, held = store(ASGD()), PulledEstimate(compressor, NUMEL, "slice 0")
     without = made.nbytes

@@ -211,7 +211,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_training(
         SliceJournal(Arena(arena.path), root, NUMEL, 4 * NUMEL, 1)
 
 
-def test_what_is_not_an_arena_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_arena_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "arena"
     path.write_bytes(b"something else" * 1000)
     with pytest.raises(ValueError, match="not an arena"):

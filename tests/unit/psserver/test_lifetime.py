@@ -27,7 +27,7 @@ def interrupted(num_workers: int, steps: int = 3) -> tuple[Shard, Job, Address]:
     return shard, job, address
 
 
-def test_a_job_whose_workers_were_all_lost_goes_on_with_new_ones() -> None:
+def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     shard, job, _ = interrupted(2)
     assert job.state is State.INTERRUPTED
     first = member(0, 2)
@@ -38,7 +38,7 @@ def test_a_job_whose_workers_were_all_lost_goes_on_with_new_ones() -> None:
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
 
 
-def test_each_new_worker_is_told_once_that_the_job_goes_on() -> None:
+def test_each_new_worker_is_told_once_that_the_job_continues() -> None:
     shard, _, _ = interrupted(2)
     for incarnation in (2, 2, 2):  # Sent three times.
         again = member(0, incarnation)
@@ -51,7 +51,7 @@ def test_each_new_worker_is_told_once_that_the_job_goes_on() -> None:
     assert not back.news
 
 
-def test_who_joins_an_elastic_job_later_is_not_told_that_it_went_on_once() -> None:
+def test_later_workers_of_an_elastic_job_get_no_news_of_an_old_interruption() -> None:
     shard = Shard(0, 1, LEASE_S)
     job, _ = shard.decide_join("run", 3, member(0), 1)
     shard.define(job, SPEC)
@@ -69,7 +69,7 @@ def test_who_joins_an_elastic_job_later_is_not_told_that_it_went_on_once() -> No
     assert not second.news
 
 
-def test_steps_of_a_job_that_goes_on_wait_for_all_its_workers() -> None:
+def test_steps_of_a_job_that_continues_wait_for_all_its_workers() -> None:
     shard, job, address = interrupted(2)
     shard.decide_join("run", 2, member(0, 2))
     assert updates(push(shard, job, address, 0, 3)) == 0
@@ -140,7 +140,7 @@ def test_another_model_under_the_name_of_an_interrupted_job_is_refused_by_name()
         shard.decide_join("run", 2, member(0, 3))
 
 
-def test_a_job_that_begins_anew_under_a_name_says_how_the_former_one_ended() -> None:
+def test_a_job_that_starts_over_under_a_name_says_how_the_former_one_ended() -> None:
     shard, job, address = ready(1)
     push(shard, job, address, 0, 0)
     shard.decide_leave("run", 0, 1, "finished")
@@ -210,7 +210,7 @@ def test_the_other_shards_follow_the_first_into_another_life_of_a_job() -> None:
     assert job.membership.live() == [0, 1]
 
 
-def test_who_comes_back_begins_no_other_life() -> None:
+def test_a_returning_worker_starts_no_new_life_of_the_job() -> None:
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)

@@ -111,7 +111,7 @@ def test_a_step_that_nobody_comes_to_is_refused() -> None:
     play(scene)
 
 
-def test_what_a_file_says_of_it_is_checked() -> None:
+def test_the_step_in_a_file_is_checked() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         entry = front.job.table(0).spec.to_json()

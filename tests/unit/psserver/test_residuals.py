@@ -103,7 +103,7 @@ async def push_again(front: Front, rank: int) -> None:
     await front.push(header, grad(1.0))
 
 
-def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> None:
+def test_residuals_of_the_last_step_of_a_checkpoint_are_requested_and_waited_for() -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED)
         desk = Desk(front)
@@ -123,7 +123,7 @@ def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> N
     play(scene)
 
 
-def test_who_has_stopped_is_asked_by_heartbeat_and_who_goes_on_has_passed() -> None:
+def test_idle_workers_get_requests_by_heartbeat_and_active_ones_have_passed() -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED)
         desk = Desk(front)
@@ -142,7 +142,7 @@ def test_who_has_stopped_is_asked_by_heartbeat_and_who_goes_on_has_passed() -> N
     play(scene)
 
 
-def test_who_may_leave_a_step_out_sends_what_it_owes_after_its_last() -> None:
+def test_a_worker_that_may_skip_steps_sends_its_residual_after_its_last_push() -> None:
     async def scene(front: Front) -> None:
         backup = pb.Plugin(name="ssgd", arguments='{"backup": 1}')
         await front.ready(**DECLARED, rule=backup)
@@ -163,7 +163,7 @@ def test_who_may_leave_a_step_out_sends_what_it_owes_after_its_last() -> None:
     play(scene)
 
 
-def test_nobody_waits_for_who_is_lost_or_has_pushed_nothing() -> None:
+def test_a_capture_does_not_wait_for_workers_that_are_lost_or_pushed_nothing() -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED, rule=pb.Plugin(name="asgd"))
         desk = Desk(front)
@@ -222,7 +222,7 @@ def test_a_push_that_is_parked_has_not_used_what_was_kept() -> None:
     play(scene)
 
 
-def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
+def test_residuals_not_fetched_yet_survive_a_killed_shard(tmp_path: Path) -> None:
     async def scene(_: Front) -> None:
         journals = JournalDir(tmp_path)
         front = Front(journals)
@@ -257,7 +257,7 @@ def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
         ({"arrays": [pb.Array(name="residual", data=bytes(124))]}, "124 bytes of 'residual'"),
     ],
 )
-def test_what_is_not_owed_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_residuals_that_nobody_asked_for_are_refused(fields: dict[str, Any], said: str) -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED)
         values: dict[str, Any] = {"job": JOB, "incarnation": 100}

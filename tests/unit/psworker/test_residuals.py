@@ -72,7 +72,7 @@ class FakeWorker:
         return [(step, float(a["residual"][0])) for step, a in zip(steps, arrays, strict=True)]
 
 
-def test_what_is_asked_for_with_an_acknowledgement_is_sent_before_the_next_push() -> None:
+def test_a_residual_requested_with_an_acknowledgement_is_sent_before_the_next_push() -> None:
     worker = FakeWorker()
     worker.push(0, 1.25)
     worker.answer()
