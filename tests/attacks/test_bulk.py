@@ -92,7 +92,7 @@ def test_every_bit_flip_is_refused() -> None:
         for bit in range(8 * len(frame)):
             broken = bytearray(frame)
             broken[bit // 8] ^= 1 << bit % 8
-            assert serve(front, bytes(broken)) == []  # Not even whom to answer is sure.
+            assert serve(front, bytes(broken)) == []  # The sender itself is not known.
         nothing_has_changed(front)
         await still_serves(front)
 

@@ -285,4 +285,4 @@ def test_a_tls_connection_is_written_and_read_at_once(tmp_path: Path) -> None:
 def test_only_a_tls_connection_explains_a_broken_handshake() -> None:
     assert tls.explain(ConnectionRefusedError(111, "no"), "a:1") is None
     assert issubclass(TLSError, PacelineError)
-    assert not issubclass(TLSError, TransportError), "trying again is of no use"
+    assert not issubclass(TLSError, TransportError), "trying again cannot help"

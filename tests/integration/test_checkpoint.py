@@ -50,7 +50,7 @@ def steps(me: Station, model: Any, optimizer: Any, span: range) -> None:
 
 
 def train(me: Station, kind: str) -> tuple[Weights, Weights]:
-    """Trains, and stops half way until told to go on; returns the weights there and in the end."""
+    """Trains, and pauses half way until `continue`; returns the weights there and at the end."""
     model, optimizer = begin(kind, 0)
     steps(me, model, optimizer, range(HALF))
     half = {name: array.copy() for name, array in weights_of(model).items()}
@@ -62,7 +62,7 @@ def train(me: Station, kind: str) -> tuple[Weights, Weights]:
 
 
 def resume(me: Station, kind: str, span: range = range(HALF, WHOLE)) -> tuple[Weights, Weights]:
-    """Goes on in a job that was restored, with a model that had begun elsewhere."""
+    """Continues in a job that was restored, with a model that had begun elsewhere."""
     model, optimizer = begin(kind, 1)
     first = {name: array.copy() for name, array in weights_of(model).items()}
     steps(me, model, optimizer, span)
@@ -179,8 +179,8 @@ def test_a_checkpoint_under_load_has_the_residuals(
         seen, _ = end(workers)
     step, last = step_of(path), max(seen)
     for rank in (0, 1):
-        owed = load_file(path / f"owed.{rank}.residual.safetensors")
-        assert all(tensor.count_nonzero() > 0 for tensor in owed.values())
+        residual = load_file(path / f"worker.{rank}.residual.safetensors")
+        assert all(tensor.count_nonzero() > 0 for tensor in residual.values())
     span = range(step, min(step + HALF, last))
     with Shards(3) as three:
         run(command, three, "restore", folder, "--job", "again")

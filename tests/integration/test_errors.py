@@ -281,7 +281,7 @@ def test_a_nan_or_inf_is_refused_by_tensor_and_step(
 
 
 def leave_out(me: Station, overlap: bool) -> dict[str, np.ndarray]:
-    """Trains six steps; at step 3 the gradients are NaN, and the script goes on."""
+    """Trains six steps; at step 3 the gradients are NaN, and the script continues."""
     model = make_model()
     optimizer = wrap(model, overlap=overlap)
     for step in range(6):

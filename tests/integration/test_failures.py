@@ -283,7 +283,7 @@ def test_a_shard_that_dies_is_an_error_that_names_it(script: Path) -> None:
             for process in psutil.Process(dying.pid).children(recursive=True):
                 process.kill()
             assert worker.process.stdin is not None
-            worker.process.stdin.write("go on\n")
+            worker.process.stdin.write("continue\n")
             worker.process.stdin.flush()
             assert worker.wait() == 1
             addresses = "|".join(map(re.escape, dying.addresses))

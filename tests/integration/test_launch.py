@@ -74,7 +74,7 @@ def test_after_a_failure_the_others_may_continue() -> None:
     job = Job("test $RANK = 0 && exit 3; sleep 0.3; echo done", on_failure=OnFailure.CONTINUE)
     assert job.launch.run() == 3
     assert job.said(1) == ["done"]
-    assert "the others go on (--on-failure continue)" in job.told[-1]
+    assert "the others continue (--on-failure continue)" in job.told[-1]
 
 
 def test_the_first_failure_gives_the_status() -> None:

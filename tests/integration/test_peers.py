@@ -162,7 +162,7 @@ def copy_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def ask_what_is_refused(me: Station) -> list[str]:
-    """Returns what the refusals of a running job say; it goes on."""
+    """Returns what the refusals of a running job say; it continues."""
     model, optimizer = begin("allreduce")
     said = []
     with pytest.raises(ConfigError) as refused:
@@ -220,7 +220,7 @@ def save_half(me: Station, mode: str) -> Any:
 
 
 def resume(me: Station, mode: str, states: list[bytes]) -> Any:
-    """Goes on in a new job, as the refusal of load_state_dict says."""
+    """Continues in a new job, as the refusal of load_state_dict says."""
     state = torch.load(io.BytesIO(states[me.rank]), weights_only=True)
     model = make_model()
     model.load_state_dict(state["model"])
@@ -236,7 +236,7 @@ def resume(me: Station, mode: str, states: list[bytes]) -> Any:
 
 
 def restored(me: Station, mode: str) -> Any:
-    """Goes on in a job that was restored, with a model that had begun elsewhere."""
+    """Continues in a job that was restored, with a model that had begun elsewhere."""
     model, optimizer = begin(mode, 1)
     first = copy_of(model)
     go(me, model, optimizer, range(EVERY * 2, EVERY * 4))

@@ -1,4 +1,4 @@
-"""The recipe of docs/elastic.md as it stands there: no batch is drawn twice, whoever joins when."""
+"""The recipe of docs/elastic.md as written there: no batch is drawn twice, though workers join."""
 
 import io
 import os

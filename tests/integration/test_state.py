@@ -113,7 +113,7 @@ def train(me: Station, make: Make, mode: str, save: bool) -> tuple[Weights, byte
 
 
 def resume(me: Station, make: Make, mode: str, checkpoint: bytes) -> Weights:
-    """Goes on from a checkpoint, with a model that had begun elsewhere."""
+    """Continues from a checkpoint, with a model that had begun elsewhere."""
     model, optimizer, scheduler = begin(make, mode, seed=1)
     parts = loaded(checkpoint)
     model.load_state_dict(parts["model"])
@@ -156,7 +156,7 @@ def test_a_checkpoint_changes_no_bit_of_training(shards: Shards, mode: str) -> N
 
 
 def test_a_delayed_job_resumes_from_the_global_weights(shards: Shards) -> None:
-    """Delayed by a pull that had been under way, so not to the bit; but no warm-up begins anew."""
+    """Delayed by a pull that had been under way, so not to the bit; but no warm-up starts over."""
     mode = "ssd(steps=3, warmup=2)"
     (whole, checkpoint), _ = shards.run(train, sgd, mode, True)
     first, second = shards.run(resume, sgd, mode, checkpoint)

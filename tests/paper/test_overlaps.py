@@ -67,7 +67,7 @@ def test_mirror_with_its_control_by_hand() -> None:
 
 
 def test_blend_by_hand() -> None:
-    """They go on at 2 and 6, and 3 and 9 become 1/2 (3 + 3/2), 1/2 (9 + 3/2) when W lands.
+    """They continue at 2 and 6, and 3 and 9 become 1/2 (3 + 3/2), 1/2 (9 + 3/2) when W lands.
 
     Round 2: D_i is 3/2 - 13/4 and 3/2 - 33/4; V = -25/4, W = 3/2 + 1/4 (17/4 + 25/8).
     """

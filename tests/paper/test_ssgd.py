@@ -141,7 +141,7 @@ def test_fewer_workers_than_a_step_waits_for_are_enough() -> None:
 
 
 def test_a_worker_that_was_late_continues_with_the_newest_step() -> None:
-    """Else it would be late for ever, and its gradients would be of no use."""
+    """Else it would be late for ever, and its gradients would never count."""
     cluster = Cluster(SSGD(backup=1), quadratic, steps=100, speeds=(1.0, 1.0, 0.0), group=GROUP)
     cluster.train(events=500)
     behind = cluster.shard.clocks[0].version

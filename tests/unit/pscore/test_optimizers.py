@@ -289,7 +289,7 @@ def test_any_layout_follows_an_independent_model(
 def test_sgd_by_hand() -> None:
     ours = Slice(sgd.SGD(), [1], [0])
     ours.weights[:] = 1.0
-    ours.state[0][:] = 9.0  # Left over from before a reset: the first step starts anew.
+    ours.state[0][:] = 9.0  # Left over from before a reset: the first step starts over.
     on = np.ones(1, np.int64)
     # lr 1/2, momentum 1/2, dampening 1/2, weight decay 1/4; gradients summed over two workers.
     hyper = np.array([[0.5, 0.5, 0.5, 0.25, 0.0, 0.0]])

@@ -103,7 +103,7 @@ def test_a_mode_that_needs_another_optimizer_is_refused() -> None:
     aside(shard, job, 0)
     with pytest.raises(ConfigError, match="the shards run another optimizer"):
         shard.change(job, 0, 0, LocalSGD())
-    assert not job.table(0).participants.aside, "all go on as they were"
+    assert not job.table(0).participants.aside, "all continue as they were"
     aside(shard, job, 0, number=2)
     with pytest.raises(ConfigError, match="must be less than the 1 workers"):
         shard.change(job, 0, 0, SSGD(backup=1))

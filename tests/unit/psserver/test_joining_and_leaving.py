@@ -75,7 +75,7 @@ def test_a_worker_that_comes_back_continues_counting_where_the_slowest_is() -> N
 
 
 def test_parked_pushes_of_a_worker_are_gone_when_it_returns() -> None:
-    """Else it would be counted for the step that the worker pushes anew."""
+    """Else it would be counted for the step that the worker pushes again."""
     bench = Bench(SYNC, 2)
     assert bench.push(0, 1) == []
     bench.clock.welcome(0)
@@ -109,7 +109,7 @@ def test_an_asynchronous_worker_that_came_back_continues_where_the_slowest_is() 
 
 
 def test_nobody_is_welcomed_before_there_are_weights() -> None:
-    """At the start everybody is expected, whoever has joined twice."""
+    """At the start every worker is expected, though one has joined twice."""
     bench = Bench(SYNC, 2, loaded=False)
     bench.clock.welcome(1)
     bench.load()

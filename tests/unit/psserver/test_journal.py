@@ -40,7 +40,7 @@ class KilledError(Exception):
 
 
 class Process:
-    """One life of a slice: clock, store and the desk between them."""
+    """One life of a slice: clock, store, and the queue between them."""
 
     def __init__(self, arena: Arena | None, rule: Rule, optimizer: str, root: int) -> None:
         self.payloads: dict[Token, Payload] = {}

@@ -116,9 +116,9 @@ def test_journals_of_another_format_are_left_alone(tmp_path: Path) -> None:
 def test_residuals_are_found_again_or_refused(tmp_path: Path) -> None:
     job = JournalDir(tmp_path / "v").make("a")
     assert job.read_residuals() == {}
-    job.write_residuals({"0/1/2/owed.0.residual": np.ones(3, np.float32)})
-    assert job.read_residuals()["0/1/2/owed.0.residual"].tolist() == [1, 1, 1]
-    path = job.folder / "owed"
+    job.write_residuals({"0/1/2/worker.0.residual": np.ones(3, np.float32)})
+    assert job.read_residuals()["0/1/2/worker.0.residual"].tolist() == [1, 1, 1]
+    path = job.folder / "residuals"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""How long a job lives: which ends, which goes on, which begins anew, and what workers are told."""
+"""The life of a job: when it ends, continues or starts over, and the news that workers get."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     assert job.state is State.INTERRUPTED
     first = member(0, 2)
     assert shard.decide_join("run", 2, first)[0] is job
-    assert "job 'run' goes on at step 3" in first.news
+    assert "job 'run' continues at step 3" in first.news
     assert "psserver forget run" in first.news
     assert shard.jobs["run"].state is State.LIVE
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
@@ -43,11 +43,11 @@ def test_each_new_worker_is_told_once_that_the_job_continues() -> None:
     for incarnation in (2, 2, 2):  # Sent three times.
         again = member(0, incarnation)
         shard.decide_join("run", 2, again)
-        assert "goes on" in again.news
+        assert "continues" in again.news
     other, back = member(1, 2), dataclasses.replace(member(0, 3), returns=True, former=(2,))
     shard.decide_join("run", 2, other)
     shard.decide_join("run", 2, back)
-    assert "goes on" in other.news
+    assert "continues" in other.news
     assert not back.news
 
 
@@ -63,7 +63,7 @@ def test_later_workers_of_an_elastic_job_get_no_news_of_an_old_interruption() ->
     shard.tick(LEASE_S + 1.0)
     first, second = member(-1, 2), member(-1, 3)
     shard.decide_join("run", 3, first, 1)
-    assert "goes on at step 1" in first.news
+    assert "continues at step 1" in first.news
     push(shard, job, address, 0, 1)
     shard.decide_join("run", 3, second, 1)
     assert not second.news
@@ -92,7 +92,7 @@ def test_a_worker_that_ended_before_the_others_were_lost_is_not_waited_for() -> 
 
 
 def test_a_job_has_ended_when_the_last_one_there_says_so() -> None:
-    """Though another was lost before: the others went on without it, to their end."""
+    """Though another was lost before: the others continued without it, to their end."""
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
@@ -116,7 +116,7 @@ def test_a_new_process_takes_the_rank_of_one_whose_connection_broke() -> None:
         job.membership.suspect(rank, 1, 1.0)
     again = member(1, 2)
     assert shard.decide_join("run", 2, again)[0] is job
-    assert "goes on at step 1" in again.news
+    assert "continues at step 1" in again.news
     assert job.membership.expected() == [0, 1]
 
 
@@ -203,7 +203,7 @@ def test_the_other_shards_follow_the_first_into_another_life_of_a_job() -> None:
         push(shard, job, address, rank, 0)
     first = member(0, 2)
     assert shard.decide_join("run", 2, first, life=2)[0] is job
-    assert "goes on at step 1" in first.news
+    assert "continues at step 1" in first.news
     assert job.membership.expected() == [0, 1]
     assert job.life.number == 2
     shard.decide_join("run", 2, member(1, 2), life=2)

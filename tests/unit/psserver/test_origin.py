@@ -63,7 +63,7 @@ def test_a_loaded_state_brings_its_step() -> None:
 
 
 def test_the_worker_that_is_furthest_says_where_a_new_mode_begins() -> None:
-    """Two asynchronous workers of 2 steps and 1 have made 3 versions, where all go on."""
+    """Two asynchronous workers of 2 steps and 1 have made 3 versions, where all continue."""
 
     async def scene(front: Front) -> None:
         asgd = pb.Plugin(name="asgd")

@@ -1,4 +1,4 @@
-"""Pushes that may wait where their gradients lie: for whom they do, and when they are counted."""
+"""Parked pushes, whose gradients stay in the worker's memory: when they are added and counted."""
 
 import itertools
 

@@ -148,7 +148,7 @@ def resealed(path: Path, **changes: object) -> None:
 
 
 def refill(path: Path) -> None:
-    """Puts zeros in the place of what a file holds, but for its end."""
+    """Puts zeros in place of what a file holds, but for its end."""
     content = path.read_bytes()
     path.write_bytes(bytes(len(content) - PAGE) + content[-PAGE:])
 
@@ -159,7 +159,7 @@ def blank(path: Path, offset: int, nbytes: int) -> None:
 
 
 def exchange_weights(folder: Path) -> None:
-    """Puts the weights file of another job, of the same model, in the place of the job's own."""
+    """Puts the weights file of another job, of the same model, in place of the job's own."""
     other = Process(folder.parent / "other")
     other.train("a")
     other.kill()
@@ -310,7 +310,7 @@ def test_the_same_command_continues_at_once_where_all_processes_were_killed(fold
     """Its former worker has a lease there, but has not been heard since."""
     process, again = Process(folder), worker(8)
     process.engine.join("a", 1, again)
-    assert f"job 'a' goes on at step {STEPS}" in again.news
+    assert f"job 'a' continues at step {STEPS}" in again.news
     process.kill()
     assert Process(folder).engine.shard.jobs["a"].life.number == 2
 

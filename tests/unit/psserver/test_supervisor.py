@@ -210,7 +210,7 @@ def test_the_end_of_a_process_is_told_in_words() -> None:
 def test_a_machine_without_room_for_a_process_is_asked_again(
     fake: type[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the other shards go on meanwhile."""
+    """And the other shards continue meanwhile."""
     failing = iter([True])
 
     class Failing(Fake):

@@ -76,11 +76,11 @@ def test_a_push_is_settled_once() -> None:
     feedback = Feedback(parse_compressor("topk"), NUMEL, "job/0/0/0")
     feedback.encode(push(0), gradient(0))
     feedback.settle(Verdict.TOO_LATE)
-    owed = feedback.state["residual"].copy()
+    residual = feedback.state["residual"].copy()
     # The next push of the slice left uncompressed, and it too was late.
     feedback.settle(Verdict.TOO_LATE)
-    assert np.array_equal(feedback.state["residual"], owed)
-    assert np.array_equal(owed, gradient(0))
+    assert np.array_equal(feedback.state["residual"], residual)
+    assert np.array_equal(residual, gradient(0))
 
 
 def test_random_numbers_differ_between_slices_and_steps() -> None:

@@ -197,7 +197,7 @@ def test_the_compressors_state_is_one_vector_for_any_number_of_shards() -> None:
 
 @pytest.mark.parametrize("compression", ["2bit", "dgc(ratio=0.01)"])
 def test_residuals_survive_a_change_of_the_number_of_shards(compression: str) -> None:
-    """Each element owes as much as before, wherever the vector is cut."""
+    """Each element's residual is as before, wherever the vector is cut."""
     before, session = make(compression)
     grads = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(0))
     for spec in LAYOUT.slices:
@@ -303,7 +303,7 @@ class Slow(Future[Any]):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A clock that goes on by a second each time it is asked."""
+    """A clock that advances by a second at each reading."""
     seconds = iter(range(1000))
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
     monkeypatch.setattr("psworker.connection.answer_wait.time", clock)

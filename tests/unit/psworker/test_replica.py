@@ -220,7 +220,7 @@ def test_a_fetch_in_the_middle_of_a_step_does_not_wait_for_the_step() -> None:
     replica.push(1, grads(replica, 1.0)[1], -1, 1.0, port, in_backward=True)
     port.taken()
     for index in replica.fetch(None, port):
-        assert port.pulls, f"slice {index} is waited for, and was not asked for anew"
+        assert port.pulls, f"slice {index} is waited for, and was not asked for again"
         port.land(index, 2.0, version=0)
     assert [pull[1:3] for pull in port.pulls] == [(0, 0), (0, 0)]
 

@@ -127,7 +127,7 @@ def test_values_beyond_float32_are_refused_and_change_nothing(name: str) -> None
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("name", NAMES)
 def test_finite_values_stay_finite(name: str, extreme: str) -> None:
-    """And sent + owed is the gradient, to one rounding of its largest number."""
+    """And sent + residual is the gradient, to one rounding of its largest number."""
     compressor, grad = parse_compressor(name), EXTREMES[extreme]
     sender = Sender(compressor, len(grad))
     sent = decode(compressor, sender.encode(grad, seed=11), len(grad)).astype(np.float64)
@@ -139,10 +139,10 @@ def test_finite_values_stay_finite(name: str, extreme: str) -> None:
 
 
 def test_room_is_looked_for_only_where_it_may_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the largest number that is owed known, and small, no pass over memory is made."""
+    """With the largest number of the residual known, and small, no pass over memory is made."""
     looked: list[int] = []
 
-    def look(grad: FloatArray, owed: FloatArray) -> bool:
+    def look(grad: FloatArray, residual: FloatArray) -> bool:
         looked.append(len(grad))
         return True
 
@@ -152,7 +152,7 @@ def test_room_is_looked_for_only_where_it_may_lack(monkeypatch: pytest.MonkeyPat
     sender.encode(normal(100))
     assert not looked
     assert sender.state[base.LARGEST][0] == np.abs(normal(100)).max()
-    sender.encode(np.full(100, 1e35, np.float32))  # Nothing large is owed yet.
+    sender.encode(np.full(100, 1e35, np.float32))  # The residual has nothing large yet.
     assert not looked
     sender.encode(normal(100))
     assert looked
