@@ -20,6 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+from benchmarks.learning import tables
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
 from psserver.decisions.shard import Shard
@@ -347,8 +348,15 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "targets": targets,
     "hosts": hosts,
     "overlap": overlap,
+    **tables.TABLES,
 }
-PAGES = ("docs/dataplane.md", "docs/links.md", "docs/reference.md", "docs/training.md")
+PAGES = (
+    "docs/convergence.md",
+    "docs/dataplane.md",
+    "docs/links.md",
+    "docs/reference.md",
+    "docs/training.md",
+)
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)
 
 
