@@ -184,6 +184,36 @@ def demo(
     sys.exit(run_demo(plan, as_json=as_json))
 
 
+# Options of `plan --pipeline`.
+AsPipeline = Annotated[
+    bool, typer.Option("--pipeline", help="Measure the layers, and cut them into stages.")
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(help="With --pipeline: of a worker's link, as 1gbit; 100gbit,10gbit."),
+]
+Machines = Annotated[
+    int | None, typer.Option(help="With --pipeline: machines of the workers [1].", min=1)
+]
+MemoryLimit = Annotated[
+    str | None, typer.Option(help="With --pipeline: limit of a worker, as 16g.")
+]
+Input = Annotated[
+    str | None,
+    typer.Option("--input", help="With --pipeline: a minibatch, as 8x3x224x224, 4x1024:50257."),
+]
+Device = Annotated[
+    str | None, typer.Option(help="With --pipeline: cpu, cuda, ... to measure on [cpu].")
+]
+Sync = Annotated[
+    str | None,
+    typer.Option(help="With --pipeline: replicas meet on shards, or in a ring [shards]."),
+]
+SaveProfile = Annotated[
+    Path | None, typer.Option(help="With --pipeline: file for the measured profile.")
+]
+
+
 @app.command()
 def plan(
     *,
@@ -214,33 +244,14 @@ def plan(
     tokens: Annotated[
         int, typer.Option(help="Tokens, or samples, of a worker's step.", min=0, max=1 << 40)
     ] = 0,
-    pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Measure the layers, and cut them into stages.")
-    ] = False,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(help="With --pipeline: of a worker's link, as 1gbit; 100gbit,10gbit."),
-    ] = None,
-    machines: Annotated[
-        int | None, typer.Option(help="With --pipeline: machines of the workers [1].", min=1)
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="With --pipeline: limit of a worker, as 16g.")
-    ] = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option("--input", help="With --pipeline: a minibatch, as 8x3x224x224, 4x1024:50257."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="With --pipeline: cpu, cuda, ... to measure on [cpu].")
-    ] = None,
-    sync: Annotated[
-        str | None,
-        typer.Option(help="With --pipeline: replicas meet on shards, or in a ring [shards]."),
-    ] = None,
-    save_profile: Annotated[
-        Path | None, typer.Option(help="With --pipeline: file for the measured profile.")
-    ] = None,
+    pipeline: AsPipeline = False,
+    bandwidth: Bandwidth = None,
+    machines: Machines = None,
+    memory: MemoryLimit = None,
+    inputs: Input = None,
+    device: Device = None,
+    sync: Sync = None,
+    save_profile: SaveProfile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show slices, shards, bytes, or the stages of a pipeline, without any server."""
