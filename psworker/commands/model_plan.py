@@ -28,7 +28,7 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The mode of a job, and what it uses."""
+    """The mode of a job, its compressors and its optimizer."""
 
     rule: Rule
     compressor: Compressor

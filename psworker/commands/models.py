@@ -86,7 +86,7 @@ class Convolutional(nn.Module):
     """AlexNet and VGG: `features`, `avgpool` to a square, and `classifier`."""
 
     def __init__(self, features: Sequence[nn.Module], side: int, head: Sequence[nn.Module]) -> None:
-        """Takes the layers of both parts, and the side of the square."""
+        """Joins the layers of both parts; `side` is that of the square."""
         super().__init__()
         self.features = nn.Sequential(*features)
         self.avgpool = nn.AdaptiveAvgPool2d(side)
@@ -168,7 +168,7 @@ class Residual(nn.Module):
     """A layer behind a norm, added to its input."""
 
     def __init__(self, width: int, layer: nn.Module) -> None:
-        """Takes the layer."""
+        """Adds the norm to a layer."""
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.layer = layer

@@ -195,7 +195,7 @@ def cost_of(sync: str, num_shards: int, profile: Profile, job: Job) -> Cost:
         sync: One of `SYNCS`.
         num_shards: Shards, each behind a link of its own.
         profile: The model.
-        job: The mode between replicas, and what belongs to it.
+        job: The mode between replicas, with its compressors and optimizer.
 
     Raises:
         ConfigError: There is no such way.

@@ -12,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a stage does for one minibatch, and over which links."""
+    """The work of a stage for one minibatch, and its links."""
 
     inner_s: float  # Forward and backward on one replica.
     parameter_nbytes: float

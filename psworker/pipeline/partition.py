@@ -60,7 +60,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The limit of a worker's memory, and what a parameter needs beside its weight versions."""
+    """The limit of a worker's memory, and the optimizer's part in it."""
 
     limit_nbytes: float = math.inf
     num_state: int = 0  # Arrays of the optimizer, as long as the parameters.
@@ -150,7 +150,7 @@ class Partitioner:
         return self._partition(self._split((top, 0, 1, 0), table[0], *key, _NEVER, is_last=True))
 
     def data_parallel(self) -> tuple[float, Stage]:
-        """Returns the seconds of one stage on all workers, and that stage, whatever its memory."""
+        """Returns the seconds of one stage on all workers, and that stage; no limit of memory holds."""
         seconds, units = self._compute[-1], 1
         for level in self._levels:
             units *= level.units
