@@ -150,7 +150,7 @@ class Partitioner:
         return self._partition(self._split((top, 0, 1, 0), table[0], *key, _NEVER, is_last=True))
 
     def data_parallel(self) -> tuple[float, Stage]:
-        """Returns the seconds of one stage on all workers, and that stage; no limit of memory holds."""
+        """Returns the seconds of one stage on all workers, and that stage, without a limit."""
         seconds, units = self._compute[-1], 1
         for level in self._levels:
             units *= level.units
