@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from tests.integration.cluster import ROOT, Shards, Station, Worker, new_job
 from tests.integration.test_groups import free_port
@@ -45,7 +44,7 @@ def one_process(every: int) -> dict[str, torch.Tensor]:
         shares = [torch.cat(batches)] if every == 1 else batches
         for m, optimizer, inputs in zip(models, optimizers, shares, strict=True):
             optimizer.zero_grad()
-            loss = F.cross_entropy(m(inputs), (inputs @ truth).argmax(dim=1))
+            loss = nn.functional.cross_entropy(m(inputs), (inputs @ truth).argmax(dim=1))
             torch.autograd.backward(loss)
             optimizer.step()
         if (step + 1) % every == 0:
