@@ -39,6 +39,7 @@ CORE = (
     "psserver/decisions",
     "psworker/replica",
     "psworker/gossip",
+    "psworker/pipeline/verdict.py",
 )
 IMPURE = {
     "asyncio",
