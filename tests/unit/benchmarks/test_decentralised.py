@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import decentralised, peer_learning, peer_straggler
-from benchmarks.peer_tables import RESULTS
 
 
 def test_steps_that_come_in_bursts_count_by_cycles_of_the_slow_worker() -> None:
@@ -38,14 +37,6 @@ def test_results_of_other_parts_stay(tmp_path: Path) -> None:
     kept = json.loads(path.read_text())
     assert kept["straggler"]["figures"] == {"adpsgd": {"1x": 3.0}}
     assert set(kept) == {"straggler", "learning"}
-
-
-def test_the_last_line_has_every_mode() -> None:
-    kept = {name: part["figures"] for name, part in json.loads(RESULTS.read_text()).items()}
-    said = decentralised.brief(kept, list(decentralised.MODES))
-    assert set(said) == {"straggler", "accuracy", "consensus"}
-    assert all(set(part) == set(decentralised.MODES) for part in said.values())
-    assert all(set(row) == set(peer_straggler.FACTORS) for row in said["straggler"].values())
 
 
 class Line(torch.nn.Module):
