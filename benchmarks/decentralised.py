@@ -4,8 +4,8 @@
     python -m benchmarks.decentralised --data ../shared/data/fashion-mnist --seeds 1 2 3 --epochs 5
 
 Three figures for each mode, with 8 workers. `straggler`: seconds an epoch of the workers that are
-not slowed while one is, with real processes (`peer_straggler.py`). `accuracy` and `consensus`: of
-LeNet on Fashion-MNIST at equal samples, with simulated workers (`peer_learning.py`); `--quick`
+not slowed while one is, with real processes (`exchanges/straggler.py`). `accuracy`, `consensus`: of
+LeNet on Fashion-MNIST at equal samples, with simulated workers (`exchanges/learning.py`); `--quick`
 takes one seed and the 10,000 images of the repository. `--results` keeps the figures of the parts
 that were run, beside those of other runs, for the tables of docs/rules/decentralised.md.
 """
@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import kit, peer_learning, peer_straggler, tasks
+from benchmarks import kit, tasks
+from benchmarks.exchanges import learning, straggler
 
 PARTS = ("straggler", "learning")
-MODES = tuple(peer_straggler.MODES)
+MODES = tuple(straggler.MODES)
 QUICK_EPOCHS = 2.0
 
 
@@ -33,10 +34,10 @@ def learn(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Trains in each mode with each seed; returns all results."""
     found: list[dict[str, Any]] = []
     for seed in args.seeds:
-        task = tasks.fashion(args.data, seed, peer_learning.NUM_WORKERS)
+        task = tasks.fashion(args.data, seed, learning.NUM_WORKERS)
         steps = args.steps or round(args.epochs * task.steps_per_epoch)
         for mode in args.modes:
-            result = peer_learning.learn(mode, task, steps)
+            result = learning.learn(mode, task, steps)
             found.append(result.as_dict())
             print(
                 f"{mode}, seed {seed}: {100 * result.accuracy:.2f} %, models {result.consensus:.4f}"
@@ -90,9 +91,9 @@ def main() -> None:
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     if "straggler" in args.parts:
-        figures["straggler"] = peer_straggler.measure(args.modes)
+        figures["straggler"] = straggler.measure(args.modes)
         if args.out:
-            print(f"plot: {peer_straggler.plot(figures['straggler'], args.out)}")
+            print(f"plot: {straggler.plot(figures['straggler'], args.out)}")
     if "learning" in args.parts:
         figures["learning"] = learn(args)
     if args.results:

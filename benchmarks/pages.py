@@ -20,11 +20,15 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from benchmarks import peer_tables
+from benchmarks.exchanges import tables as exchange_tables
+from benchmarks.learning import tables
 from benchmarks.markdown import table
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
+from psserver.decisions.shard import Shard
+from psserver.engine.engine import Engine
 from psserver.process.settings import SECTIONS
+from psserver.service.metrics import ShardCollector
 from psworker import exits as psworker_exits
 from psworker.commands import cli as psworker_cli
 
@@ -113,6 +117,17 @@ def _shown(item: Any) -> str:
     if item.param_type_name == "option":
         return f"`{max(item.opts, key=len)}`"
     return f"`{(item.name or '').upper()}`"
+
+
+def metrics() -> str:
+    """Returns every metric of a shard with its labels."""
+    ends = {"counter": "_total", "info": "_info"}
+    rows = []
+    for family in ShardCollector(Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)).collect():
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        rows.append([f"`{family.name}{ends.get(family.type, '')}`", family.type, labels])
+        rows[-1].append(family.documentation)
+    return table(["metric", "type", "labels", "meaning"], rows)
 
 
 # ----- the data planes: docs/dataplane.md
@@ -315,12 +330,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "exit codes": exit_codes,
     "commands": commands,
+    "metrics": metrics,
     "transport": transport,
     "targets": targets,
     "hosts": hosts,
     "overlap": overlap,
-} | peer_tables.BLOCKS
+    **tables.TABLES,
+    **exchange_tables.BLOCKS,
+}
 PAGES = (
+    "docs/convergence.md",
     "docs/dataplane.md",
     "docs/links.md",
     "docs/reference.md",

@@ -91,8 +91,10 @@ class RecordedPairs(Pairs):
         self._record()
 
     def _record(self) -> None:
-        about = getattr(self._about, "now", ("write", -1, -1))
-        self.events.append(Event(*about, self.shared[:NUMEL].copy()))  # Without the padding.
+        what, other, number = getattr(self._about, "now", ("write", -1, -1))
+        self.events.append(
+            Event(what, other, number, self.shared[:NUMEL].copy())
+        )  # Without the padding.
 
 
 class RecordedMixing(Mixing):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import decentralised, peer_learning, peer_straggler
+from benchmarks import decentralised
+from benchmarks.exchanges import learning, straggler
 
 
 def test_steps_that_come_in_bursts_count_by_cycles_of_the_slow_worker() -> None:
@@ -18,16 +19,16 @@ def test_steps_that_come_in_bursts_count_by_cycles_of_the_slow_worker() -> None:
     slow = [1.0 * step for step in range(1, 12)]
     bursts = [0.1, 0.2, *(3.0 + 3.0 * (index // 3) + 0.001 * index for index in range(12))]
     even = [0.1, 0.2, 0.3, *(end + 0.01 for end in slow)]
-    assert peer_straggler.step_s(slow, [bursts, even], 11.4) == pytest.approx(1.0)
+    assert straggler.step_s(slow, [bursts, even], 11.4) == pytest.approx(1.0)
 
 
 def test_workers_that_do_not_wait_have_their_own_pace() -> None:
     own = [0.1 * step for step in range(1, 300)]
-    assert peer_straggler.step_s([5.0, 10.0, 15.0, 20.0], [own], 22.0) == pytest.approx(0.1)
+    assert straggler.step_s([5.0, 10.0, 15.0, 20.0], [own], 22.0) == pytest.approx(0.1)
 
 
 def test_a_slow_worker_without_two_steps_gives_no_figure() -> None:
-    assert peer_straggler.step_s([5.0], [[1.0]], 20.0) == np.inf
+    assert straggler.step_s([5.0], [[1.0]], 20.0) == np.inf
 
 
 def test_results_of_other_parts_stay(tmp_path: Path) -> None:
@@ -42,6 +43,8 @@ def test_results_of_other_parts_stay(tmp_path: Path) -> None:
 class Line(torch.nn.Module):
     """One weight."""
 
+    weight: torch.nn.Parameter
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(2))
@@ -55,18 +58,18 @@ class Parabola:
     def make_model(self) -> torch.nn.Module:
         return Line()
 
-    def gradient(self, model: torch.nn.Module, rank: int, step: int) -> float:
+    def gradient(self, model: Line, rank: int, step: int) -> float:
         loss = ((model.weight - 1.0) ** 2).sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return float(loss)
 
-    def evaluate(self, model: torch.nn.Module) -> tuple[float, float]:
+    def evaluate(self, model: Line) -> tuple[float, float]:
         return float(model.weight.detach().mean()), 0.0
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd", "ssgd", "asgd"])
 def test_every_mode_learns(mode: str) -> None:
-    found = peer_learning.learn(mode, Parabola(), 60)  # type: ignore[arg-type]
+    found = learning.learn(mode, Parabola(), 60)  # type: ignore[arg-type]
     assert found.accuracy == pytest.approx(1.0, abs=0.15)
     assert np.isfinite(found.consensus)
 

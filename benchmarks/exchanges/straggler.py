@@ -142,7 +142,7 @@ def step_s(slow: Sequence[float], others: Sequence[Sequence[float]], until_s: fl
     if num < 1:
         return math.inf
     num -= num % CYCLE if num > CYCLE else 0
-    after_s = (ended[num] - ended[0]) / num / 2
+    after_s = (ended[num] - ended[0]) / num / 4
     start_s, end_s = ended[0] + after_s, ended[num] + after_s
     counts = [sum(start_s < end <= end_s for end in ends) for ends in others]
     return (end_s - start_s) / statistics.fmean(counts) if any(counts) else math.inf

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results" / "decentralised.json"
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "decentralised.json"
 
 
 def part(name: str) -> dict[str, Any]:
