@@ -2,7 +2,7 @@
 
 `check` runs it and raises an AssertionError that names what broke. In half of the cases no worker
 changes its model by itself: then a graph must bring all together at least by its spectral gap, and
-exchanges of pairs must keep the sum of all models. Whatever else happens, all living workers must
+exchanges of pairs must keep the sum of all models. In every case all living workers must
 come to their end, no exchange may be applied twice, and all-reduce must leave the same bits.
 """
 
