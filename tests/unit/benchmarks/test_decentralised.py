@@ -61,7 +61,7 @@ class Parabola:
     def gradient(self, model: Line, rank: int, step: int) -> float:
         loss = ((model.weight - 1.0) ** 2).sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss)
+        return float(loss.item())
 
     def evaluate(self, model: Line) -> tuple[float, float]:
         return float(model.weight.detach().mean()), 0.0
