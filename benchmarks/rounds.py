@@ -1,14 +1,18 @@
 """Loss of rounds that block and of rounds that overlap, at equal tokens.
 
     python -m benchmarks.rounds --quick --json
-    python -m benchmarks.rounds --seeds 3 --steps 2000 --data tiny-shakespeare.txt
-    python -m benchmarks.rounds --tune
+    python -m benchmarks.rounds --seeds 3 --out docs/results/rounds.json
 
 A small transformer predicts the characters of a part of Shakespeare's plays. Four workers run AdamW
 between the rounds of `diloco`; the real replicas, clocks and stores (`pssim/training.py`) exchange
-the rounds in simulated time. Each form of the overlap has its own best outer rate, which `--tune`
-looks for. The answer to a round lands a fifth of the next one later; in `late` and `eager` it is
-used a whole round later. The loss is that of the shards' weights on the text's end.
+the rounds in simulated time, with the bits of a job of processes
+(`test_a_simulated_job_has_the_bits_of_one_of_processes`). The loss is that of the shards' weights
+on the text's end. The answer to a round lands a fifth of the next one later; in `late` and `eager`
+it is used a whole round later.
+
+Each form has an outer rate of its own: the full run begins with 0.4, walks on a grid to the
+smallest loss of the first seed, and trains the other seeds with that rate. `--quick` trains one
+seed with the rates of the result file, or with `--rates`.
 """
 
 from __future__ import annotations
@@ -16,9 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import os
+import statistics
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,137 +34,235 @@ import torch
 from torch import nn
 
 from benchmarks.chars import PART, Text
+from pscore.compressors.none import NoCompression
+from pscore.compressors.sparseloco import SparseLoCo
 from pscore.rules import DiLoCo
 from pssim.training import TrainingCluster, TrainingJob
 
+RESULT = Path(__file__).parent.parent / "docs" / "results" / "rounds.json"
 NUM_WORKERS = 4
 LR, LEAST, RISE = 3e-3, 0.1, 50  # Of AdamW: its peak, the end over the peak, steps of its rise.
 OUTER_MOMENTUM = 0.9
 FORMS = ("blocking", "late", "blend", "eager", "mirror")
+SPARSE = "sparse"  # Rounds that block, with `sparseloco` both ways and no outer momentum.
 LENGTHS = (20, 100)  # H.
-STEPS = 2000
-QUICK_STEPS, QUICK_ROUNDS = 400, 10
-RATES_TRIED = (0.1, 0.2, 0.4, 0.7)
-# Outer rates by the length of a round, before any tuning: `--tune` is still to be run.
-RATES: dict[int, dict[str, float]] = {
-    20: {"blocking": 0.4, "late": 0.1, "blend": 0.4, "eager": 0.2, "mirror": 0.4},
-    100: {"blocking": 0.4, "late": 0.1, "blend": 0.4, "eager": 0.2, "mirror": 0.4},
-}
+STEPS_MIN, ROUNDS_MIN = 800, 16
+GRID = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)  # Outer rates.
+FIRST_RATE = 0.4
+SPARSELY = SparseLoCo(), SparseLoCo(decay=1.0)  # Of pushes and of pulls.
 
 
-def make_rule(form: str, steps: int, outer_lr: float, delay: int = -1) -> DiLoCo:
-    """Returns the mode of a form.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A form of a round, and the task.
+
+    Attributes:
+        form: One of `FORMS`, or `SPARSE`.
+        length: H, steps.
+        delay: Steps after which an answer lands; -1: a fifth of H.
+        control: Of `mirror`.
+        steps: Of each worker.
+        unlike: Whether each worker draws from its own part of the text.
+        data: The text.
+    """
+
+    form: str
+    length: int
+    delay: int = -1
+    control: float = 0.0
+    steps: int = STEPS_MIN
+    unlike: bool = False
+    data: Path = PART
+
+    def rule(self, outer_lr: float) -> DiLoCo:
+        """Returns the mode."""
+        momentum = 0.0 if self.form == SPARSE else OUTER_MOMENTUM
+        rule = DiLoCo(steps=self.length, outer_lr=outer_lr, outer_momentum=momentum)
+        if self.form in ("blocking", SPARSE):
+            return rule
+        return replace(rule, overlap=self.form, delay=self.delay, control=self.control)
+
+    def rate(self, step: int) -> float:
+        """Returns AdamW's learning rate: a linear rise, then half a cosine."""
+        wave = (1 + math.cos(math.pi * min(1.0, step / self.steps))) / 2
+        return LR * min(1.0, (step + 1) / RISE) * (LEAST + (1 - LEAST) * wave)
+
+    def train(self, outer_lr: float, seed: int) -> float:
+        """Trains; returns the held-out loss of the shards' weights, in nats a character."""
+        begin_s = time.perf_counter()
+        text = Text(path=self.data, seed=seed, num_parts=NUM_WORKERS if self.unlike else 1)
+        pushes, pulls = SPARSELY if self.form == SPARSE else (NoCompression(), NoCompression())
+        job = TrainingJob(
+            compressor=pushes,
+            pull_compressor=pulls,
+            rule=self.rule(outer_lr),
+            make_model=text.make_model,
+            gradient=text.gradient,
+            group={"lr": LR},
+            lr=self.rate,
+            make_inner=make_inner,
+            num_workers=NUM_WORKERS,
+            steps=self.steps,
+            seed=seed,
+        )
+        cluster = TrainingCluster(job).run()
+        loss = text.held_out_loss(cluster.show(text.make_model()))
+        print(
+            f"H = {self.length}, {self.form}, outer rate {outer_lr:g}, seed {seed}: "
+            f"{loss:.4f} ({time.perf_counter() - begin_s:.0f} s)",
+            flush=True,
+        )
+        return loss
+
+
+def make_inner(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns the optimizer of one worker."""
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1, fused=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The losses of one form.
+
+    Attributes:
+        rate: The outer rate.
+        losses: Held-out loss of each seed with it.
+        tried: Loss of the first seed by outer rate, as text.
+    """
+
+    rate: float
+    losses: list[float]
+    tried: dict[str, float]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.losses)
+
+
+def search(setting: Setting, num_seeds: int) -> Found:
+    """Trains with the best rate of the grid that a walk from `FIRST_RATE` finds."""
+    tried: dict[int, float] = {}
+
+    def loss_at(place: int) -> float:
+        if not 0 <= place < len(GRID):
+            return math.inf
+        if place not in tried:
+            loss = setting.train(GRID[place], 0)
+            tried[place] = math.inf if math.isnan(loss) else loss
+        return tried[place]
+
+    best = GRID.index(FIRST_RATE)
+    while (better := min((best, best - 1, best + 1), key=loss_at)) != best:
+        best = better
+    losses = [tried[best], *(setting.train(GRID[best], seed) for seed in range(1, num_seeds))]
+    return Found(
+        rate=GRID[best],
+        losses=[round(loss, 4) for loss in losses],
+        tried={f"{GRID[place]:g}": round(tried[place], 4) for place in sorted(tried)},
+    )
+
+
+def measure(setting: Setting, num_seeds: int, outer_lr: float | None) -> Found:
+    """Trains with an outer rate, or with the best one.
 
     Args:
-        form: One of `FORMS`.
-        steps: H.
-        outer_lr: The outer rate.
-        delay: Steps after which an answer lands; -1: a fifth of H.
+        setting: The form and the task.
+        num_seeds: Seeds.
+        outer_lr: The outer rate; None: it is looked for.
     """
-    overlap = "none" if form == "blocking" else form
-    rule = DiLoCo(steps=steps, outer_lr=outer_lr, outer_momentum=OUTER_MOMENTUM, overlap=overlap)
-    return replace(rule, delay=delay)
+    torch.set_num_threads(1)
+    if outer_lr is None:
+        return search(setting, num_seeds)
+    losses = [round(setting.train(outer_lr, seed), 4) for seed in range(num_seeds)]
+    return Found(rate=outer_lr, losses=losses, tried={f"{outer_lr:g}": losses[0]})
 
 
-def rate(step: int, steps: int) -> float:
-    """Returns AdamW's learning rate: a linear rise, then half a cosine."""
-    wave = (1 + math.cos(math.pi * min(1.0, step / steps))) / 2
-    return LR * min(1.0, (step + 1) / RISE) * (LEAST + (1 - LEAST) * wave)
+def known_rate(form: str, length: int) -> float:
+    """Returns the best outer rate of a form in the result file, at the nearest known H."""
+    known: Mapping[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))["forms"]
+    nearest = min(known, key=lambda name: abs(int(name[1:]) - length))
+    return float(known[nearest][form]["rate"])
 
 
-def train(rule: DiLoCo, text: Text, steps: int) -> float:
-    """Trains, and returns the held-out loss of the shards' weights."""
-
-    def make_inner(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1, fused=True)
-
-    job = TrainingJob(
-        rule=rule,
-        make_model=text.make_model,
-        gradient=text.gradient,
-        group={"lr": LR},
-        lr=lambda step: rate(step, steps),
-        make_inner=make_inner,
-        num_workers=NUM_WORKERS,
-        steps=steps,
-        seed=text.seed,
-    )
-    cluster = TrainingCluster(job).run()
-    return text.held_out_loss(cluster.show(text.make_model()))
-
-
-def measure(args: argparse.Namespace, rates: dict[int, dict[str, float]]) -> dict[str, Any]:
-    """Returns the mean loss over the seeds by length of a round and form."""
-    found: dict[str, Any] = {}
-    for length in args.lengths:
-        for form in args.forms:
-            outer_lr = rates[min(rates, key=lambda known: abs(known - length))][form]
-            rule = make_rule(form, length, outer_lr, args.delay)
-            losses = []
-            for seed in range(args.seeds):
-                begin_s = time.perf_counter()
-                losses.append(train(rule, make_text(args, seed), num_steps(args, length)))
-                took_s = time.perf_counter() - begin_s
-                print(
-                    f"H = {length}, {form}, outer rate {outer_lr:g}, seed {seed}: "
-                    f"{losses[-1]:.4f} ({took_s:.0f} s)",
-                    flush=True,
+def measure_all(args: argparse.Namespace) -> dict[str, dict[str, Found]]:
+    """Returns the losses by length of a round and form; several processes train."""
+    spawn = multiprocessing.get_context("spawn")
+    found: dict[str, dict[str, Any]] = {}
+    with ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
+        for length in sorted(args.lengths, reverse=True):  # The longest ones first.
+            for form in args.forms:
+                setting = Setting(
+                    form=form,
+                    length=length,
+                    delay=min(args.delay, length),
+                    control=args.control,
+                    steps=args.steps or max(STEPS_MIN, ROUNDS_MIN * length),
+                    unlike=args.unlike,
+                    data=args.data,
                 )
-            row = found.setdefault(f"H{length}", {})
-            row[form] = round(sum(losses) / len(losses), 4)
-    return found
+                rate = args.rates.get(form)
+                if args.quick and rate is None:
+                    rate = known_rate(form, length)
+                row = found.setdefault(f"H{length}", {})
+                row[form] = pool.submit(measure, setting, args.seeds, rate)
+        return {
+            name: {form: future.result() for form, future in found[name].items()}
+            for name in sorted(found, key=lambda name: int(name[1:]))
+        }
 
 
-def tune(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the losses of every outer rate that is tried."""
-    found: dict[str, Any] = {}
-    for outer_lr in args.rates:
-        tried = {length: dict.fromkeys(FORMS, outer_lr) for length in args.lengths}
-        found[f"{outer_lr:g}"] = measure(args, tried)
-    return found
+def write(args: argparse.Namespace, found: dict[str, dict[str, Found]]) -> None:
+    """Writes the result file; what an existing one holds of other forms and lengths is kept."""
+    words = ("seeds", "steps", "delay", "control", "unlike")
+    shown = {word: getattr(args, word) for word in words} | {"data": args.data.name}
+    forms: dict[str, dict[str, Any]] = {}
+    if args.out.exists():
+        forms = json.loads(args.out.read_text(encoding="utf-8"))["forms"]
+    for name, row in found.items():
+        forms.setdefault(name, {}).update({form: asdict(it) for form, it in row.items()})
+    result = {"date": time.strftime("%Y-%m-%d"), "arguments": shown, "forms": forms}
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def num_steps(args: argparse.Namespace, length: int) -> int:
-    """Returns the steps of each worker; with `--quick` enough for a few rounds."""
-    return max(QUICK_STEPS, QUICK_ROUNDS * length) if args.quick else args.steps
-
-
-def make_text(args: argparse.Namespace, seed: int) -> Text:
-    """Returns the task."""
-    return Text(path=args.data, seed=seed, num_parts=NUM_WORKERS if args.unlike else 1)
+def rate_of(text: str) -> tuple[str, float]:
+    """Returns a form and its outer rate from `mirror=0.4`."""
+    form, _, rate = text.partition("=")
+    return form, float(rate)
 
 
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one seed and fewer steps")
-    parser.add_argument("--tune", action="store_true", help="try outer rates for each form")
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES_TRIED, help="for --tune")
+    parser.add_argument("--quick", action="store_true", help="one seed, with known outer rates")
+    parser.add_argument("--rates", type=rate_of, nargs="+", default=[], help="such as mirror=0.4")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="H")
-    parser.add_argument("--forms", nargs="+", default=FORMS, choices=FORMS)
+    parser.add_argument("--forms", nargs="+", default=FORMS, choices=(*FORMS, SPARSE))
     parser.add_argument("--delay", type=int, default=-1, help="steps; -1: a fifth of H")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each worker")
+    parser.add_argument("--control", type=float, default=0.0, help="of mirror")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help=f"of each worker; 0: {STEPS_MIN}, and at least {ROUNDS_MIN} rounds",
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--unlike", action="store_true", help="each worker has its own part")
     parser.add_argument("--data", type=Path, default=PART, help="a text; else a part of one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", type=Path, help="writes the result to a file")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = tune(args) if args.tune else measure(args, RATES)
+    args.rates = dict(args.rates)
+    found = measure_all(args)
     if args.out:
-        about = {
-            "steps": {f"H{length}": num_steps(args, length) for length in args.lengths},
-            "seeds": args.seeds,
-            "delay": args.delay,
-            "unlike": args.unlike,
-            "data": args.data.name,
-            "outer_momentum": OUTER_MOMENTUM,
-            "rates": {f"H{length}": row for length, row in RATES.items()},
-        }
-        args.out.write_text(json.dumps({"about": about, "loss": found}, indent=1) + "\n")
+        write(args, found)
     if args.json:
-        print(json.dumps(found))
+        means = {
+            name: {form: round(it.mean, 4) for form, it in row.items()}
+            for name, row in found.items()
+        }
+        print(json.dumps(means))
 
 
 if __name__ == "__main__":
