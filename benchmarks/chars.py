@@ -68,7 +68,7 @@ class Text:
     """
 
     path: Path = PART
-    length: int = 64
+    length: int = 32
     rows: int = 4
     num_parts: int = 1
     seed: int = 0

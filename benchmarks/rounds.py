@@ -179,10 +179,11 @@ def measure(setting: Setting, num_seeds: int, outer_lr: float | None) -> Found:
 
 
 def known_rate(form: str, length: int) -> float:
-    """Returns the best outer rate of a form in the result file, at the nearest known H."""
-    known: Mapping[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))["forms"]
+    """Returns the best outer rate of a form in the result file, at the nearest H that it has."""
+    forms: Mapping[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))["forms"]
+    known = [name for name, row in forms.items() if form in row]
     nearest = min(known, key=lambda name: abs(int(name[1:]) - length))
-    return float(known[nearest][form]["rate"])
+    return float(forms[nearest][form]["rate"])
 
 
 def measure_all(args: argparse.Namespace) -> dict[str, dict[str, Found]]:
