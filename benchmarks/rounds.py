@@ -10,8 +10,8 @@ the rounds in simulated time, with the bits of a job of processes
 on the text's end. The answer to a round lands a fifth of the next one later; in `late` and `eager`
 it is used a whole round later.
 
-Each form has an outer rate of its own: the full run begins with 0.4, walks on a grid to the
-smallest loss of the first seed, and trains the other seeds with that rate. `--quick` trains one
+Each form has an outer rate of its own: the full run walks on a grid to the smallest loss of the
+first seed, and trains the other seeds with that rate. `--quick` trains one
 seed with the rates of the result file, or with `--rates`.
 """
 
@@ -48,8 +48,15 @@ SPARSE = "sparse"  # Rounds that block, with `sparseloco` both ways and no outer
 LENGTHS = (20, 100)  # H.
 STEPS_MIN, ROUNDS_MIN = 800, 16
 GRID = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.4)  # Outer rates.
-FIRST_RATE = 0.4
-SPARSELY = SparseLoCo(), SparseLoCo(decay=1.0)  # Of pushes and of pulls.
+FIRST_RATES = {
+    "blocking": 0.7,
+    "late": 0.2,
+    "blend": 0.7,
+    "eager": 0.2,
+    "mirror": 0.7,
+    "sparse": 1.0,
+}
+SPARSELY = SparseLoCo(k=512), SparseLoCo(k=512, decay=1.0)  # Of pushes and of pulls.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +148,7 @@ class Found:
 
 
 def search(setting: Setting, num_seeds: int) -> Found:
-    """Trains with the best rate of the grid that a walk from `FIRST_RATE` finds."""
+    """Trains with the best rate of the grid that a walk from one of `FIRST_RATES` finds."""
     tried: dict[int, float] = {}
 
     def loss_at(place: int) -> float:
@@ -152,7 +159,7 @@ def search(setting: Setting, num_seeds: int) -> Found:
             tried[place] = math.inf if math.isnan(loss) else loss
         return tried[place]
 
-    best = GRID.index(FIRST_RATE)
+    best = GRID.index(FIRST_RATES[setting.form])
     while (better := min((best, best - 1, best + 1), key=loss_at)) != best:
         best = better
     losses = [tried[best], *(setting.train(GRID[best], seed) for seed in range(1, num_seeds))]
@@ -179,9 +186,16 @@ def measure(setting: Setting, num_seeds: int, outer_lr: float | None) -> Found:
 
 
 def known_rate(form: str, length: int) -> float:
-    """Returns the best outer rate of a form in the result file, at the nearest H that it has."""
-    forms: Mapping[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))["forms"]
+    """Returns the best outer rate of a form in the result file, at the nearest H that it has.
+
+    A form that is not in it has its rate of `FIRST_RATES`.
+    """
+    forms: Mapping[str, Any] = {}
+    if RESULT.exists():
+        forms = json.loads(RESULT.read_text(encoding="utf-8"))["forms"]
     known = [name for name, row in forms.items() if form in row]
+    if not known:
+        return FIRST_RATES[form]
     nearest = min(known, key=lambda name: abs(int(name[1:]) - length))
     return float(forms[nearest][form]["rate"])
 
