@@ -258,12 +258,12 @@ class TrainingTable:
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
-        self.exchange.flush()
+        self.local_step.flush(self.exchange)
         self.replica.end_round(self.grads(), self.exchange)
 
     def settle(self) -> None:
         """Waits until every push is acknowledged and every pull has been applied."""
-        self.exchange.flush()
+        self.local_step.flush(self.exchange)
         self.exchange.run(self.replica.settle())
 
     def fetch(self, min_version: int | None) -> None:
@@ -289,7 +289,7 @@ class TrainingTable:
                 [flat[spec.start : spec.stop] for flat in flats] for spec in self.layout.slices
             )
         ]
-        self.exchange.flush()
+        self.local_step.flush(self.exchange)
         with_state = num_state is not None
         self.exchange.run(self.replica.peek(pull_buffers, self.exchange, with_state=with_state))
         counts = [
