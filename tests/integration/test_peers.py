@@ -108,7 +108,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_others_go_on_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
+def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 3, "job": new_job()}
         work = train_until_told
@@ -162,7 +162,7 @@ def copy_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def ask_what_is_refused(me: Station) -> list[str]:
-    """Returns what the refusals of a running job say; it goes on."""
+    """Returns what the refusals of a running job say; it continues."""
     model, optimizer = begin("allreduce")
     said = []
     with pytest.raises(ConfigError) as refused:
@@ -181,7 +181,7 @@ def adopt(me: Station) -> str:
     return str(refused.value)
 
 
-def test_what_would_wait_forever_is_refused(shards: Shards) -> None:
+def test_calls_that_would_wait_forever_are_refused(shards: Shards) -> None:
     for modes, state in shards.run(ask_what_is_refused):
         assert "do not change the mode" in modes
         assert "before DistributedOptimizer wraps it" in state
@@ -220,7 +220,7 @@ def save_half(me: Station, mode: str) -> Any:
 
 
 def resume(me: Station, mode: str, states: list[bytes]) -> Any:
-    """Goes on in a new job, as the refusal of load_state_dict says."""
+    """Continues in a new job, as the refusal of load_state_dict says."""
     state = torch.load(io.BytesIO(states[me.rank]), weights_only=True)
     model = make_model()
     model.load_state_dict(state["model"])
@@ -236,7 +236,7 @@ def resume(me: Station, mode: str, states: list[bytes]) -> Any:
 
 
 def restored(me: Station, mode: str) -> Any:
-    """Goes on in a job that was restored, with a model that had begun elsewhere."""
+    """Continues in a job that was restored, with a model that had begun elsewhere."""
     model, optimizer = begin(mode, 1)
     first = copy_of(model)
     go(me, model, optimizer, range(EVERY * 2, EVERY * 4))
@@ -245,7 +245,7 @@ def restored(me: Station, mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd"])
-def test_a_job_goes_on_from_a_checkpoint_and_from_saved_state(
+def test_a_job_continues_from_a_checkpoint_and_from_saved_state(
     shards: Shards, tmp_path: Path, mode: str
 ) -> None:
     full = f"{mode}(average_every={EVERY})"

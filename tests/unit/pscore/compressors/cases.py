@@ -21,7 +21,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "sparseloco": ("(k=5)", "(decay=1.0)"),
 }
 NAMES = [name + arguments for name in COMPRESSORS for arguments in ARGUMENTS.get(name, ("",))]
-# What is owed by these is what was not sent; dgc with momentum owes velocities, and what waits in
+# The residual of these is the part not sent; that of dgc with momentum is a velocity, and that of
 # sparseloco decays.
 FORGETTING = ("dgc(ratio=0.03)", "sparseloco(k=5)")
 OWING = [
@@ -71,7 +71,7 @@ class Sender:
 
     @property
     def residual(self) -> FloatArray:
-        """What is owed."""
+        """The residual."""
         return self.state["residual"]
 
 
