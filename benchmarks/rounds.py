@@ -228,7 +228,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, dict[str, Found]]:
 
 
 def write(args: argparse.Namespace, found: dict[str, dict[str, Found]]) -> None:
-    """Writes the result file; what an existing one holds of other forms and lengths is kept."""
+    """Writes the result file; the other forms and lengths of an existing one are kept."""
     words = ("seeds", "steps", "delay", "control", "unlike")
     shown = {word: getattr(args, word) for word in words} | {"data": args.data.name}
     forms: dict[str, dict[str, Any]] = {}

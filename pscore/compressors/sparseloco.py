@@ -8,7 +8,7 @@ the moves of rounds (digest: chunk, k, 2 bits and decay are those that are repor
 
 Q has four values for each chunk: -high, -low, low, high. m is the mean of the |u[i]| in S; low is
 the mean of those below m and high that of the others, so that Q keeps the sum of the magnitudes.
-With b = 1 sent + r is the sum of what came in; with b < 1 what waits is forgotten, b per push.
+With b = 1 the sum of everything sent and r is the sum of all g; with b < 1 each push keeps b of r.
 
 A chunk has 4096 elements, the last one of a slice the rest; it sends c = min(k, its elements), of
 equals those with the lowest indices. Payload of n elements, E of which are sent, little-endian:
@@ -23,8 +23,8 @@ Bits behind the last code and index are 0. Magnitudes are added as float64, in h
 t + P / 2, then to P / 4 and so on, P the power of two from k on. A level below 2^-100 is sent as 0.
 
 Differs from the paper: Q, of which the digest has only the number of bits. For pulls b must be 1:
-what waits is then the difference of the weights to the estimate (pscore/estimate.py), so what comes
-back is as small as what went up; the paper's peers each receive the payloads of all the others.
+the residual is then the difference of the weights to the estimate (pscore/estimate.py). An answer
+is as small as a push; the paper's peers each receive the payloads of all the others.
 """
 
 from __future__ import annotations

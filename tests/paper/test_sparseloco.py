@@ -94,7 +94,7 @@ def test_rounds_follow_the_equations(decay: float, outer_lr: float) -> None:
         assert worker.pushed_nbytes < ROUNDS * 4 * NUMEL / 50
 
 
-def test_what_comes_back_is_as_small_as_what_went_up() -> None:
+def test_answers_are_as_small_as_pushes() -> None:
     """X = X + Q(W - X) in every round but the first, whose answer is W; workers go on from X."""
     shown: list[tuple[Vector, Vector]] = []
 
