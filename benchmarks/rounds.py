@@ -11,8 +11,9 @@ on the text's end. The answer to a round lands a fifth of the next one later; in
 it is used a whole round later.
 
 Each form has an outer rate of its own: the full run walks on a grid to the smallest loss of the
-first seed, and trains the other seeds with that rate. `--quick` trains one
-seed with the rates of the result file, or with `--rates`.
+first seed, and trains the other seeds with that rate. It writes the result file after each form;
+started again with the same arguments, it continues with the forms that are missing. `--quick`
+trains one seed with the rates of the result file, or with `--rates`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,17 +135,12 @@ class Found:
     Attributes:
         rate: The outer rate.
         losses: Held-out loss of each seed with it.
-        tried: Loss of the first seed by outer rate, as text.
+        tried: Loss of the first seed by outer rate, as text; None: it diverged.
     """
 
     rate: float
     losses: list[float]
-    tried: dict[str, float]
-
-    @property
-    def mean(self) -> float:
-        """Mean over the seeds."""
-        return statistics.fmean(self.losses)
+    tried: dict[str, float | None]
 
 
 def search(setting: Setting, num_seeds: int) -> Found:
@@ -166,7 +162,10 @@ def search(setting: Setting, num_seeds: int) -> Found:
     return Found(
         rate=GRID[best],
         losses=[round(loss, 4) for loss in losses],
-        tried={f"{GRID[place]:g}": round(tried[place], 4) for place in sorted(tried)},
+        tried={
+            f"{GRID[place]:g}": round(tried[place], 4) if math.isfinite(tried[place]) else None
+            for place in sorted(tried)
+        },
     )
 
 
@@ -200,13 +199,60 @@ def known_rate(form: str, length: int) -> float:
     return float(forms[nearest][form]["rate"])
 
 
-def measure_all(args: argparse.Namespace) -> dict[str, dict[str, Found]]:
-    """Returns the losses by length of a round and form; several processes train."""
+class Result:
+    """The losses by length of a round and form, in a file if there is one."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Reads the file, of which forms that other arguments have made are dropped."""
+        words = ("quick", "rates", "seeds", "steps", "delay", "control", "unlike")
+        self.arguments = {word: getattr(args, word) for word in words} | {"data": args.data.name}
+        self.forms: dict[str, dict[str, Any]] = {}
+        self._path: Path | None = args.out
+        if self._path is not None and self._path.exists():
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            if kept["arguments"] == self.arguments:
+                self.forms = kept["forms"]
+
+    def has(self, length: int, form: str) -> bool:
+        """Returns whether a form is there."""
+        return form in self.forms.get(f"H{length}", {})
+
+    def add(self, length: int, form: str, found: Found) -> None:
+        """Adds the losses of a form, and writes the file."""
+        self.forms.setdefault(f"H{length}", {})[form] = asdict(found)
+        if self._path is not None:
+            shown = {
+                "date": time.strftime("%Y-%m-%d"),
+                "arguments": self.arguments,
+                "forms": self.in_order(),
+            }
+            self._path.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
+
+    def in_order(self) -> dict[str, dict[str, Any]]:
+        """Returns the forms by length, both in the order of the table."""
+        order = (*FORMS, SPARSE)
+        return {
+            name: {form: self.forms[name][form] for form in order if form in self.forms[name]}
+            for name in sorted(self.forms, key=lambda name: int(name[1:]))
+        }
+
+    def means(self) -> dict[str, dict[str, float]]:
+        """Returns the mean losses over the seeds."""
+        return {
+            name: {form: round(statistics.fmean(it["losses"]), 4) for form, it in row.items()}
+            for name, row in self.in_order().items()
+        }
+
+
+def measure_all(args: argparse.Namespace, result: Result) -> None:
+    """Measures the forms that the result lacks; several processes train."""
     spawn = multiprocessing.get_context("spawn")
-    found: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
+        started = {}
         for length in sorted(args.lengths, reverse=True):  # The longest ones first.
             for form in args.forms:
+                if result.has(length, form):
+                    continue
                 setting = Setting(
                     form=form,
                     length=length,
@@ -219,25 +265,9 @@ def measure_all(args: argparse.Namespace) -> dict[str, dict[str, Found]]:
                 rate = args.rates.get(form)
                 if args.quick and rate is None:
                     rate = known_rate(form, length)
-                row = found.setdefault(f"H{length}", {})
-                row[form] = pool.submit(measure, setting, args.seeds, rate)
-        return {
-            name: {form: future.result() for form, future in found[name].items()}
-            for name in sorted(found, key=lambda name: int(name[1:]))
-        }
-
-
-def write(args: argparse.Namespace, found: dict[str, dict[str, Found]]) -> None:
-    """Writes the result file; the other forms and lengths of an existing one are kept."""
-    words = ("seeds", "steps", "delay", "control", "unlike")
-    shown = {word: getattr(args, word) for word in words} | {"data": args.data.name}
-    forms: dict[str, dict[str, Any]] = {}
-    if args.out.exists():
-        forms = json.loads(args.out.read_text(encoding="utf-8"))["forms"]
-    for name, row in found.items():
-        forms.setdefault(name, {}).update({form: asdict(it) for form, it in row.items()})
-    result = {"date": time.strftime("%Y-%m-%d"), "arguments": shown, "forms": forms}
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                started[pool.submit(measure, setting, args.seeds, rate)] = length, form
+        for future in as_completed(started):
+            result.add(*started[future], future.result())
 
 
 def rate_of(text: str) -> tuple[str, float]:
@@ -269,15 +299,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     args.rates = dict(args.rates)
-    found = measure_all(args)
-    if args.out:
-        write(args, found)
+    result = Result(args)
+    measure_all(args, result)
     if args.json:
-        means = {
-            name: {form: round(it.mean, 4) for form, it in row.items()}
-            for name, row in found.items()
-        }
-        print(json.dumps(means))
+        print(json.dumps(result.means()))
 
 
 if __name__ == "__main__":
