@@ -49,6 +49,7 @@ class Pairs(Gossip):
         # The last answer to each incarnation, which is given again to an offer that comes twice.
         self._answers: dict[tuple[int, int], tuple[int, FloatArray]] = {}
         self._mixed = 0  # Since the read.
+        self._is_over = False
         self.counts: Counter[str] = Counter()
         self.number = self.model.first_step
         yield Meet(-1)
@@ -87,6 +88,12 @@ class Pairs(Gossip):
         yield from self._settle(lambda: not self._open)
         yield from super().part()
 
+    def end(self) -> None:
+        """Brings the mixed model into the weights."""
+        with self.model.lock:
+            self._is_over = True
+            self._load()
+
     # ----- exchanges
 
     def on_offer(
@@ -94,6 +101,8 @@ class Pairs(Gossip):
     ) -> FloatArray | None:
         """Moves half of the way to another worker's snapshot; returns this one's before."""
         with self.model.lock:
+            if self._is_over:
+                return None
             known = self._answers.get((incarnation, part))
             if known is not None and known[0] == number:
                 return known[1]

@@ -39,6 +39,7 @@ class Peers:
         table: Index of the table.
         epoch: Of the directory, as this worker knows it; 0: it has not met anyone.
         distance: To the last average of all models, relative to the norm of the average.
+        has_parted: Whether this worker exchanges nothing any more.
     """
 
     def __init__(self, session: Session, table: int) -> None:
@@ -57,6 +58,7 @@ class Peers:
         self._met_beats = 0  # Heartbeats answered before the last meeting.
         self.distance = 0.0
         self.gossip: Gossip | None = None
+        self.has_parted = False
         self._mailbox = Mailbox()
         self._links: dict[int, PeerLink] = {}  # By rank.
         self._members: list[int] = []
@@ -130,6 +132,8 @@ class Peers:
         parts = Meet(self.gossip.number, waits=False, parts=True)
         self._flush(lambda: bool(self._meet(parts)))
         self._service.on_offer = None
+        self.gossip.end()
+        self.has_parted = True
         self._session.peer_reports.pop(self.table, None)
 
     def _flush(self, moved: Callable[[], bool]) -> None:

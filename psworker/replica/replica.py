@@ -182,12 +182,14 @@ class Replica:
     def end_round(self, grads: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes the weights' moves of a round that is still open; training ends after it.
 
+        Where the shards keep the mean of models, this one is pushed in any case.
+
         Args:
             grads: Memory for the moves, as for `finish`.
             push_pull: Sends them.
         """
-        if self.num_inner:
-            self._push_round(grads, push_pull)
+        if self.num_inner or self._round.role is Role.MODEL:
+            self._push_round(grads, push_pull, is_last=True)
 
     def follow(self) -> None:
         """Records the weights of the slices that others of the group have pulled."""
@@ -314,7 +316,9 @@ class Replica:
             if plan.local:
                 self.local.update(index, self.step, moves[index])
 
-    def _push_round(self, values: Sequence[torch.Tensor], push_pull: PushPull) -> None:
+    def _push_round(
+        self, values: Sequence[torch.Tensor], push_pull: PushPull, *, is_last: bool = False
+    ) -> None:
         """Pushes the moves of the weights, or the weights, weighted by the mean of samples."""
         bad = self._round.write(self.parts, values)
         if bad is not None:
@@ -322,6 +326,8 @@ class Replica:
             raise not_finite(bad, self.step)
         plan, samples, role = self.plan(), self._round.mean_samples, self._round.role
         assert role is not None
+        if is_last and role is Role.MODEL:
+            role = Role.LAST_MODEL
         for index in self.front_first():
             self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
         self.clocks.pushed()

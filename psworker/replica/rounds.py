@@ -31,6 +31,7 @@ class Round:
         self.num_inner = 0
         self.role = role
         self._samples = 0.0  # Sum of the round so far.
+        self._former_samples = 1.0  # Mean of the last round that had a step.
         self._weights = weights
         self._spans = [slice(spec.start, spec.stop) for spec in layout.slices]
         # The weights at the start of the round: those of the last pull, or of an overlap.
@@ -38,8 +39,8 @@ class Round:
 
     @property
     def mean_samples(self) -> float:
-        """Mean weight of the round's steps."""
-        return self._samples / self.num_inner
+        """Mean weight of the round's steps; without one, of the steps of the round before."""
+        return self._samples / self.num_inner if self.num_inner else self._former_samples
 
     def add_step(self, samples: float, num: int = 1) -> None:
         """Counts steps of the wrapped optimizer, each with its weight in the mean."""
@@ -48,6 +49,7 @@ class Round:
 
     def begin(self) -> None:
         """Opens the next round."""
+        self._former_samples = self.mean_samples
         self.num_inner, self._samples = 0, 0.0
 
     def origin(self, index: int) -> torch.Tensor | None:

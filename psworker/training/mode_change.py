@@ -45,6 +45,7 @@ def change_mode(table: TrainingTable, rule: Rule) -> None:
     require_sizes(rule, table.session.num_workers, table.session.min_workers)
     if str(rule) == str(former):
         return
+    table.local_step.part()
     table.end_round()
     table.settle()
     table.change_rule(rule)

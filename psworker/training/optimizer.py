@@ -271,8 +271,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         if not self._end:
             self._retire("close() or psworker.shutdown()")
             with self._recovery.guard():
-                self._table.end_round()
                 self._table.local_step.part()
+                self._table.end_round()
                 self._table.fetch(None)
                 self._table.flat.scatter_weights()
             self._table.local_step.close()

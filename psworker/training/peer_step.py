@@ -102,7 +102,7 @@ class PeerStep(AloneStep):
     def flush(self, exchange: Exchange) -> None:
         """Waits for acknowledgements; meanwhile a worker that comes in new may have to be met."""
         assert self._peers.gossip is not None
-        while exchange.is_busy():
+        while exchange.is_busy() and not self._peers.has_parted:
             if self._peers.has_moved:
                 self._peers.run(self._peers.gossip.meet())
             exchange.session.check()

@@ -303,7 +303,6 @@ class TrainingTable:
         refuse_in_group(rule, self.optimizer, self.group)
         self.settle()
         self.parts.meet()
-        self.local_step.part()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
         self._renew_local_step()

@@ -203,6 +203,39 @@ def test_workers_may_end_at_different_steps(shards: Shards, mode: str) -> None:
         assert np.isfinite(losses).all()
 
 
+def end_with_last_models(me: Station, mode: str) -> dict[str, Any]:
+    """Trains 7 steps; returns the last model as one vector, and the weights after the end."""
+    model, optimizer = begin(mode)
+    go(me, model, optimizer, range(7 if me.rank else 6 + mode.startswith("adpsgd")))
+    table = optimizer._table
+    gossip, flat, layout = table.local_step._peers.gossip, table.flat.weights, table.layout
+    last = flat.numpy().copy()
+    psworker.shutdown()
+    if mode.startswith("adpsgd"):  # Others may have offered theirs meanwhile.
+        last = gossip.shared.copy()
+    names = [
+        (t.name, start, t.numel) for t, start in zip(layout.tensors, layout.offsets, strict=True)
+    ]
+    return {"last": last, "names": names, "end": copy_of(model)}
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd"])
+def test_shards_keep_the_average_of_the_last_models(
+    shards: Shards, tmp_path: Path, mode: str
+) -> None:
+    job, file = new_job(), tmp_path / "model.safetensors"
+    given = f"{mode}(average_every={EVERY})"
+    found = shards.run(end_with_last_models, given, num_workers=3, job=job)
+    Command(tmp_path).run("export", file, "--job", job, "--servers", shards.servers)
+    mean = np.mean([one["last"].astype(np.float64) for one in found], axis=0)
+    exported = {name: tensor.numpy() for name, tensor in load_file(file).items()}
+    for name, start, numel in found[0]["names"]:
+        expected = mean[start : start + numel]
+        assert relative_error(exported[name].ravel(), expected) < 1e-6, name
+        if mode != "adpsgd":  # Whose workers do not wait for each other at their end.
+            assert all(np.array_equal(one["end"][name], exported[name]) for one in found)
+
+
 def save_half(me: Station, mode: str) -> Any:
     """Returns the average half way, the saved state, and the weights in the end."""
     model, optimizer = begin(mode)
