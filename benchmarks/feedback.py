@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import convergence, kit, runs, tasks
-from benchmarks.sweeps import Setting
+from benchmarks import convergence, kit, tasks
+from benchmarks.learning import runs
+from benchmarks.learning.sweeps import Setting
 
 NUM_WORKERS = 2
 MODES = {"ssgd": "ssgd", "cd": "cd(warmup=100)"}

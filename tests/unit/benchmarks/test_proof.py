@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import proof
-from benchmarks.proof import ACKNOWLEDGED, REFUSED, SENT, UNIT, Notebook
+from benchmarks.survival import proof
+from benchmarks.survival.proof import ACKNOWLEDGED, REFUSED, SENT, UNIT, Notebook
 from pscore.pb.ps.v1 import data_pb2
 
 NUMEL, WORKERS = 64, 2

@@ -30,7 +30,8 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file
 
-from benchmarks import kit, netlab, proof
+from benchmarks import kit, netlab
+from benchmarks.survival import proof
 from pscore.partition import Layout, make_layout
 from pscore.types import TensorSpec
 from psserver.durability.sealed import read_json, write_json

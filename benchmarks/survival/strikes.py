@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from benchmarks import kit, measured
-from benchmarks.stage import Stage
+from benchmarks.survival.stage import Stage
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 
