@@ -199,6 +199,10 @@ class Exchange:
         """Returns whether a push has not been acknowledged yet."""
         return any(not future.done() for future in self._pushes.values())
 
+    def meanwhile(self, act: Callable[[], None] | None) -> None:
+        """Sets an action that long waits repeat; None: nothing."""
+        self._answers.meanwhile = act
+
     def acknowledged(self, index: int) -> None:
         """Waits until the last push of a slice is acknowledged: its gradient is free again."""
         future = self._pushes.pop(index, None)

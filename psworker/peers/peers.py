@@ -84,6 +84,10 @@ class Peers:
         )
         self._listener.start()
 
+    def announce(self) -> None:
+        """Reports to the directory that this worker takes part, without waiting for others."""
+        self._meet(Meet(-1, waits=False))
+
     def drive(self, gossip: Gossip) -> None:
         """Starts a gossip: it meets the other workers.
 

@@ -189,7 +189,8 @@ class Replica:
             push_pull: Sends them.
         """
         if self.num_inner or self._round.role is Role.MODEL:
-            self._push_round(grads, push_pull, is_last=True)
+            self._round.is_last = True
+            self._push_round(grads, push_pull)
 
     def follow(self) -> None:
         """Records the weights of the slices that others of the group have pulled."""
@@ -316,18 +317,13 @@ class Replica:
             if plan.local:
                 self.local.update(index, self.step, moves[index])
 
-    def _push_round(
-        self, values: Sequence[torch.Tensor], push_pull: PushPull, *, is_last: bool = False
-    ) -> None:
+    def _push_round(self, values: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes the moves of the weights, or the weights, weighted by the mean of samples."""
         bad = self._round.write(self.parts, values)
         if bad is not None:
             self.is_ending = False
             raise not_finite(bad, self.step)
-        plan, samples, role = self.plan(), self._round.mean_samples, self._round.role
-        assert role is not None
-        if is_last and role is Role.MODEL:
-            role = Role.LAST_MODEL
+        plan, samples, role = self.plan(), self._round.mean_samples, self._round.pushed_role
         for index in self.front_first():
             self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
         self.clocks.pushed()

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from pscore.errors import ConfigError
-from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray, Role
 from psworker.training.recovery import Recovery
 from psworker.training.table import TrainingTable
@@ -92,13 +91,8 @@ def read_state(
     """Returns a state dict of `torch_state`, or of a plain torch optimizer, in the table's layout.
 
     Raises:
-        ConfigError: The state is of another model or optimizer, or workers exchange models.
+        ConfigError: The state is of another model or optimizer.
     """
-    if isinstance(table.rule, Decentralised):
-        raise ConfigError(
-            f"{table.rule.name} loads no state into a running job: load the model's weights, and "
-            "the state into the torch optimizer, before DistributedOptimizer wraps it"
-        )
     names, layout = table.optimizer.state_names, table.layout
     order = _torch_order(table, param_groups)
     own = state_dict.get("paceline", {})
@@ -137,6 +131,7 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     Raises:
         PacelineError: A shard refused something, or does not answer.
     """
+    table.local_step.part()
     table.settle()
     table.session.barrier(BARRIER)
     if table.session.process_rank == 0:

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
-from pscore.errors import ConfigError
 from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 from tests.integration.command import Command, eventually
@@ -161,31 +160,71 @@ def copy_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: array.copy() for name, array in weights_of(model).items()}
 
 
-def ask_what_is_refused(me: Station) -> list[str]:
-    """Returns what the refusals of a running job say; it goes on."""
+CHAIN = ("dpsgd(order=atc, graph=complete)", "adpsgd", "allreduce", "dpsgd(graph=ring)")
+
+
+def change_modes(me: Station) -> dict[str, Any]:
+    """Trains under one mode after the other; loads its own state once."""
     model, optimizer = begin("allreduce")
-    said = []
-    with pytest.raises(ConfigError) as refused:
-        optimizer.set_mode("dpsgd")
-    said.append(str(refused.value))
-    with pytest.raises(ConfigError) as refused:
-        optimizer.load_state_dict(optimizer.state_dict())
-    said.append(str(refused.value))
-    assert np.isfinite(go(me, model, optimizer, range(3))).all()
-    return said
+    step, starts, losses = 0, [], []
+    for mode in CHAIN:
+        losses += go(me, model, optimizer, range(step, step + 4))
+        step += 4
+        optimizer.set_mode(mode)
+        starts.append(copy_of(model))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    starts.append(copy_of(model))
+    losses += go(me, model, optimizer, range(step, step + 4))
+    step = optimizer._table.local_step._peers.gossip.number
+    psworker.shutdown()
+    return {"starts": starts, "losses": losses, "step": step, "end": copy_of(model)}
 
 
-def adopt(me: Station) -> str:
-    with pytest.raises(ConfigError) as refused:
-        begin("dpsgd(global_every=4)")
-    return str(refused.value)
+def reference(num_workers: int, steps: int) -> dict[str, np.ndarray]:
+    """Returns the weights of synchronous SGD."""
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(num_workers):
+            backward(model, *batch(rank, step))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= num_workers
+        optimizer.step()
+    return weights_of(model)
 
 
-def test_what_would_wait_forever_is_refused(shards: Shards) -> None:
-    for modes, state in shards.run(ask_what_is_refused):
-        assert "do not change the mode" in modes
-        assert "before DistributedOptimizer wraps it" in state
-    assert all("leave global_every at 0" in average for average in shards.run(adopt))
+def test_modes_change_into_each_other_through_one_average(shards: Shards) -> None:
+    found = shards.run(change_modes, num_workers=3)
+    for one in found:
+        assert np.isfinite(one["losses"]).all()
+        assert one["step"] == 4 * (len(CHAIN) + 1)
+        for ours, theirs in zip(one["starts"], found[0]["starts"], strict=True):
+            assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    expected = reference(3, 8)  # All-reduce, then its equal: momenta stay.
+    for name, weight in expected.items():
+        assert relative_error(found[0]["starts"][1][name], weight) <= 1e-6, name
+
+
+def adopt(me: Station) -> list[dict[str, np.ndarray]]:
+    """Trains with a global average in every fourth step; returns the models after those."""
+    model, optimizer = begin("dpsgd(graph=ring, global_every=4)")
+    seen = []
+    for step in range(9 + me.rank):
+        go(me, model, optimizer, range(step, step + 1))
+        if step % 4 == 3:
+            seen.append(copy_of(model))
+    psworker.shutdown()
+    return seen
+
+
+def test_all_continue_from_the_global_average(shards: Shards) -> None:
+    found = shards.run(adopt, num_workers=3)
+    for seen in found:
+        for ours, theirs in zip(seen[:2], found[0][:2], strict=True):
+            assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 def end_unevenly(me: Station, modes: tuple[str, ...]) -> list[list[float]]:
@@ -323,7 +362,7 @@ def until_told(me: Station, mode: str) -> Any:
     return rank, losses, copy_of(model)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "dpsgd(global_every=5)"])
 def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
     env = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "3", "PACELINE_RANK": "-1"}
     job = new_job()
