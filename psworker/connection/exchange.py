@@ -53,6 +53,7 @@ class Exchange:
         origin: The push and the step from which steps are counted.
         payloads: Payloads of pushes, and residuals.
         traffic: Bytes sent and received.
+        answers: Waits for the shards' answers.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Exchange:
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
-        self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key, own)
         feedback = self.payloads.feedback
         self._residuals = Residuals(session, self.table, self.layout, feedback, self._pushes)
@@ -169,11 +170,11 @@ class Exchange:
             call, pull_buffer = self._pulls[index]
             step = self._pulled_steps.get(index, -1)
             what = "the first weights" if step < 0 else f"the weights after step {step}"
-            reply = self._answers.wait(call.done, index, what)
+            reply = self.answers.wait(call.done, index, what)
             while call.fetch is not None and not call.fetch():
                 call.done, call.fetch = Future(), None
                 self._transport(index).pull(call)
-                reply = self._answers.wait(call.done, index, what)
+                reply = self.answers.wait(call.done, index, what)
             pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
             self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
@@ -193,22 +194,18 @@ class Exchange:
             if self.has_landed(index):
                 return index
         answers = {index: self._pulls[index][0].done for index in indices}
-        return self._answers.wait_for_any(answers, "weights of an earlier step")
+        return self.answers.wait_for_any(answers, "weights of an earlier step")
 
     def is_busy(self) -> bool:
         """Returns whether a push has not been acknowledged yet."""
         return any(not future.done() for future in self._pushes.values())
-
-    def meanwhile(self, act: Callable[[], None] | None) -> None:
-        """Sets an action that long waits repeat; None: nothing."""
-        self._answers.meanwhile = act
 
     def acknowledged(self, index: int) -> None:
         """Waits until the last push of a slice is acknowledged: its gradient is free again."""
         future = self._pushes.pop(index, None)
         if future is not None:
             what = f"room for step {self.missed.pushed.get(index, 0)}"
-            reply = self._answers.wait(future, index, what)
+            reply = self.answers.wait(future, index, what)
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
                 self.traffic.num_too_late += 1
                 self.missed.late(self.session.rank, index)

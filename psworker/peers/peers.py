@@ -315,13 +315,18 @@ class Peers:
         """Connects to new members, and closes the connections to those that are gone."""
         now = {peer.rank: peer for peer in reply.peers if peer.rank != self._session.rank}
         for rank, link in list(self._links.items()):
-            if rank not in now or now[rank].incarnation != link.peer.incarnation:
+            if rank not in now or _endpoint(now[rank]) != _endpoint(link.peer):
                 self._links.pop(rank).close()
         self._incarnations |= {rank: peer.incarnation for rank, peer in now.items()}
         for rank, peer in now.items():
             if rank not in self._links:
                 self._links[rank] = PeerLink(peer, self._token)
         self._members = sorted([*now, self._session.rank])
+
+
+def _endpoint(peer: control_pb2.Peer) -> tuple[Any, ...]:
+    """Returns the part that changes when a worker listens anew, as a changed mode makes it do."""
+    return peer.incarnation, peer.host, peer.port, peer.local, peer.certificate
 
 
 def _own_host(address: str) -> str:

@@ -180,9 +180,7 @@ class Replica:
         self.is_ending = False
 
     def end_round(self, grads: Sequence[torch.Tensor], push_pull: PushPull) -> None:
-        """Pushes the weights' moves of a round that is still open; training ends after it.
-
-        Where the shards keep the mean of models, this one is pushed in any case.
+        """Pushes the moves of a round that is still open, or the model; training ends after it.
 
         Args:
             grads: Memory for the moves, as for `finish`.

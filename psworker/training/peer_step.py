@@ -68,7 +68,7 @@ class PeerStep(AloneStep):
         self._rule = rule
         self._skips = False
         self._peers = Peers(table.session, table.exchange.table)
-        table.exchange.meanwhile(self._meet_if_moved)
+        table.exchange.answers.meanwhile = self._meet_if_moved
 
     def announce(self) -> None:
         """Reports to the directory that this worker takes part again, and waits for the others."""
@@ -115,7 +115,7 @@ class PeerStep(AloneStep):
 
     def close(self) -> None:
         """Closes the connections to other workers."""
-        self._table.exchange.meanwhile(None)
+        self._table.exchange.answers.meanwhile = None
         self._peers.close()
 
     def note_average(self, average: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pscore.errors import ConfigError
+from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role
 from psworker.training.recovery import Recovery
 from psworker.training.table import TrainingTable
@@ -108,7 +109,7 @@ def read_state(
             continue
         counts[index] = int(own["counts"][index]) if "counts" in own else int(entry.get("step", 1))
         for name in names:
-            _fill(table, flat[name], entry.get(name), index, name)
+            fill(table, table.optimizer, flat[name], entry.get(name), index, name)
     compressor = own.get("compressor_state", {})
     for name, array in compressor.items():
         if array.shape != (layout.numel,):
@@ -148,12 +149,31 @@ def _state_of(table: TrainingTable, flat: torch.Tensor, index: int, name: str) -
     return view.clone()
 
 
-def _fill(table: TrainingTable, flat: FloatArray, value: Any, index: int, name: str) -> None:
-    """Copies one state tensor into its part of `flat`; an absent momentum stays zero."""
+def fill(
+    table: TrainingTable,
+    optimizer: Optimizer,
+    flat: FloatArray,
+    value: Any,
+    index: int,
+    name: str,
+) -> None:
+    """Copies one state tensor into its part of a flat array; an absent one stays zero.
+
+    Args:
+        table: The table.
+        optimizer: The shards' optimizer whose state it is.
+        flat: `(layout.numel,)`.
+        value: The tensor, or None.
+        index: Index of the parameter.
+        name: Name of the state.
+
+    Raises:
+        ConfigError: The tensor has another shape.
+    """
     if value is None:
         return
     target, tensor = table.flat.state_view(flat, index), torch.as_tensor(value)
-    if name in table.optimizer.scalar_names and tensor.numel() == 1:
+    if name in optimizer.scalar_names and tensor.numel() == 1:
         tensor = tensor.reshape(()).expand(target.shape)
     if tensor.shape != target.shape:
         raise ConfigError(

@@ -172,10 +172,10 @@ def change_modes(me: Station) -> dict[str, Any]:
         step += 4
         optimizer.set_mode(mode)
         starts.append(copy_of(model))
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
+    losses += go(me, model, optimizer, range(step, step + 2))
+    optimizer.load_state_dict(optimizer.state_dict())
     starts.append(copy_of(model))
-    losses += go(me, model, optimizer, range(step, step + 4))
+    losses += go(me, model, optimizer, range(step + 2, step + 4))
     step = optimizer._table.local_step._peers.gossip.number
     psworker.shutdown()
     return {"starts": starts, "losses": losses, "step": step, "end": copy_of(model)}
@@ -206,6 +206,31 @@ def test_modes_change_into_each_other_through_one_average(shards: Shards) -> Non
     expected = reference(3, 8)  # All-reduce, then its equal: momenta stay.
     for name, weight in expected.items():
         assert relative_error(found[0]["starts"][1][name], weight) <= 1e-6, name
+
+
+def change_kinds(me: Station, modes: tuple[str, ...]) -> list[dict[str, np.ndarray]]:
+    """Trains 4 steps under each mode; returns the weights with which each begins, and the end."""
+    model, optimizer = begin(modes[0])
+    starts = []
+    for index, mode in enumerate(modes):
+        if index:
+            optimizer.set_mode(mode)
+        starts.append(copy_of(model))
+        go(me, model, optimizer, range(4 * index, 4 * index + 4))
+    psworker.shutdown()
+    return [*starts, copy_of(model)]
+
+
+def test_a_job_changes_to_modes_without_a_server_and_back(shards: Shards) -> None:
+    modes = ("ssgd", "allreduce", "ssgd", "adpsgd", "ssgd")
+    found = shards.run(change_kinds, modes, num_workers=2)
+    for ours, theirs in itertools.product(found, found):
+        for one, other in zip(ours, theirs, strict=True):
+            assert all(np.array_equal(one[name], other[name]) for name in one)
+    for steps in (1, 2, 3):  # Momenta move from the shards to the workers and back.
+        for name, weight in reference(2, 4 * steps).items():
+            assert relative_error(found[0][steps][name], weight) <= 1e-5, (steps, name)
+    assert all(np.isfinite(weight).all() for weight in found[0][-1].values())
 
 
 def adopt(me: Station) -> list[dict[str, np.ndarray]]:
@@ -435,5 +460,6 @@ def test_workers_with_tls_and_a_token_exchange_models(
     finally:
         for one in workers:
             one.close()
+    limit = 0.2 if mode.startswith("adpsgd") else 0.0  # Its workers do not wait at their end.
     for name in found[0]:
-        assert np.array_equal(found[0][name], found[1][name]), name
+        assert relative_error(found[0][name], found[1][name]) <= limit, name
