@@ -75,9 +75,7 @@ class Exchange:
         Raises:
             JobMismatchError: The job's table of this name is another one; names the difference.
         """
-        self.session = session
-        self.spec = spec
-        self.layout = spec.layout()
+        self.session, self.spec, self.layout = session, spec, spec.layout()
         self.traffic = Traffic()
         own = range(len(self.layout.slices)) if own is None else own
         self.missed = Missed(len(own))
@@ -123,6 +121,7 @@ class Exchange:
         if self._timeline is not None:
             note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
+        self.session.pace.follow(call.done)
         self.missed.sent(index, push.step)
         self._transport(index).push(call)
 
@@ -145,6 +144,7 @@ class Exchange:
         if self._timeline is not None:
             note_pull(self._timeline, call)
         self._pulls[index] = (call, pull_buffer)
+        self.session.pace.follow(call.done)
         self._pulled_steps[index] = max(clock, min_version) - 1
         self._transport(index).pull(call)
 
@@ -173,6 +173,7 @@ class Exchange:
             reply = self.answers.wait(call.done, index, what)
             while call.fetch is not None and not call.fetch():
                 call.done, call.fetch = Future(), None
+                self.session.pace.follow(call.done)
                 self._transport(index).pull(call)
                 reply = self.answers.wait(call.done, index, what)
             pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
@@ -234,6 +235,7 @@ class Exchange:
         self.table, self.origin = self.session.define(self.spec, again=True)
         self._pushes.clear()
         self._pulls.clear()
+        self.session.pace.forget()
         self._estimates = self._make_estimates()
         self.payloads.restart()
         self._residuals.restart(self.table)

@@ -154,6 +154,46 @@ def test_a_pull_that_waits_too_long_is_told_what_is_missing() -> None:
     play(scene)
 
 
+def test_the_time_of_a_wait_is_charged_to_the_worker_that_others_wait_for() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        front.engine.tick()
+        front.now_s = 1.0
+        front.engine.tick()
+        await front.push(push_header(0, 0), grad(1.0))
+        pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=10_000)))
+        await settle()
+        for front.now_s in (2.0, 3.5):
+            front.engine.tick()
+        await front.push(push_header(1, 0), grad(1.0))
+        await pull
+        front.now_s = 5.0
+        front.engine.tick()
+        reply = await front.control.Status(pb.StatusRequest(), Context())
+        (job,) = reply.jobs
+        assert [worker.waited_for_s for worker in job.workers] == [0.0, 2.5]
+        assert (job.has_checkpoint, job.checkpoint_age_s, job.open_steps) == (False, 5.0, 0)
+        front.engine.note_saved(JOB)
+        front.now_s = 7.0
+        (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
+        assert (job.has_checkpoint, job.checkpoint_age_s) == (True, 2.0)
+
+    play(scene)
+
+
+def test_a_barrier_charges_its_wait_too() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        front.running.barriers.arrive("b", 0, 0, 0.0, lambda: None)
+        front.engine.tick()
+        front.now_s = 3.0
+        front.engine.tick()
+        (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
+        assert [worker.waited_for_s for worker in job.workers] == [0.0, 3.0]
+
+    play(scene)
+
+
 def test_a_pull_waits_at_most_ten_seconds_whatever_it_asks_for() -> None:
     async def scene(front: Front) -> None:
         await front.ready()

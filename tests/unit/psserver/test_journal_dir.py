@@ -79,6 +79,18 @@ def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
     assert second.found() == []
 
 
+def test_the_number_of_recoveries_outlives_the_process_and_not_the_boot(tmp_path: Path) -> None:
+    for number in range(2):
+        folder = JournalDir(tmp_path / "v")
+        assert folder.num_recoveries == number
+        folder.note_recovered()
+        assert folder.nbytes() > 0
+        folder.close()
+    stamp = tmp_path / "v" / "stamp.json"
+    write_json(stamp, {**read_json(stamp), "boot": "another"})
+    assert JournalDir(tmp_path / "v").num_recoveries == 0
+
+
 def test_a_job_that_is_given_up_changes_what_workers_know_the_shard_by(tmp_path: Path) -> None:
     first = JournalDir(tmp_path / "v")
     job = first.make("a")

@@ -20,6 +20,7 @@ from pscore.rules.ssgd import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
 from psworker.connection.exchange import Exchange
+from psworker.connection.pace import Pace
 from psworker.replica.ports import PullBuffer
 from psworker.transports import PullCall, PushCall
 
@@ -68,6 +69,7 @@ class Session:
         self.defined: list[TableSpec] = []
         self.failure: Exception | None = None
         self.timeline = None
+        self.pace = Pace()
         self.waits = ""
         self.residual_senders: dict[int, Any] = {}
 

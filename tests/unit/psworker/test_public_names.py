@@ -18,6 +18,7 @@ OURS = {
     "close",
     "global_weights",
     "missed",
+    "report_to",
     "no_sync",
     "report",
     "rule",

@@ -28,6 +28,12 @@ def test_the_newest_value_of_each_name_stays() -> None:
     assert before == {"loss": 0.5, "accuracy": 1.0}  # Another thread may read it.
 
 
+def test_a_loss_with_a_gradient_is_taken_without_a_warning() -> None:
+    reports = Reports()
+    reports.put({"loss": torch.tensor([0.5], requires_grad=True)})
+    assert reports.values == {"loss": 0.5}
+
+
 def test_tokens_add_up_and_have_a_rate() -> None:
     clock = Clock()
     reports = Reports(clock)
