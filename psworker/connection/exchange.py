@@ -77,7 +77,7 @@ class Exchange:
         """
         self.session, self.spec, self.layout = session, spec, spec.layout()
         self.traffic = Traffic()
-        own = range(len(self.layout.slices)) if own is None else own
+        own = own if own is not None else range(len(self.layout.slices))
         self.missed = Missed(len(own))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
@@ -91,8 +91,8 @@ class Exchange:
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
         self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key, own)
-        feedback = self.payloads.feedback
-        self._residuals = Residuals(session, self.table, self.layout, feedback, self._pushes)
+        places = session, self.table, self.layout
+        self._residuals = Residuals(*places, self.payloads.feedback, self._pushes)
 
     @property
     def compresses_pulls(self) -> bool:
@@ -294,11 +294,11 @@ class Exchange:
             for spec in self.layout.slices
         ]
 
+    # ----- inside
+
     def _key(self, index: int) -> str:
         """Returns a string that seeds a slice's random numbers."""
         return f"{self.session.job}/{self.table}/{self.session.rank}/{index}"
-
-    # ----- inside
 
     def _transport(self, index: int) -> Transport:
         self.session.require_own()
@@ -336,10 +336,9 @@ class Exchange:
             return header, ()
         if self._timeline is not None and compressor:
             note_payload(self._timeline, begin_ns, index, push, data.nbytes, compressor)
-        nbytes = data.nbytes if push.present else 0
         with self._counting:
             self.traffic.num_pushes += 1
-            self.traffic.pushed_nbytes += nbytes
+            self.traffic.pushed_nbytes += data.nbytes if push.present else 0
         return header, () if shared or push.present == 0 else (data,)
 
 

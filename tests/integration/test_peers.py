@@ -405,7 +405,7 @@ def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
     for _, losses, weights in found:
         assert np.isfinite(losses).all()
         for name in weights:
-            assert relative_error(weights[name], found[0][2][name]) < 0.2
+            assert relative_error(weights[name], found[0][2][name]) < 0.5
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -460,6 +460,6 @@ def test_workers_with_tls_and_a_token_exchange_models(
     finally:
         for one in workers:
             one.close()
-    limit = 0.2 if mode.startswith("adpsgd") else 0.0  # Its workers do not wait at their end.
+    limit = 0.5 if mode.startswith("adpsgd") else 0.0  # Its workers do not wait at their end.
     for name in found[0]:
         assert relative_error(found[0][name], found[1][name]) <= limit, name
