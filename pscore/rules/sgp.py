@@ -5,7 +5,7 @@ Distributed Deep Learning", ICML 2019, arXiv:1811.10792, algorithm 1; push-sum: 
 Dobra and Johannes Gehrke, FOCS 2003.
 
     worker i:   x_i <- x_i - lr v_i                        v_i from the gradient at z_i = x_i / w_i
-                send P_ji (x_i, w_i) to each taker j;      P_ii the rest of what is sent
+                send P_ji (x_i, w_i) to each taker j;      P_ii = 1 - sum_j P_ji
                 (x_j, w_j) <- sum_i P_ji (x_i, w_i);       z_j = x_j / w_j
 
 The columns of P sum to 1, so the sums of all x and of all w stay; its rows need not. w is 1 at the

@@ -34,7 +34,7 @@ class PushSum(Mixing):
         yield from super().start()
 
     def begin(self) -> None:
-        """Takes weights that were replaced, by the average of all, as a model of weight 1."""
+        """Starts with a weight of 1 from weights that were replaced, by the average of all."""
         if not torch.equal(self.model.weights, self._before):
             self._reset()
 

@@ -111,7 +111,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
 
 
 @pytest.mark.parametrize("mode", ALL)
-def test_others_go_on_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
+def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 3, "job": new_job()}
         work = train_until_told
@@ -321,7 +321,7 @@ def save_half(me: Station, mode: str) -> Any:
 
 
 def resume(me: Station, mode: str, states: list[bytes]) -> Any:
-    """Goes on in a new job, as the refusal of load_state_dict says."""
+    """Continues in a new job, as the refusal of load_state_dict says."""
     state = torch.load(io.BytesIO(states[me.rank]), weights_only=True)
     model = make_model()
     model.load_state_dict(state["model"])
@@ -337,7 +337,7 @@ def resume(me: Station, mode: str, states: list[bytes]) -> Any:
 
 
 def restored(me: Station, mode: str) -> Any:
-    """Goes on in a job that was restored, with a model that had begun elsewhere."""
+    """Continues in a job that was restored, with a model that had begun elsewhere."""
     model, optimizer = begin(mode, 1)
     first = copy_of(model)
     go(me, model, optimizer, range(EVERY * 2, EVERY * 4))
