@@ -1,7 +1,7 @@
 """Mixing with the neighbours of a graph at every step: the worker of `dpsgd`.
 
 Each worker gives its model to those who take it in the graph of the step, and takes theirs. Members
-change between two steps: when an epoch begins, all meet, and the graph is made anew behind the last
+change between two steps: when an epoch begins, all meet, and the graph is rebuilt behind the last
 step that any of them had begun. In the steps up to that one the weight of a neighbour that is gone
 falls to the worker itself.
 """
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from pscore.graphs import Edge, graph_of
+from pscore.graphs import Edge, Graph, graph_of
 from pscore.types import FloatArray
 from psworker.gossip.base import (
     Gathering,
@@ -42,8 +42,8 @@ class Mixing(Gossip):
 
     def start(self) -> Waits:
         """Meets the others."""
-        self._graph = graph_of(str(self.rule.arguments()["graph"]))
-        self._combines = self.rule.arguments()["order"] == "atc"
+        self._graph = self._read_graph()
+        self._combines = self.rule.arguments().get("order") == "atc"
         self._graphs: list[tuple[int, list[int]]] = []  # First step and members, oldest first.
         self._live: set[int] = set()
         self._joined: dict[int, int] = {}  # First step of each worker that came later.
@@ -71,7 +71,7 @@ class Mixing(Gossip):
         self.number += 1
 
     def part(self) -> Waits:
-        """Meets the others once more, so that the graph is made anew without this worker."""
+        """Meets the others once more, so that the graph is rebuilt without this worker."""
         yield from self._meet(self.number, parts=True)
 
     def meet(self) -> Waits:
@@ -80,6 +80,10 @@ class Mixing(Gossip):
             yield from self._meet(self.number)
 
     # ----- inside
+
+    def _read_graph(self) -> Graph:
+        """Returns the mode's graph."""
+        return graph_of(str(self.rule.arguments()["graph"]))
 
     def _edges(self) -> list[Edge]:
         """Returns the edges of this step, under the members that it belongs to."""
@@ -116,23 +120,27 @@ class Mixing(Gossip):
         values = to_host(weights) if takers else None
         for taker in takers:
             assert values is not None
-            for index, part in enumerate(parts_of(len(values))):
-                self.post.give(taker, Tag(MODEL, self.number, index), values[part])
+            self._send(taker, values)
+
+    def _send(self, taker: int, values: FloatArray) -> None:
+        """Sends an array for the present step, which must not change any more."""
+        for index, part in enumerate(parts_of(len(values))):
+            self.post.give(taker, Tag(MODEL, self.number, index), values[part])
 
     def _take(self) -> Steps[list[tuple[int, float, torch.Tensor]]]:
         """Waits for the neighbours' models; returns rank, weight and model of each that came."""
         taken = []
         for edge in [edge for edge in self._edges() if edge.taker == self.rank]:
-            values = yield from self._model_of(edge.giver)
+            values = yield from self._model_of(edge.giver, len(self.model.weights))
             if values is not None:
                 taken.append((edge.giver, edge.weight, on_device_of(self.model.weights, values)))
                 self.sight.partner = edge.giver
                 self.sight.num_exchanges += 1
         return taken
 
-    def _model_of(self, giver: int) -> Steps[FloatArray | None]:
-        """Waits for one neighbour's model; returns None if it is gone."""
-        values: FloatArray = torch.empty(len(self.model.weights)).numpy()
+    def _model_of(self, giver: int, numel: int) -> Steps[FloatArray | None]:
+        """Waits for one neighbour's array, `(numel,)`; returns None if it is gone."""
+        values: FloatArray = torch.empty(numel).numpy()
         for index, part in enumerate(parts_of(len(values))):
             while True:
                 is_gone = self._is_gone(giver)  # It may have given its model before.

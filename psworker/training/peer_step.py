@@ -165,7 +165,7 @@ class PeerStep(AloneStep):
         return vector
 
     def _scatter(self, total: FloatArray) -> None:
-        """Puts the weighted mean of all workers' gradients in the place of this worker's."""
+        """Puts the weighted mean of all workers' gradients in place of this worker's."""
         flat, numel = self._table.flat, self._table.layout.numel
         weight = total[numel]
         if weight <= 0:

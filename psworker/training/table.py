@@ -227,7 +227,7 @@ class TrainingTable:
         self._start_local_step()
 
     def _renew_local_step(self) -> None:
-        """Replaces the local step by that of the mode; exchanges begin anew."""
+        """Replaces the local step by that of the mode; exchanges start over."""
         self.local_step.close()
         self.local_step = self.make_step(self.rule)
         self.local_step.announce()

@@ -28,6 +28,7 @@ SYNCHRONOUS = (
     "allreduce",
     "allreduce(order=ranks)",
     "dpsgd(graph=complete, order=atc)",
+    "sgp(graph=complete)",
 )
 
 
@@ -58,11 +59,12 @@ def test_synchronous_modes_without_a_server_are_synchronous_sgd(shards: Shards) 
     for ours, theirs in itertools.product(results, results):
         for index, mode in enumerate(SYNCHRONOUS):
             for name, weight in theirs[0].items():
-                assert relative_error(ours[index][name], weight) <= 1e-6, (mode, name)
+                limit = 1e-5 if mode.startswith("sgp") else 1e-6  # A quotient of rounded sums.
+                assert relative_error(ours[index][name], weight) <= limit, (mode, name)
 
 
 def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
-    modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", "adpsgd")
+    modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", "adpsgd", "sgp")
     (results,) = shards.run(train_in, modes, new_job(), num_workers=1)
     model = make_model()
     optimizer = sgd(model.parameters())
@@ -75,7 +77,9 @@ def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
             assert np.array_equal(found[name], weight), (mode, name)
 
 
-MODES = ("allreduce(average_every=10)", "dpsgd(average_every=10)", "adpsgd(average_every=10)")
+NAMES = ("allreduce", "dpsgd", "adpsgd")
+MODES = tuple(f"{name}(average_every=10)" for name in NAMES)
+ALL = (*MODES, "sgp(average_every=10)")  # Which shares its members with dpsgd.
 LEASE_S = 1.5
 DIES_AT, MORE = 10, 15
 
@@ -106,8 +110,8 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
     return {"losses": losses, "models": models, "mean": weights_of(model)}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_others_go_on_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
+@pytest.mark.parametrize("mode", ALL)
+def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 3, "job": new_job()}
         work = train_until_told
@@ -160,7 +164,7 @@ def copy_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: array.copy() for name, array in weights_of(model).items()}
 
 
-CHAIN = ("dpsgd(order=atc, graph=complete)", "adpsgd", "allreduce", "dpsgd(graph=ring)")
+CHAIN = ("dpsgd(order=atc, graph=complete)", "adpsgd", "allreduce", "sgp")
 
 
 def change_modes(me: Station) -> dict[str, Any]:
@@ -283,7 +287,7 @@ def end_with_last_models(me: Station, mode: str) -> dict[str, Any]:
     return {"last": last, "names": names, "end": copy_of(model)}
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd"])
+@pytest.mark.parametrize("mode", NAMES)
 def test_shards_keep_the_average_of_the_last_models(
     shards: Shards, tmp_path: Path, mode: str
 ) -> None:
@@ -317,7 +321,7 @@ def save_half(me: Station, mode: str) -> Any:
 
 
 def resume(me: Station, mode: str, states: list[bytes]) -> Any:
-    """Goes on in a new job, as the refusal of load_state_dict says."""
+    """Continues in a new job, as the refusal of load_state_dict says."""
     state = torch.load(io.BytesIO(states[me.rank]), weights_only=True)
     model = make_model()
     model.load_state_dict(state["model"])
@@ -333,7 +337,7 @@ def resume(me: Station, mode: str, states: list[bytes]) -> Any:
 
 
 def restored(me: Station, mode: str) -> Any:
-    """Goes on in a job that was restored, with a model that had begun elsewhere."""
+    """Continues in a job that was restored, with a model that had begun elsewhere."""
     model, optimizer = begin(mode, 1)
     first = copy_of(model)
     go(me, model, optimizer, range(EVERY * 2, EVERY * 4))
@@ -341,7 +345,7 @@ def restored(me: Station, mode: str) -> Any:
     return first, copy_of(model)
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd"])
+@pytest.mark.parametrize("mode", NAMES)
 def test_a_job_goes_on_from_a_checkpoint_and_from_saved_state(
     shards: Shards, tmp_path: Path, mode: str
 ) -> None:

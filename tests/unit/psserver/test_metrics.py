@@ -165,7 +165,7 @@ def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
     assert answer[: len(begins) or None] == begins
 
 
-def test_one_connection_too_many_is_closed_and_the_page_goes_on() -> None:
+def test_one_connection_too_many_is_closed_and_the_page_continues() -> None:
     async def scene() -> None:
         page = MetricsPage(make_engine(), lambda: True)
         port = await page.start("127.0.0.1", 0)
