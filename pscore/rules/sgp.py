@@ -22,21 +22,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pscore.graphs import directed_graph_of
-from pscore.rules.decentralised import Decentralised
+from pscore.rules.decentralised import Warmed
 
 
 @dataclass(frozen=True)
-class SGP(Decentralised):
+class SGP(Warmed):
     """Stochastic gradient push.
 
     Attributes:
         graph: Name of a graph, as in `dpsgd`, or edges of one way: `"0>1 1>2 2>0"`, each from the
             sender to the receiver.
         average_every: Steps from one average on the shards to the next.
+        warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.
     """
 
     graph: str = "exp"
     average_every: int = 50
+    warmup: int = 0
 
     name: ClassVar[str] = "sgp"
     source: ClassVar[str] = "Assran et al., arXiv:1811.10792"

@@ -17,6 +17,7 @@ from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
+from psworker.connection.trace import note_exchange
 from psworker.gossip.base import Gathering, Gossip, Late, Meet, Tag, Waits, Want
 from psworker.peers import certificate
 from psworker.peers.link import PeerLink
@@ -207,6 +208,9 @@ class Peers:
         on_answer: Callable[[FloatArray | None], None] | None = None,
     ) -> None:
         call = link.send(envelope, values, on_answer)
+        timeline = self._session.timeline
+        if timeline is not None:
+            note_exchange(timeline, call, link.peer.rank, envelope, values.nbytes)
         self._open.add(call)
         call.add_done_callback(self._open.discard)
 
@@ -262,6 +266,8 @@ class Peers:
             PacelineError: This worker is no longer part of the job.
         """
         session, started_s, say_s = self._session, time.monotonic(), SAY_AFTER_S
+        timeline = session.timeline
+        begin_ns = 0 if timeline is None else timeline.now_ns()
         try:
             while not is_there():
                 session.require_own()
@@ -273,6 +279,8 @@ class Peers:
                     log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
         finally:
             session.waits = ""
+            if timeline is not None:
+                timeline.span("wait", begin_ns, what=what)
 
     def _meet(self, wanted: Meet) -> list[Gathering]:
         """Asks the directory until all have stopped, or once."""

@@ -79,7 +79,7 @@ def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
 
 NAMES = ("allreduce", "dpsgd", "adpsgd")
 MODES = tuple(f"{name}(average_every=10)" for name in NAMES)
-ALL = (*MODES, "sgp(average_every=10)")  # Which shares its members with dpsgd.
+ALL = (*MODES[:2], "adpsgd(average_every=10, warmup=5)", "sgp(average_every=10)")
 LEASE_S = 1.5
 DIES_AT, MORE = 10, 15
 
@@ -293,7 +293,17 @@ def test_shards_keep_the_average_of_the_last_models(
 ) -> None:
     job, file = new_job(), tmp_path / "model.safetensors"
     given = f"{mode}(average_every={EVERY})"
-    found = shards.run(end_with_last_models, given, num_workers=3, job=job)
+    with shards.workers(
+        end_with_last_models,
+        given,
+        num_workers=3,
+        job=job,
+        env={"PACELINE_TIMELINE": str(tmp_path / "trace.json")},
+    ) as workers:
+        found = [worker.result() for worker in workers]
+    spans = "".join(path.read_text() for path in tmp_path.glob("trace*"))
+    assert f'"{"offer" if mode == "adpsgd" else "give"}"' in spans
+    assert '"partner"' in spans
     Command(tmp_path).run("export", file, "--job", job, "--servers", shards.servers)
     mean = np.mean([one["last"].astype(np.float64) for one in found], axis=0)
     exported = {name: tensor.numpy() for name, tensor in load_file(file).items()}

@@ -58,13 +58,28 @@ def mixing(name: str, num: int, step: int) -> Array:
     return found + np.diag(1 - found.sum(axis=1))
 
 
-def dpsgd(graph: str, order: str, num: int, steps: int) -> Array:
+def dpsgd(graph: str, order: str, num: int, steps: int, warmup: int = 0) -> Array:
     x = np.tile(START.astype(np.float64), (num, 1))
     for step in range(steps):
         moves = LR * np.stack([gradient(rank, step, x[rank]) for rank in range(num)])
+        if step < warmup:
+            x = np.tile((x - moves).mean(axis=0), (num, 1))
+            continue
         weights = mixing(graph, num, step)
         x = weights @ (x - moves) if order == "atc" else weights @ x - moves
     return x
+
+
+@pytest.mark.parametrize("mode", ["dpsgd", "dpsgd(graph=ring, order=atc)", "adpsgd", "sgp"])
+def test_a_warmup_has_the_mean_of_all_models(mode: str) -> None:
+    rule = str(parse_mode(mode)).replace("warmup=0", "warmup=5")
+    trouble = Trouble(lost=0.2, twice=0.2)
+    found = world(rule, 5, 5, trouble=trouble, seed=4).run()
+    assert close(models(found), dpsgd("complete", "atc", 5, 5))
+    if mode.startswith("dpsgd"):
+        given = parse_mode(mode).arguments()
+        found = world(rule, 5, 12, trouble=trouble, seed=4).run()
+        assert close(models(found), dpsgd(given["graph"], given["order"], 5, 12, warmup=5))
 
 
 @pytest.mark.parametrize("graph", [*sorted(GRAPHS), "0-1 1-2 2-3 1-4"])
@@ -258,6 +273,7 @@ def test_adpsgd_keeps_the_sum_and_brings_all_together(seed: int) -> None:
 
 KILLED = (
     *("allreduce", "allreduce(order=ranks)", "adpsgd", "adpsgd(max_behind=2)"),
+    *("dpsgd(warmup=4)", "adpsgd(warmup=4)"),
     *("sgp", "sgp(graph=ring)", "sgp(graph='0>1 1>2 2>3 3>4 4>5 5>0 0>3')"),
     *(f"dpsgd(graph={g}, order={o})" for g, o in itertools.product(sorted(GRAPHS), ("awc", "atc"))),
 )
