@@ -38,7 +38,7 @@ from tests.paper.inner import Inner
 
 NAMES = {
     "ssgd", "asgd", "staleness", "dcasgd", "ssp", "od", "ssd", "cd", "local", "slowmo", "diloco",
-    "allreduce", "dpsgd", "adpsgd",
+    "allreduce", "dpsgd", "adpsgd", "sgp",
 }  # fmt: skip
 GROUP = {"lr": 0.5, "momentum": 0.0}
 
