@@ -1,4 +1,4 @@
-"""The status of a cluster over some hours: rates, means of a window, and what has happened.
+"""The status of a cluster over some hours: rates, means of a window, and events.
 
 A state machine that is guarded by one lock: the thread that asks the shards adds to it, the threads
 that serve the page read it. Memory is bounded: one row a second for a quarter of an hour, means of
@@ -73,7 +73,7 @@ class History:
                 self._coarse.append(_mean(list(self._fine)[-COARSE:]))
 
     def _add_silence(self, now_s: float) -> None:
-        """Takes the shards of the last answer for silent."""
+        """Counts the shards of the last answer as silent."""
         if self._status is None or not self._status["shards"]:
             return
         shards = [*self._status["shards"], *self._status["silent"]]

@@ -12,7 +12,7 @@ from rich.text import Text
 from pscore.text import printable
 from psserver.remote.status import grid, in_bytes, in_time
 
-SPARKS = "▁▂▃▄▅▆▇█"
+SPARKS = "".join(map(chr, range(0x2581, 0x2589)))  # Blocks, from low to full.
 SPARKS_MAX = 60
 EVENTS_SHOWN = 8
 WORKERS_SHOWN = 40
