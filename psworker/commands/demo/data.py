@@ -31,13 +31,16 @@ class Part:
 
 
 def find_folder(given: Path | None) -> Path:
-    """Returns the folder of the images: `given`, or the one in a clone of the repository.
+    """Returns the folder of the images: `given`, or the one in a clone or in an installed wheel.
 
     Raises:
         ConfigError: There are no images in it; says which files are looked for.
     """
-    shipped = Path(__file__).parents[3] / "examples" / "data"
-    folder = shipped if given is None else given
+    cloned, shipped = (
+        Path(__file__).parents[3] / "examples" / "data",
+        Path(__file__).parent / "images",
+    )
+    folder = (cloned if cloned.is_dir() else shipped) if given is None else given
     if not (folder / _file("t10k", "images")).is_file():
         where = "this installation has no images" if given is None else f"none at {given}"
         raise ConfigError(
