@@ -1,7 +1,8 @@
 """The wheel in an environment without the repository: the demo trains, shards start, a page opens.
 
 The environment is new and has only the wheel. Its dependencies are those of this environment, found
-by a path, so that torch is not downloaded again; they are compared with those that the wheel names. Nothing runs in the repository's folder, and no editable installation is on the path.
+by a path, so that torch is not downloaded again; they are compared with those that the wheel names.
+Nothing runs in the repository's folder, and no editable installation is on the path.
 """
 
 import json
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import urllib.request
 import venv
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("wheel")
     words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([sys.executable, *words, "--wheel-dir", folder, ROOT], check=True)
@@ -55,7 +55,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     there = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(there) + "\n")
     made.run("python", "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
-    yield made
+    return made
 
 
 def test_nothing_comes_from_the_repository_and_no_requirement_is_missing(
@@ -83,6 +83,11 @@ def test_the_demo_trains_on_the_images_in_the_wheel(installed: Installed) -> Non
     assert "images" in os.listdir(next(installed.bin.parent.glob("lib/*/*/psworker/commands/demo")))
 
 
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
 def test_shards_and_the_dashboard_start(installed: Installed) -> None:
     ready = installed.run("psserver", "start", "--port", "0", "--metrics-port", "0", "--detach")
     servers = re.findall(r"PACELINE_SERVERS=(\S+)", ready)[0]
@@ -97,13 +102,14 @@ def test_shards_and_the_dashboard_start(installed: Installed) -> None:
             text=True,
         )
         with page:
-            assert page.stdout is not None
-            url = re.findall(r"http://\S+/", page.stdout.readline())[0]
-            for path in ("", "page.js", "page.css", "api/view"):
-                with urllib.request.urlopen(url + path, timeout=20) as answer:
-                    assert answer.status == 200
-                    assert len(answer.read()) > 500
-            page.terminate()
+            try:
+                assert page.stdout is not None
+                url = re.findall(r"http://\S+/", page.stdout.readline())[0]
+                for path, word in (("", "<main>"), ("page.js", "poll"), ("page.css", "body")):
+                    assert word in fetch(url + path)
+                assert json.loads(fetch(url + "api/view"))["status"]["shards"]
+            finally:
+                page.terminate()
         assert servers in installed.run("psserver", "top", "--once", "--servers", servers)
     finally:
         installed.run("psserver", "stop", "--servers", servers)

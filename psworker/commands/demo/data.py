@@ -36,11 +36,9 @@ def find_folder(given: Path | None) -> Path:
     Raises:
         ConfigError: There are no images in it; says which files are looked for.
     """
-    cloned, shipped = (
-        Path(__file__).parents[3] / "examples" / "data",
-        Path(__file__).parent / "images",
-    )
-    folder = (cloned if cloned.is_dir() else shipped) if given is None else given
+    cloned = Path(__file__).parents[3] / "examples" / "data"
+    shipped = cloned if cloned.is_dir() else Path(__file__).parent / "images"
+    folder = shipped if given is None else given
     if not (folder / _file("t10k", "images")).is_file():
         where = "this installation has no images" if given is None else f"none at {given}"
         raise ConfigError(
