@@ -198,7 +198,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST, or CIFAR-10's npz")
     parser.add_argument("--batch", type=int, default=tasks.BATCH, help="images of each worker")
     parser.add_argument("--epochs", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, help="in the place of --epochs")
+    parser.add_argument("--steps", type=int, help="in place of --epochs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--only", nargs="+", help="these runs of the sweep only")
     parser.add_argument("--show", action="store_true", help="run nothing, show the kept results")

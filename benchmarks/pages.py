@@ -20,7 +20,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
+from benchmarks.markdown import table
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
 from psserver.decisions.shard import Shard
@@ -31,21 +33,6 @@ from psworker import exits as psworker_exits
 from psworker.commands import cli as psworker_cli
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def table(head: list[str], rows: list[list[str]], align: str = "") -> str:
-    """Returns a Markdown table.
-
-    Args:
-        head: Titles of the columns.
-        rows: Cells; a `|` in a cell is escaped.
-        align: One letter a column, `l` or `r`; left where it is shorter.
-    """
-    marks = [
-        "--:" if letter == "r" else "---" for letter in align.ljust(len(head), "l")[: len(head)]
-    ]
-    lines = [head, marks, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 # ----- settings, commands and exit codes: docs/reference.md
@@ -363,6 +350,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hosts": hosts,
     "overlap": overlap,
     **tables.TABLES,
+    **exchange_tables.BLOCKS,
 }
 PAGES = (
     "docs/dashboard.md",

@@ -27,6 +27,7 @@ class Role(enum.IntEnum):
     DELTA = 2  # Weights at the last pull minus weights now: a pseudo-gradient.
     STATE = 3  # Weights and optimizer state, restored from a checkpoint.
     MODEL = 4  # A worker's own weights, of which the shards keep the mean.
+    LAST_MODEL = 5  # The same, of a worker that makes no further step.
 
 
 class Verdict(enum.IntEnum):

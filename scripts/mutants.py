@@ -213,6 +213,27 @@ MUTANTS = (
         "total[chunks[added]] = came",
     ),
     Mutant(
+        "decentralised",
+        "what was mixed during backward stays",
+        "psworker/gossip/pairs.py",
+        "+= moved[part] - self._read[part]",
+        "= moved[part]",
+    ),
+    Mutant(
+        "decentralised",
+        "an answer counts once",
+        "psworker/gossip/pairs.py",
+        "snapshot, version = self._open.pop(part)",
+        "snapshot, version = self._open[part]",
+    ),
+    Mutant(
+        "decentralised",
+        "models go to those who take them",
+        "psworker/gossip/mixing.py",
+        "[edge.taker for edge in self._edges() if edge.giver == self.rank]",
+        "[edge.giver for edge in self._edges() if edge.taker == self.rank]",
+    ),
+    Mutant(
         "overlaps",
         "the worker's own step",
         OVERLAPS + "mirror.py",

@@ -13,7 +13,7 @@ and workers stay closer together. W is given by the graph (pscore/graphs); all i
 sum to 1, so the mean of the models moves by the mean of the optimizers' moves alone.
 
 Differs from the paper: the graph may change from step to step (by default each worker has one peer
-a step, after arXiv:2110.13363), and is made anew when workers come or go. With `global_every` all
+a step, after arXiv:2110.13363), and is rebuilt when workers come or go. With `global_every` all
 workers continue from the mean of all models now and then, as in BlueFog (2021).
 """
 
@@ -24,13 +24,13 @@ from typing import ClassVar
 
 from pscore.graphs import graph_of
 from pscore.plugins import require_one_of, require_range
-from pscore.rules.decentralised import EVERY_MAX, Decentralised
+from pscore.rules.decentralised import EVERY_MAX, Warmed
 
 ORDERS = {"awc": "adapt while communicating", "atc": "adapt, then combine"}
 
 
 @dataclass(frozen=True)
-class DPSGD(Decentralised):
+class DPSGD(Warmed):
     """D-PSGD.
 
     Attributes:
@@ -40,12 +40,14 @@ class DPSGD(Decentralised):
         global_every: Steps from one global average, from which all continue, to the next; 0: none.
         average_every: Without `global_every`: steps from one average on the shards, for evaluation
             and checkpoints, to the next.
+        warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.
     """
 
     graph: str = "exp"
     order: str = "awc"
     global_every: int = 0
     average_every: int = 50
+    warmup: int = 0
 
     name: ClassVar[str] = "dpsgd"
     source: ClassVar[str] = "Lian et al., arXiv:1705.09056"

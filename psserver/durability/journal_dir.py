@@ -6,7 +6,7 @@
     JOB/arena           the arrays of all tables, and the record of each slice (journal.py)
     JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
     JOB/0.weights       its weights, as workers of this host map them
-    JOB/owed            residuals of a checkpoint that workers have not fetched yet
+    JOB/residuals       residuals of a checkpoint that workers have not fetched yet
     JOB/lost.json       why only the name of the job is left
 
 JOB is a number, larger than those of the jobs before it, and a digest of its name. Each file has a
@@ -48,9 +48,9 @@ from psserver.durability.sealed import (
 from psserver.slices.arena import Arena
 
 log = structlog.get_logger()
-FORMAT = 2
+FORMAT = 3
 STAMP, LOCK, JOB, ARENA, RESIDUALS, LOST = (
-    "stamp.json", "lock", "job.json", "arena", "owed", "lost.json",
+    "stamp.json", "lock", "job.json", "arena", "residuals", "lost.json",
 )  # fmt: skip
 SHM = Path("/dev/shm")
 BLOCK_NBYTES = 512  # Of `st_blocks`, on every file system.

@@ -24,7 +24,7 @@ import xxhash
 
 from pscore.net import wire
 from pscore.pb.ps.v1 import state_pb2
-from pscore.types import ByteArray, FloatArray, HyperArray, Push
+from pscore.types import ByteArray, FloatArray, HyperArray, Push, Role
 from psserver.decisions.progress import Progress
 from psserver.slices.arena import Arena
 from psserver.slices.pool import NUMBERS, ArenaPool, Cell, Pool
@@ -198,6 +198,7 @@ class SliceJournal:
             samples=entry.samples,
             present=wire.unpack_bits(entry.present, self._num_segments),
             hyper=self._hyper(entry),
+            role=Role(entry.role),
         )
 
     def array(self, place: int) -> FloatArray:
@@ -207,7 +208,7 @@ class SliceJournal:
     # ----- inside
 
     def _note(self, entry: state_pb2.PendingPush, push: Push) -> None:
-        entry.worker, entry.step = push.worker, push.step
+        entry.worker, entry.step, entry.role = push.worker, push.step, int(push.role)
         entry.base_version, entry.samples = push.base_version, push.samples
         entry.present = wire.pack_bits(push.present, self._num_segments)
         if push.hyper is not None:
@@ -238,7 +239,7 @@ class SliceJournal:
         used = {*record.state, *record.memory.values(), *(step.place for step in record.open_steps)}
         used |= {record.weights, *(entry.place for entry in record.held)}
         for place in used - {0, *NUMBERS}:
-            self.pool.at(place)  # That it is there is known before anything goes on from it.
+            self.pool.at(place)  # Raises here if its pages are missing.
         self.pool.adopt(list(record.places), used)
 
     def _make_room(self, half: int, nbytes: int) -> None:

@@ -301,7 +301,7 @@ class Launch:
             return
         how = f"was ended by {name_of(-status)}" if status < 0 else f"failed with status {status}"
         goes_on = self.plan.on_failure is OnFailure.CONTINUE
-        others = "the others go on" if goes_on else "stopping the others"
+        others = "the others continue" if goes_on else "stopping the others"
         rest = f"; {others} (--on-failure {self.plan.on_failure})" if self._running else ""
         self._tell(f"worker {rank} (process {process.pid}) {how}{rest}")
         self._code = self._code or self._code_for(status)

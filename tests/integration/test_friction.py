@@ -95,7 +95,7 @@ def test_a_script_makes_a_process_group_of_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["broken", "closed"])
-def test_workers_go_on_when_nobody_reads_what_they_print(tmp_path: Path, how: str) -> None:
+def test_workers_continue_when_nobody_reads_what_they_print(tmp_path: Path, how: str) -> None:
     script = tmp_path / "much.py"
     script.write_text(MUCH)
     words = psworker("run", "-n", 2, "--servers", "127.0.0.1:1", "--", script, tmp_path / "end")

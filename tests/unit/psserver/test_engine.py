@@ -71,7 +71,7 @@ def test_a_name_that_cannot_be_shown_is_refused(name: str) -> None:
     play(scene)
 
 
-def test_what_a_worker_says_of_itself_is_escaped_and_cut() -> None:
+def test_names_that_a_worker_sends_are_escaped_and_cut() -> None:
     async def scene(front: Front) -> None:
         await front.join(0, 2, host="\x1b[2J" + "h" * 3000)
         await front.join(1, 2)
@@ -237,7 +237,7 @@ def test_a_push_too_far_ahead_is_answered_when_there_is_room() -> None:
 # ----- who comes and goes
 
 
-def test_a_departure_wakes_those_who_wait() -> None:
+def test_a_departure_wakes_waiting_workers() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         await front.push(push_header(0, 0), grad(1.0))
@@ -250,7 +250,7 @@ def test_a_departure_wakes_those_who_wait() -> None:
     play(scene)
 
 
-def test_a_lease_that_is_over_wakes_those_who_wait() -> None:
+def test_an_expired_lease_wakes_waiting_workers() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         front.now_s = LEASE_S / 2
@@ -279,7 +279,7 @@ def test_a_heartbeat_keeps_a_lease() -> None:
     play(scene)
 
 
-def test_a_worker_is_told_who_is_live_if_it_asks() -> None:
+def test_a_worker_gets_the_live_ranks_on_request() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=3)
         front.engine.leave(JOB, 1, 101, "done")
@@ -307,7 +307,7 @@ def test_a_barrier_opens_for_all_at_once() -> None:
     play(scene)
 
 
-def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
+def test_a_cancelled_barrier_wait_leaves_nothing_behind() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         gone = asyncio.ensure_future(arrive(front, 0))
@@ -330,7 +330,7 @@ def test_a_departure_opens_a_barrier() -> None:
     play(scene)
 
 
-def test_a_barrier_says_who_is_missing() -> None:
+def test_a_barrier_names_the_missing_workers() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         assert await arrive(front, 0, 0.0) == Arrival(
@@ -343,7 +343,7 @@ def test_a_barrier_says_who_is_missing() -> None:
 # ----- jobs
 
 
-def test_a_job_that_begins_anew_frees_the_former_ones_numbers() -> None:
+def test_a_job_that_starts_over_frees_the_former_ones_numbers() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
         former = front.running
@@ -394,7 +394,7 @@ def test_status_tells_what_there_is() -> None:
         ({"sender": sender(0, incarnation=1)}, "ReplacedError: rank 0 is now process 0 on a"),
         ({"sender": sender(0, table=3)}, "UnknownJobError: job 'run' has no table 3"),
         ({"slice": 5}, r"RemoteProtocolError: slice 5 of 'model' is not on this shard"),
-        ({"role": 9}, r"DecodeError: role of a push is 9, must be 0\.\.4"),
+        ({"role": 9}, r"DecodeError: role of a push is 9, must be 0\.\.5"),
         ({"samples": -1.0}, r"DecodeError: weight of a push is -1\.0, must be 0\.\."),
         ({"hyper": [1.0]}, "DecodeError: 1 hyper-parameters, 1 groups of 6 wanted"),
         ({"present": b"\xff"}, "DecodeError: 1 bytes of segment bits for 2 segments"),

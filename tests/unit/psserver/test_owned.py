@@ -183,7 +183,7 @@ def test_many_readers_share_one_view_made_after_they_asked() -> None:
     asyncio.run(scene())
 
 
-def test_a_view_that_fails_fails_who_asked_for_it_and_nobody_later() -> None:
+def test_a_view_that_fails_raises_in_its_reader_and_not_in_later_ones() -> None:
     async def scene() -> None:
         answers = iter([ZeroDivisionError("once"), None])
 

@@ -80,7 +80,7 @@ def test_a_value_that_is_not_finite_is_left_out_with_one_warning(
         ({f"n{index}": 1.0 for index in range(17)}, r"has 17 names, 16 are possible: n0"),
     ],
 )
-def test_what_cannot_be_reported_is_refused(values: dict[str, Any], message: str) -> None:
+def test_values_that_cannot_be_reported_are_refused(values: dict[str, Any], message: str) -> None:
     reports = Reports()
     with pytest.raises(ConfigError, match=message):
         reports.put(values)

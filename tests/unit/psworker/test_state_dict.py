@@ -183,7 +183,7 @@ def test_a_parameter_without_a_step_has_no_state() -> None:
     assert sorted(state_of(FakeTable(sgd, counts=[5, 0]))["state"]) == [2]
 
 
-def test_what_is_our_own_stands_apart() -> None:
+def test_entries_of_paceline_are_kept_apart() -> None:
     own = state_of(FakeTable(sgd, counts=[5, 0]))["paceline"]
     assert (own["step"], own["samples_seen"], own["compression"]) == (4, 8.0, "none")
     assert own["mode"].startswith("ssgd")
@@ -198,7 +198,7 @@ def load(table: FakeTable, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_what_was_saved_is_loaded_by_rank_0_between_barriers(make: Any) -> None:
+def test_rank_0_loads_a_saved_state_between_barriers(make: Any) -> None:
     saved = state_of(FakeTable(make, counts=[7, 3]))
     table = FakeTable(make, counts=[0, 0])
     table.shards.step = 0
