@@ -21,7 +21,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 NAMES = [name + arguments for name in COMPRESSORS for arguments in ARGUMENTS.get(name, ("",))]
 # The residual of these is the part not sent; that of dgc with momentum is a velocity.
-OWING = [
+WITH_RESIDUAL = [
     name
     for name in NAMES
     if RESIDUAL in parse_compressor(name).state_names and name != "dgc(ratio=0.03)"
