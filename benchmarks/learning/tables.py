@@ -61,6 +61,7 @@ def tuned() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "local updates": local_updates,
     "modes": modes,
+    "spread": lambda: table("spread.jsonl", SEEDS),
     "secant": lambda: table("secant.jsonl", LOSSES),
     "tuned": tuned,
     "adam": lambda: table("adam.jsonl", SHORT),
