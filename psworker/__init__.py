@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         SlowMo,
         Staleness,
     )
+    from psworker.pipeline.pipeline import Pipeline
     from psworker.training.modes import modes
     from psworker.training.optimizer import DistributedOptimizer, clip_grad_norm_
     from psworker.training.verbs import (
@@ -81,6 +82,7 @@ __all__ = [
     "modes",
     "OD",
     "PacelineError",
+    "Pipeline",
     "pull",
     "push",
     "push_pull",
@@ -105,6 +107,7 @@ _FROM = {
         *("SSP", "Staleness"),
         *("ADPSGD", "AllReduce", "DPSGD"),
     ),
+    "psworker.pipeline.pipeline": ("Pipeline",),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": ("clip_grad_norm_", "DistributedOptimizer"),
     "psworker.training.verbs": (
