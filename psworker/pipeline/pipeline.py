@@ -13,7 +13,7 @@ from torch import nn
 
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError, TransportError
-from pscore.rules import parse_mode
+from pscore.rules import SSGD, parse_mode
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psworker.gossip.base import Meet, Waits, Want
@@ -244,7 +244,7 @@ def _require(plan: Plan, mode: str, schedule: str, stash: str, minibatches: int 
     """
     if not plan or min(number for _, number in plan) < 1:
         raise ConfigError(f"plan is {list(plan)}, must name each stage's last block and replicas")
-    if parse_mode(mode).name != "ssgd":
+    if not isinstance(parse_mode(mode), SSGD):
         raise ConfigError(f"mode between replicas is {mode!r}, must be ssgd")
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
