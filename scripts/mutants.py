@@ -36,6 +36,8 @@ RULES = "pscore/rules/"
 LOCAL = "pscore/local/"
 OVERLAPS = "pscore/overlaps/"
 COMPRESSORS = "pscore/compressors/"
+PIPELINE = "psworker/pipeline/"
+PIPELINE_TESTS = "tests/unit/psworker/test_pipeline_schedule.py"
 MUTANTS = (
     Mutant(
         "ssgd",
@@ -294,6 +296,41 @@ MUTANTS = (
         "is_high = abs(u) >= mean",
         "is_high = True",
         "tests/paper/test_sparseloco.py",
+    ),
+    *(
+        Mutant("pipelines", what, PIPELINE + path, term, without, PIPELINE_TESTS)
+        for what, path, term, without in (
+            ("weights kept for the backward", "schedule.py", "in_place = False", "in_place = True"),
+            (
+                "forwards ahead",
+                "schedule.py",
+                "minibatch // self.place.num_replicas - self.place.depth())",
+                "minibatch // self.place.num_replicas - self.place.depth() - 1)",
+            ),
+            (
+                "the replica of a minibatch",
+                "schedule.py",
+                "+ minibatch % self.replicas[stage]",
+                "+ (minibatch + 1) % self.replicas[stage]",
+            ),
+            (
+                "vertical sync counted in minibatches",
+                "schedule.py",
+                "return first * replicas[0] // self.place.num_replicas",
+                "return first",
+            ),
+            ("2BW's delay", "schedule.py", "// self._own - 1)", "// self._own - 2)"),
+            ("the mean of an update", "stage.py", "parameter.grad /= held", "pass"),
+            ("slots until no minibatch needs them", "ring.py", "number < oldest", "number <= oldest"),
+        )
+    ),
+    Mutant(
+        "pipelines",
+        "learning rate by stage",
+        PIPELINE + "pipeline.py",
+        'group["lr"] *= self.place.num_replicas / self.place.replicas[0]',
+        "pass",
+        "tests/integration/test_pipeline_driver.py",
     ),
 )
 

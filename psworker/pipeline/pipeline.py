@@ -77,7 +77,7 @@ class Pipeline:
             stash: With `1f1b`: `weights`, the newest version of each stage, or `vertical`, the
                 version of the first stage at all stages.
             minibatches: With `2bw`: minibatches of an update; all workers by default.
-            mode: Between replicas of a stage: `ssgd`.
+            mode: Between replicas of a stage: `ssgd`, without backup workers.
             servers: Addresses of the shards; else PACELINE_SERVERS.
             job: Name of the job; else that of the launcher. A stage with replicas is the job
                 `job.s0`, `job.s1`, ...
@@ -244,8 +244,14 @@ def _require(plan: Plan, mode: str, schedule: str, stash: str, minibatches: int 
     """
     if not plan or min(number for _, number in plan) < 1:
         raise ConfigError(f"plan is {list(plan)}, must name each stage's last block and replicas")
-    if not isinstance(parse_mode(mode), SSGD):
+    rule = parse_mode(mode)
+    if not isinstance(rule, SSGD):
         raise ConfigError(f"mode between replicas is {mode!r}, must be ssgd")
+    if rule.backup:
+        raise ConfigError(
+            f"mode between replicas is {mode!r}, must be ssgd without backup: each minibatch is on "
+            "one replica, and one that is left out would be lost"
+        )
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule is {schedule!r}, must be one of {', '.join(SCHEDULES)}")
     if stash not in STASHES:

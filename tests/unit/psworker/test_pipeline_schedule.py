@@ -32,9 +32,9 @@ VERSIONS: dict[str, Callable[[Place], Stash]] = {
     "vertical": Vertical,
     "2bw": lambda place: TwoVersions(place, 4),
 }
-SHAPES = [(1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (2, 2, 1), (1, 2, 1)]
-SHAPES += [(1, 1, 1, 1), (2, 1, 2, 1), (2, 2, 2, 2)]
-WITH_ADAM = [(2,), (2, 1), (1, 1, 1), (2, 2, 2, 2)]
+SHAPES = [(1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (2, 2, 1), (1, 1, 1, 1), (2, 1, 2, 1)]
+SHAPES += [(2, 2, 2, 2)]
+WITH_ADAM = [(2, 1), (1, 1, 1)]
 
 
 def make_stages(number: int) -> list[nn.Module]:
@@ -215,12 +215,15 @@ class Pipes:
             waits[other] = self._resume(scripts[other], None)
 
 
+def flat(versions: list[State]) -> torch.Tensor:
+    return torch.cat([value.flatten() for weights in versions for value in weights.values()])
+
+
 def assert_equal(found: list[list[State]], expected: list[list[State]]) -> None:
     assert [len(stage) for stage in found] == [len(stage) for stage in expected]
     for own, stage in zip(found, expected, strict=True):
-        for weights, wanted in zip(own, stage, strict=True):
-            for key in wanted:
-                torch.testing.assert_close(weights[key], wanted[key], rtol=1e-9, atol=1e-9)
+        assert [[*weights] for weights in own] == [[*weights] for weights in stage]
+        torch.testing.assert_close(flat(own), flat(stage), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_every_version_of_every_stage_is_that_of_the_formulas(
         assert replica.ring.most <= limit
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_order_of_messages_changes_nothing(seed: int) -> None:
     pipes = Pipes(Stash, (2, 2, 1), "sgd")
     pipes.run(data(), seed)
