@@ -37,7 +37,6 @@ LOCAL = "pscore/local/"
 OVERLAPS = "pscore/overlaps/"
 COMPRESSORS = "pscore/compressors/"
 PIPELINE = "psworker/pipeline/"
-PIPELINE_TESTS = "tests/unit/psworker/test_pipeline_schedule.py"
 MUTANTS = (
     Mutant(
         "ssgd",
@@ -298,7 +297,7 @@ MUTANTS = (
         "tests/paper/test_sparseloco.py",
     ),
     *(
-        Mutant("pipelines", what, PIPELINE + path, term, without, PIPELINE_TESTS)
+        Mutant("pipeline", what, PIPELINE + path, term, without)
         for what, path, term, without in (
             ("weights kept for the backward", "schedule.py", "in_place = False", "in_place = True"),
             (
@@ -321,11 +320,16 @@ MUTANTS = (
             ),
             ("2BW's delay", "schedule.py", "// self._own - 1)", "// self._own - 2)"),
             ("the mean of an update", "stage.py", "parameter.grad /= held", "pass"),
-            ("slots until no minibatch needs them", "ring.py", "number < oldest", "number <= oldest"),
+            (
+                "slots until no minibatch needs them",
+                "ring.py",
+                "number < oldest",
+                "number <= oldest",
+            ),
         )
     ),
     Mutant(
-        "pipelines",
+        "pipeline",
         "learning rate by stage",
         PIPELINE + "pipeline.py",
         'group["lr"] *= self.place.num_replicas / self.place.replicas[0]',

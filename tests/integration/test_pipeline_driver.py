@@ -6,7 +6,7 @@ from torch import nn
 
 import psworker
 from tests.integration.cluster import Shards, Station, WorkerError, new_job
-from tests.unit.psworker import test_pipeline_schedule as model
+from tests.paper import test_pipeline as model
 
 TOTAL = 13  # Not a multiple of two: the last round of two replicas holds one minibatch.
 CASES = [((2, 2), "1f1b", "weights"), ((1, 1), "1f1b", "vertical"), ((2, 1), "2bw", "weights")]
