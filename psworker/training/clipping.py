@@ -13,9 +13,11 @@ import math
 import torch
 
 from pscore.errors import ConfigError, ReplacedError, UnknownJobError
+from psworker.model.dtensors import local
 from psworker.model.grad_views import dense
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
+from psworker.training.sharded_gradients import ShardedGradients
 from psworker.training.table import TrainingTable
 from psworker.training.verbs import drop_named, named
 
@@ -44,7 +46,13 @@ def clip(
         drop_named(name)
         return torch.tensor(math.inf)
     norm: torch.Tensor
-    if table.session.num_processes == 1:
+    if isinstance(gradients, ShardedGradients):
+        try:
+            norm = _norm_of_parts(table, gradients, name)
+        except (ReplacedError, UnknownJobError) as problem:  # Likewise.
+            recovery.note(problem)
+            return torch.tensor(math.inf)
+    elif table.session.num_processes == 1:
         norm = torch.linalg.vector_norm(_flat(table)[:-1])
     else:
         try:
@@ -57,24 +65,44 @@ def clip(
         with torch.no_grad():
             for parameter in table.flat.parameters:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(factor.to(parameter.grad.device))
+                    grad = local(parameter.grad)
+                    grad.mul_(factor.to(grad.device))
     return norm
+
+
+def _norm_of_parts(table: TrainingTable, gradients: ShardedGradients, name: str) -> torch.Tensor:
+    """Returns the norm of the mean gradient of a sharded model, whose processes have parts of it.
+
+    The processes that push the same slices exchange them, one of each group.
+    """
+    group = gradients.group
+    mean = _checked(gradients.own_means())
+    if table.session.num_workers > 1:
+        mean = _mean(f"{name}.{group.rank}", mean, gradients.samples, alone=True)
+    values, bad = mean[:-1], float(mean[-1])
+    rows = group.gather([float(torch.linalg.vector_norm(values, dtype=torch.float64)), bad])
+    is_bad = any(bad for _, bad in rows)
+    return torch.tensor(math.inf if is_bad else math.hypot(*(norm for norm, _ in rows)))
 
 
 def _norm_of_mean(table: TrainingTable, name: str) -> torch.Tensor:
     """Returns the norm of the workers' mean gradient; Inf if one of them is not finite."""
-    flat = _flat(table)
-    try:
-        tensor = named(name, flat)
-        tensor.push(flat, table.progress.samples)
-        mean = tensor.pull()
-    except (ReplacedError, UnknownJobError):
-        drop_named(name)
-        raise
+    mean = _mean(name, _flat(table), table.progress.samples)
     if mean[-1].item() > 0:
         return torch.tensor(math.inf)
     norm: torch.Tensor = torch.linalg.vector_norm(mean[:-1])
     return norm
+
+
+def _mean(name: str, flat: torch.Tensor, samples: float, *, alone: bool = False) -> torch.Tensor:
+    """Returns the workers' mean of a vector; `alone`: of one process of each group."""
+    try:
+        tensor = named(name, flat, alone=alone)
+        tensor.push(flat, samples)
+        return tensor.pull()
+    except (ReplacedError, UnknownJobError):
+        drop_named(name)
+        raise
 
 
 def _flat(table: TrainingTable) -> torch.Tensor:
@@ -85,7 +113,12 @@ def _flat(table: TrainingTable) -> torch.Tensor:
         else dense(weight.grad).float().reshape(-1).cpu()
         for weight in table.flat.parameters
     ]
-    flat = torch.cat([*parts, torch.zeros(1)])
+    return _checked(torch.cat(parts))
+
+
+def _checked(flat: torch.Tensor) -> torch.Tensor:
+    """Returns a vector on the host, then 0; if it is not finite, zeros, then 1."""
+    flat = torch.cat([flat.cpu(), torch.zeros(1)])
     if not bool(torch.isfinite(flat).all()):
         flat.zero_()
         flat[-1] = 1.0

@@ -9,9 +9,11 @@ from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule
+from psworker.connection.session import Session
 from psworker.group.local_group import LocalGroup
 from psworker.group.parts import owners
 from psworker.model.flat import FlatModel
+from psworker.model.sharded import ShardedModel
 from psworker.replica.replica import Replica
 
 
@@ -49,22 +51,28 @@ class Parts:
     Attributes:
         owners: Local rank of the process that pushes and pulls each slice.
         own: The slices of this process.
+        uploaded: The slices whose first values this process uploads.
     """
 
-    def __init__(
-        self, layout: Layout, flat: FlatModel, replica: Replica, group: LocalGroup | None
-    ) -> None:
+    def __init__(self, layout: Layout, flat: FlatModel, replica: Replica, session: Session) -> None:
         """Divides a table.
 
         Args:
             layout: The table's slices.
             flat: The model as flat memory.
             replica: The replica of this process, with the slices of `own_slices`.
-            group: The processes that are this worker; None: this process alone is.
+            session: This process's part in the job.
         """
+        group = session.group
         lengths = [spec.numel for spec in layout.slices]
         self.owners = [0] * len(lengths) if group is None else owners(lengths, group.size)
         self.own = replica.own
+        self.uploaded: Sequence[int] = ()
+        if isinstance(flat, ShardedModel):
+            self.owners = flat.routes.owners
+            self.uploaded = self.own if session.rank == 0 else ()
+        elif session.process_rank == 0:
+            self.uploaded = range(len(lengths))
         self._layout = layout
         self._flat = flat
         self._replica = replica
@@ -106,7 +114,7 @@ class Parts:
         Raises:
             GroupError: A process of the group has ended.
         """
-        if self._group is None:
+        if self._group is None or self._flat.is_sharded:  # Then `scatter_weights` does it.
             return
         weights = self._flat.weights
         for copy in [

@@ -79,6 +79,12 @@ class FakeShards:
         self.log += [f"{name} {flat[0]}" for name, flat in state.items()]
 
 
+class Alone:
+    """The session of the only worker."""
+
+    group, rank, process_rank = None, 0, 0
+
+
 class FakeTable(TrainingTable):
     """A table without shards; the parameter groups are not in the model's order."""
 
@@ -99,7 +105,7 @@ class FakeTable(TrainingTable):
         self.flat = FlatModel(trained, layout)
         self.shards = FakeShards(layout, len(self.optimizer.state_names), counts)
         self.exchange = self.replica = cast(Any, self.shards)
-        self.parts = Parts(layout, self.flat, self.replica, None)
+        self.parts = Parts(layout, self.flat, self.replica, cast(Any, Alone))
         self.progress = cast(Any, self)
         self.local_step = LocalStep()
         self.make_step = lambda _: LocalStep()
