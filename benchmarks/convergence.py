@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import convergence_plots, tasks
-from benchmarks.runs import Run, as_json, collect, keep, load, show
-from benchmarks.sweeps import NUM_WORKERS, SWEEPS, Setting
+from benchmarks import tasks
+from benchmarks.learning import plots
+from benchmarks.learning.runs import Run, as_json, collect, keep, load, show
+from benchmarks.learning.sweeps import NUM_WORKERS, SWEEPS, Setting
 from pscore import partition
 from pscore.compressors import parse_compressor
 from pscore.estimate import parse_pull_compressor
@@ -56,10 +57,10 @@ class Watch:
         self._recent.append(loss)
         if not math.isfinite(loss):
             self.failure = f"NaN at step {step}"
-        if len(self._recent) == convergence_plots.LOSS_STEPS * len(cluster.workers):
+        if len(self._recent) == plots.LOSS_STEPS * len(cluster.workers):
             self.losses.append((cluster.now_s, statistics.fmean(self._recent)))
             self._recent = []
-            late = len(self.losses) * convergence_plots.LOSS_STEPS > self.steps / 2
+            late = len(self.losses) * plots.LOSS_STEPS > self.steps / 2
             if late and min(value for _, value in self.losses[-3:]) > CHANCE:
                 self.failure = f"no better than chance at step {step}"
         if self.failure:
@@ -183,7 +184,7 @@ def main() -> None:
     )
     show(rows, title, markdown=args.markdown)
     if args.out:
-        for path in convergence_plots.draw(args.sweep, rows, args.out):
+        for path in plots.draw(args.sweep, rows, args.out):
             print(f"plot: {path}")
     if args.json:
         print(as_json(rows))
@@ -197,7 +198,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST, or CIFAR-10's npz")
     parser.add_argument("--batch", type=int, default=tasks.BATCH, help="images of each worker")
     parser.add_argument("--epochs", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, help="in the place of --epochs")
+    parser.add_argument("--steps", type=int, help="in place of --epochs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--only", nargs="+", help="these runs of the sweep only")
     parser.add_argument("--show", action="store_true", help="run nothing, show the kept results")

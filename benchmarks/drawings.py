@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import overview_drawing, peer_drawings, plane_drawings
-from benchmarks.svg import HEAD, INK, LINE, PALE, arrow, words
+from benchmarks.drawing import overview, peers, planes
+from benchmarks.drawing.svg import HEAD, INK, LINE, PALE, arrow, words
 from pscore.rules import parse_mode
 from pssim.events import Event, What
 from pssim.transcript import transcript
@@ -53,8 +53,8 @@ LABEL_WIDTH = 40  # The least width of a box with a word in it.
 
 def draw(rule: str) -> str:
     """Returns the drawing of a rule, or of a variant, as SVG; the same at each call."""
-    if rule in peer_drawings.MODES:
-        return peer_drawings.draw(rule)
+    if rule in peers.MODES:
+        return peers.draw(rule)
     mode, steps = (MODES | VARIANTS)[rule]
     events = transcript(mode, steps=steps, compute_s=COMPUTE_S, latency_s=LATENCY_S)
     return _svg(mode, "\n".join([*_lanes(events), *_shard(events), *_arrows(mode, events)]))
@@ -220,10 +220,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    rules = (*MODES, *VARIANTS, *peer_drawings.MODES)
+    rules = (*MODES, *VARIANTS, *peers.MODES)
     texts = {f"rule-{rule}.svg": draw(rule) for rule in rules}
-    texts |= {f"plane-{plane}.svg": plane_drawings.draw(plane) for plane in plane_drawings.PLANES}
-    texts["overview.svg"] = overview_drawing.draw()
+    texts |= {f"plane-{plane}.svg": planes.draw(plane) for plane in planes.PLANES}
+    texts["overview.svg"] = overview.draw()
     paths = []
     for file, text in texts.items():
         path = args.out / file

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import convergence, kit, runs, tasks
-from benchmarks.sweeps import Setting
+from benchmarks import convergence, kit, tasks
+from benchmarks.learning import runs
+from benchmarks.learning.sweeps import Setting
 
 NUM_WORKERS = 2
 MODES = {"ssgd": "ssgd", "cd": "cd(warmup=100)"}
@@ -147,7 +148,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files")
     parser.add_argument("--batch", type=int, default=tasks.BATCH, help="images of each worker")
     parser.add_argument("--epochs", type=float, default=2.0)
-    parser.add_argument("--steps", type=int, help="in the place of --epochs")
+    parser.add_argument("--steps", type=int, help="in place of --epochs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--only", nargs="+", choices=list(PAIRS), default=list(PAIRS))

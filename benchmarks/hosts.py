@@ -3,7 +3,7 @@
 Hosts are those of `benchmarks.netlab`: network namespaces on one switch, with shaped links. Each
 runs its workers and a shard, as people deploy on a cluster without machines to spare (for shards
 on hosts of their own see `benchmarks.step --hosts 4 --shards 2`). Computing is simulated by
-sleeping (`benchmarks.simulated_gpu`), so that two cores can stand for four hosts. All runs of a
+sleeping (`links/simulated_gpu.py`), so that two cores can stand for four hosts. All runs of a
 case use the same links, the same processes and the same model:
 
     four_hosts   4 hosts, 500 Mbit/s, 6.4 million parameters in 40 tensors, 300 ms of computing
@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import kit, link_use, measured
+from benchmarks import kit, measured
+from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
 
 MODULE = "benchmarks.hosts"
@@ -148,7 +149,7 @@ def train(
     """Trains in one mode; `ddp_gloo` is torch's DistributedDataParallel over Gloo."""
     import torch
 
-    from benchmarks.simulated_gpu import SimulatedModel
+    from benchmarks.links.simulated_gpu import SimulatedModel
 
     model: Any = SimulatedModel(shapes, compute_s)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
     """Returns the shapes of torchvision's ResNet-50: 161 tensors, 25,557,032 elements."""
-    return [shape for _, shape in model_plan.resnet50_shapes()]
+    return [shape for _, shape in model_plan.shapes_of("resnet50")]
 
 
 def shapes_of(case: str) -> list[tuple[int, ...]]:

@@ -63,9 +63,9 @@ class Lab:
         """Returns the words in front of a command that run it on a host."""
         return ["ip", "netns", "exec", self.name(host)]
 
-    def cut(self, host: int, *, mend: bool = False) -> None:
+    def cut(self, host: int, *, restore: bool = False) -> None:
         """Cuts a host's link, or restores it: packets are lost without notice."""
-        _ip("-n", self.name("switch"), "link", "set", f"port{host}", "up" if mend else "down")
+        _ip("-n", self.name("switch"), "link", "set", f"port{host}", "up" if restore else "down")
 
     def slow(self, host: int, rate: str | None = None) -> None:
         """Gives a host's link another rate, each way; without one, its own again."""

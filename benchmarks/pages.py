@@ -20,9 +20,13 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+from benchmarks.learning import tables
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
+from psserver.decisions.shard import Shard
+from psserver.engine.engine import Engine
 from psserver.process.settings import SECTIONS
+from psserver.service.metrics import ShardCollector
 from psworker import exits as psworker_exits
 from psworker.commands import cli as psworker_cli
 
@@ -126,6 +130,17 @@ def _shown(item: Any) -> str:
     if item.param_type_name == "option":
         return f"`{max(item.opts, key=len)}`"
     return f"`{(item.name or '').upper()}`"
+
+
+def metrics() -> str:
+    """Returns every metric of a shard with its labels."""
+    ends = {"counter": "_total", "info": "_info"}
+    rows = []
+    for family in ShardCollector(Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)).collect():
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        rows.append([f"`{family.name}{ends.get(family.type, '')}`", family.type, labels])
+        rows[-1].append(family.documentation)
+    return table(["metric", "type", "labels", "meaning"], rows)
 
 
 # ----- the data planes: docs/dataplane.md
@@ -328,12 +343,20 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "exit codes": exit_codes,
     "commands": commands,
+    "metrics": metrics,
     "transport": transport,
     "targets": targets,
     "hosts": hosts,
     "overlap": overlap,
+    **tables.TABLES,
 }
-PAGES = ("docs/dataplane.md", "docs/links.md", "docs/reference.md", "docs/training.md")
+PAGES = (
+    "docs/convergence.md",
+    "docs/dataplane.md",
+    "docs/links.md",
+    "docs/reference.md",
+    "docs/training.md",
+)
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)
 
 

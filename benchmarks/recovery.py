@@ -4,11 +4,12 @@
     python -m benchmarks.recovery --seconds 600 --mode ssgd --json
     python -m benchmarks.recovery --seconds 90 --numel 100000000 --workers 2 --kinds shard --json
 
-Workers push whole numbers to real shards (`stage.py`), without a pause except for simulated
-computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows links, fills
-the shards' disk, uses up their descriptors, polls their status, and kills everything at once
-(`strikes.py`); the next fault comes a while after the job has recovered from the last one. In the
-end the weights show for every single push whether it is in them (`proof.py`).
+Workers push whole numbers to real shards (`survival/stage.py`), without a pause except for
+simulated computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows
+links, fills the shards' disk, uses up their descriptors, polls their status, and kills everything
+at once (`survival/strikes.py`); the next fault comes a while after the job has recovered
+from the last one. In the end the weights show for every single push whether it is in
+them (`survival/proof.py`).
 
 Recovery is the time from a fault (where it lasts, from its end) until every worker that it concerns
 has had a push of every slice that it concerns acknowledged. Of a killed worker that includes the
@@ -31,9 +32,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import kit, measured, proof
-from benchmarks.stage import Setup, Stage
-from benchmarks.strikes import KILLS, ROLES, STRIKES, Fault, Saboteur, possible
+from benchmarks import kit, measured
+from benchmarks.survival import proof
+from benchmarks.survival.stage import Setup, Stage
+from benchmarks.survival.strikes import KILLS, ROLES, STRIKES, Fault, Saboteur, possible
 
 CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
 MEASURED_S_MIN = 400.0  # A run of this length has a stretch with one fault a minute.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import curves
-from benchmarks.convergence_plots import LOSS_STEPS
-from benchmarks.runs import Row, collect, load
+from benchmarks.learning.plots import LOSS_STEPS
+from benchmarks.learning.runs import Row, collect, load
 
 RESULTS = Path("docs/results")
 FACTORS = ("2x", "10x", "100x")

@@ -6,7 +6,7 @@ Eight workers push without end; every few seconds one of them leaves in order, o
 comes back. Now and then nobody goes until all are there and push: then memory, files, threads and
 mapped segments of each shard are counted, as each worker that is there has some. Growth is that of
 the last count over that after a quarter of the time. In the end the weights tell whether any push
-was lost or counted twice (`proof.py`).
+was lost or counted twice (`survival/proof.py`).
 
 glibc has an arena for each thread that comes upon a busy one, and gives back little of the memory
 freed in them: shards have one arena here, so that the count is the memory in use.
@@ -25,8 +25,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import kit, proof
-from benchmarks.stage import Setup, Stage
+from benchmarks import kit
+from benchmarks.survival import proof
+from benchmarks.survival.stage import Setup, Stage
 
 COLUMNS = ("memory MB", "files", "threads", "segments")
 NUM_COUNTS = 8  # In a run, the first of them after an eighth of it.

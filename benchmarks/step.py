@@ -53,7 +53,7 @@ def train(mode: str, compression: str, compute_s: float, rounds: int, *, overlap
     import torch
 
     import psworker
-    from benchmarks.simulated_gpu import SimulatedModel
+    from benchmarks.links.simulated_gpu import SimulatedModel
 
     torch.set_num_threads(1)
     model = SimulatedModel(kit.resnet50_shapes(), compute_s)
@@ -198,7 +198,7 @@ def _ask(role: kit.Role, text: str) -> float:
 
 def best_ssgd_s(compute_s: float, bytes_per_s: float) -> float:
     """Returns the step time of a worker whose slices leave and come back without a gap."""
-    from benchmarks.simulated_gpu import FORWARD_SHARE
+    from benchmarks.links.simulated_gpu import FORWARD_SHARE
 
     numel = kit.numel_of(kit.resnet50_shapes())
     num_slices = -(-numel // (1 << 20))

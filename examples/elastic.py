@@ -40,7 +40,7 @@ def main():
         mode=args.mode,
         samples=args.batch_size,
     )
-    if state is not None and optimizer.steps == 0:  # Else the job has gone on since.
+    if state is not None and optimizer.steps == 0:  # Else the job has continued since.
         optimizer.load_state_dict(state["optimizer"])
 
     while optimizer.steps < args.steps:

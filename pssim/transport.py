@@ -10,6 +10,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Origin, Role, Verdict
 from pssim.shard import JOB, Respond, SimulatedShard
+from psworker.connection.pace import Pace
 from psworker.connection.residuals import Residuals
 from psworker.transports.base import PullCall, PushCall, Transport
 
@@ -124,6 +125,7 @@ class SimulatedSession:
         self.incarnation = incarnation
         self.links = links
         self.residual_senders: dict[int, Residuals] = {}
+        self.pace = Pace(now=lambda: 0.0)
 
     def define(self, *table: object, **options: object) -> tuple[int, Origin]:
         """Returns the table's number, and the origin of its steps."""

@@ -81,6 +81,7 @@ def main() -> int:
         *[(f"example: {path.name}", partial(check_example, path)) for path in examples()],
         ("example workers are alike", compare_workers),
         ("alert rules", check_rules),
+        ("Grafana dashboard is that of scripts/grafana.py", compare_dashboard),
     ]  # fmt: skip
     failed = 0
     for name, check in checks:
@@ -290,6 +291,12 @@ def check_rules() -> None:
                 [promtool, *words], capture_output=True, text=True, check=False, cwd=ROOT
             )
         )
+
+
+def compare_dashboard() -> None:
+    """Checks that the Grafana dashboard is the one that scripts/grafana.py makes."""
+    words = [sys.executable, str(ROOT / "scripts" / "grafana.py"), "--check"]
+    require(subprocess.run(words, capture_output=True, text=True, check=False))
 
 
 def skipped() -> list[str]:

@@ -22,8 +22,8 @@ refused, and so are codes behind the last element that are not 00. A v below 2^-
 and so are its block's elements. Squares are added as float32 if that holds them (`blocks.py`).
 
 Differs from MXNet: gradients are means over a batch and not sums, so that MXNet's default of 0.5
-would be about 0.5 / batch. With a fixed threshold an element that stays beyond it owes more and
-more; with v, large elements leave at once.
+would be about 0.5 / batch. With a fixed threshold the residual of an element that stays beyond it
+grows more and more; with v, large elements leave at once.
 """
 
 from __future__ import annotations

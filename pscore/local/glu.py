@@ -24,7 +24,7 @@ rate is the first one, unless the rate is warmed up. `divisor=8` is as released,
 Differs from the code: p and the number of calls are kept for each slice, where one counter served
 all keys. Gradients are means and not sums over the number of workers. Their scripts raise the local
 rate from 0 over 625 steps, which `local_warmup` does; it is 0 by default. A worker that comes back
-begins anew with p, and with the largest rate.
+starts over with p, and with the largest rate.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class FrameHandler(Protocol):
 
         Raises:
             PacelineError: The request is refused. The connection reads the rest of its payload,
-                tells the peer, and goes on.
+                tells the peer, and continues.
         """
 
     def on_refused(self, envelope: pb.Envelope) -> None:

@@ -13,7 +13,7 @@ counts the steps of each parameter from 1, and P is `mu_product`, 1 before the f
 
 P depends on every earlier beta1, which a schedule may change, so it is kept. It is one number for
 each parameter; here it is an array like the other state, because a parameter may lie in several
-slices, and slices are cut anew for another number of shards. That is 4 bytes for each element.
+slices, and slices are cut again for another number of shards. That is 4 bytes for each element.
 
 Differs from the paper: weight decay, which the paper does not have.
 """

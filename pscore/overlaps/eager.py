@@ -47,7 +47,7 @@ class Eager(Overlap):
 
     def land(self, part: LocalSlice, pulled: Any, mean: Any) -> None:
         """Keeps the others' part of the mean for the next round's end."""
-        if mean is None:  # An update was missed: the worker starts anew from the shards' weights.
+        if mean is None:  # An update was missed: the worker starts over from the shards' weights.
             part.weights.add_(pulled - part.origin)
             part.origin.copy_(pulled)
             for name in (OTHERS, *self._names(part)):

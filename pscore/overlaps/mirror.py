@@ -14,7 +14,7 @@ that land (`Optimizer.infer`), so no more bytes travel than in a round that bloc
 The control c takes out differences between workers that last (unlike data): c = 1 replaces the
 worker's part of the last round by the mean's. The mean of the starts stays exact with any c.
 
-With the plain mean as the outer step (`local`) s_i is x_i: the worker goes on, and is translated
+With the plain mean as the outer step (`local`) s_i is x_i: the worker continues, and is translated
 when the mean lands. That is the form of Shuheng Shen et al., "Faster Distributed Deep Net Training:
 Computation and Communication Decoupled Stochastic Gradient Descent", arXiv:1906.12043 (recalled).
 """

@@ -13,7 +13,7 @@ and workers stay closer together. W is given by the graph (pscore/graphs); all i
 sum to 1, so the mean of the models moves by the mean of the optimizers' moves alone.
 
 Differs from the paper: the graph may change from step to step (by default each worker has one peer
-a step, after arXiv:2110.13363), and is made anew when workers come or go. With `global_every` all
+a step, after arXiv:2110.13363), and is rebuilt when workers come or go. With `global_every` all
 workers continue from the mean of all models now and then, as in BlueFog (2021).
 """
 

@@ -16,7 +16,7 @@ misses its own newest gradient and misses those of others by one step.
 Differs from the paper, of which only the abstract and the code were read: the warm-up is counted in
 steps that the caller sets (the code has 200 fixed). Gradients are means, and the local learning
 rate is `lr_scale` times the optimizer's: the authors' scripts come to 0.4 to 0.6 in these units. A
-push is acknowledged on receipt. `none` (go on from the pulled weights as they are), `glu`,
+push is acknowledged on receipt. `none` (continue from the pulled weights as they are), `glu`,
 `secant` and `mirror` are choices that the paper does not have.
 """
 

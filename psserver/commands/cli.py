@@ -329,7 +329,7 @@ def checkpoint(
     state_dir: StateDir = None,
     servers: Servers = None,
 ) -> None:
-    """Write a job as it is at one step of all shards; training goes on meanwhile."""
+    """Write a job as it is at one step of all shards; training continues meanwhile."""
     from psserver.commands.find import find
     from psserver.remote.checkpoint import capture
     from psserver.remote.checkpoint_files import write

@@ -70,7 +70,7 @@ class LogView:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Starts near the end of long files, else at the beginning."""
-        # Of each file: its inode, which stays when it is turned over, and where reading goes on.
+        # By file: its inode, which a rotation keeps, and the offset of the next line.
         self._at: dict[Path, tuple[int, int]] = {}
         for path in paths:
             oldest = former(path) if former(path).exists() else path

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pscore.errors import LimitError
 
-MEETINGS_MAX = 64  # That are kept; a worker that has missed more begins anew.
+MEETINGS_MAX = 64  # That are kept; a worker that has missed more starts over.
 CERTIFICATE_NBYTES_MAX = 8 << 10
 
 

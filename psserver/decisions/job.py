@@ -37,6 +37,8 @@ class JobCounters:
     num_updates: int = 0
     pushed_nbytes: int = 0
     pulled_nbytes: int = 0
+    raw_pushed_nbytes: int = 0  # The pushed bytes, if none had been compressed.
+    raw_pulled_nbytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -109,7 +109,7 @@ class Lifetimes:
                 "all of its workers were lost before the last of them had ended; to start over "
                 f"instead, end them and run `psserver forget {job.name}`"
             )
-        news = f"job {job.name!r} goes on at step {step}: {why}"
+        news = f"job {job.name!r} continues at step {step}: {why}"
         restored = job.life.is_restored
         job.life = Life(number=number, first_step=step, is_restored=restored, news=news)
 

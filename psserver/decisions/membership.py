@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from pscore.errors import ConfigError, RankTakenError, ReplacedError, UnknownJobError
 from psserver.decisions.directory import PeerReport
+from psserver.decisions.pace import NO_PACE, Pace
 
 WORKERS_MAX = 4096
 SUSPECT_SHARE = 0.4  # Of a lease: the time of two heartbeats.
@@ -89,6 +90,7 @@ class Member:
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)  # By name, of its training.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers, one report a table.
+    pace: Pace = NO_PACE  # Of its newest heartbeat.
 
 
 class Membership:
@@ -117,6 +119,7 @@ class Membership:
         self.lease_s = lease_s
         self.members: dict[int, Member] = {}
         self.has_ended = False  # Whether the last worker that left had ended without an error.
+        self.num_lost = 0  # Declared lost, or ended with an error, since this process has the job.
         self.spent: dict[int, tuple[int, ...]] = {}  # Of ranks whose workers `begin_again` forgot.
 
     def join(self, member: Member) -> int:
@@ -253,6 +256,7 @@ class Membership:
         if (member.presence, event) not in TRANSITIONS:
             return False
         member.presence, member.reason = TRANSITIONS[member.presence, event], reason
+        self.num_lost += failed
         self.has_ended = self.is_idle and not failed
         return True
 
@@ -266,6 +270,7 @@ class Membership:
         for member in over:
             member.presence = TRANSITIONS[member.presence, Event.SILENCE]
             member.reason = "its lease ran out"
+            self.num_lost += 1
             self.has_ended = False
         return over
 

@@ -161,7 +161,7 @@ class SliceClock(SliceState):
     def change(self, rule: Rule) -> list[Action]:
         """Changes the mode while no worker is expected; pushes that are in enter an update.
 
-        Versions go on, and every worker's next push is that of the newest version. Parked pushes
+        Versions continue, and every worker's next push is that of the newest version. Parked pushes
         are dropped: they came from lost workers, as one that steps aside has waited for its
         acknowledgements.
 

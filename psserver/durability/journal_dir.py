@@ -6,7 +6,7 @@
     JOB/arena           the arrays of all tables, and the record of each slice (journal.py)
     JOB/0.json          declaration of table 0, and where its slices' roots lie in the arena
     JOB/0.weights       its weights, as workers of this host map them
-    JOB/owed            residuals of a checkpoint that workers have not fetched yet
+    JOB/residuals       residuals of a checkpoint that workers have not fetched yet
     JOB/lost.json       why only the name of the job is left
 
 JOB is a number, larger than those of the jobs before it, and a digest of its name. Each file has a
@@ -48,11 +48,12 @@ from psserver.durability.sealed import (
 from psserver.slices.arena import Arena
 
 log = structlog.get_logger()
-FORMAT = 2
+FORMAT = 3
 STAMP, LOCK, JOB, ARENA, RESIDUALS, LOST = (
-    "stamp.json", "lock", "job.json", "arena", "owed", "lost.json",
+    "stamp.json", "lock", "job.json", "arena", "residuals", "lost.json",
 )  # fmt: skip
 SHM = Path("/dev/shm")
+BLOCK_NBYTES = 512  # Of `st_blocks`, on every file system.
 
 
 class JobJournal:
@@ -195,6 +196,7 @@ class JournalDir:
     Attributes:
         instance: The number under which workers know this shard: the same as before for a process
             that resumes from the journals of another one.
+        num_recoveries: Number of processes of this shard that have resumed jobs, in this boot.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -207,6 +209,7 @@ class JournalDir:
         self.folder = folder
         self._lock = Lock(folder)
         self.instance = secrets.randbits(63)
+        self.num_recoveries = 0
         stamp: Meta = {}
         with contextlib.suppress(OSError, ValueError):
             stamp = read_json(folder / STAMP)
@@ -215,6 +218,8 @@ class JournalDir:
             log.error("journals of another format are left untouched", folder=str(folder))
         elif stamp.get("boot") == boot_id() and isinstance(known, int):
             self.instance = known
+            recoveries = stamp.get("recoveries")
+            self.num_recoveries = recoveries if isinstance(recoveries, int) else 0
             return
         else:
             self._empty()
@@ -238,6 +243,20 @@ class JournalDir:
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+    def note_recovered(self) -> None:
+        """Counts a process that has resumed jobs."""
+        self.num_recoveries += 1
+        self._try_stamp()
+
+    def nbytes(self) -> int:
+        """Returns the bytes of all files in the folder, without the holes in them."""
+        total = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with contextlib.suppress(OSError):  # It has just been deleted.
+                    total += BLOCK_NBYTES * os.lstat(os.path.join(folder, name)).st_blocks
+        return total
 
     def found(self) -> list[Path]:
         """Returns the folders of the jobs that a former process has left, the newest first."""
@@ -301,7 +320,12 @@ class JournalDir:
                     path.unlink(missing_ok=True)
 
     def _write_stamp(self) -> None:
-        stamp = {"format": FORMAT, "boot": boot_id(), "instance": self.instance}
+        stamp = {
+            "format": FORMAT,
+            "boot": boot_id(),
+            "instance": self.instance,
+            "recoveries": self.num_recoveries,
+        }
         write_json(self.folder / STAMP, stamp)
 
     def _try_stamp(self) -> None:

@@ -218,6 +218,20 @@ class Recovery:
         if self._folder is not None:
             self._folder.remove_job(name)
 
+    @property
+    def num_recoveries(self) -> int:
+        """Number of times that a process of this shard has continued jobs of a former one."""
+        return 0 if self._folder is None else self._folder.num_recoveries
+
+    def note_recovered(self) -> None:
+        """Counts that jobs of a former process were continued."""
+        if self._folder is not None:
+            self._folder.note_recovered()
+
+    def journal_nbytes(self) -> int:
+        """Returns the bytes that the journals take on disk or in memory; needs no lock."""
+        return 0 if self._folder is None else self._folder.nbytes()
+
     def remove(self) -> None:
         """Deletes all journals."""
         if self._folder is not None:

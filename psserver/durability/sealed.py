@@ -10,7 +10,7 @@ Small files are hashed. Weights change with every update, at the speed of memory
 the seal ties the file to its job, its length shows that nothing is cut off, and the versions, which
 stand at its begin and again at its end, must be those that the journal's records name. So a file
 that is missing, empty, cut, of another job or of another time is refused, and so is a copy that was
-made while updates went on. Bits that flip within the numbers are noticed where a slice was quiet
+made while updates continued. Bits that flip within the numbers are noticed where a slice was quiet
 (`SliceJournal.seal`).
 """
 

@@ -80,6 +80,15 @@ class BarrierWaits:
             for wake in waiting:
                 wake()
 
+    def missing_ranks(self) -> set[int]:
+        """Returns the ranks that barriers wait for; under the lock."""
+        members, found = self._job.membership, set[int]()
+        for name in self._waiting:
+            barrier = self._job.barriers.by_name.get(name)
+            if barrier is not None and not barrier.is_open:
+                found.update(set(members.expected()) - barrier.arrived)
+        return found
+
     def missing(self) -> dict[tuple[str, int], str]:
         """Returns the workers that barriers wait for, by name and round; under the lock."""
         found: dict[tuple[str, int], str] = {}

@@ -31,7 +31,7 @@ from psserver.engine.counters import Counters
 from psserver.engine.job import RunningJob
 from psserver.engine.placement import Placement
 from psserver.engine.requests import Requests
-from psserver.engine.views import DefinedTable, Figures, JobView, figures_of, view_of
+from psserver.engine.views import DefinedTable, Saves
 
 log = structlog.get_logger()
 
@@ -161,7 +161,9 @@ class Engine:
         self._close_ended()
         if decided.name not in self.jobs:
             recorder = self.recovery.recorder(decided)
-            self.jobs[decided.name] = RunningJob(decided, self.shard, recorder, self.lock)
+            self.jobs[decided.name] = RunningJob(
+                decided, self.shard, recorder, self.lock, self.now()
+            )
         return self.jobs[decided.name]
 
     def _close_ended(self) -> None:
@@ -256,7 +258,7 @@ class Engine:
         self, decided: Job, recorder: JobRecorder, tables: list[tuple[Table, TableMemory]]
     ) -> None:
         """Makes a job of its journal (resume.py)."""
-        job = RunningJob(decided, self.shard, recorder, self.lock)
+        job = RunningJob(decided, self.shard, recorder, self.lock, self.now())
         for table, memory in tables:
             self._allocation.add(job, table, memory)
         self.jobs[job.name] = job
@@ -315,22 +317,11 @@ class Engine:
         with self.lock:
             return any(job.is_busy for job in self.jobs.values())
 
-    def status(self) -> list[JobView]:
-        """Returns every job as it is at this moment."""
+    def note_saved(self, name: str) -> None:
+        """Records that this shard has given its part of a whole checkpoint of a job."""
         with self.lock:
-            now_s = self.now()
-            return [view_of(job.job, job.waits, now_s) for job in self.jobs.values()]
-
-    def lost_jobs(self) -> list[tuple[str, str]]:
-        """Returns the jobs whose numbers cannot be used, each with the reason."""
-        with self.lock:
-            return list(self.shard.lifetimes.lost.values())
-
-    def figures(self) -> Figures:
-        """Returns the numbers of the metrics page, all of one moment."""
-        with self.lock:
-            self.counters.settle()
-            return figures_of(self.shard, self.counters)
+            if name in self.jobs:
+                self.jobs[name].saves = Saves(has_any=True, since_s=self.now())
 
     def _report(self, problem: BaseException | None) -> None:
         if self._broke is not None and problem is not None:

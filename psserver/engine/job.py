@@ -14,6 +14,7 @@ from pscore.types import ByteArray, FloatArray
 from psserver.decisions.directory import Peer, PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.orders import Action, Skip, Update
+from psserver.decisions.pace import Pace
 from psserver.decisions.reported import accepted
 from psserver.decisions.shard import Address, Job, Shard
 from psserver.decisions.slice_clock import SliceClock
@@ -23,7 +24,7 @@ from psserver.durability.recovery import JobRecorder
 from psserver.engine.barrier_waits import BarrierWaits
 from psserver.engine.residuals import Arrays, Residuals
 from psserver.engine.slice_queue import Seal, SliceQueue, SwitchRule, Work
-from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Welcome
+from psserver.engine.views import HeartbeatView, MeetView, ResidualRequest, Saves, Welcome
 from psserver.engine.waits import Waits
 from psserver.slices.base import Payload, Store
 
@@ -152,7 +153,7 @@ class RunningJob:
     """One job, from its first worker until its numbers are freed."""
 
     def __init__(
-        self, job: Job, shard: Shard, recorder: JobRecorder, lock: threading.RLock
+        self, job: Job, shard: Shard, recorder: JobRecorder, lock: threading.RLock, now_s: float
     ) -> None:
         """Starts without tables.
 
@@ -161,6 +162,7 @@ class RunningJob:
             shard: The decisions about all jobs.
             recorder: Its journal.
             lock: The engine's.
+            now_s: The time.
         """
         self.job = job
         self.name = job.name
@@ -169,6 +171,7 @@ class RunningJob:
         self.residuals = Residuals(job)
         self.barriers = BarrierWaits(shard, job, lock, recorder.note)
         self.waits = Waits(shard, job, self.barriers)
+        self.saves = Saves(has_any=False, since_s=now_s)
         self._lock = lock
 
     def table(self, index: int) -> RunningTable:
@@ -225,6 +228,7 @@ class RunningJob:
         left_out: Mapping[int, tuple[int, int, int]],
         reported: Mapping[str, float],
         peers: Sequence[PeerReport] = (),
+        pace: Pace | None = None,
     ) -> HeartbeatView:
         """Records the report of a worker, and returns the state of the job for it.
 
@@ -234,12 +238,15 @@ class RunningJob:
             left_out: By table: steps, count and first step of its pushes that came too late.
             reported: Values of its training, by name.
             peers: Its last exchanges with peers.
+            pace: Of its steps and waits; None: it reports it to another shard.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
             self.job.membership.members[rank].reported = accepted(reported)
             if peers:
                 self.job.membership.members[rank].peers = tuple(peers)
+            if pace is not None:
+                self.job.membership.members[rank].pace = pace
             return HeartbeatView(
                 waiting_for=self.waits.longest,
                 residual_requests=tuple(

@@ -118,6 +118,9 @@ class Requests:
             if self.timeline is not None:
                 note_push(self.timeline, begin_ns, address, push, data.nbytes)
             job.job.counters.pushed_nbytes += data.nbytes
+            job.job.counters.raw_pushed_nbytes += (
+                4 * store.numel if header.compressor else data.nbytes
+            )
             self.counters.received_nbytes += data.nbytes
             # Compressed data takes longer to add than to receive.
             steps_here = here and self.placement.steps_on_receive_thread and not header.compressor
@@ -269,7 +272,8 @@ class Requests:
             self._answer_estimate(action, store, request, request.held)
             return
         arrays = store.read(action)
-        self._note_sent(request, sum(array.nbytes for array in arrays))
+        nbytes = sum(array.nbytes for array in arrays)
+        self._note_sent(request, nbytes, nbytes)
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         if action.with_state:
             reply.counts.extend(store.counts.tolist())
@@ -295,13 +299,14 @@ class Requests:
         estimate = store.estimate(action, compressor)
         reply = data_pb2.PullReply(ready=True, version=action.version, clock=action.clock)
         parts = estimate.answer(held, reply)
-        self._note_sent(request, sum(part.nbytes for part in parts))
+        self._note_sent(request, sum(part.nbytes for part in parts), 4 * store.numel)
         # Nothing writes into deltas, so they may be sent later.
         request.reply.pulled(reply, parts, None if reply.whole else _nothing)
 
-    def _note_sent(self, request: Request, nbytes: int) -> None:
+    def _note_sent(self, request: Request, nbytes: int, raw_nbytes: int) -> None:
         with self.lock:
             request.job.job.counters.pulled_nbytes += nbytes
+            request.job.job.counters.raw_pulled_nbytes += raw_nbytes
             self.counters.sent_nbytes += nbytes
 
     def _address(self, sender: data_pb2.Sender, index: int) -> tuple[RunningJob, Table, Address]:

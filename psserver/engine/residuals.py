@@ -26,7 +26,7 @@ from psserver.decisions.progress import Progress
 from psserver.decisions.shard import Address, Job
 from psserver.decisions.table import Table
 
-PREFIX = "owed"  # In checkpoints and journals.
+PREFIX = "worker"  # Of a residual's name in checkpoints and journals: `worker.RANK.ARRAY`.
 NAME = re.compile(PREFIX + r"\.(0|[1-9][0-9]{0,3})\.([a-z_]+)")  # With rank and array.
 Arrays = dict[str, FloatArray]  # A compressor's state of one slice, each `(numel,) float32`.
 
@@ -91,7 +91,7 @@ class ResidualCollection:
         return self.step != ANY_STEP and any(_newest(steps) > self.step for steps in counted)
 
     def named(self, index: int) -> Arrays:
-        """Returns the residuals of a slice by their names in a checkpoint: `owed.3.residual`."""
+        """Returns the residuals of a slice by their names in a checkpoint: `worker.3.residual`."""
         return {
             f"{PREFIX}.{rank}.{name}": array
             for rank in range(self.job.membership.num_workers)
@@ -205,7 +205,7 @@ class Residuals:
     def to_record(self) -> dict[str, FloatArray]:
         """Returns all kept arrays by their names in a journal.
 
-        `0/3/5/owed.1.residual` is of table 0, slice 3 and worker 1, which has not pushed step 5.
+        `0/3/5/worker.1.residual` is of table 0, slice 3 and worker 1, which has not pushed step 5.
         """
         return {
             f"{number}/{index}/{self._first[number]}/{PREFIX}.{rank}.{name}": array

@@ -31,7 +31,7 @@ def restore(
     min_workers: int,
     tables: Sequence[RestoredTable],
 ) -> RunningJob:
-    """Makes a job without workers; those that join go on from the checkpoint.
+    """Makes a job without workers; those that join continue from the checkpoint.
 
     Raises:
         PacelineError: The job cannot be made.
@@ -63,7 +63,7 @@ def require_free(engine: Engine, name: str) -> None:
 def _load(job: RunningJob, running: RunningTable, restored: RestoredTable) -> None:
     """Sets numbers and clocks of a new table; called under the engine's lock."""
     table = running.table
-    # Each worker goes on at the step of the checkpoint, so that it draws the same numbers.
+    # Each worker continues at the step of the checkpoint, so that it draws the same numbers.
     clocks = dict.fromkeys(range(job.job.membership.num_workers), restored.clock)
     for index, clock in table.clocks.items():
         arrays = dict(restored.slices[index])

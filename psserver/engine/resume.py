@@ -33,6 +33,8 @@ def recover(engine: Engine, inspect: Callable[[Store], None] | None = None) -> l
                         inspect(queue.store)
                     _resume_slice(engine, job, running, index)
             job.residuals.recover(job.recorder.read_residuals())
+        if engine.jobs:
+            engine.recovery.note_recovered()
         return list(engine.jobs)
 
 

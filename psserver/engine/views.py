@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pscore.types import Origin
 from psserver.decisions.directory import Meeting, Peer, PeerReport
+from psserver.decisions.pace import NO_PACE, Pace
 from psserver.decisions.shard import Job, Shard
 from psserver.decisions.table import Table
 from psserver.engine.counters import Counters
@@ -71,6 +72,14 @@ class MeetView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """The checkpoints of a job, as far as this process has seen them."""
+
+    has_any: bool  # Whether it has given its part of a whole one.
+    since_s: float  # Time of the newest; without one, time at which this process got the job.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
     """One worker of a job."""
 
@@ -83,6 +92,8 @@ class WorkerView:
     silent_s: float
     reported: dict[str, float]  # A copy: values of its training, by name.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers.
+    pace: Pace = NO_PACE
+    waited_for_s: float = 0.0  # Seconds in which others waited for it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +129,22 @@ class JobView:
     state: str
     step: int
     memory_nbytes: int
+    raw_pushed_nbytes: int  # The pushed bytes, if none had been compressed.
+    raw_pulled_nbytes: int
+    open_steps: int  # Of the slice with most.
+    num_lost: int
+    has_checkpoint: bool  # Whether this process has given its part of a whole one.
+    checkpoint_age_s: float  # Since then, or since this process has the job.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardView:
+    """A shard and its jobs."""
+
+    jobs: tuple[JobView, ...]
+    lost: tuple[tuple[str, str], ...]  # Jobs whose numbers cannot be used, each with the reason.
+    under_way_nbytes: int  # Of pushes and answers that wait.
+    num_recoveries: int  # Processes of this shard that have continued jobs from journals.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,30 +153,24 @@ class Figures:
 
     counters: Counters  # A copy.
     live: dict[str, int]  # Live workers, by the name of the job.
-    reported: dict[tuple[str, int], dict[str, float]]  # Of live workers, by job and rank.
+    shard: ShardView
 
 
-def figures_of(shard: Shard, counters: Counters) -> Figures:
+def figures_of(shard: Shard, counters: Counters, view: ShardView) -> Figures:
     """Returns a copy of the numbers; called under the lock."""
     live = {job.name: len(job.membership.live()) for job in shard.jobs.values()}
     counters.keep({name for name, count in live.items() if count})
-    reported = {
-        (job.name, rank): dict(job.membership.members[rank].reported)
-        for job in shard.jobs.values()
-        for rank in job.membership.live()
-        if job.membership.members[rank].reported
-    }
-    return Figures(counters=counters.copy(), live=live, reported=reported)
+    return Figures(counters=counters.copy(), live=live, shard=view)
 
 
-def view_of(job: Job, waits: Waits, now_s: float) -> JobView:
+def view_of(job: Job, waits: Waits, now_s: float, saves: Saves) -> JobView:
     """Returns a job as it is at this moment; called under the lock."""
     counters = job.counters
     return JobView(
         name=job.name,
         num_workers=job.membership.num_workers,
         min_workers=job.membership.min_workers,
-        workers=_workers(job, now_s),
+        workers=_workers(job, waits, now_s),
         tables=tuple(_table(job, table, waits) for table in job.tables.values()),
         num_pushes=counters.num_pushes,
         num_updates=counters.num_updates,
@@ -159,10 +180,19 @@ def view_of(job: Job, waits: Waits, now_s: float) -> JobView:
         state=job.state.value,
         step=job.step,
         memory_nbytes=job.memory_nbytes,
+        raw_pushed_nbytes=counters.raw_pushed_nbytes,
+        raw_pulled_nbytes=counters.raw_pulled_nbytes,
+        open_steps=max(
+            (len(c.open_steps) for table in job.tables.values() for c in table.clocks.values()),
+            default=0,
+        ),
+        num_lost=job.membership.num_lost,
+        has_checkpoint=saves.has_any,
+        checkpoint_age_s=now_s - saves.since_s,
     )
 
 
-def _workers(job: Job, now_s: float) -> tuple[WorkerView, ...]:
+def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
     staleness: dict[int, int] = {}
     for table in job.tables.values():
         for clock in table.clocks.values():
@@ -180,6 +210,8 @@ def _workers(job: Job, now_s: float) -> tuple[WorkerView, ...]:
             silent_s=now_s - member.heard_s,
             reported=dict(member.reported),
             peers=member.peers,
+            pace=member.pace,
+            waited_for_s=waits.waited_for_s.get(member.rank, 0.0),
         )
         for _, member in sorted(job.membership.members.items())
     )

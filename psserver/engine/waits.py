@@ -5,6 +5,8 @@ All functions read state machines, so they are called under the engine's lock (e
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import structlog
 
 from psserver.decisions.membership import Presence
@@ -31,11 +33,13 @@ class Waits:
         self._job = job
         self._barriers = barriers
         self._stalls = Stalls()
+        self.waited_for_s: dict[int, float] = {}  # Seconds in which others waited, by rank.
+        self._looked_s: float | None = None
 
     def of_table(self, table: Table) -> str:
         """Returns the wait of the slice that is furthest behind; empty if none waits."""
         found = _behind(table)
-        return "" if found is None else self._in_words(table, found[1])
+        return "" if found is None else self._in_words(table, found.slice_index)
 
     def others(self) -> list[str]:
         """Returns the waits at barriers, and those of workers for other shards."""
@@ -60,10 +64,21 @@ class Waits:
 
     def look(self, now_s: float) -> None:
         """Updates the waits, and logs those that are long; called about once a second."""
+        self._charge(now_s)
         for text, waited_s in self._stalls.look(self._standing(), now_s):
             log.warning(
                 "job waits", job=self._job.name, waited_s=round(waited_s, 1), waiting_for=text
             )
+
+    def _charge(self, now_s: float) -> None:
+        """Adds the time since the last call to each worker that others wait for at this moment."""
+        former_s, self._looked_s = self._looked_s, now_s
+        if former_s is None or self._job.membership.is_idle:
+            return
+        found = [_behind(table) for table in self._job.tables.values()]
+        ranks = {rank for behind in found if behind is not None for rank in behind.ranks}
+        for rank in ranks.union(self._barriers.missing_ranks()):
+            self.waited_for_s[rank] = self.waited_for_s.get(rank, 0.0) + now_s - former_s
 
     def _standing(self) -> dict[Key, str]:
         """Returns the waits of now, each by a key that changes with every step forward."""
@@ -73,8 +88,8 @@ class Waits:
         for table in self._job.tables.values():
             behind = _behind(table)
             if behind is not None:
-                step, index = behind
-                found["table", table.index, index, step] = self._in_words(table, index)
+                key = "table", table.index, behind.slice_index, behind.step
+                found[key] = self._in_words(table, behind.slice_index)
         return found | self._at_barriers()
 
     def _at_barriers(self) -> dict[Key, str]:
@@ -87,13 +102,22 @@ class Waits:
         return self._shard.waiting_for(self._job, Address(self._job.name, table.index, index))
 
 
-def _behind(table: Table) -> tuple[int, int] | None:
-    """Returns step and index of the slice that is furthest behind of those that wait."""
-    found: tuple[int, int] | None = None
+class Behind(NamedTuple):
+    """A slice that workers wait at."""
+
+    step: int
+    slice_index: int
+    ranks: tuple[int, ...]  # The workers that have not pushed the step.
+
+
+def _behind(table: Table) -> Behind | None:
+    """Returns the slice that is furthest behind of those that wait."""
+    found: Behind | None = None
     for index, clock in table.clocks.items():
         if not clock.is_awaited:
             continue
         step, ranks = clock.missing()
         if ranks or clock.version < 0 or clock.is_short:
-            found = min(found or (step, index), (step, index))
+            here = Behind(step, index, tuple(ranks))
+            found = here if found is None else min(found, here)
     return found

@@ -37,7 +37,7 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
         journals: Where the shard keeps its journals, if it does.
 
     Raises:
-        CommandError: A good checkpoint cannot be loaded: without it the job would begin anew.
+        CommandError: A good checkpoint cannot be loaded: without it the job would start over.
     """
     marker = None if journals is None else journals / MARKER
     half = marker.read_text(encoding="utf-8") if marker is not None and marker.exists() else None

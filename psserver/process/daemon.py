@@ -3,7 +3,7 @@
 It ends when it gets SIGTERM or SIGINT, when a Drain request comes, or when its parent is gone: the
 supervisor holds the other end of standard input. Ending means: no new requests, those under way are
 answered, exit code 0. A broken invariant ends it too, at once and with a log line: other shards
-go on.
+continue.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class LogSettings(BaseSettings):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is written."""
     max_mb: int = Field(default=64, ge=0, le=MB_MAX)
-    """Size of a detached process's log file in MiB; then it becomes `NAME.log.1`, in the place of
+    """Size of a detached process's log file in MiB; then it becomes `NAME.log.1`, in place of
     the one before, and a new one is begun. 0 lets it grow."""
 
 

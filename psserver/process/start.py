@@ -321,7 +321,7 @@ def launch(settings: Settings, *, detach: bool) -> Exit:
 
 
 def show(started: Started) -> None:
-    """Prints the variable that workers read, and for a person how to go on."""
+    """Prints the variable that workers read, and for a person how to continue."""
     sys.stdout.write(f"PACELINE_SERVERS={started.servers}\n")
     sys.stdout.flush()
     sys.stderr.write("".join(f"{hint}\n" for hint in started.hints))

@@ -1,7 +1,7 @@
 """Checkpoints of a job: all its numbers out of the shards at one step, and back into shards.
 
 A slice is copied right behind the update that makes the wanted version, in a mode that counts by
-steps; training goes on meanwhile. In an asynchronous mode slices have no step in common: they are
+steps; training continues meanwhile. In an asynchronous mode slices have no step in common: they are
 copied at one moment, each with the steps of each worker that are in it. Residuals belong to each
 worker; the shards request them as of its last push in that step (residuals.py). checkpoint_files.py
 describes the files.

@@ -5,10 +5,10 @@
         model.safetensors               the weights, by the tensors' names
         momentum_buffer.safetensors     the optimizer's state, one file for each array, likewise
         weights_backup.0.safetensors    what the mode remembers (dcasgd), likewise
-        owed.0.residual.safetensors     what error feedback owes at worker 0, likewise
+        worker.0.residual.safetensors   residual of worker 0's error feedback, likewise
 
 Checkpoints of one job are ordered by the `sequence` in their manifests: the newest has the largest.
-Clocks and steps play no part, since asynchronous jobs have no common step and a job may begin anew.
+Clocks and steps play no part, since asynchronous jobs have no common step and a job may start over.
 The name of a folder is for people and claims its number: jobs and processes may share DIR.
 
 All files are written into a draft folder and synced. Then the folder is renamed to its final name,
@@ -47,7 +47,7 @@ from psserver.durability import records
 from psserver.engine.residuals import is_residual
 from psserver.exits import CommandError, Exit
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 DRAFT = ".draft-"
 LOCK = ".lock"
@@ -81,7 +81,7 @@ class TableState:
 
     @property
     def clock(self) -> int:
-        """Steps from which workers go on: the version, else those of the furthest worker."""
+        """Steps from which workers continue: the version, else those of the furthest worker."""
         if self.version >= 0 and self.spec.rule.by_step:
             return self.version
         return max((int(c) for entry in self.slices.values() for c in entry["clocks"].values()),

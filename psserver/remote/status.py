@@ -48,6 +48,8 @@ def combine(
                 "pid": reply.pid,
                 "uptime_s": round(reply.uptime_s, 1),
                 "memory_nbytes": reply.memory_nbytes,
+                "under_way_nbytes": reply.under_way_nbytes,
+                "num_recoveries": reply.num_recoveries,
             }
             for address, reply in answered.items()
         ],
@@ -74,6 +76,13 @@ def _job(name: str, parts: Sequence[pb.JobStatus]) -> dict[str, Any]:
         "waiting_for": list(dict.fromkeys(text for part in parts for text in part.waiting_for)),
         "pushed_nbytes": sum(part.pushed_nbytes for part in parts),
         "pulled_nbytes": sum(part.pulled_nbytes for part in parts),
+        "raw_pushed_nbytes": sum(part.raw_pushed_nbytes for part in parts),
+        "raw_pulled_nbytes": sum(part.raw_pulled_nbytes for part in parts),
+        "state": parts[0].state,
+        "step": max(part.step for part in parts),
+        "open_steps": max(part.open_steps for part in parts),
+        "num_lost": max(part.num_lost for part in parts),
+        "checkpoint_age_s": _checkpoint_age_s(parts),
         "reported": _reported(workers),
         "workers": workers,
         "tables": [
@@ -97,7 +106,26 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
             name: value for worker in seen for name, value in sorted(worker.reported.items())
         },
         "peers": [_peers(report) for worker in seen for report in worker.peers],
+        "pace": _pace(seen),
+        "waited_for_s": round(max(worker.waited_for_s for worker in seen), 1),
     }
+
+
+def _pace(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
+    """Returns the sums of a worker's steps and waits, which only the first shard has."""
+    pace = max((worker.pace for worker in seen), key=lambda pace: pace.num_steps)
+    return {
+        "num_steps": pace.num_steps,
+        "steps_s": round(pace.steps_s, 3),
+        "waits_s": round(pace.waits_s, 3),
+        "requests_s": round(pace.requests_s, 3),
+    }
+
+
+def _checkpoint_age_s(parts: Sequence[pb.JobStatus]) -> float | None:
+    """Returns the seconds since the newest checkpoint that a shard knows of; None: none."""
+    ages = [part.checkpoint_age_s for part in parts if part.has_checkpoint]
+    return round(max(ages), 1) if ages else None
 
 
 def _reported(workers: Sequence[dict[str, Any]]) -> dict[str, float]:

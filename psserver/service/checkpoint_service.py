@@ -74,6 +74,8 @@ class Checkpointer(checkpoint_pb2_grpc.CheckpointsServicer):
             state, _ = found.copy.progress()
         found.touched_s = self._engine.now()
         view = found.copy.view()
+        if view.state is CaptureState.DONE and not request.weights_only:
+            self._engine.note_saved(request.job)
         return pb.CaptureReply(
             state=STATES[view.state],
             missing=view.missing,

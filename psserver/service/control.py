@@ -31,10 +31,12 @@ from pscore.types import ByteArray, FloatArray
 from psserver.access.authorizer import Authorizer
 from psserver.decisions.membership import Member
 from psserver.decisions.shard import require_name
+from psserver.engine import reading
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
 from psserver.engine.views import JobView, TableView
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
+from psserver.service.pace import pace_of, pace_to_proto
 from psserver.service.peers import peer_of, peer_report, peer_to_proto, report_to_proto
 from psserver.service.shared_view import SharedView
 
@@ -258,7 +260,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         text = printable(request.waiting_for, TEXT_LENGTH_MAX)
         left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
         peers = [peer_report(report) for report in request.peers]
-        view = job.heartbeat(request.worker, text, left_out, request.reported, peers)
+        pace = pace_of(request.pace) if request.HasField("pace") else None
+        view = job.heartbeat(request.worker, text, left_out, request.reported, peers, pace)
         return pb.HeartbeatReply(
             instance=self._instance,
             waiting_for=view.waiting_for,
@@ -342,13 +345,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return reply
 
     def _make_status(self) -> pb.StatusReply:
+        view = reading.status(self._engine)
         return pb.StatusReply(
             shard=self._describe(),
-            jobs=[_job_status(job) for job in self._engine.status()],
+            jobs=[_job_status(job) for job in view.jobs],
             uptime_s=self._engine.now() - self._engine.started_s,
             memory_nbytes=self._process.memory_info().rss,
             pid=os.getpid(),
-            lost=[pb.LostJob(job=name, reason=reason) for name, reason in self._engine.lost_jobs()],
+            under_way_nbytes=view.under_way_nbytes,
+            num_recoveries=view.num_recoveries,
+            lost=[pb.LostJob(job=name, reason=reason) for name, reason in view.lost],
         )
 
     async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.ForgetReply:
@@ -386,6 +392,8 @@ def _job_status(job: JobView) -> pb.JobStatus:
             last_heard_s=worker.silent_s,
             reported=worker.reported,
             peers=map(report_to_proto, worker.peers),
+            pace=pace_to_proto(worker.pace),
+            waited_for_s=worker.waited_for_s,
         )
         for worker in job.workers
     ]
@@ -404,6 +412,12 @@ def _job_status(job: JobView) -> pb.JobStatus:
         num_pushes=job.num_pushes,
         num_updates=job.num_updates,
         waiting_for=job.waiting_for,
+        raw_pushed_nbytes=job.raw_pushed_nbytes,
+        raw_pulled_nbytes=job.raw_pulled_nbytes,
+        open_steps=job.open_steps,
+        num_lost=job.num_lost,
+        has_checkpoint=job.has_checkpoint,
+        checkpoint_age_s=job.checkpoint_age_s,
     )
 
 

@@ -1,6 +1,6 @@
 """The metrics page of one shard, for Prometheus: `/metrics`, and `/healthz` beside it.
 
-Nothing is kept here. The page shows a copy of the shard's numbers (`Engine.figures`) that is made
+Nothing is kept here. The page shows a copy of the shard's numbers (`reading.figures`) that is made
 when it is asked for, so that counting costs the pushes next to nothing.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import math
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -18,8 +20,11 @@ from pscore.errors import AccessError
 from pscore.net import wire
 from pscore.types import Verdict
 from psserver.access.authorizer import Authorizer
+from psserver.engine import reading
 from psserver.engine.counters import Counters, Histogram
 from psserver.engine.engine import Engine
+from psserver.engine.views import ShardView
+from psserver.service.job_metrics import job_metrics
 
 if TYPE_CHECKING:
     from prometheus_client.core import HistogramMetricFamily, Metric
@@ -33,15 +38,16 @@ TEXT = "text/plain; charset=utf-8"
 class ShardCollector:
     """Reads one shard when Prometheus asks."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Reads `engine`."""
+    def __init__(self, engine: Engine, journal_nbytes: int = 0) -> None:
+        """Reads `engine`, whose journals take `journal_nbytes`."""
         self._engine = engine
+        self._journal_nbytes = journal_nbytes
 
     def collect(self) -> Iterator[Metric]:
         """Yields every metric of the shard."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-        shard, figures = self._engine.shard, self._engine.figures()
+        shard, figures = self._engine.shard, reading.figures(self._engine)
         counters = figures.counters
         yield from _requests(counters)
         wire_bytes = CounterMetricFamily(
@@ -71,15 +77,8 @@ class ShardCollector:
         for name, live in figures.live.items():
             workers.add_metric([name], live)
         yield workers
-        reported = GaugeMetricFamily(
-            "paceline_reported",
-            "Newest value that a live worker's script has reported, on the first shard.",
-            labels=["job", "worker", "name"],
-        )
-        for (job, rank), values in figures.reported.items():
-            for name, value in values.items():
-                reported.add_metric([job, str(rank), name], value)
-        yield reported
+        yield from job_metrics(figures.shard)
+        yield from self._resources(figures.shard)
         about = {
             "version": metadata.version("paceline"),
             "protocol": str(wire.PROTOCOL),
@@ -87,6 +86,46 @@ class ShardCollector:
             "num_shards": str(shard.num_shards),
         }
         yield InfoMetricFamily("paceline_build", "The shard and its version.", value=about)
+
+    def _resources(self, view: ShardView) -> Iterator[Metric]:
+        """Yields memory, its limits, the clock and the recoveries of the shard."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        limits = self._engine.shard.limits
+        for name, text, value in (
+            (
+                "paceline_under_way_bytes",
+                "Bytes of pushes and answers that wait.",
+                view.under_way_nbytes,
+            ),
+            (
+                "paceline_under_way_limit_bytes",
+                "Their limit (--under-way-mb).",
+                limits.under_way_nbytes,
+            ),
+            (
+                "paceline_table_bytes",
+                "Memory that the tables of all jobs take.",
+                sum(job.memory_nbytes for job in view.jobs),
+            ),
+            (
+                "paceline_table_limit_bytes",
+                "Its limit (--memory-mb); +Inf without one.",
+                limits.memory_nbytes or math.inf,
+            ),
+            (
+                "paceline_journal_bytes",
+                "Bytes of the journals on disk or in memory.",
+                self._journal_nbytes,
+            ),
+            ("paceline_time_seconds", "The shard's clock, in seconds since 1970.", time.time()),
+        ):
+            yield GaugeMetricFamily(name, text, value=value)
+        yield CounterMetricFamily(
+            "paceline_recoveries",
+            "Processes of this shard that have continued jobs from their journals.",
+            value=view.num_recoveries,
+        )
 
 
 def _requests(counters: Counters) -> Iterator[Metric]:
@@ -231,6 +270,8 @@ class MetricsPage:
         # Its import takes longer than a push may wait.
         prometheus = await asyncio.to_thread(importlib.import_module, "prometheus_client")
         registry = prometheus.CollectorRegistry(auto_describe=False)
-        registry.register(ShardCollector(self._engine))
+        # A disk may take its time.
+        nbytes = await asyncio.to_thread(self._engine.recovery.journal_nbytes)
+        registry.register(ShardCollector(self._engine, nbytes))
         prometheus.ProcessCollector(registry=registry)
         return str(prometheus.CONTENT_TYPE_LATEST), bytes(prometheus.generate_latest(registry))

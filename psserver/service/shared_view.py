@@ -12,7 +12,7 @@ SHARE = 0.1  # Largest fraction of the event loop's time that goes into making v
 
 
 class SharedView(Generic[T]):
-    """A value that is made anew for its readers, so that many readers cost as few do.
+    """A value that is rebuilt for its readers, so that many readers cost as few do.
 
     A reader gets a value made after it has asked, never before: it sees every change that was made
     before it asked.

@@ -238,7 +238,7 @@ class SliceJournal:
         used = {*record.state, *record.memory.values(), *(step.place for step in record.open_steps)}
         used |= {record.weights, *(entry.place for entry in record.held)}
         for place in used - {0, *NUMBERS}:
-            self.pool.at(place)  # That it is there is known before anything goes on from it.
+            self.pool.at(place)  # Raises here if its pages are missing.
         self.pool.adopt(list(record.places), used)
 
     def _make_room(self, half: int, nbytes: int) -> None:

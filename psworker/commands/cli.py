@@ -184,13 +184,54 @@ def demo(
     sys.exit(run_demo(plan, as_json=as_json))
 
 
+# Options of `plan --pipeline`.
+AsPipeline = Annotated[
+    bool, typer.Option("--pipeline", help="Measure the layers, and cut them into stages.")
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(help="With --pipeline: of a worker's link, as 1gbit; 100gbit,10gbit."),
+]
+Machines = Annotated[
+    int | None, typer.Option(help="With --pipeline: machines of the workers [1].", min=1)
+]
+MemoryLimit = Annotated[
+    str | None, typer.Option(help="With --pipeline: limit of a worker, as 16g.")
+]
+Input = Annotated[
+    str | None,
+    typer.Option("--input", help="With --pipeline: a minibatch, as 8x3x224x224, 4x1024:50257."),
+]
+Device = Annotated[
+    str | None, typer.Option(help="With --pipeline: cpu, cuda, ... to measure on [cpu].")
+]
+Sync = Annotated[
+    str | None,
+    typer.Option(help="With --pipeline: replicas meet on shards, or in a ring [shards]."),
+]
+SaveProfile = Annotated[
+    Path | None, typer.Option(help="With --pipeline: file for the measured profile.")
+]
+
+
 @app.command()
 def plan(
     *,
     model: Annotated[
-        str, typer.Argument(help="lenet, resnet50, or module:factory of a torch module.")
+        str,
+        typer.Argument(
+            help="alexnet, gpt2, lenet, resnet50, vgg16, or module:factory of a torch module; with "
+            "--pipeline also a saved profile.json."
+        ),
     ],
-    shards: Annotated[int, typer.Option(help="Number of shards of the job.", min=1, max=4096)] = 1,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of shards of the job [1; with --pipeline as many as workers].",
+            min=1,
+            max=4096,
+        ),
+    ] = None,
     mode: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "ssgd",
     compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
@@ -203,37 +244,47 @@ def plan(
     tokens: Annotated[
         int, typer.Option(help="Tokens, or samples, of a worker's step.", min=0, max=1 << 40)
     ] = 0,
+    pipeline: AsPipeline = False,
+    bandwidth: Bandwidth = None,
+    machines: Machines = None,
+    memory: MemoryLimit = None,
+    inputs: Input = None,
+    device: Device = None,
+    sync: Sync = None,
+    save_profile: SaveProfile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show slices, shards, and bytes per step and token of a model, without any server."""
+    """Show slices, shards, bytes, or the stages of a pipeline, without any server."""
     with commandline.importing(PROGRAM):
-        from pscore.compressors import parse_compressor
-        from pscore.estimate import parse_pull_compressor
-        from pscore.optimizers import OPTIMIZERS
-        from pscore.rules import parse_mode
-        from psworker.commands.model_plan import lines_of, make_report, shapes_of
+        from psworker.commands import model_plan, pipeline_plan
 
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
-    report = make_report(
-        shapes_of(model),
-        num_shards=shards,
-        rule=parse_mode(mode),
-        compressor=parse_compressor(compression),
-        optimizer=OPTIMIZERS[optimizer](),
-        pull_compressor=parse_pull_compressor(pull_compression),
-        num_workers=workers,
-        tokens=tokens,
+    job = model_plan.parse_job(mode, compression, pull_compression, optimizer)
+    wanted = pipeline_plan.Wanted(
+        bandwidth=bandwidth,
+        machines=machines,
+        memory=memory,
+        inputs=inputs,
+        device=device,
+        sync=sync,
+        save_profile=save_profile,
     )
-    text = json.dumps(report.as_json()) if as_json else "\n".join(lines_of(report))
-    sys.stdout.write(text + "\n")
+    if pipeline:
+        found = pipeline_plan.plan_pipeline(model, wanted, job, workers, shards)
+        lines = pipeline_plan.lines_of(found)
+    else:
+        wanted.require_none()
+        shapes = model_plan.shapes_of(model)
+        report = model_plan.report_of(shapes, job, shards or 1, workers, tokens)
+        found, lines = report.as_json(), model_plan.lines_of(report)
+    sys.stdout.write((json.dumps(found) if as_json else "\n".join(lines)) + "\n")
 
 
 @bench.command()
 def compressors(
     *,
     model: Annotated[
-        str, typer.Argument(help="lenet, resnet50, or module:factory of a torch module.")
+        str,
+        typer.Argument(help="A model by name, as resnet50, or module:factory of a torch module."),
     ],
     servers: Annotated[
         str | None,
@@ -300,7 +351,8 @@ def doctor(
         str | None, typer.Option(envvar="PACELINE_JOB", help="Check this job too.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Compare its model with lenet, resnet50, module:factory.")
+        str | None,
+        typer.Option(help="Compare its model with one by name, as resnet50, or module:factory."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

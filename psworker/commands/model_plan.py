@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.compressors.none import NoCompression
 from pscore.errors import ConfigError
+from pscore.estimate import parse_pull_compressor
 from pscore.net.wire import FLOAT_NBYTES
+from pscore.optimizers import OPTIMIZERS
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout, make_layout
+from pscore.rules import parse_mode
 from pscore.rules.base import Rule
 from pscore.types import TensorSpec
+from psworker.commands.models import make_model
 from psworker.compression.error_feedback import choose
 
 MIN_NBYTES = 1 << 16  # The default of `DistributedOptimizer`.
 RAW = NoCompression()
 Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The mode of a job, its compressors and its optimizer."""
+
+    rule: Rule
+    compressor: Compressor
+    pull_compressor: Compressor
+    optimizer: Optimizer  # Of the shards.
+
+
+def parse_job(mode: str, compression: str, pull_compression: str, optimizer: str) -> Job:
+    """Returns the job that the flags of a command name.
+
+    Raises:
+        ConfigError: There is no such mode, compressor or optimizer.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer is {optimizer!r}, must be one of {', '.join(OPTIMIZERS)}")
+    return Job(
+        rule=parse_mode(mode),
+        compressor=parse_compressor(compression),
+        pull_compressor=parse_pull_compressor(pull_compression),
+        optimizer=OPTIMIZERS[optimizer](),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +143,60 @@ def make_report(
     )
 
 
+def report_of(shapes: Shapes, job: Job, num_shards: int, num_workers: int, tokens: int) -> Report:
+    """Returns the plan of a model for a job; `make_report` describes the rest."""
+    return make_report(
+        shapes,
+        num_shards=num_shards,
+        rule=job.rule,
+        compressor=job.compressor,
+        optimizer=job.optimizer,
+        pull_compressor=job.pull_compressor,
+        num_workers=num_workers,
+        tokens=tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a step pushes and pulls, per byte of parameters, as a mean over the period."""
+
+    pushed: float
+    pulled: float
+    blocks: bool  # Whether a step of the period waits for its own pull.
+
+
+def traffic_of(
+    numels: Sequence[int], rule: Rule, compressors: tuple[Compressor, Compressor], num_state: int
+) -> Traffic:
+    """Returns the traffic of a mode after its warm-up.
+
+    Args:
+        numels: Elements of each tensor; all that are large enough are compressed.
+        rule: The mode.
+        compressors: Of pushes and of pulls.
+        num_state: Arrays of the optimizer's state.
+    """
+    tensors = [
+        TensorSpec(name=str(number), shape=(numel, 1), dtype="float32")
+        for number, numel in enumerate(numels)
+    ]
+    tensors = choose(tensors, *compressors, min_nbytes=MIN_NBYTES, exclude=())
+    _, pushed, pulled = _traffic(make_layout(tensors, 1), rule, compressors, num_state)
+    nbytes = FLOAT_NBYTES * sum(numels)
+    plans = [rule.plan(step) for step in _period(rule)]
+    return Traffic(
+        pushed / nbytes, pulled / nbytes, any(plan.pull and plan.block for plan in plans)
+    )
+
+
+def _period(rule: Rule) -> range:
+    """Returns the steps behind the warm-up after which the plan repeats."""
+    arguments = {item.name: getattr(rule, item.name) for item in fields(rule)}
+    start = int(arguments.get("warmup", 0))
+    return range(start, start + int(arguments.get("steps", 1)))
+
+
 def _traffic(
     layout: Layout, rule: Rule, compressors: tuple[Compressor, Compressor], num_state: int
 ) -> tuple[int, float, float]:
@@ -128,11 +209,10 @@ def _traffic(
         )
         for item in compressors
     )
-    arguments = {item.name: getattr(rule, item.name) for item in fields(rule)}
-    start, period = int(arguments.get("warmup", 0)), int(arguments.get("steps", 1))
+    steps = _period(rule)
     local = rule.local_update()
     pushed = pulled = 0.0
-    for step in range(start, start + period):
+    for step in steps:
         plan = rule.plan(step)
         if plan.push is not None and plan.compress and not plan.flush:
             pushed += packed
@@ -142,46 +222,7 @@ def _traffic(
         with_state = with_state and local.wants_state(last_of_warmup=False)
         whole = raw * (1 + num_state) if with_state else pulled_packed
         pulled += whole / plan.turns if plan.pull else 0
-    return period, pushed / period, pulled / period
-
-
-# ----- models
-
-
-def resnet50_shapes() -> Shapes:
-    """Returns torchvision's ResNet-50: 161 tensors, 25,557,032 elements."""
-    shapes: Shapes = [("conv1.weight", (64, 3, 7, 7)), *_norm("bn1", 64)]
-    planes = 64
-    for stage, (width, num_blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
-        for block in range(num_blocks):
-            name = f"layer{stage}.{block}"
-            for number, shape in enumerate(
-                ((width, planes, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)), 1
-            ):
-                shapes.append((f"{name}.conv{number}.weight", shape))
-                shapes += _norm(f"{name}.bn{number}", shape[0])
-            if block == 0:
-                shapes.append((f"{name}.downsample.0.weight", (4 * width, planes, 1, 1)))
-                shapes += _norm(f"{name}.downsample.1", 4 * width)
-            planes = 4 * width
-    return [*shapes, ("fc.weight", (1000, 2048)), ("fc.bias", (1000,))]
-
-
-def lenet_shapes() -> Shapes:
-    """Returns the LeNet-5 of Fashion-MNIST: 10 tensors, 61,706 elements."""
-    layers = [("0", (6, 1, 5, 5)), ("3", (16, 6, 5, 5)), ("7", (120, 400)), ("9", (84, 120))]
-    layers.append(("11", (10, 84)))
-    shapes: Shapes = []
-    for name, shape in layers:
-        shapes += [(f"{name}.weight", shape), (f"{name}.bias", (shape[0],))]
-    return shapes
-
-
-def _norm(name: str, width: int) -> Shapes:
-    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
-
-
-MODELS: dict[str, Callable[[], Shapes]] = {"lenet": lenet_shapes, "resnet50": resnet50_shapes}
+    return len(steps), pushed / len(steps), pulled / len(steps)
 
 
 def shapes_of(model: str) -> Shapes:
@@ -190,43 +231,11 @@ def shapes_of(model: str) -> Shapes:
     Raises:
         ConfigError: There is no such model, or the factory does not return one.
     """
-    if model in MODELS:
-        return MODELS[model]()
-    module_name, colon, factory_name = model.partition(":")
-    if not colon:
-        known = ", ".join(sorted(MODELS))
-        raise ConfigError(f"model is {model!r}, must be one of {known}, or module:factory")
-    with _users_code(model):
-        made = _make(model, module_name, factory_name)
-        found = [(n, tuple(w.shape)) for n, w in made.named_parameters() if w.requires_grad]
+    made = make_model(model, "meta")
+    found = [(n, tuple(w.shape)) for n, w in made.named_parameters() if w.requires_grad]
     if not found:
         raise ConfigError(f"{model!r} has no parameters that are trained")
     return found
-
-
-@contextlib.contextmanager
-def _users_code(model: str) -> Iterator[None]:
-    """Turns an exception of the user's module or factory into one sentence."""
-    sys.path.insert(0, os.getcwd())  # As `python -m` does.
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as problem:
-        how = f"{type(problem).__name__}: {problem}"
-        raise ConfigError(f"model {model!r} cannot be made without arguments: {how}") from problem
-    finally:
-        sys.path.pop(0)
-
-
-def _make(model: str, module_name: str, factory_name: str) -> Any:
-    factory = getattr(importlib.import_module(module_name), factory_name, None)
-    if not callable(factory):
-        raise ConfigError(f"module {module_name!r} has no function or class {factory_name!r}")
-    made = factory()
-    if isinstance(made, type) or not hasattr(made, "named_parameters"):
-        raise ConfigError(f"{model!r} returns {made!r:.80}, must return a torch module")
-    return made
 
 
 # ----- for people

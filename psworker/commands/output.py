@@ -61,5 +61,5 @@ class Drain:
         name = "output" if target is sys.stdout else "error"
         self._tell(
             f"standard {name} accepts no more output ({problem}): what the workers write there "
-            "is dropped, and they go on"
+            "is dropped, and they continue"
         )

@@ -25,7 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from pscore.commandline import is_debugging
 from pscore.errors import ConfigError
+from psworker.commands.interrupted import Interrupted
 from psworker.commands.output import Drain, Write
 from psworker.exits import Exit
 from psworker.job.own_shards import OwnShards, start_shards
@@ -152,6 +154,7 @@ class Launch:
         self._shards: OwnShards | None = None
         self._drain = Drain(tell)
         self.is_ending = False
+        self._is_interrupted = False  # Ctrl-C has been passed on.
         self._kill_s: float | None = None  # Time at which remaining processes are killed.
         self._code = 0
 
@@ -243,12 +246,19 @@ class Launch:
 
     def _read(self, rank: int, source: IO[str], target: IO[str]) -> None:
         """Passes on a worker's output to its end: a full pipe would block the worker."""
+        interrupted = Interrupted()
         with source:
             while line := source.readline(LINE_CHARS_MAX):
-                try:
-                    self._write(rank, line, target)
-                except (OSError, ValueError) as problem:
-                    self._drain.drop(target, problem)
+                is_filtered = self._is_interrupted and target is sys.stderr
+                self._pass_on(rank, interrupted.feed(line) if is_filtered else [line], target)
+        self._pass_on(rank, interrupted.end(), target)
+
+    def _pass_on(self, rank: int, lines: Sequence[str], target: IO[str]) -> None:
+        for line in lines:
+            try:
+                self._write(rank, line, target)
+            except (OSError, ValueError) as problem:
+                self._drain.drop(target, problem)
 
     # ----- deciding
 
@@ -275,6 +285,7 @@ class Launch:
             self._signal_all(signal.SIGKILL)
             return
         self._code = SIGNAL_BASE + number
+        self._is_interrupted = number == signal.SIGINT and not is_debugging()
         self._end_all(number)
 
     def _on_shards_ended(self, status: int) -> None:
@@ -290,7 +301,7 @@ class Launch:
             return
         how = f"was ended by {name_of(-status)}" if status < 0 else f"failed with status {status}"
         goes_on = self.plan.on_failure is OnFailure.CONTINUE
-        others = "the others go on" if goes_on else "stopping the others"
+        others = "the others continue" if goes_on else "stopping the others"
         rest = f"; {others} (--on-failure {self.plan.on_failure})" if self._running else ""
         self._tell(f"worker {rank} (process {process.pid}) {how}{rest}")
         self._code = self._code or self._code_for(status)

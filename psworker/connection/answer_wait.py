@@ -75,14 +75,14 @@ class AnswerWait:
 
     def _await(self, poll: Callable[[], T], index: int, what: str) -> T:
         """Returns what `poll` returns once it no longer raises `TimeoutError`."""
-        timeline = self._session.timeline
-        if timeline is None:
-            return self._repeat(poll, index, what)
-        begin_ns = timeline.now_ns()
+        timeline, begin_s = self._session.timeline, time.monotonic()
+        begin_ns = 0 if timeline is None else timeline.now_ns()
         try:
             return self._repeat(poll, index, what)
         finally:
-            timeline.span("wait", begin_ns, what=f"{what} of slice {index}")
+            self._session.pace.waited(time.monotonic() - begin_s)
+            if timeline is not None:
+                timeline.span("wait", begin_ns, what=f"{what} of slice {index}")
 
     def _repeat(self, poll: Callable[[], T], index: int, what: str) -> T:
         self._session.require_own()

@@ -48,8 +48,7 @@ class Exchange:
         spec: The declaration of the table.
         layout: Its slices.
         table: Its index at the shards.
-        grads: `(memory.numel,) float32` on the host; shards on this host read gradients in it
-            without a copy. None without `share`.
+        grads: `(memory.numel,) float32` on the host, read there by shards of this host, or None.
         missed: Steps of this worker that did not count, or not in every slice.
         origin: The push and the step from which steps are counted.
         payloads: Payloads of pushes, and residuals.
@@ -77,12 +76,9 @@ class Exchange:
         Raises:
             JobMismatchError: The job's table of this name is another one; names the difference.
         """
-        self.session = session
-        self.spec = spec
-        self.layout = spec.layout()
+        self.session, self.spec, self.layout = session, spec, spec.layout()
         self.traffic = Traffic()
-        own = range(len(self.layout.slices)) if own is None else own
-        memory = memory or self.layout
+        own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
         self.missed = Missed(len(own))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
@@ -96,8 +92,8 @@ class Exchange:
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
         self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.payloads = Payloads(memory, spec.compressor, self.grads, self._key, own)
-        feedback = self.payloads.feedback
-        self._residuals = Residuals(session, self.table, self.layout, feedback, self._pushes)
+        kept = self.payloads.feedback, self._pushes
+        self._residuals = Residuals(session, self.table, self.layout, *kept)
 
     @property
     def compresses_pulls(self) -> bool:
@@ -126,6 +122,7 @@ class Exchange:
         if self._timeline is not None:
             note_push(self._timeline, call, self._sender(), index, push, grad.nbytes)
         self._pushes[index] = call.done
+        self.session.pace.follow(call.done)
         self.missed.sent(index, push.step)
         self._transport(index).push(call)
 
@@ -148,6 +145,7 @@ class Exchange:
         if self._timeline is not None:
             note_pull(self._timeline, call)
         self._pulls[index] = (call, pull_buffer)
+        self.session.pace.follow(call.done)
         self._pulled_steps[index] = max(clock, min_version) - 1
         self._transport(index).pull(call)
 
@@ -176,6 +174,7 @@ class Exchange:
             reply = self._answers.wait(call.done, index, what)
             while call.fetch is not None and not call.fetch():
                 call.done, call.fetch = Future(), None
+                self.session.pace.follow(call.done)
                 self._transport(index).pull(call)
                 reply = self._answers.wait(call.done, index, what)
             pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
@@ -237,6 +236,7 @@ class Exchange:
         self.table, self.origin = self.session.define(self.spec, again=True)
         self._pushes.clear()
         self._pulls.clear()
+        self.session.pace.forget()
         self._estimates = self._make_estimates()
         self.payloads.restart()
         self._residuals.restart(self.table)

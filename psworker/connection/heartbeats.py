@@ -11,6 +11,7 @@ from pscore.errors import PacelineError
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.joining import LEAVE_TIMEOUT_S, Member
 from psworker.connection.left_out import LeftOut
+from psworker.connection.pace import Pace
 from psworker.connection.reports import Reports
 from psworker.connection.shard_link import Link
 
@@ -33,12 +34,13 @@ class Heartbeats:
         peer_reports: By table; they describe this worker's last exchanges with its peers.
     """
 
-    def __init__(self, member: Member, links: Sequence[Link]) -> None:
+    def __init__(self, member: Member, links: Sequence[Link], pace: Pace) -> None:
         """Starts no thread yet: the shards have to be joined first.
 
         Args:
             member: This process as a member of the job.
             links: One per shard, in the order of the shards.
+            pace: The sums of this worker's steps and waits, sent to the first shard.
         """
         self.failure: PacelineError | None = None
         self.left_out: WeakValueDictionary[int, LeftOut] = WeakValueDictionary()
@@ -46,6 +48,7 @@ class Heartbeats:
         self.residual_senders: WeakValueDictionary[int, ResidualSender] = WeakValueDictionary()
         self.peer_reports: dict[int, Callable[[], pb.PeerReport]] = {}
         self._member = member
+        self._pace = pace
         self._links = links
         self._end = threading.Event()
         self._residual_lock = threading.Lock()
@@ -93,6 +96,7 @@ class Heartbeats:
                     steps, count, since = counted.report
                     request.left_out.add(table=table, steps=steps, count=count, since=since)
                 request.reported.update(self.reports.values)
+                request.pace.CopyFrom(self._pace.message())
             try:
                 self._send_residuals(link.beat(request, timeout_s=member.interval_s))
             except PacelineError as error:

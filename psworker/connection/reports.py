@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from pscore.errors import ConfigError
 from pscore.types import REPORTED_LENGTH_MAX, REPORTED_MAX
 
@@ -95,7 +97,7 @@ def _number(name: str, value: Any) -> float:
             f"most {REPORTED_LENGTH_MAX} letters, digits and _, and not {RATE}"
         )
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
             f"report() has {name} of type {type(value).__name__}, must be a number or a tensor of "

@@ -43,7 +43,7 @@ class Residuals:
             session: This worker's part in the job.
             table: Index of the table.
             layout: Its slices.
-            feedback: Error feedback by slice, None where nothing is compressed; read anew each
+            feedback: Error feedback by slice, None where nothing is compressed; read again each
                 time, since entries may be replaced.
             pushes: Pushes by slice whose answers have not been handled yet.
 

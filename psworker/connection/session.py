@@ -18,6 +18,7 @@ from pscore.types import Origin
 from psworker.connection.group_joining import GroupJoining
 from psworker.connection.heartbeats import Heartbeats
 from psworker.connection.joining import Joining, Member
+from psworker.connection.pace import Pace
 from psworker.connection.places import refuse_forked
 from psworker.connection.shard_link import Link
 from psworker.group.local_group import LocalGroup
@@ -94,12 +95,12 @@ class Session:
         ]
         self.group = group
         self.timeline: Timeline | None = None
+        self.pace = Pace()
         self._member = Member(job, num_workers, min_workers, restart, rank)
         how = self._member, self.links, patience_s, data_plane
         self._joining = Joining(*how) if group is None else GroupJoining(group, *how)
-        self._heartbeats = Heartbeats(self._member, self.links)
-        self.left_out = self._heartbeats.left_out
-        self.reports = self._heartbeats.reports
+        self._heartbeats = Heartbeats(self._member, self.links, self.pace)
+        self.left_out, self.reports = self._heartbeats.left_out, self._heartbeats.reports
         self.residual_senders = self._heartbeats.residual_senders
         self.peer_reports = self._heartbeats.peer_reports
         with contextlib.ExitStack() as undo:

@@ -1,7 +1,7 @@
 """Mixing with the neighbours of a graph at every step: the worker of `dpsgd`.
 
 Each worker gives its model to those who take it in the graph of the step, and takes theirs. Members
-change between two steps: when an epoch begins, all meet, and the graph is made anew behind the last
+change between two steps: when an epoch begins, all meet, and the graph is rebuilt behind the last
 step that any of them had begun. In the steps up to that one the weight of a neighbour that is gone
 falls to the worker itself.
 """
@@ -71,7 +71,7 @@ class Mixing(Gossip):
         self.number += 1
 
     def part(self) -> Waits:
-        """Meets the others once more, so that the graph is made anew without this worker."""
+        """Meets the others once more, so that the graph is rebuilt without this worker."""
         yield from self._meet(self.number, parts=True)
 
     def meet(self) -> Waits:

@@ -1,4 +1,4 @@
-"""Exchanges of pairs while training goes on: the worker of `adpsgd`.
+"""Exchanges of pairs while training continues: the worker of `adpsgd`.
 
 A worker offers a snapshot s of its model to one neighbour and continues. The neighbour takes a
 snapshot p of its own, moves half of the way, and answers with p; the first one moves by half of the

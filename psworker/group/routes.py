@@ -116,8 +116,8 @@ class Routes:
 
         Args:
             pieces: All that move, between any two processes.
-            sent: Receivers and what they get from here.
-            come: Senders and the memory for what they send here.
+            sent: Tensors that leave, each with its receiver.
+            come: Memory for tensors that arrive, each with its sender.
         """
         rank, size = self._group.rank, self._group.size
         kept = [tensor for receiver, tensor in sent if receiver == rank]

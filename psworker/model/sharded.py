@@ -14,6 +14,7 @@ import torch
 
 from pscore.errors import ConfigError
 from pscore.partition import Layout
+from pscore.types import FloatArray
 from psworker.group.local_group import LocalGroup
 from psworker.group.routes import Routes
 from psworker.model import dtensors
@@ -170,11 +171,37 @@ def find_routes(
         held = sorted({row[index] for row in spans if row[index][0] < row[index][1]})
         ends = [0, *(last for _, last in held)]
         if [first for first, _ in held] != ends[:-1] or ends[-1] != parameter.numel():
+            how = getattr(parameter, "placements", ())
             raise ConfigError(
-                f"parameter {name!r} is sharded as {parameter.placements}, "  # type: ignore[attr-defined]
-                "whose parts are not rows of it, one after the other"
+                f"parameter {name!r} is sharded as {how}, whose parts are not rows of it, one "
+                "after the other"
             )
     return Routes(layout, spans, group)
+
+
+def make_flat(
+    parameters: Sequence[torch.nn.Parameter],
+    memory: Layout,
+    grads: FloatArray | None,
+    routes: Routes | None,
+    module: torch.nn.Module | None,
+    *,
+    has_views: bool,
+) -> FlatModel:
+    """Returns the model as flat memory, with its weights.
+
+    Args:
+        parameters: The parameters, in the order of the layout's tensors.
+        memory: Where the slices lie.
+        grads: As for `FlatModel`.
+        routes: The parts of a sharded model; None: this process has the whole model.
+        module: The model, if it is sharded.
+        has_views: As for `FlatModel`.
+    """
+    if routes is None:
+        return FlatModel(parameters, memory, grads, has_views=has_views)
+    assert module is not None
+    return ShardedModel(parameters, routes, module)
 
 
 def refuse_sharded(flat: FlatModel, what: str, instead: str) -> None:

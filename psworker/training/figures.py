@@ -9,6 +9,7 @@ from psworker.connection.missed import Missed
 from psworker.connection.traffic import Traffic
 from psworker.training.gradients import Gradients
 from psworker.training.progress import require_weight
+from psworker.training.scalars import Scalars, Writer
 from psworker.training.table import TrainingTable
 
 
@@ -17,6 +18,7 @@ class Figures:
 
     _table: TrainingTable
     _gradients: Gradients
+    _scalars: Scalars | None = None
 
     def report(self, **values: Any) -> None:
         """Shows values of the training in `psserver status` and in the shards' metrics.
@@ -33,6 +35,24 @@ class Figures:
             ConfigError: A name or value cannot be reported.
         """
         self._table.session.reports.put(values)
+        if self._scalars is not None:
+            self._scalars.write(values, self.steps, self.traffic)
+
+    def report_to(self, writer: Writer | None) -> None:
+        """Also writes what `report` is given as scalars of this worker, by `steps`.
+
+        Each report then adds the pace since the one before: `paceline/step_seconds` and
+        `paceline/wait_seconds` (means of a step), `paceline/pushed_bytes` and
+        `paceline/pulled_bytes` (payload bytes so far).
+
+        Args:
+            writer: A `torch.utils.tensorboard.SummaryWriter`, or another object with
+                `add_scalar(tag, value, step)`; None: no scalars from now on.
+
+        Raises:
+            ConfigError: It has no `add_scalar`.
+        """
+        self._scalars = None if writer is None else Scalars(writer, self._table.session)
 
     @property
     def samples(self) -> float:

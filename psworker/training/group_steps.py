@@ -58,6 +58,7 @@ class GroupSteps(Steps):
             table.exchange.payloads.raise_refused()
             if refused:
                 raise GradientError("another process of this worker's group refused its gradient")
+        table.session.pace.end_step()
         if timeline is not None:
             timeline.span("optimizer.step", begin_ns, step=number)
 

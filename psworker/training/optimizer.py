@@ -69,8 +69,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             are started on this machine and end with the job.
         job: Name of the job; else PACELINE_JOB; else torchrun's run id.
         timeout_s: Seconds without an answer that are an error; else PACELINE_TIMEOUT_S or 30.
-        model: The module, if its buffers (BatchNorm's running statistics) are to be shared, or if
-            it is sharded (FSDP2, tensor parallelism).
+        model: The module, if its buffers (BatchNorm's) are to be shared, or it is sharded (FSDP2).
         buffers: Values of the float buffers of `model` inside `global_weights`: `rank0` (those
             of rank 0), `mean` (of all workers), or `local` (each worker its own).
         overlap: Whether gradients leave during backward. Then the script must not change them
@@ -148,12 +147,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             pull_compressor=compressors[1],
         )
         with growth.explained(name):
-            table = TrainingTable(
-                *(session, spec, parameters, plugin),
-                samples=samples,
-                has_grad_views=early.has_views,
-                model=model,
-            )
+            made = session, spec, parameters, plugin, early.has_views, model
+            table = TrainingTable(*made, samples=samples)
         self._end = ""  # Why training has ended.
         self._left_out = LeftOut()
         self._buffers = Buffers(model, buffers, session)
@@ -416,12 +411,8 @@ def _grow(wrapper: DistributedOptimizer) -> None:
         num_groups=len(wrapper.param_groups),
     )
     table = TrainingTable(
-        former.session,
-        spec,
-        parameters,
-        former.optimizer,
+        *(former.session, spec, parameters, former.optimizer, early.has_views),
         samples=wrapper.samples,
-        has_grad_views=early.has_views,
     )
     wrapper._inner.param_groups = wrapper.param_groups
     _drive(wrapper, table, early)

@@ -159,7 +159,7 @@ class PeerStep(AloneStep):
     def _gather(self) -> FloatArray:
         """Returns the gradient times its weight, the weight, and which parameters have one."""
         flat, table = self._table.flat, self._table
-        table.exchange.flush()  # A push of the model may still be read from this memory.
+        self.flush(table.exchange)  # A push of the model may still be read from this memory.
         has = [not self._skips and p.grad is not None for p in flat.parameters]
         for index, is_there in enumerate(has):
             if not is_there:
@@ -173,7 +173,7 @@ class PeerStep(AloneStep):
         return vector
 
     def _scatter(self, total: FloatArray) -> None:
-        """Puts the weighted mean of all workers' gradients in the place of this worker's."""
+        """Puts the weighted mean of all workers' gradients in place of this worker's."""
         flat, numel = self._table.flat, self._table.layout.numel
         weight = total[numel]
         if weight <= 0:

@@ -39,7 +39,7 @@ def sentence_of(problem: BaseException) -> str:
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(problem.__traceback__)
-        if _is_scripts(frame.f_code.co_filename)
+        if is_of_script(frame.f_code.co_filename)
     ]
     # Some code has no file: of dataclasses, or of `python -c`.
     lines = [found for found in lines if not found[0].startswith("<")] or lines
@@ -47,7 +47,8 @@ def sentence_of(problem: BaseException) -> str:
     return f"psworker: {reason} ({place}{DEBUG}=1 shows the traceback)"
 
 
-def _is_scripts(path: str) -> bool:
+def is_of_script(path: str) -> bool:
+    """Returns whether a file is the script's, and not Paceline's, Python's or a package's."""
     return not path.startswith(OTHERS) and not any(folder in path for folder in INSTALLED)
 
 

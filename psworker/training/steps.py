@@ -72,6 +72,7 @@ class Steps:
                 recovery.come_back()
                 self._left_out.given_up()
             table.exchange.payloads.raise_refused()
+        table.session.pace.end_step()
         if timeline is not None:
             timeline.span("optimizer.step", begin_ns, step=number)
 

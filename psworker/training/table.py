@@ -24,8 +24,7 @@ from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
 from psworker.group.local_group import LocalGroup
-from psworker.model.flat import FlatModel
-from psworker.model.sharded import ShardedModel, find_routes
+from psworker.model.sharded import find_routes, make_flat
 from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import OF_ROUNDS, Replica
@@ -72,10 +71,10 @@ class TrainingTable:
         spec: TableSpec,
         parameters: Sequence[torch.nn.Parameter],
         optimizer: Optimizer,
-        *,
-        samples: float = 1.0,
         has_grad_views: bool = False,
         model: torch.nn.Module | None = None,
+        *,
+        samples: float = 1.0,
     ) -> None:
         """Declares the parameters at the shards, and moves them into flat memory.
 
@@ -84,9 +83,9 @@ class TrainingTable:
             spec: The declaration of the table.
             parameters: The parameters that are trained, in the order of `spec.tensors`.
             optimizer: The optimizer that the shards run.
-            samples: Weight of this worker's gradient in the mean.
             has_grad_views: Whether large `.grad`s may become views of the flat gradients.
             model: The module, which a sharded model needs.
+            samples: Weight of this worker's gradient in the mean.
 
         Raises:
             ConfigError: The model is sharded over other processes than this worker's.
@@ -97,16 +96,12 @@ class TrainingTable:
         self.optimizer = optimizer
         refuse_in_group(spec.rule, optimizer, session.group)
         routes = find_routes(parameters, spec.layout(), session.group, model)
-        own = own_slices(spec.layout(), session.group) if routes is None else routes.own
-        memory = None if routes is None else routes.memory
+        own, memory = own_slices(spec.layout(), session.group, routes)
         self.exchange = Exchange(session, spec, share=True, own=own, memory=memory)
         self.layout = self.exchange.layout
-        if routes is None:
-            grads = self.exchange.grads
-            self.flat = FlatModel(parameters, self.layout, grads, has_views=has_grad_views)
-        else:
-            assert model is not None
-            self.flat = ShardedModel(parameters, routes, model)
+        self.flat = make_flat(
+            parameters, memory, self.exchange.grads, routes, model, has_views=has_grad_views
+        )
         num_groups, weights = spec.num_groups, self.flat.weights
         if not optimizer.holds_weights:
             self.means = MeanGradients(self.flat, session)
@@ -195,7 +190,7 @@ class TrainingTable:
             param_groups: Parameter groups with the hyper-parameters of the first step.
         """
         self._warn_of(self.rule)
-        if self.parts.uploaded:
+        if self.parts.uploads:
             self.upload(Role.WEIGHTS)
         self.set_hyper(param_groups)
         self.begin()
@@ -240,7 +235,7 @@ class TrainingTable:
         self._start_local_step()
 
     def _renew_local_step(self) -> None:
-        """Replaces the local step by that of the mode; exchanges begin anew."""
+        """Replaces the local step by that of the mode; exchanges start over."""
         self.local_step.close()
         self.local_step = self.make_step(self.rule)
 
@@ -271,14 +266,14 @@ class TrainingTable:
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
-        self.exchange.flush()
+        self.local_step.flush(self.exchange)
         if self.replica.num_inner:
             self.flat.gather_weights()
         self.replica.end_round(self.grads(), self.exchange)
 
     def settle(self) -> None:
         """Waits until every push is acknowledged and every pull has been applied."""
-        self.exchange.flush()
+        self.local_step.flush(self.exchange)
         self.exchange.run(self.replica.settle())
 
     def fetch(self, min_version: int | None) -> None:
@@ -305,14 +300,10 @@ class TrainingTable:
             spec = self.layout.slices[index]
             weights, *state = [flat[spec.start : spec.stop] for flat in flats]
             pull_buffers[index] = PullBuffer(weights=weights, state=state, is_look=True)
-        self.exchange.flush()
+        self.local_step.flush(self.exchange)
         with_state = num_state is not None
         self.exchange.run(self.replica.peek(pull_buffers, self.exchange, with_state=with_state))
-        counts = [
-            pull_buffer.counts
-            for pull_buffer in pull_buffers.values()
-            if pull_buffer.counts is not None
-        ]
+        counts = [one.counts for one in pull_buffers.values() if one.counts is not None]
         return GlobalState(weights=flats[0], state=flats[1:], counts=counts)
 
     def change_rule(self, rule: Rule) -> None:

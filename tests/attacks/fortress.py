@@ -99,7 +99,7 @@ class Fortress:
         return socket.create_connection((where.host, where.port), 20.0)
 
     def still_works(self) -> None:
-        """The other job goes on: a step, its answer, and weights."""
+        """The other job continues: a step, its answer, and weights."""
         assert self.victim.push_gradient(self.num_steps).version == self.num_steps
         self.num_steps += 1
         assert self.victim.pull(min_version=self.num_steps, wait_ms=10_000).ready

@@ -115,7 +115,7 @@ def seeds() -> list[bytes]:
 
 
 def resealed(data: bytes, rng: random.Random) -> bytes:
-    """Returns mutated bytes as a frame whose lengths and checksum are right, so that it goes on."""
+    """Returns mutated bytes as a frame with right lengths and checksum, so that it is read."""
     body = data[wire.PREFIX.size :]
     try:
         header, _ = wire.decode(data)

@@ -209,7 +209,7 @@ def quiet_receive(connection: socket.socket) -> bytes:
         return b""
 
 
-def test_who_does_not_speak_tls_is_closed(stronghold: Fortress) -> None:
+def test_a_peer_without_tls_is_disconnected(stronghold: Fortress) -> None:
     with pytest.raises(TransportError, match="no bulk connection to 127"):
         connect(stronghold.endpoint(TRAIN, tls=None), is_local=False)
 

@@ -92,7 +92,7 @@ def test_every_bit_flip_is_refused() -> None:
         for bit in range(8 * len(frame)):
             broken = bytearray(frame)
             broken[bit // 8] ^= 1 << bit % 8
-            assert serve(front, bytes(broken)) == []  # Not even whom to answer is sure.
+            assert serve(front, bytes(broken)) == []  # The sender itself is not known.
         nothing_has_changed(front)
         await still_serves(front)
 
@@ -131,7 +131,7 @@ def test_a_payload_that_is_declared_and_does_not_come_costs_nothing(nbytes: int)
     play(scene)
 
 
-def test_a_refused_payload_is_skipped_and_the_connection_goes_on() -> None:
+def test_a_refused_payload_is_skipped_and_the_connection_continues() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
         foreign = data_pb2.Envelope(id=1, push=push_header(0, 0, sender=sender(5)))
@@ -154,7 +154,7 @@ def test_a_refused_payload_is_skipped_and_the_connection_goes_on() -> None:
     ],
     ids=lambda body: next(iter(body)),
 )
-def test_what_only_a_shard_says_is_refused(body: dict[str, object]) -> None:
+def test_messages_of_a_shard_are_refused_by_a_shard(body: dict[str, object]) -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
         envelope = data_pb2.Envelope(id=3, **body)  # type: ignore[arg-type]

@@ -282,7 +282,7 @@ def test_a_tls_connection_is_written_and_read_at_once(tmp_path: Path) -> None:
     far.close()
 
 
-def test_what_a_broken_handshake_means_is_only_said_of_tls() -> None:
+def test_only_a_tls_connection_explains_a_broken_handshake() -> None:
     assert tls.explain(ConnectionRefusedError(111, "no"), "a:1") is None
     assert issubclass(TLSError, PacelineError)
-    assert not issubclass(TLSError, TransportError), "trying again is of no use"
+    assert not issubclass(TLSError, TransportError), "trying again cannot help"

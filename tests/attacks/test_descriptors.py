@@ -137,10 +137,10 @@ def test_headers_and_pushes_of_strangers_take_bounded_memory(tmp_path: Path) -> 
 # ----- in this process
 
 
-def test_a_listener_goes_on_when_there_is_nothing_to_accept_with(
+def test_a_listener_continues_when_there_is_nothing_to_accept_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`accept` fails as it does at the limit, for a while; whoever comes later is let in."""
+    """`accept` fails as it does at the limit, for a while; later connections are accepted."""
     failures = threading.Semaphore(3)
     monkeypatch.setattr(listener, "RECOVERED_S", 0.0)
     reasons: list[str] = []

@@ -51,7 +51,7 @@ async def offer(front: Front, header: data_pb2.PushHeader, *payload: np.ndarray)
 
 
 async def still_serves(front: Front) -> None:
-    """The shard goes on as if nothing had been sent: two workers make one exact step."""
+    """The shard continues as if nothing had been sent: two workers make one exact step."""
     before = front.weights().copy()
     version = front.version()
     steps = [front.job.table(0).clock(0).clock(rank) for rank in (0, 1)]
@@ -328,7 +328,7 @@ def test_barriers_of_many_names_are_bounded() -> None:
 
 
 def test_random_messages_never_break_the_shard() -> None:
-    """Any field takes any value; the frames are right. Whatever comes of it, the shard goes on."""
+    """Any field takes any value; the frames are right. The shard continues in any case."""
 
     async def scene(front: Front) -> None:
         await front.ready()

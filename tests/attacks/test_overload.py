@@ -1,4 +1,4 @@
-"""More than a shard can hold, through real sockets: refused or cut off, and others go on."""
+"""More than a shard can hold, through real sockets: refused or cut off, and others continue."""
 
 import itertools
 import os
@@ -112,7 +112,7 @@ def test_a_slow_reader_stalls_nobody_and_reads_whole_versions() -> None:
     play(scene)
 
 
-def test_who_asks_and_does_not_read_is_cut_off() -> None:
+def test_a_peer_that_does_not_read_is_disconnected() -> None:
     async def scene(front: Front) -> None:
         nbytes = 16 * NBYTES
         await ready(front, nbytes)
@@ -153,7 +153,7 @@ def test_a_push_beyond_the_budget_is_refused_with_what_is_left() -> None:
             assert failed.kind == "LimitError"
             assert f"a push wants {NBYTES} bytes under way, {NBYTES - 4} of" in failed.message
             second.ask()
-            assert second.answer().pulled.ready  # The connection goes on.
+            assert second.answer().pulled.ready  # The connection continues.
             for peer in (first, second):
                 peer.socket.close()
 
@@ -166,7 +166,7 @@ def test_many_connections_that_say_nothing_hold_nobody_up() -> None:
         with listening(front) as server:
             silent = [Peer(server) for _ in range(100)]
             for peer in silent[:50]:
-                peer.socket.sendall(wire.MAGIC)  # The begin of a frame that does not go on.
+                peer.socket.sendall(wire.MAGIC)  # The begin of a frame that does not continue.
             quick = Peer(server)
             quick.push(0)
             assert quick.answer().pushed.version <= 1

@@ -39,7 +39,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 @pytest.mark.timeout(900)
-def test_training_goes_on_through_a_drained_node(tmp_path: Path) -> None:
+def test_training_continues_through_a_drained_node(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents:
         if parent != Path("/") and parent.stat().st_uid == os.getuid():

@@ -40,7 +40,7 @@ def test_workers_on_a_gpu_agree_with_each_other_and_about_with_the_cpu(
 
 
 @pytest.mark.parametrize("compression", ["none", "2bit", "topk(ratio=0.1)"])
-def test_a_nan_on_a_gpu_ends_training_by_name_and_is_not_owed(
+def test_a_nan_on_a_gpu_is_refused_by_name_and_stays_out_of_the_residual(
     shards: Shards, compression: str
 ) -> None:
     expect_refusal(shards, compression, "cuda")

@@ -45,7 +45,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
             assert value is not None, f"line {node.lineno}: a thread without a name"
         elif called(node) == "ThreadPoolExecutor":
             value = given.get("thread_name_prefix")
-        elif called(node) in ("Crew", "DaemonExecutor") and len(node.args) == 2:
+        elif called(node) == "DaemonExecutor" and len(node.args) == 2:
             value = node.args[1]
         if isinstance(value, ast.Constant):
             yield str(value.value)
@@ -82,7 +82,7 @@ def test_every_lock_stands_in_the_table() -> None:
 def test_a_thread_without_a_name_is_found() -> None:
     with pytest.raises(AssertionError, match="without a name"):
         list(names_in(ast.parse("threading.Thread(target=f)")))
-    text = 'Thread(name=f"bulk-{x}"); Crew(2, "push"); ThreadPoolExecutor(3)'
+    text = 'Thread(name=f"bulk-{x}"); DaemonExecutor(2, "push"); ThreadPoolExecutor(3)'
     assert list(names_in(ast.parse(text))) == ["bulk-*", "push"]
 
 

@@ -11,7 +11,17 @@ FLOORS = {
         *("slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (
-        *("__main__", "commands", "integrations", ".", "training", "job", "peers", "connection"),
+        *(
+            "__main__",
+            "commands",
+            "integrations",
+            ".",
+            "pipeline",
+            "training",
+            "job",
+            "peers",
+            "connection",
+        ),
         *("transports", "compression", "replica", "gossip", "model", "group"),
     ),
     "pscore": (

@@ -50,7 +50,7 @@ def steps(me: Station, model: Any, optimizer: Any, span: range) -> None:
 
 
 def train(me: Station, kind: str) -> tuple[Weights, Weights]:
-    """Trains, and stops half way until told to go on; returns the weights there and in the end."""
+    """Trains, and pauses half way until `continue`; returns the weights there and at the end."""
     model, optimizer = begin(kind, 0)
     steps(me, model, optimizer, range(HALF))
     half = {name: array.copy() for name, array in weights_of(model).items()}
@@ -62,7 +62,7 @@ def train(me: Station, kind: str) -> tuple[Weights, Weights]:
 
 
 def resume(me: Station, kind: str, span: range = range(HALF, WHOLE)) -> tuple[Weights, Weights]:
-    """Goes on in a job that was restored, with a model that had begun elsewhere."""
+    """Continues in a job that was restored, with a model that had begun elsewhere."""
     model, optimizer = begin(kind, 1)
     first = {name: array.copy() for name, array in weights_of(model).items()}
     steps(me, model, optimizer, span)
@@ -83,7 +83,7 @@ def run(command: Command, shards: Shards, *arguments: object, code: int = 0) -> 
 @pytest.mark.parametrize(
     ("kind", "num_shards"), [("sgd", 3), ("amsgrad", 3), ("nadam", 3), ("2bit", 3), ("qsgd", 2)]
 )
-def test_a_restored_job_goes_on_to_the_bit_on_other_shards(
+def test_a_restored_job_continues_to_the_bit_on_other_shards(
     shards: Shards, command: Command, tmp_path: Path, kind: str, num_shards: int
 ) -> None:
     folder, job = tmp_path / "checkpoints", new_job()
@@ -168,7 +168,7 @@ def test_a_checkpoint_under_load_is_of_one_step(
     )
 
 
-def test_what_workers_owe_is_in_a_checkpoint_under_load(
+def test_a_checkpoint_under_load_has_the_residuals(
     shards: Shards, command: Command, tmp_path: Path
 ) -> None:
     folder, job = tmp_path / "checkpoints", new_job()
@@ -179,8 +179,8 @@ def test_what_workers_owe_is_in_a_checkpoint_under_load(
         seen, _ = end(workers)
     step, last = step_of(path), max(seen)
     for rank in (0, 1):
-        owed = load_file(path / f"owed.{rank}.residual.safetensors")
-        assert all(tensor.count_nonzero() > 0 for tensor in owed.values())
+        residual = load_file(path / f"worker.{rank}.residual.safetensors")
+        assert all(tensor.count_nonzero() > 0 for tensor in residual.values())
     span = range(step, min(step + HALF, last))
     with Shards(3) as three:
         run(command, three, "restore", folder, "--job", "again")
@@ -190,7 +190,9 @@ def test_what_workers_owe_is_in_a_checkpoint_under_load(
                 assert same(final, seen[span.stop])
 
 
-def test_what_is_wrong_is_said(shards: Shards, command: Command, tmp_path: Path) -> None:
+def test_errors_of_the_command_are_one_sentence(
+    shards: Shards, command: Command, tmp_path: Path
+) -> None:
     job = new_job()
     with shards.workers(train, "sgd", num_workers=1, job=job) as (worker,):
         worker.hear()

@@ -64,7 +64,7 @@ def test_the_newest_of_an_asynchronous_job_is_restored(shards: Shards, tmp_path:
             paths.append(taken(command, shards, folder, job))
             seen.append(weights)
             if len(paths) < 3:
-                worker.tell("go on")
+                worker.tell("continue")
         worker.tell("end")
         worker.result()
     assert len(set(paths)) == 3

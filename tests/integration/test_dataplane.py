@@ -128,7 +128,7 @@ def meet_nan(me: Station, overlap: bool) -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_who_wants_overlap_sends_each_slice_without_a_look_at_the_others(
+def test_with_overlap_each_slice_is_sent_without_checking_the_others(
     shards: Shards, overlap: bool
 ) -> None:
     """Without it a NaN anywhere stops the step before anything has left."""
@@ -141,7 +141,7 @@ def test_who_wants_overlap_sends_each_slice_without_a_look_at_the_others(
 @pytest.mark.parametrize(
     ("mode", "overlap"), [*((mode, False) for mode in DELAYED), ("ssgd", True)]
 )
-def test_a_script_may_go_on_writing_to_gradients_of_its_own(
+def test_a_script_may_continue_writing_to_gradients_of_its_own(
     shards: Shards, mode: str, overlap: bool
 ) -> None:
     results = [

@@ -91,7 +91,7 @@ def test_a_worker_can_be_stopped(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SHARDS, *WORKERS])
-def test_whatever_fails_is_started_again(name: str) -> None:
+def test_failed_containers_are_restarted(name: str) -> None:
     """With a pause that doubles; one that has come to its end (0) or is stopped is not."""
     assert SERVICES[name]["restart"] == "on-failure"
 
@@ -137,7 +137,7 @@ def test_every_container_runs_the_one_image_and_what_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("name", [*SHARDS, *WORKERS])
-def test_who_connects_has_a_certificate_and_a_token(name: str) -> None:
+def test_every_client_has_a_certificate_and_a_token(name: str) -> None:
     side = "shard" if name in SHARDS else "worker"
     folder = f"/etc/paceline/{side}"
     assert f"{side}-secrets:{folder}:ro" in SERVICES[name]["volumes"]
@@ -206,7 +206,7 @@ def test_the_image_is_checked_unprivileged_and_pinned() -> None:
     assert not re.search(r"https?://|index-url|find-links", DOCKERFILE)
 
 
-def test_what_the_image_copies_is_not_ignored() -> None:
+def test_files_that_the_image_copies_are_not_ignored() -> None:
     kept = {
         line[1:]
         for line in (ROOT / ".dockerignore").read_text().splitlines()

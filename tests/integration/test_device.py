@@ -62,7 +62,7 @@ def train(me: Station, mode: str, compression: str, where: str) -> dict[str, np.
 
 
 def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
-    """Trains, and goes on behind a gradient of NaN; returns the global weights.
+    """Trains, and continues behind a gradient of NaN; returns the global weights.
 
     Tells the error, how long it took, and the residuals' sum.
     """
@@ -79,9 +79,11 @@ def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
             try:
                 optimizer.step()
             except psworker.GradientError as problem:
-                owed = optimizer._table.exchange.compressor_state().values()
+                residual = optimizer._table.exchange.compressor_state().values()
                 took_s = time.monotonic() - begin_s
-                me.tell((str(problem), took_s, sum(float(np.abs(array).sum()) for array in owed)))
+                me.tell(
+                    (str(problem), took_s, sum(float(np.abs(array).sum()) for array in residual))
+                )
                 optimizer.state_dict()
         optimizer.close()
         assert optimizer.clock == STEPS  # The step counts without the slice that was refused.
@@ -89,17 +91,17 @@ def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
 
 
 def expect_refusal(shards: Shards, compression: str, where: str) -> None:
-    """Asserts that the step which waits for a push of NaN tells it, and that no NaN is owed."""
+    """Asserts that the step that waits for a push of NaN reports it; the residual has no NaN."""
     with shards.workers(spoil, compression, where, num_workers=1) as (worker,):
-        message, took_s, owed = worker.hear()
+        message, took_s, residual = worker.hear()
         weights = worker.result()
     assert all(np.isfinite(weight).all() for weight in weights.values())
     # Of the tensor it names the part that is in this slice.
     assert re.match(r"gradient of '2.weight' holds (\d+) NaN or Inf of \1 elements", message)
     assert "at step 2; nothing of it was pushed" in message
     assert took_s < 5.0
-    assert np.isfinite(owed)
-    assert (owed > 0.0) == (compression != "none")
+    assert np.isfinite(residual)
+    assert (residual > 0.0) == (compression != "none")
 
 
 @pytest.mark.parametrize(

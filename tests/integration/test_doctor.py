@@ -55,7 +55,7 @@ def test_a_wrong_address_and_a_closed_port_are_told_apart(shards: Shards) -> Non
     assert wrong_of(findings) == [("address", "nohost.invalid:7070"), ("port", closed)]
 
 
-def test_who_listens_and_is_no_shard_is_told(shards: Shards, monkeypatch: Any) -> None:
+def test_a_listener_that_is_no_shard_is_named(shards: Shards, monkeypatch: Any) -> None:
     monkeypatch.setattr(doctor, "ASK_TIMEOUT_S", 0.5)
     with taken_port() as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"

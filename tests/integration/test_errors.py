@@ -281,7 +281,7 @@ def test_a_nan_or_inf_is_refused_by_tensor_and_step(
 
 
 def leave_out(me: Station, overlap: bool) -> dict[str, np.ndarray]:
-    """Trains six steps; at step 3 the gradients are NaN, and the script goes on."""
+    """Trains six steps; at step 3 the gradients are NaN, and the script continues."""
     model = make_model()
     optimizer = wrap(model, overlap=overlap)
     for step in range(6):
@@ -412,7 +412,7 @@ MISUSES = {
 }
 
 
-def test_what_a_step_cannot_do_is_refused_by_name(shards: Shards) -> None:
+def test_features_that_a_step_lacks_are_refused_by_name(shards: Shards) -> None:
     (problems,) = shards.run(misuse, new_job(), num_workers=1)
     assert problems.keys() == MISUSES.keys()
     for what, (kind, message) in MISUSES.items():
@@ -453,7 +453,7 @@ def said(worker: Worker, pattern: str) -> float:
     return float(found[1])
 
 
-def test_within_ten_seconds_a_worker_says_whom_it_waits_for(shards: Shards) -> None:
+def test_a_worker_names_its_reason_to_wait_within_ten_seconds(shards: Shards) -> None:
     """A step that a peer does not make, weights that nobody uploads, an empty barrier."""
     with (
         shards.workers(wait_for_a_step) as (stepping, absent),

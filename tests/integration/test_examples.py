@@ -56,7 +56,7 @@ def test_the_mnist_example_runs_alone_on_a_shard_of_its_own() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_mnist_example_runs_on_two_workers_who_end_with_one_model() -> None:
+def test_the_mnist_example_runs_on_two_workers_that_end_with_one_model() -> None:
     said = python("-m", "psworker", "run", "--workers", 2, "--", MNIST, *SHORT)
     by_rank = [losses("".join(re.findall(rf"\[{rank}\].*", said))) for rank in (0, 1)]
     assert [len(found) for found in by_rank] == [3, 3]
@@ -76,7 +76,7 @@ def test_under_torchrun_shards_stay_until_the_last_worker_has_ended(tmp_path: Pa
 
 
 @pytest.mark.timeout(300)
-def test_the_elastic_example_goes_on_from_its_file(tmp_path: Path) -> None:
+def test_the_elastic_example_continues_from_its_file(tmp_path: Path) -> None:
     """In the middle of a round, which is what `local(steps=4)` stops in after 22 steps."""
     common = (ELASTIC, "--mode", "local(steps=4)", "--file", tmp_path / "state.pt")
     said = [python(*common, "--steps", steps) for steps in (22, 42)]

@@ -80,7 +80,7 @@ def agree(ours: Weights, theirs: Weights) -> None:
         assert relative_error(ours[name], weight) <= 1e-5, name
 
 
-def test_a_worker_with_less_data_leaves_and_the_other_goes_on(shards: Shards) -> None:
+def test_a_worker_with_less_data_leaves_and_the_other_continues(shards: Shards) -> None:
     """Steps close with the gradients of those left, and no lease has to be over for that."""
     job = new_job()
     first, _ = shards.run(train, "ssgd", (LONG, SHORT), job=job)
@@ -130,7 +130,7 @@ def test_a_killed_worker_hangs_nobody(impatient: Shards, mode: str) -> None:
         agree(weights, alone((LONG, SHORT)))
 
 
-def test_a_job_whose_workers_have_died_can_be_forgotten_and_begin_anew(impatient: Shards) -> None:
+def test_a_job_whose_workers_have_died_can_be_forgotten_and_starts_over(impatient: Shards) -> None:
     job = new_job()
     with impatient.workers(train, "ssgd", (SHORT, SHORT), "hold", job=job) as workers:
         workers[1].hear()
@@ -255,7 +255,7 @@ def train_in_two_parts(me: Station) -> Weights:
     return weights_of(model)
 
 
-def test_ctrl_c_ends_a_waiting_worker_at_once_and_the_others_go_on(
+def test_ctrl_c_ends_a_waiting_worker_at_once_and_the_others_continue(
     shards: Shards, script: Path
 ) -> None:
     """The worker waits in step() for another that does not come; its status is Python's own."""
@@ -283,7 +283,7 @@ def test_a_shard_that_dies_is_an_error_that_names_it(script: Path) -> None:
             for process in psutil.Process(dying.pid).children(recursive=True):
                 process.kill()
             assert worker.process.stdin is not None
-            worker.process.stdin.write("go on\n")
+            worker.process.stdin.write("continue\n")
             worker.process.stdin.flush()
             assert worker.wait() == 1
             addresses = "|".join(map(re.escape, dying.addresses))

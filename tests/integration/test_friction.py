@@ -95,7 +95,7 @@ def test_a_script_makes_a_process_group_of_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["broken", "closed"])
-def test_workers_go_on_when_nobody_reads_what_they_print(tmp_path: Path, how: str) -> None:
+def test_workers_continue_when_nobody_reads_what_they_print(tmp_path: Path, how: str) -> None:
     script = tmp_path / "much.py"
     script.write_text(MUCH)
     words = psworker("run", "-n", 2, "--servers", "127.0.0.1:1", "--", script, tmp_path / "end")
@@ -146,6 +146,40 @@ try:
 except BaseException as problem:
     raise ImportError("a part is missing") from problem
 """
+
+
+SLOW_IMPORT = """
+import sys, time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except BaseException as problem:
+    raise ImportError("a part is missing") from problem
+"""
+
+
+def test_ctrl_c_while_workers_import_torch_gives_a_sentence_each(tmp_path: Path) -> None:
+    installed = tmp_path / "site-packages" / "torch"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text(SLOW_IMPORT)
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    with subprocess.Popen(
+        psworker("run", "-n", 2, "--servers", "127.0.0.1:1", "--", script),
+        env=KEPT | {"PYTHONPATH": str(installed.parent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {f"[{i}] importing\n" for i in "01"}
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    for rank in range(2):
+        assert f"[{rank}] psworker: interrupted by Ctrl-C ({script}, line 1; " in told
+    assert "Traceback" not in told
+    assert "Error" not in told
 
 
 def test_ctrl_c_ends_a_command_while_it_imports(tmp_path: Path) -> None:

@@ -459,7 +459,7 @@ def make_steps(workers: list[Worker], steps: int) -> list[int]:
 
 
 def test_a_killed_process_ends_its_group_and_the_group_comes_back(shards: Shards) -> None:
-    """The other group goes on meanwhile; then a new group takes part in its place."""
+    """The other group continues meanwhile; then a new group takes part in its place."""
     job = new_job()
     with group_workers(shards, work_told, job, job=job, groups=(0, 1)) as workers:
         first, second = workers[:SIZE], workers[SIZE:]

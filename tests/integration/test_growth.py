@@ -98,7 +98,7 @@ def test_with_gradients_that_leave_during_backward_it_equals_torch(shards: Shard
 
 
 @pytest.mark.parametrize("mode", ["ssd(steps=3, warmup=2)", "local(steps=3)", "asgd"])
-def test_in_other_modes_all_workers_go_on_with_one_model(shards: Shards, mode: str) -> None:
+def test_in_other_modes_all_workers_continue_with_one_model(shards: Shards, mode: str) -> None:
     (first, _), (second, _) = shards.run(train, mode)
     start = weights_of(make_model())
     for name, weight in first.items():

@@ -50,7 +50,7 @@ def shards(tmp_path: Path) -> Iterator[Shards]:
 
 
 def train(station: Station, optimizer: str, mode: str, compression: str) -> list[float]:
-    """Trains; says each step and waits for leave to go on. Returns the weights."""
+    """Trains; says each step and waits for leave to continue. Returns the weights."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
@@ -101,7 +101,7 @@ def run(shards: Shards, job: str, kills: int, arguments: tuple[Any, ...]) -> lis
         if kills:
             shards.kill()
             kills -= 1
-        workers[0].tell("go on")
+        workers[0].tell("continue")
     results = [worker.result(DEADLINE_S) for worker in workers]
     for worker in workers:
         worker.close()

@@ -70,11 +70,11 @@ def test_a_failure_stops_the_others_and_gives_its_status() -> None:
     assert "failed with status 3; stopping the others (--on-failure stop)" in job.told[-1]
 
 
-def test_after_a_failure_the_others_may_go_on() -> None:
+def test_after_a_failure_the_others_may_continue() -> None:
     job = Job("test $RANK = 0 && exit 3; sleep 0.3; echo done", on_failure=OnFailure.CONTINUE)
     assert job.launch.run() == 3
     assert job.said(1) == ["done"]
-    assert "the others go on (--on-failure continue)" in job.told[-1]
+    assert "the others continue (--on-failure continue)" in job.told[-1]
 
 
 def test_the_first_failure_gives_the_status() -> None:
@@ -100,14 +100,14 @@ def test_a_signal_reaches_every_worker_once(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_what_a_worker_has_started_gets_the_signal_too() -> None:
+def test_processes_that_a_worker_started_get_the_signal_too() -> None:
     job = Job('sh -c \'trap "echo child; exit" TERM; echo ready; ' + LOOP + "' & wait; wait")
     job.on_line = once_both_have("ready", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert job.launch.run() == 128 + signal.SIGTERM
     assert "child" in job.said(0)
 
 
-def test_who_does_not_end_within_its_grace_is_killed() -> None:
+def test_a_worker_that_outlives_its_grace_period_is_killed() -> None:
     job = Job(f"trap '' TERM; echo ready; {LOOP}", grace_s=0.2)
     job.on_line = once_both_have("ready", lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert job.launch.run() == 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""Jobs whose processes all die go on where they were with the same commands; ended ones do not."""
+"""Jobs whose processes have all died continue with the same commands; ended ones do not."""
 
 import os
 import re
@@ -112,7 +112,7 @@ def test_workers_that_were_all_killed_are_gone_on_with_and_ended_ones_are_not(
                 worker.kill()
         with cluster.workers(2) as workers:
             assert hear(workers) == [(STEPS, 2 * STEPS)] * 2
-            goes_on = f"job 'night' goes on at step {STEPS}: all of its workers were lost"
+            goes_on = f"job 'night' continues at step {STEPS}: all of its workers were lost"
             assert all(goes_on in worker.written() for worker in workers)
             assert goes_on in cluster.log()
             finish(workers)
@@ -140,7 +140,7 @@ def boot_anew(state: Path) -> None:
         write_json(stamp, {**read_json(stamp), "boot": "another"})
 
 
-def test_after_a_power_cut_the_same_commands_go_on_from_what_is_on_the_disk(
+def test_after_a_power_cut_the_same_commands_continue_from_what_is_on_the_disk(
     tmp_path: Path,
 ) -> None:
     state = tmp_path / "state"
@@ -154,7 +154,7 @@ def test_after_a_power_cut_the_same_commands_go_on_from_what_is_on_the_disk(
     boot_anew(state)
     with cluster.start(), cluster.workers(1) as workers:
         assert hear(workers) == [(STEPS, 2 * STEPS)]
-        goes_on = f"job 'night' goes on at step {STEPS}"
+        goes_on = f"job 'night' continues at step {STEPS}"
         assert all(goes_on in worker.written() for worker in workers)
         assert goes_on in cluster.log()
         finish(workers)

@@ -152,7 +152,7 @@ def test_looks_change_nothing_and_show_the_weights_of_the_shards(
 
 
 def look_when_lost(me: Station, job: str) -> None:
-    """A worker that was lost looks, and goes on."""
+    """A worker that was lost looks, and continues."""
     for number, (mode, has_state) in enumerate(
         (mode, has_state) for mode in ("asgd", "ssd(steps=2, warmup=0)") for has_state in (0, 1)
     ):
@@ -224,7 +224,7 @@ def test_a_change_of_the_mode_and_a_return_leave_the_bits(shards: Shards) -> Non
 
 
 def take_turns(me: Station, mode: str, looks: bool, job: str) -> tuple[list[Weights], int]:
-    """Makes each step when the test says so; returns the weights, what is owed, and late pushes."""
+    """Makes each step when the test says so; returns the weights, residuals, and late pushes."""
     psworker.init(job=job)
     model = make_model()
     optimizer = wrap(model, mode, ("2bit", "2bit"))
@@ -256,7 +256,7 @@ def late_ones(me: Station, modes: list[str], job: str) -> list[Any]:
 
 
 def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shards) -> None:
-    """Worker 1 is behind in each step: what it pushed is owed again, and stays so."""
+    """Worker 1 is behind in each step: its pushes return to its residual and stay there."""
     modes = ["ssgd(backup=1)", "local(steps=2, backup=1)"]
     with shards.workers(late_ones, modes, new_job()) as workers:
         for _ in range(2 * len(modes)):
@@ -269,7 +269,7 @@ def test_a_look_by_a_worker_whose_push_was_too_late_changes_nothing(shards: Shar
         (_, late) = (worker.result() for worker in workers)
     for (without, num_late), (with_looks, again) in late:
         assert num_late == again > 0
-        assert any(owed.any() for owed in without[-1].values())
+        assert any(residual.any() for residual in without[-1].values())
         assert all(same(*pair) for pair in zip(without, with_looks, strict=True))
 
 

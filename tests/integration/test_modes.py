@@ -210,7 +210,7 @@ class MirrorExact:
 
 
 class MirrorKept(MirrorExact):
-    """1.10: as `exact`, but after the warm-up it goes on with the worker's own state."""
+    """1.10: as `exact`, but after the warm-up it continues with the worker's own state."""
 
     is_warm = False
 
@@ -345,7 +345,7 @@ def test_ssd_follows_an_independent_model_in_float64(shards: Shards) -> None:
             assert other == number or distance(paths[0], other_paths[0]) > 1000 * tolerance
 
 
-# ----- who waits for whom
+# ----- waiting for other workers
 
 
 def train(mode: str, rank: int, steps: int) -> list[dict[str, Array]]:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import os
+import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import psworker
-from tests.integration.cluster import Shards, Station, new_job
+from pscore.errors import ConfigError
+from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
+from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
+from tests.integration.command import Command, eventually
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
 
 STEPS = 50
@@ -99,7 +108,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_others_go_on_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
+def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 3, "job": new_job()}
         work = train_until_told
@@ -122,3 +131,237 @@ def test_others_go_on_when_a_worker_is_killed_and_another_comes(mode: str) -> No
                 assert np.array_equal(weight, other["models"][number][name]), name
         for name, weight in first["mean"].items():
             assert relative_error(other["mean"][name], weight) < 0.2, name
+
+
+EVERY = 5
+
+
+def begin(mode: str, seed: int = 0) -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = make_model()
+    if seed:
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight)
+    optimizer = psworker.DistributedOptimizer(
+        sgd(model.parameters()), named_parameters=model.named_parameters(), mode=mode
+    )
+    return model, optimizer
+
+
+def go(me: Station, model: torch.nn.Module, optimizer: Any, span: range) -> list[float]:
+    losses = []
+    for step in span:
+        optimizer.zero_grad()
+        losses.append(backward(model, *batch(psworker.rank(), step)))
+        optimizer.step()
+    return losses
+
+
+def copy_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: array.copy() for name, array in weights_of(model).items()}
+
+
+def ask_what_is_refused(me: Station) -> list[str]:
+    """Returns what the refusals of a running job say; it continues."""
+    model, optimizer = begin("allreduce")
+    said = []
+    with pytest.raises(ConfigError) as refused:
+        optimizer.set_mode("dpsgd")
+    said.append(str(refused.value))
+    with pytest.raises(ConfigError) as refused:
+        optimizer.load_state_dict(optimizer.state_dict())
+    said.append(str(refused.value))
+    assert np.isfinite(go(me, model, optimizer, range(3))).all()
+    return said
+
+
+def adopt(me: Station) -> str:
+    with pytest.raises(ConfigError) as refused:
+        begin("dpsgd(global_every=4)")
+    return str(refused.value)
+
+
+def test_calls_that_would_wait_forever_are_refused(shards: Shards) -> None:
+    for modes, state in shards.run(ask_what_is_refused):
+        assert "do not change the mode" in modes
+        assert "before DistributedOptimizer wraps it" in state
+    assert all("leave global_every at 0" in average for average in shards.run(adopt))
+
+
+def end_unevenly(me: Station, modes: tuple[str, ...]) -> list[list[float]]:
+    losses = []
+    for mode in modes:
+        model, optimizer = begin(mode)
+        losses.append(go(me, model, optimizer, range(12 + 7 * me.rank)))
+        psworker.shutdown()
+    return losses
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_may_end_at_different_steps(shards: Shards, mode: str) -> None:
+    for losses in shards.run(end_unevenly, (mode,), num_workers=3):
+        assert np.isfinite(losses).all()
+
+
+def save_half(me: Station, mode: str) -> Any:
+    """Returns the average half way, the saved state, and the weights in the end."""
+    model, optimizer = begin(mode)
+    go(me, model, optimizer, range(EVERY * 2))
+    with optimizer.global_weights():
+        half = copy_of(model)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        file = io.BytesIO()
+        torch.save(state, file)
+    me.tell()
+    me.hear()
+    go(me, model, optimizer, range(EVERY * 2, EVERY * 4))
+    psworker.shutdown()
+    return half, file.getvalue(), copy_of(model)
+
+
+def resume(me: Station, mode: str, states: list[bytes]) -> Any:
+    """Continues in a new job, as the refusal of load_state_dict says."""
+    state = torch.load(io.BytesIO(states[me.rank]), weights_only=True)
+    model = make_model()
+    model.load_state_dict(state["model"])
+    inner = sgd(model.parameters())
+    inner.load_state_dict({name: state["optimizer"][name] for name in ("state", "param_groups")})
+    optimizer = psworker.DistributedOptimizer(
+        inner, named_parameters=model.named_parameters(), mode=mode
+    )
+    first = copy_of(model)
+    go(me, model, optimizer, range(EVERY * 2, EVERY * 4))
+    psworker.shutdown()
+    return first, copy_of(model)
+
+
+def restored(me: Station, mode: str) -> Any:
+    """Continues in a job that was restored, with a model that had begun elsewhere."""
+    model, optimizer = begin(mode, 1)
+    first = copy_of(model)
+    go(me, model, optimizer, range(EVERY * 2, EVERY * 4))
+    psworker.shutdown()
+    return first, copy_of(model)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd"])
+def test_a_job_continues_from_a_checkpoint_and_from_saved_state(
+    shards: Shards, tmp_path: Path, mode: str
+) -> None:
+    full = f"{mode}(average_every={EVERY})"
+    command, job, folder = Command(tmp_path), new_job(), tmp_path / "checkpoints"
+    file = tmp_path / "model.safetensors"
+    with shards.workers(save_half, full, job=job, num_workers=2) as workers:
+        for worker in workers:
+            worker.hear()
+        command.run("checkpoint", folder, "--job", job, "--servers", shards.servers)
+        for worker in workers:
+            worker.tell()
+        ended = [worker.result() for worker in workers]
+    half = ended[0][0]
+    states = [state for _, state, _ in ended]
+    command.run("export", file, "--from", folder, "--job", job)
+    exported = {name: tensor.numpy() for name, tensor in load_file(file).items()}
+    again = shards.run(resume, full, states, num_workers=2)
+    with Shards(2) as others:
+        command.run("restore", folder, "--job", job, "--servers", others.servers)
+        back = others.run(restored, full, num_workers=2, job=job)
+    for found in (exported, *(first for first, _ in (*again, *back))):
+        assert all(np.array_equal(found[name], half[name]) for name in half)
+    for _, last in (*again, *back):
+        assert all(np.isfinite(weight).all() for weight in last.values())
+    if mode == "allreduce":  # Its saved state holds all there is; a checkpoint has no momentum.
+        assert all(np.array_equal(again[0][1][name], ended[0][2][name]) for name in half)
+
+
+def until_told(me: Station, mode: str) -> Any:
+    """Trains until told; the mean of all models at the end."""
+    model, optimizer = begin(mode)
+    losses, number = [], 0
+    me.tell(psworker.rank())
+    while not me.is_told():
+        losses += go(me, model, optimizer, range(number, number + 1))
+        number += 1
+        if number == 15:
+            me.tell(number)
+        time.sleep(0.01)
+    rank = psworker.rank()
+    psworker.shutdown()
+    return rank, losses, copy_of(model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
+    env = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "3", "PACELINE_RANK": "-1"}
+    job = new_job()
+    with shards.workers(until_told, mode, num_workers=2, job=job, env=env) as first:
+        for one in first:
+            one.hear()
+            one.hear()
+        with shards.workers(until_told, mode, num_workers=1, job=job, env=env) as more:
+            more[0].hear()
+            more[0].hear()
+            for one in (*first, *more):
+                one.tell()
+            found = [one.result() for one in (*first, *more)]
+    assert sorted(one[0] for one in found) == [0, 1, 2]
+    for _, losses, weights in found:
+        assert np.isfinite(losses).all()
+        for name in weights:
+            assert relative_error(weights[name], found[0][2][name]) < 0.2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_continues_when_shard_0_is_killed(tmp_path: Path, mode: str) -> None:
+    command = Command(tmp_path)
+    with command.detached("--shards", 2) as run:
+        job = new_job()
+        where = {"PACELINE_SERVERS": ",".join(run["addresses"])}
+        workers = []
+        try:
+            for rank in range(2):
+                env = where | {"RANK": str(rank), "WORLD_SIZE": "2", "PACELINE_JOB": job}
+                workers.append(Worker(until_told, rank, (mode,), env))
+            for one in workers:
+                one.hear()
+                one.hear()
+            pid = run["shards"][0]["pid"]
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda: command.run_file()["shards"][0]["pid"] != pid)
+            time.sleep(2.0)  # For averages that find the job gone, and workers that join again.
+            for one in workers:
+                one.tell()
+            found = [one.result() for one in workers]
+        finally:
+            for one in workers:
+                one.close()
+    for _, losses, _ in found:
+        assert np.isfinite(losses).all()
+
+
+@pytest.fixture(scope="module")
+def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
+    with fortress(tmp_path_factory.mktemp("fortress")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_with_tls_and_a_token_exchange_models(
+    strong: Fortress, tmp_path: Path, mode: str
+) -> None:
+    tokens = secrets_of(tmp_path, f"secured {EVERYTHING}\n")
+    workers = []
+    try:
+        for rank in range(2):
+            env = strong.environment(tokens) | {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "PACELINE_JOB": "secured",
+            }
+            workers.append(Worker(train, rank, (mode, "secured", 20), env))
+        found = results_of(workers)
+    finally:
+        for one in workers:
+            one.close()
+    for name in found[0]:
+        assert np.array_equal(found[0][name], found[1][name]), name

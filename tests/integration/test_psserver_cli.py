@@ -277,7 +277,7 @@ def test_shards_end_when_their_supervisor_is_killed(psserver: Command) -> None:
         assert "shard ended" in last.stdout
 
 
-def test_what_no_worker_sends_is_refused_and_stops_nothing(psserver: Command) -> None:
+def test_nonsense_is_refused_and_stops_nothing(psserver: Command) -> None:
     with psserver.detached() as run:
         worker = Worker(run["addresses"][0])
         worker.join()

@@ -305,7 +305,7 @@ def run_wrapped(me: Station, scenario: Scenario) -> Weights:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_what_torch_does_the_wrapper_does_too(shards: Shards, scenario: Scenario) -> None:
+def test_the_wrapper_behaves_as_torch_does(shards: Shards, scenario: Scenario) -> None:
     """To 2e-6: a few units of float32's last place in each of some ten steps."""
     plain = scenario(lambda optimizer, named: optimizer)
     for ours in shards.run(run_wrapped, scenario):

@@ -1,4 +1,4 @@
-"""The recipe of docs/elastic.md as it stands there: no batch is drawn twice, whoever joins when."""
+"""The recipe of docs/elastic.md as written there: no batch is drawn twice, though workers join."""
 
 import io
 import os
@@ -131,7 +131,7 @@ def restored(me: Station, modes: list[str], job: str) -> list[tuple[int, int, fl
     return found
 
 
-def test_steps_go_on_after_a_restore_and_a_change_of_the_mode(shards: Shards) -> None:
+def test_steps_continue_after_a_restore_and_a_change_of_the_mode(shards: Shards) -> None:
     """A round that was open when the checkpoint was taken is not in it."""
     modes = ["ssgd", "asgd", "staleness", "local(steps=4)"]
     for found in shards.run(restored, modes, new_job()):

@@ -181,7 +181,7 @@ def test_after_ctrl_c_the_first_worker_saves(tmp_path: Path) -> None:
     assert all(bool(values.isfinite().all()) for values in saved.values())
 
 
-def test_after_an_exception_in_one_worker_the_other_goes_on(tmp_path: Path) -> None:
+def test_after_an_exception_in_one_worker_the_other_continues(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     broken = (
         "        if step == 3 and psworker.rank() == 1:\n            raise ValueError('broken')\n"

@@ -89,7 +89,7 @@ def compare(me: Station, job: str, make: str) -> dict[str, Any]:
     for mode, recipe in itertools.product(MODES, RECIPES):
         scale = next(scales)
         for is_scaled in (True, False):
-            me.tell(mode)  # It goes on: the first worker of all compiles kernels.
+            me.tell(mode)  # It continues: the first worker of all compiles kernels.
             psworker.shutdown()
             psworker.init(job=f"{job}-{mode}-{recipe}-{is_scaled}")
             model, optimizer = wrap(make, mode)
@@ -257,7 +257,7 @@ def overflow_alone(me: Station, mode: str) -> tuple[float, int, bool]:
 def test_where_workers_need_not_wait_each_leaves_out_its_own_step(
     shards: Shards, mode: str
 ) -> None:
-    """Nobody waits for others in order to agree; with backup workers the clock goes on."""
+    """Nobody waits for others in order to agree; with backup workers the clock continues."""
     (first, _, is_finite), (second, clock, is_too) = shards.run(overflow_alone, mode)
     assert (first, second) == (4096.0, 1024.0)
     assert is_finite

@@ -1,4 +1,4 @@
-"""Scheduled checkpoints: training goes on from the newest one after everything has died."""
+"""Scheduled checkpoints: training continues from the newest one after everything has died."""
 
 import contextlib
 import json
@@ -159,7 +159,7 @@ def run_until(worker: Worker, clock: int) -> dict[int, Weights]:
         seen[now] = weights
         if now >= clock:
             return seen
-        worker.tell("go on")
+        worker.tell("continue")
 
 
 def ended(worker: Worker) -> list[float]:
@@ -174,7 +174,7 @@ def version_of(found: files.Found) -> int:
     return int(table["version"])
 
 
-def test_after_a_power_cut_training_goes_on_from_the_newest(tmp_path: Path) -> None:
+def test_after_a_power_cut_training_continues_from_the_newest(tmp_path: Path) -> None:
     """All shards are of one step; a damaged one is passed over, and a checkpointer that died."""
     with start(tmp_path, "--shards", 2, "--checkpoint-s", 0.3) as first:
         worker = first.worker()
@@ -182,7 +182,7 @@ def test_after_a_power_cut_training_goes_on_from_the_newest(tmp_path: Path) -> N
         earlier = first.newest()
         first.schedule().kill()
         first.said("the process that writes checkpoints died; it is started again")
-        worker.tell("go on")
+        worker.tell("continue")
         seen |= run_until(worker, 8)
         found = first.newest(earlier.sequence)
         while version_of(found) < 8:
@@ -203,7 +203,7 @@ def test_after_a_power_cut_training_goes_on_from_the_newest(tmp_path: Path) -> N
         worker = second.worker()
         clock, _ = worker.hear(DEADLINE_S)
         assert clock == 9
-        worker.tell("go on")
+        worker.tell("continue")
         run_until(worker, 11)
         # The last one is taken at an orderly end: of a step that no scheduled one was of.
         os.kill(second.run["pid"], signal.SIGTERM)
@@ -225,7 +225,7 @@ def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Pa
             found = shards.newest(found.sequence)
         victim = shards.pid(0)
         os.kill(victim, signal.SIGKILL)
-        worker.tell("go on")
+        worker.tell("continue")
         run_until(worker, 40)
         assert shards.pid(0) != victim
         losses = ended(worker)
@@ -237,13 +237,13 @@ def test_without_journals_a_killed_shard_comes_back_with_the_newest(tmp_path: Pa
         shards.said("job had ended; it is not loaded")
 
 
-def test_weights_that_were_not_saved_are_not_begun_anew_in_silence(tmp_path: Path) -> None:
+def test_weights_that_were_not_saved_are_not_begun_again_in_silence(tmp_path: Path) -> None:
     options = ("--shards", 2, "--checkpoint-s", 3600, "--durability", "memory")
     with start(tmp_path, *options) as shards:
         worker = shards.worker()
         run_until(worker, 3)
         os.kill(shards.pid(0), signal.SIGKILL)
-        worker.tell("go on")
+        worker.tell("continue")
         with pytest.raises(WorkerError, match=r"StateLostError: .* without the weights"):
             run_until(worker, 30)
         worker.close()

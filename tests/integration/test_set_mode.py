@@ -99,7 +99,7 @@ def test_ssgd_to_ssd_and_back_follows_a_model_of_it(shards: Shards) -> None:
         for step, (ours, theirs) in enumerate(zip(path, expected[rank], strict=True)):
             assert np.abs(ours - theirs).max() < 2e-5, (rank, step)
         assert np.abs(last - end).max() < 2e-5, rank
-        assert versions == [STEPS] * 2, "versions go on"
+        assert versions == [STEPS] * 2, "versions continue"
     assert np.abs(expected[0][15] - expected[1][15]).max() > 0.01, "the delay must be seen"
 
 
@@ -136,7 +136,7 @@ CHANGES = {
     "a collection that is not full": (
         ("staleness(splits=1)", "asgd"),
         ((2, 1), (2, 2)),
-        None,  # Who shares an update with whom depends on who was first.
+        None,  # The pairs that share an update depend on the order of arrival.
     ),
     "ssd to od": (("ssd(steps=4, warmup=0)", "od(warmup=0)"), ((6, 6), (3, 3)), {0: MEAN}),
     "round to round": (("local(steps=4)", "local(steps=2)"), ((6, 6), (3, 3)), {0: MEAN}),
@@ -201,7 +201,7 @@ def work_refused(me: Station) -> list[str]:
     return said
 
 
-def test_what_does_not_fit_is_refused(shards: Shards) -> None:
+def test_wrong_combinations_are_refused(shards: Shards) -> None:
     results = shards.run(work_refused)
     for said in results:
         assert "cannot become local(" in said[0]

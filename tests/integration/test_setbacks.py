@@ -23,7 +23,7 @@ def wrap(model: torch.nn.Module, **options: Any) -> psworker.DistributedOptimize
     )
 
 
-def owed(optimizer: psworker.DistributedOptimizer) -> dict[str, np.ndarray]:
+def residual(optimizer: psworker.DistributedOptimizer) -> dict[str, np.ndarray]:
     optimizer._table.exchange.flush()
     return optimizer._table.exchange.compressor_state()
 
@@ -36,9 +36,9 @@ def spoil_gradient(model: torch.nn.Module, optimizer: psworker.DistributedOptimi
 
 
 def overflow(model: torch.nn.Module, optimizer: psworker.DistributedOptimizer) -> None:
-    """One number of the last slice cannot be added to what is owed."""
+    """One number of the last slice cannot be added to the residual."""
     spec = optimizer._table.exchange.layout.slices[0]
-    state = owed(optimizer)
+    state = residual(optimizer)
     state["residual"][spec.start] = HUGE
     optimizer._table.exchange.load_compressor_state(state)
     grad = list(model.parameters())[spec.segments[0].tensor].grad
@@ -78,7 +78,7 @@ def spoil_and_step(
     spoilt: dict[str, np.ndarray],
 ) -> None:
     fault(model, optimizer)
-    spoilt.update(owed(optimizer))
+    spoilt.update(residual(optimizer))
     optimizer.step()
 
 
@@ -91,11 +91,11 @@ def train(me: Station, fault: Fault | None, options: dict[str, Any], ends: bool)
         if step == BAD and fault is not None:
             optimizer.zero_grad()
             backward(model, *batch(me.rank, 99))
-            kept, spoilt = owed(optimizer), owed(optimizer)
+            kept, spoilt = residual(optimizer), residual(optimizer)
             with pytest.raises((psworker.GradientError, psworker.ConfigError)):
                 spoil_and_step(fault, model, optimizer, spoilt)
             if not options.get("overlap"):
-                assert all((owed(optimizer)[name] == spoilt[name]).all() for name in spoilt)
+                assert all((residual(optimizer)[name] == spoilt[name]).all() for name in spoilt)
             optimizer.param_groups[0]["lr"] = lr
             if fault is overflow:  # What was put there for this test.
                 optimizer._table.exchange.load_compressor_state(kept)
@@ -198,7 +198,7 @@ def be_refused(me: Station, mode: str, scale: float) -> tuple[int, dict[str, np.
 @pytest.mark.parametrize(
     ("mode", "scale"), [("ssgd", 0.0), ("ssd(steps=2, warmup=1)", 0.0), ("ssgd", 1.0)]
 )
-def test_what_a_shard_refuses_makes_the_worker_join_anew(
+def test_a_refused_push_makes_the_worker_join_again(
     shards: Shards, mode: str, scale: float
 ) -> None:
     (_, first), (_, second) = shards.run(be_refused, mode, scale)

@@ -290,7 +290,8 @@ def test_sharded_models_of_two_groups_of_two_equal_one_process(
     expected = alone(CASES[0], STEPS + 1)[0]
     for size, kind in ((1, "whole"), (3, "fsdp2")):
         with Shards(1) as restored:
-            command.run("restore", folder, "--job", f"{job}-0", "--servers", restored.servers)
+            place = ("--job", f"{job}-0", "--servers", restored.servers)
+            command.run("restore", folder, "--workers", 1, *place)
             with one_group(restored, f"{job}-0", size, kind) as workers:
                 for found in results_of(workers):
                     assert distance(found, expected) < 1e-5

@@ -1,4 +1,4 @@
-"""Whoever holds a job up is named within ten seconds: by the log of worker and shard, by status."""
+"""A worker that delays a job is named within ten seconds: by logs and by status."""
 
 import contextlib
 import json

@@ -113,7 +113,7 @@ def train(me: Station, make: Make, mode: str, save: bool) -> tuple[Weights, byte
 
 
 def resume(me: Station, make: Make, mode: str, checkpoint: bytes) -> Weights:
-    """Goes on from a checkpoint, with a model that had begun elsewhere."""
+    """Continues from a checkpoint, with a model that had begun elsewhere."""
     model, optimizer, scheduler = begin(make, mode, seed=1)
     parts = loaded(checkpoint)
     model.load_state_dict(parts["model"])
@@ -133,7 +133,7 @@ def resume(me: Station, make: Make, mode: str, checkpoint: bytes) -> Weights:
         (nadam, "asgd", 1),
     ],
 )
-def test_a_resumed_job_goes_on_to_the_bit(
+def test_a_resumed_job_continues_to_the_bit(
     shards: Shards, make: Make, mode: str, num_workers: int
 ) -> None:
     (whole, checkpoint), *_ = shards.run(train, make, mode, True, num_workers=num_workers)
@@ -156,7 +156,7 @@ def test_a_checkpoint_changes_no_bit_of_training(shards: Shards, mode: str) -> N
 
 
 def test_a_delayed_job_resumes_from_the_global_weights(shards: Shards) -> None:
-    """Delayed by a pull that had been under way, so not to the bit; but no warm-up begins anew."""
+    """Delayed by a pull that had been under way, so not to the bit; but no warm-up starts over."""
     mode = "ssd(steps=3, warmup=2)"
     (whole, checkpoint), _ = shards.run(train, sgd, mode, True)
     first, second = shards.run(resume, sgd, mode, checkpoint)
@@ -168,7 +168,7 @@ def test_a_delayed_job_resumes_from_the_global_weights(shards: Shards) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_the_state_loads_into_a_plain_torch_optimizer_which_goes_on_alike(
+def test_the_state_loads_into_a_plain_torch_optimizer_which_continues_alike(
     shards: Shards, make: Make
 ) -> None:
     ((whole, checkpoint),) = shards.run(train, make, "ssgd", True, num_workers=1)

@@ -1,6 +1,6 @@
 """The history of an asynchronous run, replayed in float64: what arrived when is taken from the log.
 
-Only the order of events comes from the run. Gradients are computed anew, at the weights that the
+Only the order of events comes from the run. Gradients are recomputed, at the weights that the
 model's own workers hold, and what an arrival does is a rule's equation, in each test.
 """
 

@@ -22,14 +22,14 @@ def test_k_minus_one_of_k_pushes_are_compressed_and_the_warm_up_is_not() -> None
 
 
 @pytest.mark.parametrize(
-    ("correction", "weights", "owed"),
+    ("correction", "weights", "residual"),
     [
         # g = 3/4 at every step, lr 1, threshold 1/2: r = 1/4; then 1, of which 1/2 goes: r = 1/2.
         ("raw", [0.0, -0.5, -1.0, -1.75, -2.25], 0.75),  # Then g alone, and r = 3/4 after step 3.
-        ("flush", [0.0, -0.5, -1.0, -2.25, -2.75], 0.25),  # Then g + r, and r starts anew.
+        ("flush", [0.0, -0.5, -1.0, -2.25, -2.75], 0.25),  # Then g + r, and r starts over.
     ],
 )
-def test_by_hand(correction: str, weights: list[float], owed: float) -> None:
+def test_by_hand(correction: str, weights: list[float], residual: float) -> None:
     cluster = Cluster(
         CD(warmup=0, steps=3, correction=correction, local="none"),
         lambda *_: np.full(NUMEL, 0.75),
@@ -41,7 +41,7 @@ def test_by_hand(correction: str, weights: list[float], owed: float) -> None:
     # Without a local update a worker sees W one step late: w^{t+1} = W^t.
     assert cluster.seen()[0, :, 0].tolist() == [0.0, *weights[:3]]
     assert cluster.flat_weights().tolist() == [weights[4]] * NUMEL
-    assert cluster.workers[0].kept[0]["residual"].tolist() == [owed] * (NUMEL // 2)
+    assert cluster.workers[0].kept[0]["residual"].tolist() == [residual] * (NUMEL // 2)
 
 
 def test_the_local_update_takes_the_uncompressed_gradient() -> None:
@@ -99,7 +99,7 @@ def test_it_follows_the_equation_for_200_steps(correction: str, seed: int) -> No
 
 
 @pytest.mark.parametrize("correction", ["raw", "flush"])
-def test_what_is_sent_and_what_is_owed_is_what_was_computed(correction: str) -> None:
+def test_sent_and_residual_add_up_to_the_gradients(correction: str) -> None:
     """Error feedback's invariant, with lr 1 and plain SGD: -W + r = sum of the gradients."""
     grads = np.random.default_rng(0).integers(-8, 9, (37, NUMEL)) / 16.0
     cluster = Cluster(
@@ -110,8 +110,8 @@ def test_what_is_sent_and_what_is_owed_is_what_was_computed(correction: str) -> 
         group={"lr": 1.0},
         compressor=TwoBit(threshold=0.25),
     ).train()
-    owed = np.concatenate([kept["residual"] for kept in cluster.workers[0].kept])
-    np.testing.assert_array_equal(owed - cluster.flat_weights(), grads.sum(axis=0))
+    residual = np.concatenate([kept["residual"] for kept in cluster.workers[0].kept])
+    np.testing.assert_array_equal(residual - cluster.flat_weights(), grads.sum(axis=0))
 
 
 def test_arguments_out_of_range_are_refused() -> None:

@@ -40,7 +40,7 @@ def test_without_nesterov_by_hand() -> None:
 
 
 def test_the_warm_up_is_the_mean_and_leaves_the_outer_momentum_alone() -> None:
-    """One warm-up step of 1, then a round of 2 whose momentum starts anew: 1 + 1/2 * (2 + 1)."""
+    """One warm-up step of 1, then a round of 2 whose momentum starts over: 1 + 1/2 * (2 + 1)."""
     cluster = Cluster(
         DiLoCo(steps=2, warmup=1, outer_lr=0.5, outer_momentum=0.5),
         lambda *_: np.full(NUMEL, -1.0),

@@ -23,7 +23,7 @@ def seeded(local: Mirror) -> LocalSlice:
 
 
 @pytest.mark.parametrize("form", ["exact", "kept"])
-def test_local_steps_go_on_from_the_momentum_of_the_shard(form: str) -> None:
+def test_local_steps_continue_from_the_momentum_of_the_shard(form: str) -> None:
     local = Mirror(form)
     part = seeded(local)
     local.update(part, torch.tensor([0.25]))  # V = 1/4 + 1/4 = 1/2; w = 1 - 1/4.
@@ -51,7 +51,7 @@ def test_a_pull_without_state_keeps_the_momentum() -> None:
     assert part.weights.tolist() == [1.75]
 
 
-def test_what_a_pull_brought_is_copied() -> None:
+def test_pulled_weights_are_copied() -> None:
     local = Mirror()
     part = make_part(HYPER, 1)
     weights, state = torch.tensor([1.0]), torch.tensor([0.5])

@@ -67,7 +67,7 @@ def test_mirror_with_its_control_by_hand() -> None:
 
 
 def test_blend_by_hand() -> None:
-    """They go on at 2 and 6, and 3 and 9 become 1/2 (3 + 3/2), 1/2 (9 + 3/2) when W lands.
+    """They continue at 2 and 6, and 3 and 9 become 1/2 (3 + 3/2), 1/2 (9 + 3/2) when W lands.
 
     Round 2: D_i is 3/2 - 13/4 and 3/2 - 33/4; V = -25/4, W = 3/2 + 1/4 (17/4 + 25/8).
     """
@@ -118,7 +118,7 @@ def test_overlapped_slowmo_follows_the_equation_for_200_steps() -> None:
     assert_follows(cluster, *Rounds("mirror", slow, 8, 3).run(Inner(sgd), 200))
 
 
-def test_overlapped_local_sgd_goes_on_where_it_is_until_the_mean_lands() -> None:
+def test_overlapped_local_sgd_continues_where_it_is_until_the_mean_lands() -> None:
     plain = nesterov(1.0, 0.0)
     rule = LocalSGD(steps=8, overlap="mirror", delay=3)
     cluster = Cluster(rule, quadratic, num_workers=4, inner=Inner(adamw), speeds=SPEEDS).train()
@@ -199,7 +199,7 @@ def test_an_automatic_delay_is_a_fifth_of_a_round() -> None:
     assert DiLoCo(steps=20).landing == DiLoCo(steps=20, overlap="mirror", delay=0).landing == 0
 
 
-def test_what_a_worker_does_at_each_step() -> None:
+def test_the_actions_of_a_worker_at_each_step() -> None:
     plans = [LocalSGD(steps=3, warmup=1, overlap="mirror", delay=2).plan(step) for step in range(7)]
     assert [plan.push is Role.DELTA for plan in plans] == [True, *[False, False, True] * 2]
     assert [plan.block for plan in plans] == [True, *[False] * 6]

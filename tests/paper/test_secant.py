@@ -73,7 +73,7 @@ def test_the_local_step_adds_its_own_gradient_the_global_one_and_weight_decay() 
 
 
 def test_the_local_rate_rises_over_the_first_local_steps_whatever_is_pulled_meanwhile() -> None:
-    """local_warmup = 2: half a step, then whole ones; a pull in between does not begin anew."""
+    """local_warmup = 2: half a step, then whole ones; a pull in between does not start over."""
     part, glu = make_part([0.5, 0.0, 0.0, 0.0, 0.0, 0.0], 1), Secant(beta=0.0, local_warmup=2)
     rebase(glu, part, [1.0], version=0)
     for pulled, moved in ((1.0, 0.25), (1.0, 0.5), (2.0, 0.5)):

@@ -101,7 +101,7 @@ def test_samples_weigh_the_mean() -> None:
 # ----- backup workers
 
 
-def test_the_first_n_make_the_step_and_a_later_one_is_told_so() -> None:
+def test_the_first_n_make_the_step_and_a_later_one_is_answered_late() -> None:
     clock, _ = make_clock(SSGD(backup=1), 3)
     push(clock, 2, 0)
     actions = push(clock, 0, 0)
@@ -140,8 +140,8 @@ def test_fewer_workers_than_a_step_waits_for_are_enough() -> None:
     assert update.scale == 1 / 2
 
 
-def test_a_worker_that_was_late_goes_on_with_the_newest_step() -> None:
-    """Else it would be late for ever, and its gradients would be of no use."""
+def test_a_worker_that_was_late_continues_with_the_newest_step() -> None:
+    """Else it would be late for ever, and its gradients would never count."""
     cluster = Cluster(SSGD(backup=1), quadratic, steps=100, speeds=(1.0, 1.0, 0.0), group=GROUP)
     cluster.train(events=500)
     behind = cluster.shard.clocks[0].version

@@ -81,7 +81,7 @@ def test_a_gradient_is_scaled_before_the_momentum() -> None:
     assert shard.stores[0].weights.tolist() == [-3.75] * 6
 
 
-def test_what_is_left_of_an_update_is_made_when_nobody_else_comes() -> None:
+def test_the_rest_of_an_update_is_made_when_no_other_worker_comes() -> None:
     clock, live = make_clock(Staleness(), 3)
     push(clock, 0, 0, base=0)
     push(clock, 1, 0, base=0)

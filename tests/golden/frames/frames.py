@@ -1,4 +1,4 @@
-"""Golden frames and a golden layout; `python -m tests.golden.frames.frames` writes them anew.
+"""Golden frames and a golden layout; `python -m tests.golden.frames.frames` writes them again.
 
 A frame that changes is a protocol that changes: old workers and new shards no longer understand
 each other, and `wire.PROTOCOL` has to be raised with it.

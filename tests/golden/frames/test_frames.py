@@ -10,7 +10,7 @@ from pscore.net.wire import decode, floats
 from pscore.pb.ps.v1 import data_pb2
 from tests.golden.frames.frames import LAYOUT, STATE, VALUES, frames, layout, recorded
 
-AGAIN = "record them anew: python -m tests.golden.frames.frames (and raise wire.PROTOCOL)"
+AGAIN = "record them again: python -m tests.golden.frames.frames (and raise wire.PROTOCOL)"
 
 
 @pytest.mark.parametrize("name", sorted(frames()))

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import convergence, runs, tasks
-from benchmarks.sweeps import Setting, ssd, ssgd
+from benchmarks import convergence, tasks
+from benchmarks.learning import runs
+from benchmarks.learning.sweeps import Setting, ssd, ssgd
 from psworker.commands.demo import data
 
 NUM_IMAGES, STEPS = 500, 20

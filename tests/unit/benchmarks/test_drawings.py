@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks import drawings, peer_drawings, plane_drawings
+from benchmarks import drawings
+from benchmarks.drawing import peers, planes
 from pscore.rules import RULES
 from tests.house.source import ROOT
 
@@ -10,7 +11,7 @@ NBYTES_MAX = 20_000
 
 
 def test_every_rule_has_a_drawing() -> None:
-    modes = drawings.MODES | peer_drawings.MODES
+    modes = drawings.MODES | peers.MODES
     assert set(modes) == set(RULES)
     assert all(mode.partition("(")[0] == rule for rule, (mode, _) in modes.items())
 
@@ -23,8 +24,8 @@ def test_a_drawing_is_of_the_simulated_run(rule: str) -> None:
     assert path.read_text() == drawings.draw(rule), "run `python -m benchmarks.drawings`"
 
 
-@pytest.mark.parametrize("plane", sorted(plane_drawings.PLANES))
+@pytest.mark.parametrize("plane", sorted(planes.PLANES))
 def test_a_plane_is_drawn_as_its_program_draws_it(plane: str) -> None:
     path = ROOT / "docs" / "pictures" / f"plane-{plane}.svg"
     assert f"(pictures/{path.name})" in (ROOT / "docs" / "dataplane.md").read_text()
-    assert path.read_text() == plane_drawings.draw(plane), "run `python -m benchmarks.drawings`"
+    assert path.read_text() == planes.draw(plane), "run `python -m benchmarks.drawings`"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.link_use import BINS, LinkUse, counters
+from benchmarks.links.link_use import BINS, LinkUse, counters
 
 
 def test_the_use_of_a_link_is_folded_over_the_steps() -> None:

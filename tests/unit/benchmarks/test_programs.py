@@ -7,8 +7,10 @@ import math
 
 import pytest
 
-from benchmarks import recovery, runs, soak, straggler, strikes, sweeps
+from benchmarks import recovery, soak, straggler
 from benchmarks.__main__ import find
+from benchmarks.learning import runs, sweeps
+from benchmarks.survival import strikes
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pssim.training import Compute

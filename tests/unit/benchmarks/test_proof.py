@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import proof
-from benchmarks.proof import ACKNOWLEDGED, REFUSED, SENT, UNIT, Notebook
+from benchmarks.survival import proof
+from benchmarks.survival.proof import ACKNOWLEDGED, REFUSED, SENT, UNIT, Notebook
 from pscore.pb.ps.v1 import data_pb2
 
 NUMEL, WORKERS = 64, 2
@@ -46,7 +46,7 @@ def books(tmp_path: Path) -> Books:
     return Books(tmp_path)
 
 
-def test_what_was_acknowledged_and_is_there_once_is_exact(books: Books) -> None:
+def test_pushes_that_are_acknowledged_and_present_once_are_exact(books: Books) -> None:
     books.push(0, 0, ACKNOWLEDGED)
     books.push(1, 0, ACKNOWLEDGED)
     books.push(0, 1)
@@ -76,7 +76,7 @@ def test_a_push_that_is_in_one_half_only_is_found(books: Books) -> None:
     assert books.check().torn == 1
 
 
-def test_what_nobody_has_sent_is_found(books: Books) -> None:
+def test_values_that_were_never_sent_are_found(books: Books) -> None:
     books.weights[proof.elements(NUMEL, WORKERS, 1, 9)] = 1.0
     assert books.check().double == 1
     assert books.check(by_step=True).double == 1
@@ -112,7 +112,7 @@ def test_shares_that_are_wrong_are_found(
     assert (found.lost, found.double) == (lost, double)
 
 
-def test_a_worker_that_comes_back_goes_on_in_its_book(tmp_path: Path) -> None:
+def test_a_worker_that_comes_back_continues_in_its_book(tmp_path: Path) -> None:
     path = tmp_path / "0.book"
     futures: list[Future[data_pb2.PushReply]] = []
 
@@ -136,7 +136,7 @@ def test_a_worker_that_comes_back_goes_on_in_its_book(tmp_path: Path) -> None:
     assert [entry.kind for entry in proof.read(path)] == [SENT, SENT, REFUSED]
 
 
-def test_what_came_after_the_checkpoint_of_a_power_cut_is_rolled_back_and_not_lost(
+def test_pushes_after_the_checkpoint_of_a_power_cut_are_rolled_back_and_not_lost(
     books: Books,
 ) -> None:
     books.push(0, 0, ACKNOWLEDGED)
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_misses_a_push_from_the_middle_has_lost_it(books: Book
     assert (found.lost, found.rolled_back) == (1, 0)
 
 
-def test_what_a_cut_has_taken_and_a_push_behind_it_are_told_apart(books: Books) -> None:
+def test_pushes_lost_in_a_power_cut_and_later_ones_are_distinguished(books: Books) -> None:
     books.push(0, 0, ACKNOWLEDGED)
     checkpoint = books.weights.copy()
     books.push(0, 1, ACKNOWLEDGED)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peer_plots, rule_plots
-from benchmarks.runs import collect, load
+from benchmarks.learning.runs import collect, load
 from pscore.rules import RULES
 from tests.house.source import ROOT
 

@@ -56,7 +56,7 @@ def test_a_file_without_ones_own_job_is_refused_by_name(file: Path) -> None:
         ("x" * (1 << 20), "is longer than 524288 bytes"),
     ],
 )
-def test_what_is_no_token_file_is_refused_without_showing_it(
+def test_a_wrong_token_file_is_refused_without_showing_it(
     file: Path, text: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

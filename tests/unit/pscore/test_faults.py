@@ -64,7 +64,7 @@ def test_every_part_is_read() -> None:
         ("drop=0.1,drop=0.2@push", "has 'drop' twice at one point"),
     ],
 )
-def test_what_is_no_fault_is_refused_by_name(text: str, message: str) -> None:
+def test_an_unknown_fault_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^PACELINE_FAULTS: .*{message}"):
         faults.parse(text)
 

@@ -84,6 +84,6 @@ def test_metropolis_weights_by_hand() -> None:
 
 
 @pytest.mark.parametrize("text", ["wheel", "0-0", "0-1,1-2", "a-b", "", "0-1 x"])
-def test_what_is_no_graph_is_refused(text: str) -> None:
+def test_a_wrong_graph_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must"):
         graph_of(text)

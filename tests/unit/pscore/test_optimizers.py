@@ -289,7 +289,7 @@ def test_any_layout_follows_an_independent_model(
 def test_sgd_by_hand() -> None:
     ours = Slice(sgd.SGD(), [1], [0])
     ours.weights[:] = 1.0
-    ours.state[0][:] = 9.0  # Left over from before a reset: the first step starts anew.
+    ours.state[0][:] = 9.0  # Left over from before a reset: the first step starts over.
     on = np.ones(1, np.int64)
     # lr 1/2, momentum 1/2, dampening 1/2, weight decay 1/4; gradients summed over two workers.
     hyper = np.array([[0.5, 0.5, 0.5, 0.25, 0.0, 0.0]])
@@ -568,7 +568,7 @@ def mixed(kind: type[torch.optim.Optimizer], flag: str) -> torch.optim.Optimizer
         (mixed(torch.optim.Adam, "decoupled_weight_decay"), "decoupled_weight_decay=True in one"),
     ],
 )
-def test_what_has_no_counterpart_is_refused_by_name(optimizer: Any, named: str) -> None:
+def test_options_without_a_counterpart_are_refused_by_name(optimizer: Any, named: str) -> None:
     with pytest.raises(UnsupportedOptimizerError, match=named):
         from_torch(optimizer)
 

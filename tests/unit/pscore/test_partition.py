@@ -278,7 +278,7 @@ def test_a_tensor_too_many_is_named_on_either_side() -> None:
         ),
     ],
 )
-def test_what_no_shard_accepts_is_refused_by_name(
+def test_values_that_no_shard_accepts_are_refused_by_name(
     tensors: Sequence[TensorSpec], num_shards: int, pattern: str
 ) -> None:
     with pytest.raises(ConfigError, match=pattern):

@@ -106,7 +106,7 @@ def test_two_peers_exchange_tensors_both_ways_at_once(files: Path, plane: str) -
 
 @pytest.mark.parametrize("token", ["", "wrong"])
 @pytest.mark.parametrize("is_local", [True, False])
-def test_a_peer_without_the_token_is_told_so(token: str, is_local: bool) -> None:
+def test_a_peer_without_the_token_gets_that_reason(token: str, is_local: bool) -> None:
     peer = Peer(TOKEN)
     with listening(peer) as listener:
         with pytest.raises(AccessError, match="the token is wrong"):
@@ -178,7 +178,7 @@ def test_a_frame_beyond_the_limits_of_the_format_ends_the_connection() -> None:
     assert f"at most {wire.HEADER_NBYTES_MAX}" in peer.lines[0]
 
 
-def test_a_tensor_that_the_handler_refuses_is_skipped_and_the_connection_goes_on() -> None:
+def test_a_tensor_that_the_handler_refuses_is_skipped_and_the_connection_continues() -> None:
     """Refused by the handler's own limit, then by the budget of memory."""
     peer = Peer(budget_nbytes=MIB)
     with listening(peer) as listener:

@@ -209,7 +209,7 @@ def test_the_local_rate_follows_the_schedule_of_the_global_one() -> None:
 def test_a_residual_has_the_rate_of_the_step_that_sends_it() -> None:
     """It is a gradient that comes late, and is not rescaled: g = 3/4, t = 1/2, lr 1, then 1/4.
 
-    Step 0 sends 1/2 and owes 1/4; step 1 sends 1/2 of 1 at the new rate.
+    Step 0 sends 1/2 and keeps 1/4; step 1 sends 1/2 of 1 at the new rate.
     """
     cluster = Cluster(
         SSD(warmup=5, local="none"),

@@ -21,7 +21,7 @@ def spec(index: int, numel: int) -> SliceSpec:
 SPECS = [spec(0, 1000), spec(2, 17), spec(5, 4096)]
 
 
-def test_what_one_map_writes_the_other_reads() -> None:
+def test_one_map_reads_the_bytes_that_another_writes() -> None:
     ours = Segment.create(8192)
     theirs = Segment.attach(os.dup(ours.fd), 8192)
     ours.floats(64, 10)[:] = np.arange(10)

@@ -64,7 +64,7 @@ def test_a_changed_byte_is_found(pair: tuple[socket.socket, socket.socket], posi
         (struct.pack("<4sIQQ", wire.MAGIC, 1, (1 << 64) - 1, 0), "declares"),
     ],
 )
-def test_what_is_no_frame_is_refused_before_memory_is_taken(
+def test_bytes_that_are_no_frame_are_refused_before_memory_is_taken(
     pair: tuple[socket.socket, socket.socket], start: bytes, message: str
 ) -> None:
     pair[0].sendall(start)
@@ -120,7 +120,7 @@ def test_frames_that_have_come_at_once_are_read_one_by_one(
         sockets.read_header(reader)
 
 
-def test_who_waits_behind_a_short_frame_learns_of_the_end(
+def test_a_request_behind_a_short_frame_fails_at_the_end_of_the_connection(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     sockets.send_all(pair[0], parts(b""))

@@ -10,7 +10,7 @@ LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 1000]
 
 
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_what_arrives_is_what_was_copied_and_nothing_else_changes(numel: int) -> None:
+def test_a_copy_is_exact_and_changes_nothing_else(numel: int) -> None:
     source = np.random.default_rng(numel).standard_normal(numel + 40, dtype=np.float32)
     for start in range(0, 20, 3):
         for place in (0, 1, 7, 15, 16):
@@ -24,7 +24,7 @@ def test_what_arrives_is_what_was_copied_and_nothing_else_changes(numel: int) ->
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("numel", [1, 40, 100])
-def test_what_is_not_finite_is_found_wherever_it_stands(numel: int, value: float) -> None:
+def test_nan_and_inf_are_found_at_every_place(numel: int, value: float) -> None:
     for position in range(numel):
         source = np.zeros(numel, np.float32)
         source[position] = value
@@ -60,6 +60,6 @@ def test_several_arrays_are_gathered_and_the_first_bad_one_is_named(
     assert streaming.gather(addresses[:0], spans[:0], flat) == -1
 
 
-def test_what_fits_into_a_cache_is_copied_into_it() -> None:
+def test_small_copies_go_through_the_cache() -> None:
     assert streaming.copier(WORKER.streamed_nbytes_min - 1) is kernels.copy_checked
     assert streaming.copier(WORKER.streamed_nbytes_min) is streaming.copy_checked

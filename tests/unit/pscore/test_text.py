@@ -16,7 +16,7 @@ from pscore.text import printable
         ("\ud800", r"\ud800"),  # Half a character: it could not be written.
     ],
 )
-def test_what_is_not_printed_is_escaped(text: str, shown: str) -> None:
+def test_control_characters_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
     printable(text).encode()
 

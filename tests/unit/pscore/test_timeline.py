@@ -80,7 +80,7 @@ def test_hosts_are_brought_together_by_their_wall_clocks(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": [], "otherData": {}}'])
-def test_what_is_no_timeline_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_wrong_timeline_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ConfigError, match=r"a\.json is not the timeline of one process"):
         join([tmp_path / "a.json"], tmp_path / "all.json")

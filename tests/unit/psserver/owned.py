@@ -64,7 +64,7 @@ FIXED: dict[type, set[str]] = {
     ResidualCollection: {"job", "table", "step"},
     Residuals: {"is_collecting", "_collections"},
     Waits: set(),
-    Recovery: set(),
+    Recovery: {"journal_nbytes"},
     JobRecorder: set(),
     BarrierWaits: {"arrive", "stop_waiting", "_lock"},
 }

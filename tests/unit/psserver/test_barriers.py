@@ -25,7 +25,7 @@ def test_rounds_and_names_are_apart() -> None:
     assert arrive(barriers, "a", 1, 1, [0, 1]) == [0]
 
 
-def test_a_round_that_was_open_stays_open_for_those_who_come_late() -> None:
+def test_an_open_round_stays_open_for_late_workers() -> None:
     """Else who has come through would wait for them in the next round, and they in this one."""
     barriers = Barriers()
     arrive(barriers, "epoch", 0, 0, [0, 1])
@@ -36,7 +36,7 @@ def test_a_round_that_was_open_stays_open_for_those_who_come_late() -> None:
     assert arrive(barriers, "epoch", 0, 2, [0, 1, 2]) == []
 
 
-def test_who_joins_later_begins_at_the_round_that_others_come_to() -> None:
+def test_a_later_worker_begins_at_the_next_round_of_the_others() -> None:
     barriers = Barriers()
     assert barriers.next_rounds() == {}
     arrive(barriers, "epoch", 0, 0, [0, 1])
@@ -81,7 +81,7 @@ def test_all_get_the_largest_number_that_one_has_brought() -> None:
     assert barriers.agreed("b", 0) == 2.0
 
 
-def test_who_asks_again_gets_the_number_when_others_are_one_round_further() -> None:
+def test_a_repeated_request_gets_the_number_when_others_are_one_round_ahead() -> None:
     barriers = Barriers()
     for rank, value in ((0, 1.0), (1, 0.0)):
         barrier = barriers.arrive("b", 4, rank, value)

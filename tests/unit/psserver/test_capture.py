@@ -28,7 +28,7 @@ from tests.unit.psserver.front import (
 )
 
 
-class Desk:
+class CheckpointClient:
     """The checkpoint service of a shard, called without a network."""
 
     def __init__(self, front: Front) -> None:
@@ -71,19 +71,19 @@ class Desk:
 def test_two_checkpoints_at_once_both_succeed() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
-        desk = Desk(front)
+        client = CheckpointClient(front)
         for name, version in (("a", 1), ("b", 1), ("c", 2), ("d", 1)):
-            reply = await desk.capture(name, version)
+            reply = await client.capture(name, version)
             assert reply.state == pb.CAPTURE_WAITING
-        await desk.release("d")  # Takes nothing from the others.
+        await client.release("d")  # Takes nothing from the others.
         for step in range(3):
             await front.push(push_header(0, step), grad(1.0))
         for name, version in (("a", 1), ("b", 1), ("c", 2)):
-            reply = await desk.capture(name, version)
+            reply = await client.capture(name, version)
             assert reply.state == pb.CAPTURE_DONE
             assert json.loads(reply.about)["slices"]["0"]["version"] == version
-            assert (await desk.weights(name))[0] == -version
-            await desk.release(name)
+            assert (await client.weights(name))[0] == -version
+            await client.release(name)
         assert not front.engine.jobs[JOB].tables[0].has_scheduled
 
     play(scene)
@@ -94,17 +94,17 @@ def test_a_version_that_is_left_out_is_copied_too() -> None:
 
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
-        desk = Desk(front)
+        client = CheckpointClient(front)
         await front.push(push_header(0, 0), grad(1.0))
         for name, version in (("a", 2), ("b", 4), ("c", 5)):
-            assert (await desk.capture(name, version)).state == pb.CAPTURE_WAITING
+            assert (await client.capture(name, version)).state == pb.CAPTURE_WAITING
         reply, _ = await front.pull(pull_header(0, 4, 4, begins=True))
         assert (reply.ready, reply.version) == (True, 4)
-        states = [(await desk.capture(name, -1)).state for name in "abc"]
+        states = [(await client.capture(name, -1)).state for name in "abc"]
         assert states == [pb.CAPTURE_DONE, pb.CAPTURE_DONE, pb.CAPTURE_WAITING]
-        assert [(await desk.weights(name))[0] for name in "ab"] == [-1.0, -1.0]
+        assert [(await client.weights(name))[0] for name in "ab"] == [-1.0, -1.0]
         for name in "abc":
-            await desk.release(name)
+            await client.release(name)
 
     play(scene)
 
@@ -112,84 +112,84 @@ def test_a_version_that_is_left_out_is_copied_too() -> None:
 def test_a_version_that_is_there_is_copied_and_a_former_one_has_passed() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
-        desk = Desk(front)
+        client = CheckpointClient(front)
         await front.push(push_header(0, 0), grad(1.0))
-        assert (await desk.capture("now", 1)).state == pb.CAPTURE_DONE
-        assert (await desk.capture("gone", 0)).state == pb.CAPTURE_PASSED
-        await asyncio.gather(*(desk.release(name) for name in ("now", "gone")))
+        assert (await client.capture("now", 1)).state == pb.CAPTURE_DONE
+        assert (await client.capture("gone", 0)).state == pb.CAPTURE_PASSED
+        await asyncio.gather(*(client.release(name) for name in ("now", "gone")))
 
     play(scene)
 
 
-async def taken(front: Front, desk: Desk) -> dict[str, Any]:
+async def taken(front: Front, client: CheckpointClient) -> dict[str, Any]:
     """Trains for a step, and returns what the shard says of a checkpoint of it."""
     await front.ready(num_workers=1)
     await front.push(push_header(0, 0), grad(1.0))
-    about: dict[str, Any] = json.loads((await desk.capture("a", 1)).about)
+    about: dict[str, Any] = json.loads((await client.capture("a", 1)).about)
     return about
 
 
-def test_what_was_written_is_a_job_once_it_is_whole() -> None:
+def test_a_written_checkpoint_is_a_job_once_it_is_whole() -> None:
     async def scene(front: Front) -> None:
-        desk = Desk(front)
-        await desk.prepare(await taken(front, desk))
+        client = CheckpointClient(front)
+        await client.prepare(await taken(front, client))
         half, all_ = grad(7.0).tobytes()[: 2 * NUMEL], grad(7.0).tobytes()
-        await desk.write("weights", 0, half)
-        await desk.write("state.0", 0, all_)
+        await client.write("weights", 0, half)
+        await client.write("state.0", 0, all_)
         with pytest.raises(Refused, match="bytes 100 to 228 of 'weights', it has 128 and 64 are"):
-            await desk.write("weights", 100, all_)
-        await desk.write("weights", 0, half)  # Sent twice.
-        await desk.write("weights", len(half), half)
-        await desk.service.Finish(pb.FinishRequest(id="r"), Context())
+            await client.write("weights", 100, all_)
+        await client.write("weights", 0, half)  # Sent twice.
+        await client.write("weights", len(half), half)
+        await client.service.Finish(pb.FinishRequest(id="r"), Context())
         (store,) = front.engine.jobs["again"].stores()
         assert store.weights.tolist() == grad(7.0).tolist()
         clock = front.engine.shard.jobs["again"].table(0).clock(0)
         assert (clock.version, clock.clock(0), clock.clock(1)) == (3, 3, 3)
-        await desk.prepare({**json.loads((await desk.capture("b", 1)).about)})
+        await client.prepare({**json.loads((await client.capture("b", 1)).about)})
         with pytest.raises(Refused, match="of slice 0 of the checkpoint is incomplete"):
-            await desk.service.Finish(pb.FinishRequest(id="r"), Context())
+            await client.service.Finish(pb.FinishRequest(id="r"), Context())
 
     play(scene)
 
 
 def test_only_what_was_declared_is_taken() -> None:
     async def scene(front: Front) -> None:
-        desk = Desk(front)
-        about = await taken(front, desk)
-        with pytest.raises(Refused, match=r"array 'owed.0.residual' of"):
-            await desk.prepare(about, "owed.0.residual")  # Nothing is compressed.
+        client = CheckpointClient(front)
+        about = await taken(front, client)
+        with pytest.raises(Refused, match=r"array 'worker.0.residual' of"):
+            await client.prepare(about, "worker.0.residual")  # Nothing is compressed.
         with pytest.raises(Refused, match=r"array 'more' of table 'model' .* not one that a shard"):
-            await desk.prepare(about, "more")
-        await desk.prepare(about, "memory.mean")
+            await client.prepare(about, "more")
+        await client.prepare(about, "memory.mean")
         with pytest.raises(Refused, match=r"no array 'memory.other' of slice 0 of table 0"):
-            await desk.write("memory.other", 0, b"1234")
-        await desk.write("memory.mean", 0, b"1234")
+            await client.write("memory.other", 0, b"1234")
+        await client.write("memory.mean", 0, b"1234")
 
     play(scene)
 
 
 def test_room_is_asked_for_before_anything_is_written() -> None:
     async def scene(front: Front) -> None:
-        desk, shard = Desk(front), front.engine.shard
-        about = await taken(front, desk)
+        client, shard = CheckpointClient(front), front.engine.shard
+        about = await taken(front, client)
         held = front.job.table(0).nbytes * 4  # Weights twice, momentum and a sum.
         shard.limits = replace(shard.limits, memory_nbytes=held + 3 * 4 * NUMEL)
-        await desk.prepare(about)  # Two arrays.
+        await client.prepare(about)  # Two arrays.
         with pytest.raises(Refused, match="needs 256 bytes of memory, 128 of 896 are left"):
-            await desk.prepare(about, name="other")
+            await client.prepare(about, name="other")
 
     play(scene)
 
 
-def test_what_a_killed_client_has_left_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_captures_of_a_killed_client_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_service, "IDLE_S", 0.02)
 
     async def scene(front: Front) -> None:
-        desk = Desk(front)
-        about = await taken(front, desk)
-        await desk.capture("later", 5)
-        await desk.prepare(about)
-        service = desk.servicer
+        client = CheckpointClient(front)
+        about = await taken(front, client)
+        await client.capture("later", 5)
+        await client.prepare(about)
+        service = client.servicer
         left = [
             weakref.ref(service.captures["a"].copy.slices[0]["weights"]),
             weakref.ref(service.uploads["r"].arrays[0, 0]["weights"]),

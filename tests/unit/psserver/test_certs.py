@@ -109,7 +109,7 @@ def test_a_listener_for_all_needs_no_more_than_these_files(files: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_at_the_start(
+def test_wrong_combinations_are_refused_at_the_start(
     files: Path, changes: dict[str, str | None], message: str
 ) -> None:
     (files / "open.key").write_bytes((files / "server.key").read_bytes())

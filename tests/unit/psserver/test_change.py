@@ -46,7 +46,7 @@ def test_after_the_change_everybody_is_waited_for_again() -> None:
     assert job.table(0).clock(0).version == 1
 
 
-def test_what_a_lost_worker_had_parked_is_not_counted_under_the_new_mode() -> None:
+def test_parked_pushes_of_a_lost_worker_are_not_counted_under_the_new_mode() -> None:
     shard, job, address = ready(2)
     push(shard, job, address, 1, 1)  # A step too far, and not acknowledged.
     job.membership.members[1].presence = Presence.LOST
@@ -76,7 +76,7 @@ def test_a_message_of_a_change_that_is_over_is_not_heard() -> None:
     assert set(job.table(0).participants.aside) == {1}
 
 
-def test_a_worker_that_has_come_back_begins_its_changes_anew() -> None:
+def test_a_worker_that_has_come_back_begins_its_changes_again() -> None:
     """Incarnations are random: the number of a later one may be smaller."""
     shard, job, _ = ready(1)
     shard.step_aside(job, 0, 0, (9, 2))
@@ -103,7 +103,7 @@ def test_a_mode_that_needs_another_optimizer_is_refused() -> None:
     aside(shard, job, 0)
     with pytest.raises(ConfigError, match="the shards run another optimizer"):
         shard.change(job, 0, 0, LocalSGD())
-    assert not job.table(0).participants.aside, "all go on as they were"
+    assert not job.table(0).participants.aside, "all continue as they were"
     aside(shard, job, 0, number=2)
     with pytest.raises(ConfigError, match="must be less than the 1 workers"):
         shard.change(job, 0, 0, SSGD(backup=1))

@@ -125,7 +125,7 @@ def test_drain_takes_no_longer_than_the_shard_was_told(monkeypatch: pytest.Monke
     with_daemon(use)
 
 
-def test_status_says_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_names_the_waiting_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(daemon: Daemon, stub: Stub) -> None:
         reply = await stub.Status(pb.StatusRequest())
         assert (reply.shard.num_shards, reply.shard.cluster) == (1, "c")

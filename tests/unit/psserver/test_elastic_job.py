@@ -37,12 +37,12 @@ def test_another_least_number_of_workers_is_refused() -> None:
             shard.decide_join("run", 3, member(1), least)
 
 
-def test_nobody_is_waited_for_who_has_not_come_to_an_elastic_job() -> None:
+def test_an_elastic_job_does_not_wait_for_workers_that_have_not_joined() -> None:
     shard, job, address = elastic(1, 3, 0)
     assert updates(push(shard, job, address, 0, 0)) == 1
 
 
-def test_before_the_first_update_whoever_joins_is_waited_for() -> None:
+def test_before_the_first_update_every_joined_worker_is_waited_for() -> None:
     shard, job, address = elastic(2, 3, 0)
     push(shard, job, address, 0, 0)
     shard.decide_join("run", 3, member(1), 2)
@@ -50,7 +50,7 @@ def test_before_the_first_update_whoever_joins_is_waited_for() -> None:
     assert updates(push(shard, job, address, 1, 0)) == 1
 
 
-def test_one_who_joins_later_is_waited_for_from_its_first_pull_on() -> None:
+def test_a_worker_that_joins_later_is_waited_for_after_its_first_pull() -> None:
     shard, job, address = elastic(1, 3, 0)
     push(shard, job, address, 0, 0)
     shard.decide_join("run", 3, member(1), 1)
@@ -93,7 +93,7 @@ def test_a_mode_that_does_not_fit_the_least_number_of_workers_is_refused() -> No
         shard.define(job, spec)
 
 
-def test_an_elastic_job_that_is_over_begins_anew_with_whoever_comes() -> None:
+def test_an_elastic_job_that_is_over_starts_again_with_any_worker() -> None:
     shard, job, _ = elastic(1, 3, 0)
     shard.decide_leave("run", 0, 1, "finished")
     assert shard.decide_join("run", 3, member(1), 1)[0] is not job

@@ -18,7 +18,7 @@ def test_a_push_waits_while_there_are_too_few() -> None:
     assert bench.clock.clock(0) == 0
 
 
-def test_a_step_that_was_open_when_too_few_were_left_waits_for_whoever_comes() -> None:
+def test_a_step_left_open_by_too_few_workers_waits_for_new_ones() -> None:
     bench = Bench(SYNC, 2, wanted=2)
     assert bench.push(0, 0)[-1] == "ack 0@0 ACCEPTED v0"
     assert bench.leave(1) == []
@@ -28,7 +28,7 @@ def test_a_step_that_was_open_when_too_few_were_left_waits_for_whoever_comes() -
     assert bench.push(2, 1, base=1)[-1] == "update 1 x0.5 -> v2"
 
 
-def test_what_waited_is_counted_when_there_are_enough_again() -> None:
+def test_waiting_pushes_are_counted_when_there_are_enough_workers_again() -> None:
     bench = Bench(OPEN, 2, wanted=2)
     bench.leave(1)
     for step in range(4):
@@ -76,7 +76,7 @@ def test_when_all_have_gone_what_is_in_enters_the_weights() -> None:
     assert bench.leave(0) == ["update 0 x1 -> v1"]
 
 
-def test_one_who_joins_goes_on_counting_where_the_slowest_is() -> None:
+def test_a_joining_worker_counts_from_the_slowest_ones_step() -> None:
     bench = Bench(Bounded(), 2, wanted=1)
     for step in range(3):
         bench.push(0, step)
@@ -87,7 +87,7 @@ def test_one_who_joins_goes_on_counting_where_the_slowest_is() -> None:
     assert bench.clock.clock(2) == 3
 
 
-def test_backup_workers_are_of_those_who_are_there() -> None:
+def test_backup_workers_are_some_of_the_live_ones() -> None:
     """Of 3 workers the first 2 make an update, of 4 the first 3."""
     bench = Bench(SSGD(backup=1), 3, wanted=2)
     bench.push(0, 0)
@@ -98,7 +98,7 @@ def test_backup_workers_are_of_those_who_are_there() -> None:
     assert bench.push(3, 1, base=1)[-1] == "update 1 x0.333333 -> v2"
 
 
-def test_splits_are_of_those_who_are_there() -> None:
+def test_splits_are_counted_over_live_workers() -> None:
     """Of 2 workers each makes an update, of 4 two make one."""
     bench = Bench(Staleness(splits=2), 2, wanted=2)
     assert bench.push(0, 0)[1] == "update 0 x1 -> v1"

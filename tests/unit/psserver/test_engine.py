@@ -71,7 +71,7 @@ def test_a_name_that_cannot_be_shown_is_refused(name: str) -> None:
     play(scene)
 
 
-def test_what_a_worker_says_of_itself_is_escaped_and_cut() -> None:
+def test_names_that_a_worker_sends_are_escaped_and_cut() -> None:
     async def scene(front: Front) -> None:
         await front.join(0, 2, host="\x1b[2J" + "h" * 3000)
         await front.join(1, 2)
@@ -154,6 +154,46 @@ def test_a_pull_that_waits_too_long_is_told_what_is_missing() -> None:
     play(scene)
 
 
+def test_the_time_of_a_wait_is_charged_to_the_worker_that_others_wait_for() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        front.engine.tick()
+        front.now_s = 1.0
+        front.engine.tick()
+        await front.push(push_header(0, 0), grad(1.0))
+        pull = asyncio.ensure_future(front.pull(pull_header(0, 1, 1, wait_ms=10_000)))
+        await settle()
+        for front.now_s in (2.0, 3.5):
+            front.engine.tick()
+        await front.push(push_header(1, 0), grad(1.0))
+        await pull
+        front.now_s = 5.0
+        front.engine.tick()
+        reply = await front.control.Status(pb.StatusRequest(), Context())
+        (job,) = reply.jobs
+        assert [worker.waited_for_s for worker in job.workers] == [0.0, 2.5]
+        assert (job.has_checkpoint, job.checkpoint_age_s, job.open_steps) == (False, 5.0, 0)
+        front.engine.note_saved(JOB)
+        front.now_s = 7.0
+        (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
+        assert (job.has_checkpoint, job.checkpoint_age_s) == (True, 2.0)
+
+    play(scene)
+
+
+def test_a_barrier_charges_its_wait_too() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready()
+        front.running.barriers.arrive("b", 0, 0, 0.0, lambda: None)
+        front.engine.tick()
+        front.now_s = 3.0
+        front.engine.tick()
+        (job,) = (await front.control.Status(pb.StatusRequest(), Context())).jobs
+        assert [worker.waited_for_s for worker in job.workers] == [0.0, 3.0]
+
+    play(scene)
+
+
 def test_a_pull_waits_at_most_ten_seconds_whatever_it_asks_for() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
@@ -197,7 +237,7 @@ def test_a_push_too_far_ahead_is_answered_when_there_is_room() -> None:
 # ----- who comes and goes
 
 
-def test_a_departure_wakes_those_who_wait() -> None:
+def test_a_departure_wakes_waiting_workers() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         await front.push(push_header(0, 0), grad(1.0))
@@ -210,7 +250,7 @@ def test_a_departure_wakes_those_who_wait() -> None:
     play(scene)
 
 
-def test_a_lease_that_is_over_wakes_those_who_wait() -> None:
+def test_an_expired_lease_wakes_waiting_workers() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         front.now_s = LEASE_S / 2
@@ -239,7 +279,7 @@ def test_a_heartbeat_keeps_a_lease() -> None:
     play(scene)
 
 
-def test_a_worker_is_told_who_is_live_if_it_asks() -> None:
+def test_a_worker_gets_the_live_ranks_on_request() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=3)
         front.engine.leave(JOB, 1, 101, "done")
@@ -267,7 +307,7 @@ def test_a_barrier_opens_for_all_at_once() -> None:
     play(scene)
 
 
-def test_who_has_given_up_at_a_barrier_leaves_nothing_behind() -> None:
+def test_a_cancelled_barrier_wait_leaves_nothing_behind() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         gone = asyncio.ensure_future(arrive(front, 0))
@@ -290,7 +330,7 @@ def test_a_departure_opens_a_barrier() -> None:
     play(scene)
 
 
-def test_a_barrier_says_who_is_missing() -> None:
+def test_a_barrier_names_the_missing_workers() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         assert await arrive(front, 0, 0.0) == Arrival(
@@ -303,7 +343,7 @@ def test_a_barrier_says_who_is_missing() -> None:
 # ----- jobs
 
 
-def test_a_job_that_begins_anew_frees_the_former_ones_numbers() -> None:
+def test_a_job_that_starts_over_frees_the_former_ones_numbers() -> None:
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
         former = front.running

@@ -64,7 +64,7 @@ def decoded(compressor: Compressor, payload: ByteArray) -> FloatArray:
 
 
 @pytest.mark.parametrize("name", FOR_PULLS)
-def test_what_was_sent_and_what_is_owed_are_the_weights(name: str) -> None:
+def test_sent_and_residual_add_up_to_the_weights(name: str) -> None:
     """X_0 + sum of D(C(W - X)) + (W - X) = W: the sums in float64, to one rounding of X a step."""
     compressor = parse_compressor(name)
     weights = values(0)
@@ -78,13 +78,13 @@ def test_what_was_sent_and_what_is_owed_are_the_weights(name: str) -> None:
         sent += decoded(compressor, delta)
         assert not pull(estimate, held).whole
         largest = np.maximum(largest, np.abs(estimate.values))
-        owed = weights.astype(np.float64) - estimate.values
-        assert (np.abs(sent + owed - weights) <= version * np.spacing(largest)).all()
+        residual = weights.astype(np.float64) - estimate.values
+        assert (np.abs(sent + residual - weights) <= version * np.spacing(largest)).all()
 
 
 @pytest.mark.parametrize("name", [name for name in FOR_PULLS if "threshold" not in name])
 def test_an_estimate_comes_to_weights_that_rest(name: str) -> None:
-    """With W at rest what is owed shrinks, so that no compressor allowed here can run away."""
+    """With W at rest the residual shrinks, so that no compressor allowed here can run away."""
     compressor = parse_compressor(name)
     estimate = Estimate(compressor, values(0), 0)
     weights = values(0) + values(1, 0.01)
@@ -260,7 +260,7 @@ def test_a_whole_that_is_not_its_fingerprint_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMPRESSORS))
-def test_what_bounds_nothing_is_refused(name: str) -> None:
+def test_a_compressor_without_an_error_bound_is_refused(name: str) -> None:
     compressor = COMPRESSORS[name]()
     if name == "none" or compressor.state_names == (RESIDUAL,):
         require_for_pulls(compressor)
@@ -275,18 +275,18 @@ def test_with_feedback_what_rounds_at_random_may_compress_pulls(text: str) -> No
 
 
 def owed_after(compressor: Compressor, grad: FloatArray) -> float:
-    """Returns the mean square norm of what is owed after `grad`, over several draws."""
+    """Returns the mean square norm of the residual after `grad`, over several draws."""
     out, squares = np.zeros(compressor.payload_nbytes_max(len(grad)), np.uint8), []
     for seed in range(20):
-        owed = np.zeros_like(grad)
-        compressor.encode(grad, {RESIDUAL: owed}, out, seed=seed)
-        squares.append(float(np.square(owed).sum()))
+        residual = np.zeros_like(grad)
+        compressor.encode(grad, {RESIDUAL: residual}, out, seed=seed)
+        squares.append(float(np.square(residual).sum()))
     return float(np.mean(squares))
 
 
 @pytest.mark.parametrize("text", ["terngrad(feedback=True)", "qsgd(levels=3, feedback=True)"])
 def test_more_noise_than_is_made_up_for_is_refused(text: str) -> None:
-    """There are numbers of which more is owed when they have been sent than before."""
+    """The residual of some numbers is larger after sending them than before."""
     compressor = parse_compressor(text)
     with pytest.raises(ConfigError, match=r"with a bounded residual: .* with 17 levels or more"):
         require_for_pulls(compressor)
@@ -319,7 +319,7 @@ def asked(version: int) -> Answer:
     return Answer(token=0, worker=0, version=version, with_state=False)
 
 
-def test_what_is_loaded_is_sent_whole() -> None:
+def test_a_loaded_state_is_sent_whole() -> None:
     compressor = parse_compressor("2bit")
     made, held = store(ASGD()), PulledEstimate(compressor, NUMEL, "slice 0")
     without = made.nbytes

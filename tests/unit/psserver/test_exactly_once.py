@@ -1,10 +1,10 @@
 """Push, pull, acknowledge, retry, crash, restart, join, leave in any order, against a model.
 
-Hypothesis writes the story; the shard's own state machines decide, and the model only counts: which
-pushes are in the weights, and what their workers were told. A message that was once sent may be
+Hypothesis writes the story; the shard's own state machines decide, and the model only counts the
+pushes that are in the weights and the answers that their workers got. A message once sent may be
 delivered at any time, again and again, whatever has become of its sender. The shard is killed too,
-and goes on from what its journal holds. In elastic jobs workers join later, others take the places
-of the lost, and no step may close while there are too few.
+and continues from its journal. In elastic jobs workers join later, others take the places of the
+lost, and no step may close while there are too few.
 """
 
 from collections import Counter
@@ -184,7 +184,7 @@ class Story(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((1.0, 4.0, LEASE_S + 1.0)))
     def time_passes(self, seconds: float) -> None:
-        """Whoever lives renews the lease; who has crashed does not."""
+        """Live workers renew their lease; crashed ones do not."""
         self.now_s += seconds
         for worker in self.workers:
             if worker.is_live:

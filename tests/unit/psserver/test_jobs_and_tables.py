@@ -127,7 +127,7 @@ def test_a_refused_join_does_not_end_the_job_that_is_over() -> None:
     assert shard.jobs["run"] is job
 
 
-def test_a_job_that_is_over_begins_anew() -> None:
+def test_a_job_that_is_over_starts_over() -> None:
     shard, job, _ = ready(2)
     shard.decide_leave("run", 0, 1, "finished")
     shard.decide_leave("run", 1, 1, "finished")
@@ -136,7 +136,7 @@ def test_a_job_that_is_over_begins_anew() -> None:
     assert again.tables == {}
 
 
-def test_a_repeated_join_after_the_job_is_over_does_not_begin_it_anew() -> None:
+def test_a_repeated_join_after_the_job_is_over_does_not_begin_it_again() -> None:
     shard, job, _ = ready(1)
     shard.decide_leave("run", 0, 1, "finished")
     assert shard.decide_join("run", 1, member(0))[0] is job
@@ -144,7 +144,7 @@ def test_a_repeated_join_after_the_job_is_over_does_not_begin_it_anew() -> None:
     assert job.membership.members[0].presence is Presence.LEFT
 
 
-def test_a_worker_comes_back_as_another_process_while_others_go_on() -> None:
+def test_a_worker_comes_back_as_another_process_while_others_continue() -> None:
     shard, job, _ = ready(2)
     shard.decide_leave("run", 0, 1, "finished")
     assert shard.decide_join("run", 2, member(0, 2))[0] is job
@@ -158,7 +158,7 @@ def test_a_worker_that_begins_when_others_have_ended_belongs_to_their_job() -> N
     assert shard.decide_join("run", 2, member(1))[0] is job
 
 
-def test_a_job_without_live_workers_goes_on_with_one_that_returns() -> None:
+def test_a_job_without_live_workers_continues_with_one_that_returns() -> None:
     shard, job, _ = ready(1)
     shard.tick(LEASE_S + 1.0)
     back = dataclasses.replace(member(0, 2), returns=True)
@@ -354,7 +354,7 @@ def test_updates_that_follow_a_departure_are_counted_as_well() -> None:
     assert job.counters.num_updates == 1
 
 
-def test_leaving_releases_those_who_wait() -> None:
+def test_leaving_releases_waiting_workers() -> None:
     shard, job, address = ready(2)
     push(shard, job, address, 0, 0)
     pull = Pull(worker=0, clock=1, min_version=1)
@@ -366,7 +366,7 @@ def test_leaving_releases_those_who_wait() -> None:
     assert shard.decide_leave("nothing", 0, 1, "finished") == []
 
 
-def test_a_lease_that_is_over_releases_those_who_wait() -> None:
+def test_an_expired_lease_releases_waiting_workers() -> None:
     shard, job, address = ready(2)
     push(shard, job, address, 0, 0)
     shard.heard("run", 0, 1, LEASE_S)
@@ -398,7 +398,7 @@ def test_a_duplicate_is_answered_with_what_became_of_the_first() -> None:
 # ----- in words
 
 
-def test_what_a_pull_waits_for_is_said_in_words() -> None:
+def test_the_reason_of_a_waiting_pull_is_a_sentence() -> None:
     shard = Shard(0, 1, LEASE_S)
     shard.decide_join("run", 7, member(0))
     job = shard.jobs["run"]
@@ -421,7 +421,7 @@ def test_what_a_pull_waits_for_is_said_in_words() -> None:
 # ----- barriers
 
 
-def test_nobody_is_waited_for_at_a_barrier_who_has_left() -> None:
+def test_a_barrier_does_not_wait_for_workers_that_have_left() -> None:
     shard, job, _ = ready(3)
     both = "worker 1 (process 1 on a), worker 2 (process 2 on a) at barrier 'epoch'"
     assert shard.barrier(job, "epoch", 0, 0) == both

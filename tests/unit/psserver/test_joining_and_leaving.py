@@ -60,7 +60,7 @@ def test_nobody_waits_for_a_worker_that_comes_back_until_it_has_pulled() -> None
     assert bench.push(1, 2, base=2)[-1] == "update 2 x0.5 -> v3"
 
 
-def test_a_worker_that_comes_back_goes_on_counting_where_the_slowest_is() -> None:
+def test_a_worker_that_comes_back_continues_counting_where_the_slowest_is() -> None:
     bench = Bench(Bounded(), 3)
     bench.push(1, 0)
     bench.leave(1)
@@ -74,8 +74,8 @@ def test_a_worker_that_comes_back_goes_on_counting_where_the_slowest_is() -> Non
     assert "update" in bench.push(1, 2)[1]
 
 
-def test_what_a_worker_left_parked_is_gone_when_it_comes_back() -> None:
-    """Else it would be counted for the step that the worker pushes anew."""
+def test_parked_pushes_of_a_worker_are_gone_when_it_returns() -> None:
+    """Else it would be counted for the step that the worker pushes again."""
     bench = Bench(SYNC, 2)
     assert bench.push(0, 1) == []
     bench.clock.welcome(0)
@@ -97,7 +97,7 @@ def test_a_worker_that_came_back_is_waited_for_from_its_first_pull_on() -> None:
     assert bench.push(1, 1, base=1)[-1] == "update 1 x0.5 -> v2"
 
 
-def test_an_asynchronous_worker_that_came_back_goes_on_where_the_slowest_is() -> None:
+def test_an_asynchronous_worker_that_came_back_continues_where_the_slowest_is() -> None:
     bench = Bench(Bounded(), 2)
     bench.clock.welcome(1)
     for step in range(3):
@@ -109,7 +109,7 @@ def test_an_asynchronous_worker_that_came_back_goes_on_where_the_slowest_is() ->
 
 
 def test_nobody_is_welcomed_before_there_are_weights() -> None:
-    """At the start everybody is expected, whoever has joined twice."""
+    """At the start every worker is expected, though one has joined twice."""
     bench = Bench(SYNC, 2, loaded=False)
     bench.clock.welcome(1)
     bench.load()
@@ -123,7 +123,7 @@ def test_a_step_without_any_push_is_not_closed() -> None:
     assert bench.clock.version == 0
 
 
-def test_who_is_missing_at_a_step() -> None:
+def test_the_missing_workers_of_a_step() -> None:
     bench = Bench(SYNC, 3)
     assert bench.clock.missing() == (0, [0, 1, 2])
     bench.push(1, 0)
@@ -132,7 +132,7 @@ def test_who_is_missing_at_a_step() -> None:
     assert bench.clock.missing() == (0, [2])
 
 
-def test_who_is_slowest_in_an_asynchronous_mode() -> None:
+def test_the_slowest_worker_of_an_asynchronous_mode() -> None:
     bench = Bench(ASGD(), 3)
     bench.push(0, 0)
     bench.push(2, 0)
@@ -224,7 +224,7 @@ def test_a_worker_that_begins_and_dies_is_asked_again_where_to_begin() -> None:
     assert bench.clock.missing() == (1, [0, 1])
 
 
-def test_what_is_said_twice_of_where_a_worker_begins_changes_nothing() -> None:
+def test_a_repeated_first_step_of_a_worker_changes_nothing() -> None:
     bench = Bench(SYNC, 2)
     bench.come_back(1)
     bench.pull(1, 0, 0)

@@ -40,7 +40,7 @@ class KilledError(Exception):
 
 
 class Process:
-    """One life of a slice: clock, store and the desk between them."""
+    """One life of a slice: clock, store, and the queue between them."""
 
     def __init__(self, arena: Arena | None, rule: Rule, optimizer: str, root: int) -> None:
         self.payloads: dict[Token, Payload] = {}
@@ -211,7 +211,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_training(
         SliceJournal(Arena(arena.path), root, NUMEL, 4 * NUMEL, 1)
 
 
-def test_what_is_not_an_arena_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_arena_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "arena"
     path.write_bytes(b"something else" * 1000)
     with pytest.raises(ValueError, match="not an arena"):

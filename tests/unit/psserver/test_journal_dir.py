@@ -20,7 +20,7 @@ def test_a_second_process_is_kept_out(tmp_path: Path) -> None:
     assert JournalDir(tmp_path / "v").instance == first.instance
 
 
-def test_what_was_written_is_found_again(tmp_path: Path) -> None:
+def test_a_written_job_is_found_again(tmp_path: Path) -> None:
     first = JournalDir(tmp_path / "v")
     job = first.make("a")
     job.write_job({"name": "a"})
@@ -79,6 +79,18 @@ def test_after_a_boot_nothing_is_believed_but_that_there_was_a_job(
     assert second.found() == []
 
 
+def test_the_number_of_recoveries_outlives_the_process_and_not_the_boot(tmp_path: Path) -> None:
+    for number in range(2):
+        folder = JournalDir(tmp_path / "v")
+        assert folder.num_recoveries == number
+        folder.note_recovered()
+        assert folder.nbytes() > 0
+        folder.close()
+    stamp = tmp_path / "v" / "stamp.json"
+    write_json(stamp, {**read_json(stamp), "boot": "another"})
+    assert JournalDir(tmp_path / "v").num_recoveries == 0
+
+
 def test_a_job_that_is_given_up_changes_what_workers_know_the_shard_by(tmp_path: Path) -> None:
     first = JournalDir(tmp_path / "v")
     job = first.make("a")
@@ -94,7 +106,7 @@ def test_a_job_that_is_given_up_changes_what_workers_know_the_shard_by(tmp_path:
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"meta": 1, "sha256": 2}', '{"format": "x"}', "[" * 100_000]
 )
-def test_a_stamp_that_is_damaged_is_written_anew(tmp_path: Path, content: str) -> None:
+def test_a_stamp_that_is_damaged_is_written_again(tmp_path: Path, content: str) -> None:
     first = JournalDir(tmp_path / "v")
     first.make("a").write_job({"name": "a", "num_tables": 0, "ended": False})
     first.close()
@@ -113,12 +125,12 @@ def test_journals_of_another_format_are_left_alone(tmp_path: Path) -> None:
     assert (folder / "arena").read_bytes() == b"PLARENA1"
 
 
-def test_what_workers_owe_is_found_again_or_refused(tmp_path: Path) -> None:
+def test_residuals_are_found_again_or_refused(tmp_path: Path) -> None:
     job = JournalDir(tmp_path / "v").make("a")
     assert job.read_residuals() == {}
-    job.write_residuals({"0/1/2/owed.0.residual": np.ones(3, np.float32)})
-    assert job.read_residuals()["0/1/2/owed.0.residual"].tolist() == [1, 1, 1]
-    path = job.folder / "owed"
+    job.write_residuals({"0/1/2/worker.0.residual": np.ones(3, np.float32)})
+    assert job.read_residuals()["0/1/2/worker.0.residual"].tolist() == [1, 1, 1]
+    path = job.folder / "residuals"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -128,7 +140,7 @@ def test_what_workers_owe_is_found_again_or_refused(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_what_killed_starts_have_left_is_swept(
+def test_files_of_killed_starts_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_dir, "SHM", tmp_path)

@@ -1,4 +1,4 @@
-"""How long a job lives: which ends, which goes on, which begins anew, and what workers are told."""
+"""The life of a job: when it ends, continues or starts over, and the news that workers get."""
 
 import dataclasses
 
@@ -27,31 +27,31 @@ def interrupted(num_workers: int, steps: int = 3) -> tuple[Shard, Job, Address]:
     return shard, job, address
 
 
-def test_a_job_whose_workers_were_all_lost_goes_on_with_new_ones() -> None:
+def test_a_job_whose_workers_were_all_lost_continues_with_new_ones() -> None:
     shard, job, _ = interrupted(2)
     assert job.state is State.INTERRUPTED
     first = member(0, 2)
     assert shard.decide_join("run", 2, first)[0] is job
-    assert "job 'run' goes on at step 3" in first.news
+    assert "job 'run' continues at step 3" in first.news
     assert "psserver forget run" in first.news
     assert shard.jobs["run"].state is State.LIVE
     assert job.membership.expected() == [0, 1]  # It waits for all of them, as at its start.
 
 
-def test_each_new_worker_is_told_once_that_the_job_goes_on() -> None:
+def test_each_new_worker_is_told_once_that_the_job_continues() -> None:
     shard, _, _ = interrupted(2)
     for incarnation in (2, 2, 2):  # Sent three times.
         again = member(0, incarnation)
         shard.decide_join("run", 2, again)
-        assert "goes on" in again.news
+        assert "continues" in again.news
     other, back = member(1, 2), dataclasses.replace(member(0, 3), returns=True, former=(2,))
     shard.decide_join("run", 2, other)
     shard.decide_join("run", 2, back)
-    assert "goes on" in other.news
+    assert "continues" in other.news
     assert not back.news
 
 
-def test_who_joins_an_elastic_job_later_is_not_told_that_it_went_on_once() -> None:
+def test_later_workers_of_an_elastic_job_get_no_news_of_an_old_interruption() -> None:
     shard = Shard(0, 1, LEASE_S)
     job, _ = shard.decide_join("run", 3, member(0), 1)
     shard.define(job, SPEC)
@@ -63,13 +63,13 @@ def test_who_joins_an_elastic_job_later_is_not_told_that_it_went_on_once() -> No
     shard.tick(LEASE_S + 1.0)
     first, second = member(-1, 2), member(-1, 3)
     shard.decide_join("run", 3, first, 1)
-    assert "goes on at step 1" in first.news
+    assert "continues at step 1" in first.news
     push(shard, job, address, 0, 1)
     shard.decide_join("run", 3, second, 1)
     assert not second.news
 
 
-def test_steps_of_a_job_that_goes_on_wait_for_all_its_workers() -> None:
+def test_steps_of_a_job_that_continues_wait_for_all_its_workers() -> None:
     shard, job, address = interrupted(2)
     shard.decide_join("run", 2, member(0, 2))
     assert updates(push(shard, job, address, 0, 3)) == 0
@@ -92,7 +92,7 @@ def test_a_worker_that_ended_before_the_others_were_lost_is_not_waited_for() -> 
 
 
 def test_a_job_has_ended_when_the_last_one_there_says_so() -> None:
-    """Though another was lost before: the others went on without it, to their end."""
+    """Though another was lost before: the others continued without it, to their end."""
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)
@@ -116,7 +116,7 @@ def test_a_new_process_takes_the_rank_of_one_whose_connection_broke() -> None:
         job.membership.suspect(rank, 1, 1.0)
     again = member(1, 2)
     assert shard.decide_join("run", 2, again)[0] is job
-    assert "goes on at step 1" in again.news
+    assert "continues at step 1" in again.news
     assert job.membership.expected() == [0, 1]
 
 
@@ -140,7 +140,7 @@ def test_another_model_under_the_name_of_an_interrupted_job_is_refused_by_name()
         shard.decide_join("run", 2, member(0, 3))
 
 
-def test_a_job_that_begins_anew_under_a_name_says_how_the_former_one_ended() -> None:
+def test_a_job_that_starts_over_under_a_name_says_how_the_former_one_ended() -> None:
     shard, job, address = ready(1)
     push(shard, job, address, 0, 0)
     shard.decide_leave("run", 0, 1, "finished")
@@ -203,14 +203,14 @@ def test_the_other_shards_follow_the_first_into_another_life_of_a_job() -> None:
         push(shard, job, address, rank, 0)
     first = member(0, 2)
     assert shard.decide_join("run", 2, first, life=2)[0] is job
-    assert "goes on at step 1" in first.news
+    assert "continues at step 1" in first.news
     assert job.membership.expected() == [0, 1]
     assert job.life.number == 2
     shard.decide_join("run", 2, member(1, 2), life=2)
     assert job.membership.live() == [0, 1]
 
 
-def test_who_comes_back_begins_no_other_life() -> None:
+def test_a_returning_worker_starts_no_new_life_of_the_job() -> None:
     shard, job, address = ready(2)
     for rank in (0, 1):
         push(shard, job, address, rank, 0)

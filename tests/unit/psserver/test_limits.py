@@ -49,7 +49,7 @@ def test_tables_of_all_jobs_share_the_memory_of_a_shard() -> None:
         shard.define(jobs[1], spec("next", 16))
 
 
-def test_what_outlives_the_process_takes_more() -> None:
+def test_journals_take_more_memory() -> None:
     """State and sum are there twice."""
     limits = Limits(memory_nbytes=48 * MB - 1, is_kept=True)
     shard = Shard(0, 1, 10.0, limits)

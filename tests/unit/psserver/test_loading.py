@@ -59,7 +59,7 @@ def test_the_newest_good_one_of_each_job_is_loaded(tmp_path: Path) -> None:
     assert (told["at"], told["path"]) == ("7 updates", str(tmp_path / "run_1-00000001"))
 
 
-def test_an_asynchronous_job_goes_on_beyond_all_that_was_counted(tmp_path: Path) -> None:
+def test_an_asynchronous_job_continues_beyond_all_that_was_counted(tmp_path: Path) -> None:
     """Versions do not go back, and a worker's steps are not drawn again."""
     apart = make(1.0)
     apart.tables[0].slices = {"0": {"version": 7, "clocks": {"0": 4, "1": 3}}}
@@ -71,7 +71,7 @@ def test_an_asynchronous_job_goes_on_beyond_all_that_was_counted(tmp_path: Path)
 
 
 @pytest.mark.parametrize("rule", [ASGD(), SSGD()])
-def test_what_was_loaded_is_in_the_journal(tmp_path: Path, rule: ASGD | SSGD) -> None:
+def test_a_loaded_checkpoint_is_in_the_journal(tmp_path: Path, rule: ASGD | SSGD) -> None:
     """A shard that is killed before the workers come tells them the same step."""
     files.write(tmp_path / "c", make(1.0, rule=rule), keep=1)
     first = begin(tmp_path / "v")
@@ -109,7 +109,7 @@ def test_a_shard_that_is_killed_while_it_loads_loads_again(tmp_path: Path) -> No
     assert not (tmp_path / "v" / MARKER).exists()
 
 
-def test_a_good_one_that_has_no_room_is_refused_and_not_begun_anew(tmp_path: Path) -> None:
+def test_a_good_one_that_has_no_room_is_refused_and_not_begun_again(tmp_path: Path) -> None:
     path = files.write(tmp_path, make(1.0), keep=1)
     engine = begin(limits=replace(Limits(), memory_nbytes=8))
     with pytest.raises(CommandError, match=f"cannot load {path}: .* move its checkpoints away"):

@@ -13,6 +13,7 @@ from pscore.net import sockets, wire
 from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
+from psserver.engine import reading
 from psserver.service.data_socket import make_listener
 from tests.house.source import PACKAGES, modules_or_skip, name
 from tests.unit.psserver.front import Context, Front, play, pull_header, push_header, sender
@@ -92,7 +93,7 @@ async def train_and_look(front: Front) -> None:
             thread.start()
         while any(thread.is_alive() for thread in threads):
             await front.control.Status(pb.StatusRequest(), Context())
-            front.engine.figures()
+            reading.figures(front.engine)
             front.engine.tick()
             assert front.engine.jobs
             threads[0].join(0.01)
@@ -113,12 +114,12 @@ def test_a_wrong_order_is_found() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         with front.engine.budget._lock:
-            front.engine.figures()
+            reading.figures(front.engine)
 
     with ordered() as record:
         play(scene)
     (found,) = set(record.found)
-    assert found.startswith("engine taken under ['budget'] at engine.py:")
+    assert found.startswith("engine taken under ['budget'] at reading.py:")
 
 
 def test_two_locks_of_one_kind_are_never_held_together() -> None:

@@ -32,7 +32,7 @@ def _written(
     structlog.reset_defaults()
 
 
-def test_what_a_peer_wrote_is_escaped_and_cut(written: tuple[str, io.StringIO]) -> None:
+def test_text_of_a_peer_is_escaped_and_cut(written: tuple[str, io.StringIO]) -> None:
     log_format, stream = written
     structlog.get_logger().warning(
         "worker left",

@@ -227,7 +227,7 @@ def test_a_join_that_arrives_again_after_the_lease_does_not_bring_the_worker_bac
     assert membership.expected() == [1]
 
 
-def test_a_rank_that_was_left_is_not_handed_out_while_others_go_on() -> None:
+def test_a_rank_that_was_left_is_not_handed_out_while_others_continue() -> None:
     """A shard refuses it by number as well: the others have counted its steps."""
     membership = joined(2, 0, 1)
     membership.leave(0, 1, "finished")
@@ -235,7 +235,7 @@ def test_a_rank_that_was_left_is_not_handed_out_while_others_go_on() -> None:
         membership.join(member(-1, 2))
 
 
-def test_a_worker_that_another_shard_has_lost_begins_anew_where_it_is_still_live() -> None:
+def test_a_worker_that_another_shard_has_lost_starts_over_where_it_is_still_live() -> None:
     membership = joined(2, 0, 1)
     again = member(0, 2)
     again.returns, again.former = True, (1,)
@@ -278,14 +278,14 @@ def test_a_worker_that_left_is_not_lost() -> None:
     assert membership.members[0].presence is Presence.LEFT
 
 
-def test_a_worker_that_was_declared_lost_is_told_so() -> None:
+def test_a_worker_that_was_declared_lost_gets_that_reason() -> None:
     membership = joined(2, 0)
     membership.expire(11.0)
     with pytest.raises(ReplacedError, match="rank 0 was silent for more than its lease of 10 s"):
         membership.heard(0, 1, 12.0)
 
 
-def test_a_stranger_is_told_so() -> None:
+def test_an_unknown_worker_gets_that_reason() -> None:
     with pytest.raises(UnknownJobError, match="no worker has joined at rank 1"):
         joined(2, 0).heard(1, 1, 0.0)
 
@@ -293,7 +293,7 @@ def test_a_stranger_is_told_so() -> None:
 # ----- the whole
 
 
-def test_a_job_is_over_when_everybody_who_came_has_gone() -> None:
+def test_a_job_is_over_when_all_of_its_workers_have_left() -> None:
     membership = joined(2)
     assert not membership.is_idle
     membership.join(member(0))
@@ -325,7 +325,7 @@ def test_the_least_number_of_workers_is_in_its_range(least: int) -> None:
     assert Membership(3, lease_s=10.0, min_workers=3).size == "3 to 3"
 
 
-def test_whoever_is_live_is_expected_in_an_elastic_job() -> None:
+def test_every_live_worker_is_expected_in_an_elastic_job() -> None:
     membership = elastic(2, 4, 3, 1)
     assert membership.expected() == [1, 3]
     membership.leave(3, 1, "finished")
@@ -333,7 +333,7 @@ def test_whoever_is_live_is_expected_in_an_elastic_job() -> None:
     assert membership.expected() == [0, 1]
 
 
-def test_a_step_wants_the_least_number_of_workers_less_those_who_are_done() -> None:
+def test_a_step_wants_the_minimum_of_workers_less_finished_ones() -> None:
     membership = elastic(2, 4, 0, 1, 2)
     assert membership.wanted() == 2
     membership.leave(2, 1, "finished")
@@ -360,7 +360,7 @@ def test_a_job_that_is_not_elastic_wants_nobody() -> None:
     assert joined(3, 0).wanted() == 0
 
 
-def test_ranks_of_the_lost_are_given_first_and_of_those_who_left_last() -> None:
+def test_ranks_of_lost_workers_are_given_first_and_of_departed_ones_last() -> None:
     membership = elastic(1, 4, 0, 1, 2)
     membership.leave(0, 1, "finished")
     membership.leave(2, 1, "failed", failed=True)
@@ -379,7 +379,7 @@ def test_another_worker_takes_the_rank_of_one_that_had_been_restarted() -> None:
         membership.join(member(0, 5, restart=2, heard_s=13.0))
 
 
-def test_who_wakes_does_not_take_its_rank_from_another_that_had_been_restarted() -> None:
+def test_a_paused_worker_does_not_take_its_rank_back_from_its_replacement() -> None:
     membership = elastic(1, 2)
     membership.join(member(0, 5))
     membership.expire(11.0)

@@ -1,6 +1,8 @@
 """The metrics page over a shard in this process."""
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -8,9 +10,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pscore.types import Verdict
 from psserver.decisions.membership import Member
+from psserver.decisions.pace import Pace
 from psserver.decisions.shard import Shard
 from psserver.engine.engine import Engine
-from psserver.service.metrics import CONNECTIONS_MAX, REQUEST_NBYTES_MAX, MetricsPage
+from psserver.service.metrics import (
+    CONNECTIONS_MAX,
+    REQUEST_NBYTES_MAX,
+    MetricsPage,
+    ShardCollector,
+)
+from scripts import grafana
 
 
 def make_engine() -> Engine:
@@ -98,6 +107,39 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
     assert "process_resident_memory_bytes" in shown
 
 
+def test_the_page_shows_the_jobs_and_the_pace_of_live_workers() -> None:
+    engine = make_engine()
+    pace = Pace(num_steps=4, steps_s=2.0, waits_s=0.25, requests_s=1.0)
+    engine.jobs["train"].heartbeat(0, "", {}, {}, pace=pace)
+    counters = engine.shard.jobs["train"].counters
+    counters.pushed_nbytes, counters.raw_pushed_nbytes = 10, 160
+    engine.budget.take(50, "a push")
+    (answer,) = asyncio.run(ask(MetricsPage(engine, lambda: True), get("/metrics")))
+    shown = samples(answer.decode().partition("\r\n\r\n")[2])
+    assert {
+        "paceline_worker_step_seconds_count job=train worker=0": 4,
+        "paceline_worker_step_seconds_sum job=train worker=0": 2.0,
+        "paceline_worker_pull_wait_seconds_total job=train worker=0": 0.25,
+        "paceline_worker_request_seconds_total job=train worker=0": 1.0,
+        "paceline_worker_hidden_ratio job=train worker=0": 0.75,
+        "paceline_worker_step job=train worker=0": 0,
+        "paceline_worker_staleness_steps job=train worker=0": 0,
+        "paceline_waited_for_seconds_total job=train worker=0": 0,
+        "paceline_job_bytes_total direction=received job=train": 10,
+        "paceline_job_uncompressed_bytes_total direction=received job=train": 160,
+        "paceline_compression_ratio direction=received job=train": 16.0,
+        "paceline_compression_ratio direction=sent job=train": 1.0,
+        "paceline_job_step job=train": 0,
+        "paceline_open_steps job=train": 0,
+        "paceline_checkpoint_age_seconds job=train": 0,
+        "paceline_workers_lost_total job=train": 0,
+        "paceline_under_way_bytes": 50,
+        "paceline_journal_bytes": 0,
+        "paceline_recoveries_total": 0,
+    }.items() <= shown.items()
+    assert not any("worker=1" in name for name in shown)  # It has left.
+
+
 def test_healthz_tells_ready_from_draining() -> None:
     states: Iterator[bool] = iter([True, False])
     page = MetricsPage(make_engine(), lambda: next(states))
@@ -123,7 +165,7 @@ def test_other_requests_are_refused(request_: bytes, begins: bytes) -> None:
     assert answer[: len(begins) or None] == begins
 
 
-def test_one_connection_too_many_is_closed_and_the_page_goes_on() -> None:
+def test_one_connection_too_many_is_closed_and_the_page_continues() -> None:
     async def scene() -> None:
         page = MetricsPage(make_engine(), lambda: True)
         port = await page.start("127.0.0.1", 0)
@@ -150,3 +192,22 @@ def test_head_has_no_body() -> None:
     page = MetricsPage(make_engine(), lambda: True)
     (answer,) = asyncio.run(ask(page, b"HEAD /healthz HTTP/1.1\r\n\r\n"))
     assert answer.endswith(b"\r\n\r\n")
+
+
+def test_the_dashboard_and_the_alerts_name_metrics_that_exist() -> None:
+    engine = Engine(Shard(0, 1, lease_s=10.0), now=lambda: 0.0)
+    there = set()
+    for family in ShardCollector(engine).collect():
+        ends = {
+            "counter": ("_total",),
+            "gauge": ("",),
+            "info": ("_info",),
+            "histogram": ("_bucket", "_sum", "_count"),
+            "summary": ("_sum", "_count"),
+        }[family.type]
+        there |= {family.name + end for end in ends}
+    rules = (grafana.FILE.parents[1] / "chart" / "files" / "rules.yaml").read_text()
+    named = set(re.findall(r"paceline_[a-z_]+", " ".join(grafana.expressions()) + rules))
+    assert named
+    assert named <= there
+    assert json.loads(grafana.FILE.read_text()) == grafana.dashboard()

@@ -63,7 +63,7 @@ def test_a_loaded_state_brings_its_step() -> None:
 
 
 def test_the_worker_that_is_furthest_says_where_a_new_mode_begins() -> None:
-    """Two asynchronous workers of 2 steps and 1 have made 3 versions, where all go on."""
+    """Two asynchronous workers of 2 steps and 1 have made 3 versions, where all continue."""
 
     async def scene(front: Front) -> None:
         asgd = pb.Plugin(name="asgd")
@@ -111,7 +111,7 @@ def test_a_step_that_nobody_comes_to_is_refused() -> None:
     play(scene)
 
 
-def test_what_a_file_says_of_it_is_checked() -> None:
+def test_the_step_in_a_file_is_checked() -> None:
     async def scene(front: Front) -> None:
         await front.ready()
         entry = front.job.table(0).spec.to_json()

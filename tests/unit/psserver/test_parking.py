@@ -1,4 +1,4 @@
-"""Pushes that may wait where their gradients lie: for whom they do, and when they are counted."""
+"""Parked pushes, whose gradients stay in the worker's memory: when they are added and counted."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from tests.unit.psserver.bench import Bench
 SYNC = SSGD()
 
 
-def test_who_may_wait_for_its_turn_is_not_held_but_answered_when_it_is_added() -> None:
+def test_a_parked_push_is_answered_when_it_is_added() -> None:
     bench = Bench(SYNC, 3)
     assert bench.push(2, 0, may_wait=True) == []
     assert bench.push(1, 0, may_wait=True) == []
@@ -28,7 +28,9 @@ def test_who_may_wait_for_its_turn_is_not_held_but_answered_when_it_is_added() -
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_those_who_may_wait_do_so_for_each_other_whoever_comes_last(order: list[int]) -> None:
+def test_parked_pushes_are_added_in_the_order_of_ranks_whichever_arrives_last(
+    order: list[int],
+) -> None:
     """All gradients of the step are then added up at once, from where they lie."""
     bench = Bench(SYNC, 3)
     for worker in order[:2]:
@@ -46,7 +48,7 @@ def test_those_who_may_wait_do_so_for_each_other_whoever_comes_last(order: list[
     ]
 
 
-def test_who_may_wait_does_not_while_another_is_held_for_it() -> None:
+def test_a_push_is_not_parked_while_another_is_held_for_it() -> None:
     """Worker 1 is on another host: what it has sent takes memory of the shard meanwhile."""
     bench = Bench(SYNC, 3)
     assert bench.push(0, 0, may_wait=True) == []
@@ -64,7 +66,7 @@ def test_who_may_wait_does_not_while_another_is_held_for_it() -> None:
     ]
 
 
-def test_those_who_wait_for_each_other_go_on_without_one_that_is_lost() -> None:
+def test_parked_pushes_continue_without_a_lost_worker() -> None:
     bench = Bench(SYNC, 3)
     assert bench.push(0, 0, may_wait=True) == bench.push(2, 0, may_wait=True) == []
     assert bench.leave(1) == [
@@ -76,7 +78,7 @@ def test_those_who_wait_for_each_other_go_on_without_one_that_is_lost() -> None:
     ]
 
 
-def test_who_waits_for_its_turn_has_it_when_the_lower_rank_is_lost() -> None:
+def test_a_parked_push_is_added_when_the_lower_rank_is_lost() -> None:
     bench = Bench(SYNC, 2)
     assert bench.push(1, 0, may_wait=True) == []
     bench.push(1, 0, may_wait=True, mark="again")  # Sent once more: the second is answered.

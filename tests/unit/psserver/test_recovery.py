@@ -89,7 +89,7 @@ def job_folder(folder: Path) -> Path:
     return found
 
 
-def test_what_was_written_comes_back(folder: Path) -> None:
+def test_a_written_job_is_restored(folder: Path) -> None:
     process = Process(folder)
     assert process.names == ["a"]
     np.testing.assert_array_equal(process.store().weights, np.arange(4096) + STEPS)
@@ -148,7 +148,7 @@ def resealed(path: Path, **changes: object) -> None:
 
 
 def refill(path: Path) -> None:
-    """Puts zeros in the place of what a file holds, but for its end."""
+    """Puts zeros in place of what a file holds, but for its end."""
     content = path.read_bytes()
     path.write_bytes(bytes(len(content) - PAGE) + content[-PAGE:])
 
@@ -159,7 +159,7 @@ def blank(path: Path, offset: int, nbytes: int) -> None:
 
 
 def exchange_weights(folder: Path) -> None:
-    """Puts the weights file of another job, of the same model, in the place of the job's own."""
+    """Puts the weights file of another job, of the same model, in place of the job's own."""
     other = Process(folder.parent / "other")
     other.train("a")
     other.kill()
@@ -197,9 +197,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_refused_by_name_and_nobody_begins_it_anew(
-    folder: Path, damage: str
-) -> None:
+def test_a_damaged_job_is_refused_by_name_and_not_started_over(folder: Path, damage: str) -> None:
     before = JournalDir(folder)
     before.close()
     DAMAGES[damage](job_folder(folder))
@@ -308,11 +306,11 @@ def test_an_ended_job_that_is_damaged_is_no_loss(folder: Path) -> None:
     assert not list(folder.glob("*/"))
 
 
-def test_the_same_command_goes_on_at_once_where_all_processes_were_killed(folder: Path) -> None:
+def test_the_same_command_continues_at_once_where_all_processes_were_killed(folder: Path) -> None:
     """Its former worker has a lease there, but has not been heard since."""
     process, again = Process(folder), worker(8)
     process.engine.join("a", 1, again)
-    assert f"job 'a' goes on at step {STEPS}" in again.news
+    assert f"job 'a' continues at step {STEPS}" in again.news
     process.kill()
     assert Process(folder).engine.shard.jobs["a"].life.number == 2
 
@@ -341,7 +339,7 @@ def test_an_older_folder_of_the_same_name_takes_nothing_from_the_newer(tmp_path:
     assert again.instance == journals.instance
 
 
-def test_who_takes_part_is_written_when_it_changes(tmp_path: Path) -> None:
+def test_changes_of_the_participants_are_written(tmp_path: Path) -> None:
     journals, shard = JournalDir(tmp_path), Shard(0, 1, 10.0)
     job = begin(shard)
     recorder = Recovery(journals, shard).recorder(job)

@@ -1,4 +1,4 @@
-"""A checkpoint has what each live worker owed after one step, or says whose it lacks."""
+"""A checkpoint has each live worker's residual after one step, or names the missing ones."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.unit.psserver.front import (
     push_header,
     settle,
 )
-from tests.unit.psserver.test_capture import Desk
+from tests.unit.psserver.test_capture import CheckpointClient
 
 DECLARED: dict[str, Any] = {
     "tensors": [pb.Tensor(name="w", shape=[NUMEL], dtype="float32", compress=True)],
@@ -33,7 +33,7 @@ DECLARED: dict[str, Any] = {
 
 
 async def push(front: Front, rank: int, step: int) -> bool:
-    """Pushes, in full as a push may be; returns whether what is owed is asked for."""
+    """Pushes, in full as a push may be; returns whether the residual is requested."""
     return (await front.push(push_header(rank, step), grad(1.0))).send_residual
 
 
@@ -68,33 +68,33 @@ async def fetch_residuals(front: Front, job: str, rank: int) -> dict[int, float]
     return found
 
 
-async def residuals(desk: Desk, name: str) -> dict[str, float]:
-    reply = await desk.capture(name, 0)
+async def residuals(client: CheckpointClient, name: str) -> dict[str, float]:
+    reply = await client.capture(name, 0)
     assert reply.state == cp.CAPTURE_DONE
     arrays = json.loads(reply.about)["slices"]["0"]["arrays"]
     found = {}
-    for array in [array for array in arrays if array.startswith("owed.")]:
+    for array in [array for array in arrays if array.startswith("worker.")]:
         request = cp.ReadRequest(id=name, slice=0, array=array, nbytes=4)
-        data = (await desk.service.Read(request, Context())).data
+        data = (await client.service.Read(request, Context())).data
         found[array] = float(np.frombuffer(data, "<f4")[0])
     return found
 
 
-async def restored(front: Front) -> Desk:
-    """Makes a job `again` of a checkpoint in which rank 0 owes 1, and rank 1 owes 2."""
+async def restored(front: Front) -> CheckpointClient:
+    """Makes a job `again` of a checkpoint with residuals of 1 for rank 0 and 2 for rank 1."""
     await front.ready(**DECLARED)
-    desk = Desk(front)
-    await desk.capture("a", 1)
+    client = CheckpointClient(front)
+    await client.capture("a", 1)
     for rank in (0, 1):
         await push(front, rank, 0)
         await send_residual(front, rank, 0, 1.0 + rank)
-    reply = await desk.capture("a", 1)
-    await desk.prepare(json.loads(reply.about), counts=[1])
+    reply = await client.capture("a", 1)
+    await client.prepare(json.loads(reply.about), counts=[1])
     for array in json.loads(reply.about)["slices"]["0"]["arrays"]:
         read = cp.ReadRequest(id="a", slice=0, array=array, nbytes=4 * NUMEL)
-        await desk.write(array, 0, (await desk.service.Read(read, Context())).data)
-    await desk.service.Finish(cp.FinishRequest(id="r"), Context())
-    return desk
+        await client.write(array, 0, (await client.service.Read(read, Context())).data)
+    await client.service.Finish(cp.FinishRequest(id="r"), Context())
+    return client
 
 
 async def push_again(front: Front, rank: int) -> None:
@@ -103,76 +103,76 @@ async def push_again(front: Front, rank: int) -> None:
     await front.push(header, grad(1.0))
 
 
-def test_who_pushes_the_last_step_of_a_checkpoint_is_asked_and_waited_for() -> None:
+def test_residuals_of_the_last_step_of_a_checkpoint_are_requested_and_waited_for() -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED)
-        desk = Desk(front)
-        assert (await desk.capture("a", 2)).state == cp.CAPTURE_WAITING
+        client = CheckpointClient(front)
+        assert (await client.capture("a", 2)).state == cp.CAPTURE_WAITING
         assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
         assert [await push(front, rank, 1) for rank in (0, 1)] == [True, True]
         assert await push(front, 0, 1)  # A repeated one too, as the answer may have been lost.
         await send_residual(front, 0, 0, 9.0)  # Of another step: not wanted.
         await send_residual(front, 0, 1, 0.5)
         assert not await push(front, 0, 1)
-        reply = await desk.capture("a", 2)
+        reply = await client.capture("a", 2)
         assert (reply.state, list(reply.missing)) == (cp.CAPTURE_RESIDUALS, [1])
         await send_residual(front, 1, 1, 0.25)
-        assert await residuals(desk, "a") == {"owed.0.residual": 0.5, "owed.1.residual": 0.25}
+        assert await residuals(client, "a") == {"worker.0.residual": 0.5, "worker.1.residual": 0.25}
         assert not front.engine.jobs[JOB].residuals.is_collecting
 
     play(scene)
 
 
-def test_who_has_stopped_is_asked_by_heartbeat_and_who_goes_on_has_passed() -> None:
+def test_idle_workers_get_requests_by_heartbeat_and_active_ones_have_passed() -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED)
-        desk = Desk(front)
+        client = CheckpointClient(front)
         for rank in (0, 1):
             assert not await push(front, rank, 0)
-        assert (await desk.capture("a", 1)).state == cp.CAPTURE_RESIDUALS
+        assert (await client.capture("a", 1)).state == cp.CAPTURE_RESIDUALS
         assert await asked(front, 0) == [(0, [0])]
         await send_residual(front, 0, 0, 0.5)
         assert await asked(front, 0) == []
         assert await asked(front, 1) == [(0, [0])]
         await push(front, 1, 1)
-        assert (await desk.capture("a", 1)).state == cp.CAPTURE_PASSED
-        await desk.release("a")
+        assert (await client.capture("a", 1)).state == cp.CAPTURE_PASSED
+        await client.release("a")
         assert await asked(front, 1) == []
 
     play(scene)
 
 
-def test_who_may_leave_a_step_out_sends_what_it_owes_after_its_last() -> None:
+def test_a_worker_that_may_skip_steps_sends_its_residual_after_its_last_push() -> None:
     async def scene(front: Front) -> None:
         backup = pb.Plugin(name="ssgd", arguments='{"backup": 1}')
         await front.ready(**DECLARED, rule=backup)
-        desk = Desk(front)
-        await desk.capture("a", 3)
+        client = CheckpointClient(front)
+        await client.capture("a", 3)
         assert await push(front, 1, 0)  # Each could be its last one up to step 2.
         await send_residual(front, 1, 0, 9.0)
         for step in range(3):
             assert await push(front, 0, step)
             await send_residual(front, 0, step, step)
         assert await push(front, 1, 1)  # Too late, and now its last one.
-        assert list((await desk.capture("a", 3)).missing) == [1]
+        assert list((await client.capture("a", 3)).missing) == [1]
         assert await asked(front, 1) == [(2, [0])]
         await send_residual(front, 1, 1, 0.5)
         assert not await push(front, 1, 3)
-        assert await residuals(desk, "a") == {"owed.0.residual": 2.0, "owed.1.residual": 0.5}
+        assert await residuals(client, "a") == {"worker.0.residual": 2.0, "worker.1.residual": 0.5}
 
     play(scene)
 
 
-def test_nobody_waits_for_who_is_lost_or_has_pushed_nothing() -> None:
+def test_a_capture_does_not_wait_for_workers_that_are_lost_or_pushed_nothing() -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED, rule=pb.Plugin(name="asgd"))
-        desk = Desk(front)
+        client = CheckpointClient(front)
         await push(front, 0, 0)
-        assert (await desk.capture("a", -1)).missing == [0]
+        assert (await client.capture("a", -1)).missing == [0]
         assert await asked(front, 0) == [(-2, [0])]
         front.now_s = LEASE_S + 1.0
         front.engine.tick()
-        assert await residuals(desk, "a") == {}
+        assert await residuals(client, "a") == {}
 
     play(scene)
 
@@ -180,30 +180,30 @@ def test_nobody_waits_for_who_is_lost_or_has_pushed_nothing() -> None:
 def test_weights_alone_ask_nobody() -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED)
-        desk = Desk(front)
+        client = CheckpointClient(front)
         request = cp.CaptureRequest(job=JOB, table="model", id="a", version=1, weights_only=True)
-        await desk.service.Capture(request, Context())
+        await client.service.Capture(request, Context())
         assert [await push(front, rank, 0) for rank in (0, 1)] == [False, False]
-        assert (await desk.capture("a", 1)).state == cp.CAPTURE_DONE
+        assert (await client.capture("a", 1)).state == cp.CAPTURE_DONE
 
     play(scene)
 
 
 def test_a_restored_rank_has_its_own_back_until_it_has_pushed() -> None:
     async def scene(front: Front) -> None:
-        desk = await restored(front)
+        client = await restored(front)
         for rank in (0, 1):
             await front.join(rank, job="again")
             assert await fetch_residuals(front, "again", rank) == {0: 1.0 + rank}
             assert await fetch_residuals(front, JOB, rank) == {}
         at_first = cp.CaptureRequest(job="again", table="model", id="b", version=3)
-        assert (await desk.service.Capture(at_first, Context())).state == cp.CAPTURE_DONE
+        assert (await client.service.Capture(at_first, Context())).state == cp.CAPTURE_DONE
         await push_again(front, 1)
         assert await fetch_residuals(front, "again", 0) == {0: 1.0}
         assert await fetch_residuals(front, "again", 1) == {}
-        found = await desk.service.Capture(at_first, Context())
+        found = await client.service.Capture(at_first, Context())
         arrays = json.loads(found.about)["slices"]["0"]["arrays"]
-        assert {"owed.0.residual", "owed.1.residual"} < set(arrays)
+        assert {"worker.0.residual", "worker.1.residual"} < set(arrays)
 
     play(scene)
 
@@ -222,7 +222,7 @@ def test_a_push_that_is_parked_has_not_used_what_was_kept() -> None:
     play(scene)
 
 
-def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
+def test_residuals_not_fetched_yet_survive_a_killed_shard(tmp_path: Path) -> None:
     async def scene(_: Front) -> None:
         journals = JournalDir(tmp_path)
         front = Front(journals)
@@ -239,10 +239,10 @@ def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
             await fetch_residuals(after, "again", 1) == {}
         )  # It has pushed, so it has had its own.
         after.engine.tick()
-        assert len(list(tmp_path.glob("*/owed"))) == 1
+        assert len(list(tmp_path.glob("*/residuals"))) == 1
         await push_again(after, 0)
         after.engine.tick()
-        assert not list(tmp_path.glob("*/owed"))
+        assert not list(tmp_path.glob("*/residuals"))
 
     play(scene)
 
@@ -257,7 +257,7 @@ def test_what_was_not_claimed_outlives_a_killed_shard(tmp_path: Path) -> None:
         ({"arrays": [pb.Array(name="residual", data=bytes(124))]}, "124 bytes of 'residual'"),
     ],
 )
-def test_what_is_not_owed_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_residuals_that_nobody_asked_for_are_refused(fields: dict[str, Any], said: str) -> None:
     async def scene(front: Front) -> None:
         await front.ready(**DECLARED)
         values: dict[str, Any] = {"job": JOB, "incarnation": 100}

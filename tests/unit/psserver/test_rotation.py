@@ -48,7 +48,7 @@ def test_a_log_without_a_bound_grows(tmp_path: Path) -> None:
     assert not former(path).exists()
 
 
-def test_who_follows_reads_on_in_the_next_file(tmp_path: Path) -> None:
+def test_a_follower_continues_in_the_next_file(tmp_path: Path) -> None:
     path = tmp_path / "shard-0.log"
     path.write_text("line 0000\nline 00")
     view = LogView([path])

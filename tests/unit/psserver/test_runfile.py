@@ -53,7 +53,7 @@ def test_the_run_file_of_another_process_stays(tmp_path: Path) -> None:
     assert (folder / run_dir.FILE).exists()
 
 
-def test_what_runs_on_free_ports_leave_is_cleared(tmp_path: Path) -> None:
+def test_files_of_ended_runs_on_free_ports_are_removed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     gone = 2**22 + 1  # Above the largest number that Linux gives to a process.
     for name in (f"free-{gone}", f"free-{gone + 1}", f"free-{OURS.pid}", "7070"):
@@ -107,7 +107,7 @@ def test_a_zombie_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"shards": [{}]}', "[1]"])
-def test_what_is_no_run_file_is_passed_over(tmp_path: Path, text: str) -> None:
+def test_a_wrong_run_file_is_skipped(tmp_path: Path, text: str) -> None:
     directory = RunDirectory(tmp_path)
     (directory.make("7070") / run_dir.FILE).write_text(text)
     assert directory.runs() == []

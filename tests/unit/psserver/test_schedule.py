@@ -102,7 +102,7 @@ def test_a_job_is_saved_when_it_has_changed(cluster: Cluster, tmp_path: Path) ->
     assert len([name for name in names(tmp_path) if name[0] == "b"]) == checkpoint_schedule.KEEP
 
 
-def test_what_cannot_be_taken_is_announced_and_tried_again(
+def test_a_failed_checkpoint_is_announced_and_tried_again(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taker = Schedule(plan_of(tmp_path))

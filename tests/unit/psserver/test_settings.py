@@ -81,13 +81,13 @@ def test_bounds_are_reached_and_not_passed(
         ({"server.insecure": True}, "--insecure has no effect: only this machine"),
     ],
 )
-def test_what_does_not_go_is_refused(flags: dict[str, object], message: str) -> None:
+def test_wrong_settings_are_refused(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(flags)
     assert message in str(caught.value)
 
 
-def test_what_goes_together_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_combinations_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve({"server.host": "0.0.0.0", "server.insecure": True})
     resolve({"server.port": 65000, "metrics.port": 0})
     monkeypatch.setenv("PACELINE_INSECURE", "1")  # May be that of several starts.
@@ -165,7 +165,7 @@ def test_one_shard_of_a_cluster_has_the_port_and_the_cores_to_itself(
         ({"cluster": "a" * 65}, "must be 1 to 64 letters"),
     ],
 )
-def test_what_is_no_part_of_a_cluster_is_refused(part: dict[str, object], message: str) -> None:
+def test_wrong_shards_of_a_cluster_are_refused(part: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve({f"server.{name}": value for name, value in part.items()})
 
@@ -204,7 +204,7 @@ def test_checkpoints_that_cannot_be_taken_are_refused(
         resolve({"server.checkpoint_s": 5, "server.state_dir": tmp_path, **flags})
 
 
-def test_checkpoints_are_taken_by_who_starts_shard_0(tmp_path: Path) -> None:
+def test_checkpoints_are_taken_by_the_supervisor_of_shard_0(tmp_path: Path) -> None:
     given = {"server.checkpoint_s": 5, "server.state_dir": tmp_path}
     assert resolve(given).server.takes_checkpoints
     assert not resolve({**given, "server.checkpoint_s": 0}).server.takes_checkpoints

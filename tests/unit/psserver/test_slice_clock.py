@@ -393,7 +393,7 @@ def test_a_rule_may_hold_a_pull_until_the_slowest_has_come() -> None:
 # ----- a change of the rule
 
 
-def test_a_change_closes_what_is_open_and_versions_go_on() -> None:
+def test_a_change_closes_what_is_open_and_versions_continue() -> None:
     bench = Bench(OPEN, 2)
     bench.push(0, 0)
     bench.push(0, 1)
@@ -412,7 +412,7 @@ def test_a_change_leaves_out_a_step_that_nobody_can_push_any_more() -> None:
     assert words(bench.clock.change(SYNC)) == ["update 1 x1 -> v2"]
 
 
-def test_after_a_change_every_worker_goes_on_from_the_newest_version() -> None:
+def test_after_a_change_every_worker_continues_from_the_newest_version() -> None:
     """Asynchronous: 3 updates, of which worker 1 made one; then step 3 is the next for both."""
     bench = Bench(ASGD(), 2)
     for worker, step in ((0, 0), (0, 1), (1, 0)):

@@ -224,7 +224,7 @@ def test_several_updates_follow_each_other() -> None:
     ]
 
 
-def test_what_is_submitted_meanwhile_comes_behind() -> None:
+def test_later_submissions_run_later() -> None:
     words: Any = Words()
     with ThreadPoolExecutor(1) as pool:
         queue = SliceQueue(words, words, pool)
@@ -234,7 +234,7 @@ def test_what_is_submitted_meanwhile_comes_behind() -> None:
     assert not queue.is_busy
 
 
-def test_who_queues_on_an_idle_lane_runs_it_and_nobody_else() -> None:
+def test_the_thread_that_submits_to_an_idle_queue_runs_it() -> None:
     words: Any = Words(Placement().inline_numel_max + 1)
     with ThreadPoolExecutor(1) as pool:
         queue = SliceQueue(words, words, pool)
@@ -256,7 +256,7 @@ def test_nothing_submitted_is_nothing_done() -> None:
     assert not queue.is_busy
 
 
-def test_many_threads_submit_to_one_lane_and_each_finds_its_order() -> None:
+def test_many_threads_submit_to_one_queue_and_each_order_is_kept() -> None:
     """Large slices run on the pool: no two actions of a slice at once, no action lost."""
     words: Any = Words(Placement().inline_numel_max + 1)
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(4) as callers:

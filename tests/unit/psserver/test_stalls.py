@@ -9,7 +9,7 @@ def test_a_wait_is_told_after_five_seconds_and_each_time_it_has_doubled() -> Non
     assert told == [5, 10, 20, 40]
 
 
-def test_a_step_forward_begins_anew() -> None:
+def test_a_step_forward_starts_over() -> None:
     stalls = Stalls()
     for now_s in range(60):
         assert stalls.look({("table", 0, 0, now_s // 4): "x"}, float(now_s)) == []

@@ -124,7 +124,7 @@ def test_markup_in_a_name_is_only_text(
     assert "[red]x[/nonesuch]" in capsys.readouterr().out
 
 
-def test_what_peers_wrote_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_of_peers_cannot_control_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Shards refuse and escape such names; one of another version may not."""
     evil = "\x1b[2J\x9b31m\u202e\n[ok]"
     job = pb.JobStatus(

@@ -381,7 +381,7 @@ def test_a_compressed_payload_is_checked_by_its_compressor() -> None:
 # ----- outliving the process
 
 
-def test_what_is_exported_makes_another_store_go_on_alike() -> None:
+def test_an_export_makes_another_store_continue_alike() -> None:
     made = store(DCASGD(), Adam())
     hyper = np.full((1, len(Adam.hyper_names)), 0.1)
     made.read(PULLED)

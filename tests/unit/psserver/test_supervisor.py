@@ -137,7 +137,7 @@ def test_pauses_double_up_to_a_limit_and_the_last_restart_is_the_tenth(fake: typ
     assert lines[-1]["event"] == "shard died"
 
 
-def test_a_shard_that_has_lived_long_begins_anew_with_the_pauses(
+def test_a_shard_that_has_lived_long_starts_over_with_the_pauses(
     fake: type[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "SETTLED_S", -1e12)
@@ -210,7 +210,7 @@ def test_the_end_of_a_process_is_told_in_words() -> None:
 def test_a_machine_without_room_for_a_process_is_asked_again(
     fake: type[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the other shards go on meanwhile."""
+    """And the other shards continue meanwhile."""
     failing = iter([True])
 
     class Failing(Fake):

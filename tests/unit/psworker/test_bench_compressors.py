@@ -100,7 +100,7 @@ def test_a_slow_link_needs_one() -> None:
     assert 'compression="2bit", pull_compression="2bit": saves' in found.text
 
 
-def test_what_computing_hides_needs_none() -> None:
+def test_no_compressor_is_advised_where_computing_hides_the_transfer() -> None:
     found = report(0.1, compute_s=1.0)
     assert found.advice == "none"
     assert found.text == "do not compress: computing hides all traffic of a step"
@@ -115,7 +115,7 @@ def test_of_nearly_equal_ones_the_mildest_is_advised() -> None:
     assert advise(rows)[:2] == ("bf16", True)
 
 
-def test_what_saves_little_is_not_advised() -> None:
+def test_small_savings_are_not_advised() -> None:
     assert advise([row("none", 1.0), row("bf16", 0.91)])[0] == "none"
     assert advise([row("none", 1.0), row("bf16", 1.5)])[0] == "none"
     assert advise([row("none", 1.0)])[0] == "none"

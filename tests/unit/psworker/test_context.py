@@ -96,7 +96,9 @@ def test_a_process_does_not_join_otherwise(
         join(**given)
 
 
-def test_what_is_open_is_closed_before_the_worker_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_resources_are_closed_before_the_worker_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PACELINE_SERVERS", "a:1")
     context = join()
     session = session_of(context)
@@ -249,7 +251,7 @@ def test_the_first_of_the_local_workers_tells_the_others(
     assert started.has_ended
 
 
-def test_what_killed_launches_have_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_killed_launches_are_removed(tmp_path: Path) -> None:
     gone, here = tmp_path / "a-b-4194305-0-0.json", tmp_path / f"a-{os.getpid()}-29500-1.json"
     other = tmp_path / "notes.json"
     for file in (gone, here, other):

@@ -118,7 +118,7 @@ def test_too_few_images_for_one_step_are_refused_before_anything_starts(tmp_path
         run_demo(plan(tmp_path, num_images=63), as_json=False)
 
 
-def test_what_workers_say_becomes_one_result() -> None:
+def test_the_lines_of_workers_become_one_result() -> None:
     steps: list[int] = []
     complaints: list[str] = []
     run = Run("ssgd", steps.append, complaints.append)

@@ -108,7 +108,7 @@ def test_servers_are_a_comma_list_in_the_order_of_the_shards() -> None:
 
 
 @pytest.mark.parametrize("servers", ["a", "a:", ":7", "a:x", "a:0", "a:65536"])
-def test_what_is_no_address_is_refused(servers: str) -> None:
+def test_a_wrong_address_is_refused(servers: str) -> None:
     with pytest.raises(ConfigError, match="must look like host:port or unix:///path"):
         parse_servers(servers)
 

@@ -56,7 +56,7 @@ def test_nothing_is_lost_through_retries_and_refusals(name: str) -> None:
     assert counted + feedback.state["residual"] == pytest.approx(total, abs=1e-4)
 
 
-def test_a_full_push_takes_what_is_owed_along_and_gives_it_back() -> None:
+def test_a_full_push_includes_the_residual_and_gives_it_back_when_refused() -> None:
     compressor = parse_compressor("2bit(threshold=0.5)")
     feedback = Feedback(compressor, NUMEL, "job/0/0/0")
     counted = sent(compressor, feedback.encode(push(0), gradient(0))).astype(np.float64)
@@ -76,14 +76,14 @@ def test_a_push_is_settled_once() -> None:
     feedback = Feedback(parse_compressor("topk"), NUMEL, "job/0/0/0")
     feedback.encode(push(0), gradient(0))
     feedback.settle(Verdict.TOO_LATE)
-    owed = feedback.state["residual"].copy()
+    residual = feedback.state["residual"].copy()
     # The next push of the slice left uncompressed, and it too was late.
     feedback.settle(Verdict.TOO_LATE)
-    assert np.array_equal(feedback.state["residual"], owed)
-    assert np.array_equal(owed, gradient(0))
+    assert np.array_equal(feedback.state["residual"], residual)
+    assert np.array_equal(residual, gradient(0))
 
 
-def test_what_is_drawn_differs_between_slices_and_steps() -> None:
+def test_random_numbers_differ_between_slices_and_steps() -> None:
     compressor = parse_compressor("randomk")
     payloads = {
         bytes(Feedback(compressor, NUMEL, key).encode(push(step), gradient(0))[:8])

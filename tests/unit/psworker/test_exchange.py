@@ -20,6 +20,7 @@ from pscore.rules.ssgd import SSGD
 from pscore.table_spec import TableSpec
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
 from psworker.connection.exchange import Exchange
+from psworker.connection.pace import Pace
 from psworker.replica.ports import PullBuffer
 from psworker.transports import PullCall, PushCall
 
@@ -68,6 +69,7 @@ class Session:
         self.defined: list[TableSpec] = []
         self.failure: Exception | None = None
         self.timeline = None
+        self.pace = Pace()
         self.waits = ""
         self.residual_senders: dict[int, Any] = {}
 
@@ -175,7 +177,7 @@ def test_a_slice_is_pushed_again_only_when_its_last_push_is_acknowledged() -> No
     assert exchange.traffic.num_too_late == 1
 
 
-def test_what_came_too_late_is_owed_again() -> None:
+def test_a_late_push_returns_to_the_residual() -> None:
     exchange, session = make("fp16")
     exchange.push(0, a_push(0), gradient(0, 0.1), compress=True)
     session.planes[0].pushes[0].make()
@@ -196,8 +198,8 @@ def test_the_compressors_state_is_one_vector_for_any_number_of_shards() -> None:
 
 
 @pytest.mark.parametrize("compression", ["2bit", "dgc(ratio=0.01)"])
-def test_what_is_owed_survives_a_change_of_the_number_of_shards(compression: str) -> None:
-    """Each element owes as much as before, wherever the vector is cut."""
+def test_residuals_survive_a_change_of_the_number_of_shards(compression: str) -> None:
+    """Each element's residual is as before, wherever the vector is cut."""
     before, session = make(compression)
     grads = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(0))
     for spec in LAYOUT.slices:
@@ -264,7 +266,7 @@ def test_the_next_slice_is_one_that_has_landed_and_else_the_first_to_land() -> N
         exchange.next_landed([0])
 
 
-def test_what_a_shard_refuses_is_raised_where_it_is_waited_for() -> None:
+def test_a_refusal_is_raised_at_the_wait_for_its_request() -> None:
     exchange, session = make()
     exchange.pull(0, 0, 0, pull_buffer(0, with_state=False), with_state=False)
     exchange.push(0, a_push(), gradient(0), compress=True)
@@ -303,7 +305,7 @@ class Slow(Future[Any]):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A clock that goes on by a second each time it is asked."""
+    """A clock that advances by a second at each reading."""
     seconds = iter(range(1000))
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
     monkeypatch.setattr("psworker.connection.answer_wait.time", clock)
@@ -395,7 +397,7 @@ def test_weights_that_changed_before_they_were_fetched_are_asked_for_again() -> 
     assert target.weights.tolist() == [2.0] * LAYOUT.slices[0].numel
 
 
-def test_who_has_come_back_as_another_rank_draws_as_that_rank() -> None:
+def test_a_worker_that_returns_with_another_rank_draws_as_that_rank() -> None:
     drawn = []
     for rank in (1, 0):
         exchange, session = make("randomk(ratio=0.25)")

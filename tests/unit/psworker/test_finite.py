@@ -31,7 +31,7 @@ def test_numbers_pass(index: int) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("index", "tensor"), [(0, 0), (0, 1), (1, 0)])
-def test_what_is_no_number_is_named(index: int, tensor: int, value: float) -> None:
+def test_nan_and_inf_are_named(index: int, tensor: int, value: float) -> None:
     check, grad = screen_of(index)
     (segment,) = (part for part in LAYOUT.slices[index].segments if part.tensor == tensor)
     numel = segment.stop - segment.start

@@ -27,7 +27,7 @@ def make(
     return flat_model, parameter, grads
 
 
-def test_a_lent_gradient_is_the_vector_and_is_not_copied_again() -> None:
+def test_a_gradient_view_is_part_of_the_vector_and_is_not_copied() -> None:
     flat_model, parameter, grads = make()
     assert flat_model.views.can_attach(0)
     flat_model.views.attach(0)
@@ -42,7 +42,7 @@ def test_a_lent_gradient_is_the_vector_and_is_not_copied_again() -> None:
     assert flat_model.views.end_step() == []
 
 
-def test_a_gradient_is_lent_as_the_same_tensor_again() -> None:
+def test_a_gradient_view_is_the_same_tensor_each_time() -> None:
     flat_model, parameter, _ = make()
     flat_model.views.attach(0)
     identity = id(parameter.grad)
@@ -81,7 +81,7 @@ def test_a_change_that_leaves_no_trace_is_found(change: str, is_lent: bool) -> N
     assert flat_model.changed_grad([0]) == 0
 
 
-def test_nothing_is_lent_that_was_not_asked_for() -> None:
+def test_gradients_are_views_only_on_request() -> None:
     flat_model, _, _ = make(has_views=False)
     assert not flat_model.views.can_attach(0)
 
@@ -105,7 +105,7 @@ def test_a_gradient_that_is_not_like_the_vector_stays_where_it_is(kind: str) -> 
     assert not flat_model.views.can_attach(0)
 
 
-def test_a_lent_gradient_that_was_given_other_memory_is_gathered_from_there() -> None:
+def test_a_gradient_view_that_was_given_other_memory_is_gathered_from_there() -> None:
     flat_model, parameter, grads = make()
     flat_model.views.attach(0)
     assert parameter.grad is not None

@@ -21,7 +21,7 @@ TORCHRUN = {
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in (*TORCHRUN, *PLACES.values(), DEVICES):
-        monkeypatch.setenv(name, "")  # So that it is restored after the test, whoever sets it.
+        monkeypatch.setenv(name, "")  # So that it is restored after the test.
         monkeypatch.delenv(name)
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

@@ -23,7 +23,9 @@ def test_a_step_that_is_late_in_several_slices_is_one(caplog: pytest.LogCaptureF
     assert text.startswith("worker 2: step 4 does not count in slice 1, and perhaps in others")
 
 
-def test_who_is_late_all_the_time_says_so_less_and_less(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_is_always_late_reports_it_less_and_less_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     missed = Missed(1)
     with caplog.at_level(logging.WARNING, "paceline"):
         for step in range(100):

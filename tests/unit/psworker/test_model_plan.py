@@ -12,7 +12,7 @@ from pscore.errors import ConfigError
 from pscore.optimizers import OPTIMIZERS
 from pscore.rules import parse_mode
 from psworker.commands import cli
-from psworker.commands.model_plan import Report, lines_of, make_report, resnet50_shapes, shapes_of
+from psworker.commands.model_plan import Report, lines_of, make_report, shapes_of
 
 SHAPES = [("large", (1024, 1024)), ("small", (64, 64)), ("bias", (1 << 20,))]
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def test_every_kth_push_of_cd_is_whole() -> None:
 
 
 def test_resnet_50_has_161_tensors_of_25557032_elements() -> None:
-    shapes = resnet50_shapes()
+    shapes = shapes_of("resnet50")
     assert len({name for name, _ in shapes}) == len(shapes) == 161
     report = make_report(
         shapes,
@@ -109,7 +109,7 @@ def test_a_factory_is_found_in_the_working_directory(
         shapes_of("nets_of_the_test:more")
 
 
-@pytest.mark.parametrize("model", ["alexnet", "no_such_module:net"])
+@pytest.mark.parametrize("model", ["alexnet2", "no_such_module:net"])
 def test_a_model_that_there_is_not_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match=model):
         shapes_of(model)

@@ -54,7 +54,7 @@ def feedback_of(name: str) -> DeviceFeedback:
 
 @pytest.mark.parametrize("name", ["2bit", "topk(ratio=0.1)", "dgc(ratio=0.1)", "natural", "fp16"])
 @pytest.mark.usefixtures("way")
-def test_a_device_sends_and_owes_what_the_host_does(name: str) -> None:
+def test_a_device_sends_and_keeps_the_same_as_the_host(name: str) -> None:
     host, other = Feedback(parse_compressor(name), NUMEL, "job/0/0/0"), feedback_of(name)
     for step in range(6):
         grad = gradient(step)

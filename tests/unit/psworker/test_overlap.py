@@ -62,7 +62,7 @@ def test_a_second_backward_pass_is_an_error() -> None:
         backward(overlap, parameters)
 
 
-def test_what_travels_with_a_push_must_not_change_after_it() -> None:
+def test_values_sent_with_a_push_must_not_change_after_it() -> None:
     overlap, parameters = Overlap(True, ["a", "b"]), make()
     overlap.changed("samples")  # Before backward.
     backward(overlap, parameters)

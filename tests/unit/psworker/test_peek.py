@@ -25,7 +25,7 @@ MODELS: dict[str, Callable[[Cluster, Any], History]] = {
     "dcasgd(adaptive=True)": test_dcasgd.Model,
     "ssp(bound=2)": lambda cluster, rule: test_ssp.Model(cluster),
 }
-# The others have the same bits whoever is faster.
+# The others have the same bits in every order.
 SYNCHRONOUS = (
     "ssgd",
     "ssp(bound=0)",

@@ -26,5 +26,5 @@ def test_each_step_counts_with_its_samples_and_others_steps_with_those_of_then()
     replica.step = 11  # `Replica.finish` has counted.
     assert go(11, former=10) == 43.0
     assert go(8) == 34.0  # A round is lost.
-    assert go(22, former=20, seen=100.0) == 106.0  # Loaded at step 20; others have gone on.
+    assert go(22, former=20, seen=100.0) == 106.0  # Loaded at step 20; others have continued.
     assert go(0, former=50) == 0.0

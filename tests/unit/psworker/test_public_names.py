@@ -18,6 +18,7 @@ OURS = {
     "close",
     "global_weights",
     "missed",
+    "report_to",
     "no_sync",
     "report",
     "rule",
@@ -60,7 +61,7 @@ def imports_for_a_type_checker() -> Iterator[tuple[str, str]]:
                 yield from ((str(item.module), alias.name) for alias in item.names)
 
 
-def test_what_a_type_checker_sees_is_there_and_in_the_same_module() -> None:
+def test_names_for_the_type_checker_exist_in_the_same_module() -> None:
     lazy = {(module, name) for module, names in psworker._FROM.items() for name in names}
     assert set(imports_for_a_type_checker()) == lazy
     assert {name for _, name in lazy} < set(psworker.__all__) <= set(dir(psworker))

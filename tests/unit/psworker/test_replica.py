@@ -120,7 +120,7 @@ def test_the_first_fetch_brings_the_weights_of_all_slices() -> None:
     assert [part.version for part in replica.parts] == [0, 0]
 
 
-def test_a_push_says_who_when_on_what_and_with_which_weight() -> None:
+def test_a_push_names_worker_step_version_and_weight() -> None:
     replica, port = make("ssgd")
     push_all(replica, port, grads(replica, 7.0))
     assert [(index, value) for index, _, value in port.pushes] == [(1, 7.0), (0, 7.0)]
@@ -220,7 +220,7 @@ def test_a_fetch_in_the_middle_of_a_step_does_not_wait_for_the_step() -> None:
     replica.push(1, grads(replica, 1.0)[1], -1, 1.0, port, in_backward=True)
     port.taken()
     for index in replica.fetch(None, port):
-        assert port.pulls, f"slice {index} is waited for, and was not asked for anew"
+        assert port.pulls, f"slice {index} is waited for, and was not asked for again"
         port.land(index, 2.0, version=0)
     assert [pull[1:3] for pull in port.pulls] == [(0, 0), (0, 0)]
 
@@ -308,7 +308,7 @@ def test_mirror_asks_for_the_state_at_the_end_of_the_warm_up_and_then_as_its_for
     assert with_state == [{False}, {asked[0]}, {asked[1]}, {asked[1]}]
 
 
-def test_mirror_goes_on_with_the_momentum_that_was_pulled() -> None:
+def test_mirror_continues_with_the_momentum_that_was_pulled() -> None:
     """w = 8 and V = 4 pulled; V <- 0.5 * 4 + 1 = 3, w <- 8 - 0.5 * 3 = 6.5."""
     replica, port = make("ssd(steps=1, warmup=1, local=mirror)")
     push_all(replica, port, grads(replica, 1.0))
@@ -396,7 +396,7 @@ def test_a_fetch_takes_what_is_under_way_and_then_the_newest() -> None:
     assert replica.weights[0].item() == 3.0
 
 
-def test_a_worker_that_was_late_goes_on_with_the_step_its_weights_are_for() -> None:
+def test_a_worker_that_was_late_continues_with_the_step_its_weights_are_for() -> None:
     replica, port = make("ssgd")
     step(replica, port, 1.0, weights=1.0, version=5)
     port.taken()
@@ -479,7 +479,7 @@ def test_a_round_that_is_not_over_is_pushed_at_the_end() -> None:
     assert replica.clocks.counts == [1, 1]
 
 
-def test_local_updates_are_counted_over_pulls_and_anew_after_a_restart() -> None:
+def test_local_updates_are_counted_over_pulls_and_again_after_a_restart() -> None:
     replica, port = make("ssd(steps=2, warmup=1, local=sgd)")
     for number in range(5):
         step(replica, port, 1.0, 1.0, version=number + 1)
@@ -529,7 +529,7 @@ def test_slices_that_are_all_at_one_step_are_asked_once() -> None:
     assert (replica.next_push, replica.clocks.counts) == (7, [7, 7])
 
 
-def test_in_an_asynchronous_mode_each_slice_goes_on_counting_by_itself() -> None:
+def test_in_an_asynchronous_mode_each_slice_continues_counting_by_itself() -> None:
     replica, port = make("asgd")
     replica.restart()
     for index in replica.begin(port):

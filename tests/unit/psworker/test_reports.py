@@ -28,6 +28,12 @@ def test_the_newest_value_of_each_name_stays() -> None:
     assert before == {"loss": 0.5, "accuracy": 1.0}  # Another thread may read it.
 
 
+def test_a_loss_with_a_gradient_is_taken_without_a_warning() -> None:
+    reports = Reports()
+    reports.put({"loss": torch.tensor([0.5], requires_grad=True)})
+    assert reports.values == {"loss": 0.5}
+
+
 def test_tokens_add_up_and_have_a_rate() -> None:
     clock = Clock()
     reports = Reports(clock)
@@ -74,7 +80,7 @@ def test_a_value_that_is_not_finite_is_left_out_with_one_warning(
         ({f"n{index}": 1.0 for index in range(17)}, r"has 17 names, 16 are possible: n0"),
     ],
 )
-def test_what_cannot_be_reported_is_refused(values: dict[str, Any], message: str) -> None:
+def test_values_that_cannot_be_reported_are_refused(values: dict[str, Any], message: str) -> None:
     reports = Reports()
     with pytest.raises(ConfigError, match=message):
         reports.put(values)

@@ -72,7 +72,7 @@ class FakeWorker:
         return [(step, float(a["residual"][0])) for step, a in zip(steps, arrays, strict=True)]
 
 
-def test_what_is_asked_for_with_an_acknowledgement_is_sent_before_the_next_push() -> None:
+def test_a_residual_requested_with_an_acknowledgement_is_sent_before_the_next_push() -> None:
     worker = FakeWorker()
     worker.push(0, 1.25)
     worker.answer()
@@ -105,7 +105,7 @@ def test_a_worker_that_has_stopped_sends_what_a_heartbeat_asks_for() -> None:
     sender.send_after(4, [0])
     sender.send_after(ANY_STEP, [0])
     assert worker.received() == [(4, 1.25)] * 2
-    worker.settle()  # When training goes on: what came back is not counted again.
+    worker.settle()  # When training continues: what came back is not counted again.
     sender.send_after(4, [0])
     assert worker.received()[2:] == [(4, 1.25)]
 

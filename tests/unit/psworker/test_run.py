@@ -113,7 +113,7 @@ def test_no_more_workers_start_than_an_elastic_job_may_have() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "3", "0:3", "3:2", "a:b", "1:2:3", ":4", "-1:3"])
-def test_what_is_no_least_and_most_is_refused(text: str) -> None:
+def test_wrong_bounds_of_elastic_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--elastic is .* must look like MIN:MAX"):
         run.parse_elastic(text)
 

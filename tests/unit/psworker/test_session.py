@@ -194,7 +194,7 @@ REFUSALS: list[tuple[Callable[[list[FakeLink]], None], type[Exception], str]] = 
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), REFUSALS)
-def test_what_is_refused_is_raised_and_what_was_joined_is_left(
+def test_a_refusal_is_raised_and_joined_shards_are_left(
     links: list[FakeLink],
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[list[FakeLink]], None],
@@ -332,7 +332,7 @@ def test_a_worker_without_a_rank_is_heard_as_what_it_was(monkeypatch: pytest.Mon
     session.leave()
 
 
-def test_who_is_live_is_asked_with_what_every_worker_may_send(links: list[FakeLink]) -> None:
+def test_live_ranks_need_no_right_beyond_a_workers(links: list[FakeLink]) -> None:
     """A token of one job does not open the shards' status, which tells of all jobs."""
     session = begin()
     links[0].answers["Heartbeat"] = pb.HeartbeatReply(live=[0, 2, 3])

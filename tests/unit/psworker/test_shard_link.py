@@ -56,7 +56,7 @@ class Failure(grpc.RpcError, grpc.Call):
 
 
 class Clock:
-    """Time that goes on only by sleeping."""
+    """Time that advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -1,6 +1,6 @@
 """The table's state in torch's format, from shards whose arrays the test makes up."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -51,10 +51,10 @@ class FakeShards:
         self.log.append("barrier")
 
     def peek(
-        self, pull_buffers: Sequence[PullBuffer], push_pull: Any, *, with_state: bool
+        self, pull_buffers: Mapping[int, PullBuffer], push_pull: Any, *, with_state: bool
     ) -> Iterator[int]:
         assert with_state
-        for spec, pull_buffer in zip(self.layout.slices, pull_buffers, strict=True):
+        for spec, pull_buffer in zip(self.layout.slices, pull_buffers.values(), strict=True):
             for number, array in enumerate(pull_buffer.state):
                 values = torch.arange(float(spec.start), float(spec.stop)) / 1000
                 array.copy_(10 * number + values)
@@ -189,7 +189,7 @@ def test_a_parameter_without_a_step_has_no_state() -> None:
     assert sorted(state_of(FakeTable(sgd, counts=[5, 0]))["state"]) == [2]
 
 
-def test_what_is_our_own_stands_apart() -> None:
+def test_entries_of_paceline_are_kept_apart() -> None:
     own = state_of(FakeTable(sgd, counts=[5, 0]))["paceline"]
     assert (own["step"], own["samples_seen"], own["compression"]) == (4, 8.0, "none")
     assert own["mode"].startswith("ssgd")
@@ -204,7 +204,7 @@ def load(table: FakeTable, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_what_was_saved_is_loaded_by_rank_0_between_barriers(make: Any) -> None:
+def test_rank_0_loads_a_saved_state_between_barriers(make: Any) -> None:
     saved = state_of(FakeTable(make, counts=[7, 3]))
     table = FakeTable(make, counts=[0, 0])
     table.shards.step = 0

@@ -72,7 +72,7 @@ def test_one_line_says_that_the_workers_step(caplog: pytest.LogCaptureFixture) -
         (SGD, {"on": "worker", "is_raw": False}, "pull_compression has estimates of weights"),
     ],
 )
-def test_what_does_not_fit_is_refused(optimizer: Any, options: Any, message: str) -> None:
+def test_wrong_combinations_are_refused(optimizer: Any, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chosen(optimizer, **options)
 

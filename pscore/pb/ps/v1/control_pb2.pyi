@@ -187,7 +187,7 @@ class ChangeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported")
+    __slots__ = ("job", "worker", "incarnation", "step", "waiting_for", "wants_live", "peers", "left_out", "reported", "pace")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class HeartbeatRequest(_message.Message):
     PEERS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -213,7 +214,20 @@ class HeartbeatRequest(_message.Message):
     peers: _containers.RepeatedCompositeFieldContainer[PeerReport]
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
     reported: _containers.ScalarMap[str, float]
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    pace: Pace
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., waiting_for: _Optional[str] = ..., wants_live: bool = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., reported: _Optional[_Mapping[str, float]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
+
+class Pace(_message.Message):
+    __slots__ = ("num_steps", "steps_s", "waits_s", "requests_s")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_S_FIELD_NUMBER: _ClassVar[int]
+    WAITS_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_S_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    steps_s: float
+    waits_s: float
+    requests_s: float
+    def __init__(self, num_steps: _Optional[int] = ..., steps_s: _Optional[float] = ..., waits_s: _Optional[float] = ..., requests_s: _Optional[float] = ...) -> None: ...
 
 class PeerReport(_message.Message):
     __slots__ = ("table", "step", "partner", "age_s", "staleness", "distance", "num_exchanges")
@@ -437,7 +451,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers")
+    __slots__ = ("rank", "host", "pid", "step", "staleness", "state", "last_heard_s", "reported", "peers", "pace", "waited_for_s")
     class ReportedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -454,6 +468,8 @@ class WorkerStatus(_message.Message):
     LAST_HEARD_S_FIELD_NUMBER: _ClassVar[int]
     REPORTED_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FOR_S_FIELD_NUMBER: _ClassVar[int]
     rank: int
     host: str
     pid: int
@@ -463,7 +479,9 @@ class WorkerStatus(_message.Message):
     last_heard_s: float
     reported: _containers.ScalarMap[str, float]
     peers: _containers.RepeatedCompositeFieldContainer[PeerReport]
-    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ...) -> None: ...
+    pace: Pace
+    waited_for_s: float
+    def __init__(self, rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., step: _Optional[int] = ..., staleness: _Optional[int] = ..., state: _Optional[str] = ..., last_heard_s: _Optional[float] = ..., reported: _Optional[_Mapping[str, float]] = ..., peers: _Optional[_Iterable[_Union[PeerReport, _Mapping]]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., waited_for_s: _Optional[float] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("name", "mode", "compressor", "optimizer", "num_slices", "nbytes", "version_min", "version_max", "waiting_for", "fingerprint")
@@ -490,7 +508,7 @@ class TableStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., mode: _Optional[str] = ..., compressor: _Optional[str] = ..., optimizer: _Optional[str] = ..., num_slices: _Optional[int] = ..., nbytes: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., waiting_for: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers", "state", "step", "memory_nbytes", "silent_s")
+    __slots__ = ("job", "num_workers", "workers", "tables", "pushed_nbytes", "pulled_nbytes", "num_pushes", "num_updates", "waiting_for", "min_workers", "state", "step", "memory_nbytes", "silent_s", "raw_pushed_nbytes", "raw_pulled_nbytes", "open_steps", "num_lost", "has_checkpoint", "checkpoint_age_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +523,12 @@ class JobStatus(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    RAW_PUSHED_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    RAW_PULLED_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     job: str
     num_workers: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -519,7 +543,13 @@ class JobStatus(_message.Message):
     step: int
     memory_nbytes: int
     silent_s: float
-    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., silent_s: _Optional[float] = ...) -> None: ...
+    raw_pushed_nbytes: int
+    raw_pulled_nbytes: int
+    open_steps: int
+    num_lost: int
+    has_checkpoint: bool
+    checkpoint_age_s: float
+    def __init__(self, job: _Optional[str] = ..., num_workers: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., pushed_nbytes: _Optional[int] = ..., pulled_nbytes: _Optional[int] = ..., num_pushes: _Optional[int] = ..., num_updates: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., min_workers: _Optional[int] = ..., state: _Optional[str] = ..., step: _Optional[int] = ..., memory_nbytes: _Optional[int] = ..., silent_s: _Optional[float] = ..., raw_pushed_nbytes: _Optional[int] = ..., raw_pulled_nbytes: _Optional[int] = ..., open_steps: _Optional[int] = ..., num_lost: _Optional[int] = ..., has_checkpoint: bool = ..., checkpoint_age_s: _Optional[float] = ...) -> None: ...
 
 class LostJob(_message.Message):
     __slots__ = ("job", "reason")
@@ -530,20 +560,24 @@ class LostJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost")
+    __slots__ = ("shard", "jobs", "uptime_s", "memory_nbytes", "pid", "lost", "under_way_nbytes", "num_recoveries")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     MEMORY_NBYTES_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    UNDER_WAY_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     shard: DescribeReply
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     uptime_s: float
     memory_nbytes: int
     pid: int
     lost: _containers.RepeatedCompositeFieldContainer[LostJob]
-    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ...) -> None: ...
+    under_way_nbytes: int
+    num_recoveries: int
+    def __init__(self, shard: _Optional[_Union[DescribeReply, _Mapping]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., memory_nbytes: _Optional[int] = ..., pid: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostJob, _Mapping]]] = ..., under_way_nbytes: _Optional[int] = ..., num_recoveries: _Optional[int] = ...) -> None: ...
 
 class ForgetRequest(_message.Message):
     __slots__ = ("job", "force")

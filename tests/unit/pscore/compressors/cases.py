@@ -20,7 +20,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "dgc": ("(ratio=0.03)", "(ratio=0.03, momentum=0.0, select=exact)"),
 }
 NAMES = [name + arguments for name in COMPRESSORS for arguments in ARGUMENTS.get(name, ("",))]
-# What is owed by these is what was not sent; dgc with momentum owes velocities.
+# The residual of these is the part not sent; that of dgc with momentum is a velocity.
 OWING = [
     name
     for name in NAMES
@@ -68,7 +68,7 @@ class Sender:
 
     @property
     def residual(self) -> FloatArray:
-        """What is owed."""
+        """The residual."""
         return self.state["residual"]
 
 

@@ -31,7 +31,7 @@ def test_a_compressor_survives_its_text(name: str) -> None:
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("name", OWING)
-def test_what_was_sent_and_what_is_owed_is_what_came_in(name: str, numel: int) -> None:
+def test_sent_and_residual_add_up_to_the_input(name: str, numel: int) -> None:
     compressor = parse_compressor(name)
     sender = Sender(compressor, numel)
     for step in range(4):
@@ -91,7 +91,9 @@ def test_the_same_seed_makes_the_same_bytes_and_another_size_fits(name: str) -> 
 @example(values=[1e30, 1e-30, -1e30, 0.0, -0.0], seed=1)
 @example(values=[65504.0, 65519.0, 65520.0, -7e4, 6.1e-5, 6e-8, 2.9e-8, 3e-8], seed=2)
 @example(values=[2.0**-100, -(2.0**-101)] * 9, seed=3)
-def test_any_moderate_gradient_is_sent_or_owed(name: str, values: list[float], seed: int) -> None:
+def test_any_moderate_gradient_is_sent_or_kept_as_residual(
+    name: str, values: list[float], seed: int
+) -> None:
     compressor, numel = parse_compressor(name), len(values)
     sender = Sender(compressor, numel)
     grad = np.array(values, dtype=np.float32)
@@ -103,7 +105,7 @@ def test_any_moderate_gradient_is_sent_or_owed(name: str, values: list[float], s
 
 
 @pytest.mark.parametrize("name", OWING)
-def test_what_float32_cannot_hold_is_refused_and_changes_nothing(name: str) -> None:
+def test_values_beyond_float32_are_refused_and_change_nothing(name: str) -> None:
     """The element is in the last block of three: the ones before it must not have been encoded."""
     compressor, numel = parse_compressor(name), 5000
     sender, other = Sender(compressor, numel), Sender(compressor, numel)
@@ -124,8 +126,8 @@ def test_what_float32_cannot_hold_is_refused_and_changes_nothing(name: str) -> N
 
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_finite_stays_finite(name: str, extreme: str) -> None:
-    """And sent + owed is the gradient, to one rounding of its largest number."""
+def test_finite_values_stay_finite(name: str, extreme: str) -> None:
+    """And sent + residual is the gradient, to one rounding of its largest number."""
     compressor, grad = parse_compressor(name), EXTREMES[extreme]
     sender = Sender(compressor, len(grad))
     sent = decode(compressor, sender.encode(grad, seed=11), len(grad)).astype(np.float64)
@@ -137,10 +139,10 @@ def test_what_is_finite_stays_finite(name: str, extreme: str) -> None:
 
 
 def test_room_is_looked_for_only_where_it_may_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the largest number that is owed known, and small, no pass over memory is made."""
+    """With the largest number of the residual known, and small, no pass over memory is made."""
     looked: list[int] = []
 
-    def look(grad: FloatArray, owed: FloatArray) -> bool:
+    def look(grad: FloatArray, residual: FloatArray) -> bool:
         looked.append(len(grad))
         return True
 
@@ -150,14 +152,14 @@ def test_room_is_looked_for_only_where_it_may_lack(monkeypatch: pytest.MonkeyPat
     sender.encode(normal(100))
     assert not looked
     assert sender.state[base.LARGEST][0] == np.abs(normal(100)).max()
-    sender.encode(np.full(100, 1e35, np.float32))  # Nothing large is owed yet.
+    sender.encode(np.full(100, 1e35, np.float32))  # The residual has nothing large yet.
     assert not looked
     sender.encode(normal(100))
     assert looked
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {"none", *OWING}])
-def test_compressors_without_a_residual_owe_nothing(name: str) -> None:
+def test_compressors_without_a_residual_keep_nothing(name: str) -> None:
     compressor = parse_compressor(name)
     assert compressor.name == "dgc" or not compressor.state_names
 

@@ -44,7 +44,7 @@ def test_the_largest_is_always_sent() -> None:
     assert not sender.residual.any()
 
 
-def test_what_the_sample_does_not_see_is_sent_by_the_largest() -> None:
+def test_a_largest_value_outside_the_sample_is_sent() -> None:
     compressor = parse_compressor("2bit")
     grad = np.zeros(2048, np.float32)
     grad[[300, 900, 2000]] = [5.0, -4.0, -5.0]
@@ -85,7 +85,7 @@ def test_int8_rounds_to_multiples_of_the_largest_over_127() -> None:
     assert sender.residual[:4] == pytest.approx([0.0, -0.4, 0.5, -0.5], abs=1e-5)
 
 
-def test_what_is_too_small_for_a_scale_waits() -> None:
+def test_values_too_small_for_a_scale_stay_in_the_residual() -> None:
     for name in ("int8", "2bit", "1bit", "qsgd(feedback=True)", "terngrad(feedback=True)"):
         compressor = parse_compressor(name)
         _, sender = send(compressor, 1e-38, -1e-40, 2e-45)

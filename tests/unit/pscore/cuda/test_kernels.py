@@ -111,22 +111,22 @@ def test_a_refused_gradient_leaves_no_trace(make: Make, name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in ENCODED if RESIDUAL in parse_compressor(name).state_names]
 )
-def test_what_float32_cannot_hold_is_reported_and_leaves_no_trace(make: Make, name: str) -> None:
+def test_values_beyond_float32_are_reported_and_change_nothing(make: Make, name: str) -> None:
     """One element in the last block of several is too large: all the others stay as they were."""
     compressor, numel = parse_compressor(name), 5000
     encoder, sender = make(compressor, numel), Sender(compressor, numel)
-    owed = {key: gradient(numel, 7) for key in sender.state}
-    owed["residual"][-3] = 3e38
-    encoder.state = {key: aligned(value) for key, value in owed.items()}
+    residual = {key: gradient(numel, 7) for key in sender.state}
+    residual["residual"][-3] = 3e38
+    encoder.state = {key: aligned(value) for key, value in residual.items()}
     grad = gradient(numel, 1)
     grad[-3] = 3e38
     encoder.encode(aligned(grad), seed=0, step=0)
     with pytest.raises(GradientError, match="beyond float32"):
         encoder.finish(encoder.payload.numpy())
-    for key, value in owed.items():
+    for key, value in residual.items():
         assert np.array_equal(encoder.state[key].numpy(), value)
         sender.state[key][:] = value
-    encoder.encode(aligned(gradient(numel, 2)), seed=3, step=1)  # A good one goes on from there.
+    encoder.encode(aligned(gradient(numel, 2)), seed=3, step=1)  # A good one continues from there.
     expected = sender.encode(gradient(numel, 2), seed=3, step=1)
     assert encoder.finish(encoder.payload.numpy()).tobytes() == expected.tobytes()
 

@@ -30,7 +30,8 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file
 
-from benchmarks import kit, netlab, proof
+from benchmarks import kit, netlab
+from benchmarks.survival import proof
 from pscore.partition import Layout, make_layout
 from pscore.types import TensorSpec
 from psserver.durability.sealed import read_json, write_json
@@ -43,7 +44,7 @@ NUM_FILES = 512  # That a shard may have open: few, so that a benchmark can use 
 CHECKPOINT_S = 5.0
 JOB = "recovery"
 TCP_LISTEN = "0A"  # In /proc/net/tcp.
-PATIENCE_S = 120.0  # Until a cluster that was mended must have come to its end.
+PATIENCE_S = 120.0  # From the end of the faults until the workers must have ended.
 POLL_S = 0.02
 SETTLE_S = 0.05  # Messages under way when a fault struck have arrived by then.
 

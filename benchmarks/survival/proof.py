@@ -10,7 +10,7 @@ In an asynchronous mode a push adds 1. In `ssgd` the n pushes of a step make one
 each adds UNIT / n, so the n of a step must be equal and their sum UNIT. A step that a worker has
 sent whole, and of which every push was answered, is in all slices or in none.
 
-After a power cut the shards go on from a checkpoint, which is older than the newest pushes. The
+After a power cut the shards continue from a checkpoint, which is older than the newest pushes. The
 books are then checked in two parts: up to the cut against the weights that were loaded, where the
 newest pushes may be missing, but none from the middle and none from some slices only; and behind
 the cut with the additions since.
@@ -60,7 +60,7 @@ def read(path: Path, offset: int = 0, end: int | None = None) -> Iterator[Entry]
 
 
 def elements(numel: int, num_workers: int, rank: int, ticket: int) -> list[int]:
-    """Returns where a ticket lies in its slice; tickets beyond the room begin anew."""
+    """Returns where a ticket lies in its slice; tickets beyond the room start over."""
     room = numel // COPIES // num_workers
     return [(copy * num_workers + rank) * room + ticket % room for copy in range(COPIES)]
 

@@ -11,7 +11,7 @@ from benchmarks import curves
 LOSS_STEPS = 25  # A training loss is the mean of so many steps of all workers.
 
 if TYPE_CHECKING:
-    from benchmarks.runs import Row
+    from benchmarks.learning.runs import Row
 
 LOCAL_COLORS = {
     "mirror": "#0072b2",

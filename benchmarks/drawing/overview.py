@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.svg import HEAD, INK, LINE, arrow, words
+from benchmarks.drawing.svg import HEAD, INK, LINE, arrow, words
 
 WIDTH, HEIGHT = 760, 300
 SHARD, WORKER, GRAD, WEIGHTS = "#dfe8f1", "#f4f4f4", "#d55e00", "#0072b2"

@@ -6,7 +6,7 @@ pass memory on without touching it.
 
 from __future__ import annotations
 
-from benchmarks.svg import HEAD, INK, LINE, arrow, words
+from benchmarks.drawing.svg import HEAD, INK, LINE, arrow, words
 
 WIDTH, HEIGHT = 760, 168
 UP_Y, DOWN_Y = 64, 122  # The gradient's row and the weights'.

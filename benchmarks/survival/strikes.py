@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from benchmarks import kit, measured
-from benchmarks.stage import Stage
+from benchmarks.survival.stage import Stage
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import control_pb2_grpc
 
@@ -127,7 +127,7 @@ class Saboteur:
                 self.bystanders.append(f"{name} ended while {done.what} was struck ({kind})")
 
     def everything(self, ranks: Sequence[int] = (), shard: int = -1) -> set[tuple[int, int]]:
-        """Returns what must go on: `(worker, slice)` of these workers and that shard, or all."""
+        """Returns what must continue: `(worker, slice)` of these workers and that shard, or all."""
         slices = range(len(self.stage.layout.slices)) if shard < 0 else self.stage.slices_of(shard)
         return {(r, s) for r in ranks or range(self.stage.setup.workers) for s in slices}
 
@@ -196,7 +196,7 @@ class Saboteur:
         lab.cut(host)
         self.stage.watch(self.rng.uniform(0.3, 1.5 * self.stage.setup.lease_s))
         self.stage.progress.mark(time.monotonic())
-        lab.cut(host, mend=True)
+        lab.cut(host, restore=True)
         return Strike(what=f"host {host}", wanted=self.everything())
 
     def slow_link(self) -> Strike:

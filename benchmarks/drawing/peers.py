@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.svg import HEAD, INK, LINE, PALE, arrow, words
+from benchmarks.drawing.svg import HEAD, INK, LINE, PALE, arrow, words
 from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray

@@ -24,7 +24,7 @@ from benchmarks import kit, measured
 from benchmarks.netlab import Lab
 from pscore.types import FloatArray
 
-MODULE = "benchmarks.link_use"
+MODULE = "benchmarks.links.link_use"
 PERIOD_S = 4e-3
 BINS = 100  # Of a step.
 

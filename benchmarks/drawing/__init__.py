@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.drawings`: one module for each kind of picture."""

@@ -1,0 +1,1 @@
+"""Training figures of `benchmarks.convergence`: runs of each sweep, results, plots."""

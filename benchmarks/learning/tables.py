@@ -1,0 +1,68 @@
+"""The tables of docs/convergence.md, from the result files that its commands write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from benchmarks.learning import sweeps
+from benchmarks.learning.runs import COLUMNS, Row, cells, collect, load
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+LONG = "convergence.jsonl"  # The runs of `--sweep full`.
+LOSSES = ("run", "test accuracy, %", "from ssgd", "test loss", "train loss")
+BRIEF = ("run", "seeds", "test accuracy, %", "from ssgd")
+SHORT = (*LOSSES, "simulated s", "% at equal s", "MB pulled")
+SEEDS = ("run", "seeds", *SHORT[1:])
+TUNED_AT = (5, 8, 16)  # The values of k of which the tuned secant has long runs.
+
+
+def table(file: str, columns: Iterable[str], names: Iterable[str] = ()) -> str:
+    """Returns one Markdown table.
+
+    Args:
+        file: Result file of `benchmarks.convergence`.
+        columns: Some of `COLUMNS`.
+        names: The runs to show, in their order; all of the file if empty.
+
+    Raises:
+        KeyError: The file lacks one of the runs.
+    """
+    rows = collect(load(RESULTS / file))
+    places = [COLUMNS.index(column) for column in columns]
+    lines = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)]]
+    lines += [cells(name, rows[name], rows) for name in names or rows]
+    return "\n".join(f"| {' | '.join(line[place] for place in places)} |" for line in lines)
+
+
+def local_updates() -> str:
+    """Returns the table of every local update at every k."""
+    rows: dict[str, Row] = collect(load(RESULTS / LONG))
+    settings = sorted(sweeps.full(), key=lambda setting: setting.k)
+    names = [s.name for s in settings if s.k and "," not in s.name and s.name in rows]
+    return table(LONG, SEEDS, ["ssgd", *names])
+
+
+def modes() -> str:
+    """Returns the table of the modes that have no k."""
+    return table(LONG, COLUMNS, [setting.name for setting in sweeps.modes()])
+
+
+def tuned() -> str:
+    """Returns the table of the tuned secant in long runs."""
+    names = [
+        f"{name.format(k)}"
+        for k in TUNED_AT
+        for name in ("mirror k={}", "secant k={}", "secant k={}, lr_scale=1.4, beta=0.8")
+    ]
+    return table(LONG, BRIEF, names)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "local updates": local_updates,
+    "modes": modes,
+    "secant": lambda: table("secant.jsonl", LOSSES),
+    "tuned": tuned,
+    "adam": lambda: table("adam.jsonl", SHORT),
+    "resnet": lambda: table("resnet.jsonl", SEEDS),
+}

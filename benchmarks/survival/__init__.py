@@ -1,0 +1,1 @@
+"""The kill loop of `benchmarks.recovery` and `benchmarks.soak`: cluster, faults, proof."""

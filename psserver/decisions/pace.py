@@ -1,0 +1,32 @@
+"""The pace of a worker, as its heartbeats report it; no I/O."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Sums since a worker has joined; a reader takes the difference of two moments."""
+
+    num_steps: int = 0  # Steps that followed another.
+    steps_s: float = 0.0  # Seconds of these steps, each from the end of the one before.
+    waits_s: float = 0.0  # Seconds in which it waited for answers of shards.
+    requests_s: float = 0.0  # Seconds in which pushes or pulls were under way.
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether a worker that keeps the rules can have sent it."""
+        seconds = (self.steps_s, self.waits_s, self.requests_s)
+        return self.num_steps >= 0 and all(math.isfinite(s) and s >= 0.0 for s in seconds)
+
+    @property
+    def hidden_ratio(self) -> float:
+        """Share of the time of its requests in which it did not wait for them, 0 to 1."""
+        if self.requests_s <= 0.0:
+            return 0.0
+        return min(1.0, max(0.0, 1.0 - self.waits_s / self.requests_s))
+
+
+NO_PACE = Pace()

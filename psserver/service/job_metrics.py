@@ -1,0 +1,156 @@
+"""The metrics of a shard's jobs and of their workers; metrics.py serves them.
+
+A worker opens no port: its pace and reported values come with its heartbeats to the first shard, so
+only that one shows them. There are series for live workers alone, so their number is bounded by the
+jobs of the shard. A sum begins at zero again when its worker or the shard's process does, which
+`rate` and `increase` of Prometheus know of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from psserver.decisions.membership import Presence
+from psserver.engine.views import JobView, ShardView, WorkerView
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+LIVE = Presence.LIVE.value
+
+
+def job_metrics(shard: ShardView) -> Iterator[Metric]:
+    """Yields the metrics of jobs and workers."""
+    yield from _of_jobs(shard)
+    workers = [(job.name, worker) for job in shard.jobs for worker in job.workers]
+    live = [(name, worker) for name, worker in workers if worker.state == LIVE]
+    yield from _of_workers(live)
+    yield from _of_pace([(name, worker) for name, worker in live if worker.pace.num_steps])
+
+
+def _of_jobs(shard: ShardView) -> Iterator[Metric]:
+    """Yields the bytes, open steps, losses and checkpoints of each job."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    sent = CounterMetricFamily(
+        "paceline_job_bytes",
+        "Payload bytes of pushes (received) and pulls (sent); shared memory counts as sent.",
+        labels=["job", "direction"],
+    )
+    raw = CounterMetricFamily(
+        "paceline_job_uncompressed_bytes",
+        "The bytes of paceline_job_bytes, if none had been compressed.",
+        labels=["job", "direction"],
+    )
+    ratio = GaugeMetricFamily(
+        "paceline_compression_ratio",
+        "Uncompressed bytes over payload bytes since the job began on this shard; 1: none saved.",
+        labels=["job", "direction"],
+    )
+    for job in shard.jobs:
+        for direction, nbytes, raw_nbytes in (
+            ("received", job.pushed_nbytes, job.raw_pushed_nbytes),
+            ("sent", job.pulled_nbytes, job.raw_pulled_nbytes),
+        ):
+            sent.add_metric([job.name, direction], nbytes)
+            raw.add_metric([job.name, direction], raw_nbytes)
+            ratio.add_metric([job.name, direction], raw_nbytes / nbytes if nbytes else 1.0)
+    yield from (sent, raw, ratio)
+
+    def gauge(name: str, text: str, value: Callable[[JobView], float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["job"])
+        for job in shard.jobs:
+            family.add_metric([job.name], value(job))
+        return family
+
+    yield gauge("paceline_job_step", "Newest step of the job on this shard.", lambda job: job.step)
+    yield gauge(
+        "paceline_open_steps",
+        "Steps with pushes and without an update, of the slice with most.",
+        lambda job: job.open_steps,
+    )
+    yield gauge(
+        "paceline_checkpoint_age_seconds",
+        "Seconds since this shard gave its part of a whole checkpoint; without one, since its "
+        "process has the job.",
+        lambda job: job.checkpoint_age_s,
+    )
+    lost = CounterMetricFamily(
+        "paceline_workers_lost", "Workers declared lost, or ended with an error.", labels=["job"]
+    )
+    for job in shard.jobs:
+        lost.add_metric([job.name], job.num_lost)
+    yield lost
+
+
+def _of_workers(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
+    """Yields place, staleness, waits and reported values of live workers."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ["job", "worker"]
+    step = GaugeMetricFamily(
+        "paceline_worker_step", "Steps that a worker has pushed.", labels=labels
+    )
+    staleness = GaugeMetricFamily(
+        "paceline_worker_staleness_steps",
+        "Staleness of a worker's newest push, in updates; the largest of any slice.",
+        labels=labels,
+    )
+    waited = CounterMetricFamily(
+        "paceline_waited_for_seconds",
+        "Seconds in which other workers waited for this one, at a step or a barrier; sampled once "
+        "a second.",
+        labels=labels,
+    )
+    reported = GaugeMetricFamily(
+        "paceline_reported",
+        "Newest value that a live worker's script has reported, on the first shard.",
+        labels=[*labels, "name"],
+    )
+    for name, worker in live:
+        key = [name, str(worker.rank)]
+        step.add_metric(key, worker.step)
+        staleness.add_metric(key, worker.staleness)
+        waited.add_metric(key, worker.waited_for_s)
+        for what, value in worker.reported.items():
+            reported.add_metric([*key, what], value)
+    yield from (step, staleness, waited, reported)
+
+
+def _of_pace(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
+    """Yields the steps and waits of live workers, as their heartbeats report them."""
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        SummaryMetricFamily,
+    )
+
+    labels = ["job", "worker"]
+    steps = SummaryMetricFamily(
+        "paceline_worker_step_seconds",
+        "Seconds of a worker's steps, each from the end of the one before, on the first shard.",
+        labels=labels,
+    )
+    waits = CounterMetricFamily(
+        "paceline_worker_pull_wait_seconds",
+        "Seconds in which a worker waited for answers of shards, on the first shard.",
+        labels=labels,
+    )
+    requests = CounterMetricFamily(
+        "paceline_worker_request_seconds",
+        "Seconds in which pushes or pulls of a worker were under way, on the first shard.",
+        labels=labels,
+    )
+    hidden = GaugeMetricFamily(
+        "paceline_worker_hidden_ratio",
+        "Share of paceline_worker_request_seconds in which the worker did not wait for answers.",
+        labels=labels,
+    )
+    for name, worker in live:
+        key, pace = [name, str(worker.rank)], worker.pace
+        steps.add_metric(key, count_value=pace.num_steps, sum_value=pace.steps_s)
+        waits.add_metric(key, pace.waits_s)
+        requests.add_metric(key, pace.requests_s)
+        hidden.add_metric(key, pace.hidden_ratio)
+    yield from (steps, waits, requests, hidden)

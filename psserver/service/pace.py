@@ -1,0 +1,24 @@
+"""Messages about a worker's pace, to and from the values of the decisions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+from psserver.decisions.pace import NO_PACE, Pace
+
+
+def pace_of(message: pb.Pace) -> Pace:
+    """Returns the pace that a worker reports; zeros if no worker can have it."""
+    pace = Pace(
+        num_steps=message.num_steps,
+        steps_s=message.steps_s,
+        waits_s=message.waits_s,
+        requests_s=message.requests_s,
+    )
+    return pace if pace.is_valid else NO_PACE
+
+
+def pace_to_proto(pace: Pace) -> pb.Pace:
+    """Returns the message of a worker's pace."""
+    return pb.Pace(**asdict(pace))

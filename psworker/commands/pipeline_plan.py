@@ -1,0 +1,314 @@
+"""`psworker plan --pipeline`: stages, replicas and the verdict, from a measured profile."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pscore.errors import ConfigError
+from pscore.net.wire import FLOAT_NBYTES
+from pscore.rules.decentralised import Decentralised
+from psworker.commands.model_plan import Job, traffic_of
+from psworker.commands.models import MODELS, make_model
+from psworker.pipeline.chain import chain_of
+from psworker.pipeline.costs import Cost, Ring, Shards
+from psworker.pipeline.measure import measure
+from psworker.pipeline.partition import Level, Memory, Stage
+from psworker.pipeline.profile import Profile, read_profile
+from psworker.pipeline.verdict import compare, size
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+SYNCS = ("shards", "ring")
+WORKERS_MAX = 64  # Of a plan: its time grows with their square.
+SAMPLES = 8  # Of a minibatch, where nothing is said.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The flags of `psworker plan` that belong to `--pipeline`; None: not given."""
+
+    bandwidth: str | None = None
+    machines: int | None = None
+    memory: str | None = None
+    inputs: str | None = None
+    device: str | None = None
+    sync: str | None = None
+    save_profile: Path | None = None
+
+    def require_none(self) -> None:
+        """Refuses flags that have no effect without `--pipeline`.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        for item in fields(self):
+            if getattr(self, item.name) is not None:
+                flag = {"inputs": "input"}.get(item.name, item.name).replace("_", "-")
+                raise ConfigError(f"--{flag} has no effect without --pipeline")
+
+
+def plan_pipeline(
+    model: str, wanted: Wanted, job: Job, num_workers: int, num_shards: int | None
+) -> dict[str, Any]:
+    """Returns the plan of a model's pipeline as JSON: milliseconds and bytes of one minibatch.
+
+    Args:
+        model: Known by name, `module:factory`, or the file of a profile.
+        wanted: The flags.
+        job: The mode between the replicas of a stage.
+        num_workers: Workers of all stages.
+        num_shards: Each behind a link as fast as a worker's; None: as many as workers.
+
+    Raises:
+        ConfigError: A flag is wrong, or the model is not a chain that runs on the input.
+    """
+    if wanted.bandwidth is None:
+        raise ConfigError("--pipeline needs --bandwidth, the link of a worker, as 1gbit")
+    if num_workers > WORKERS_MAX:
+        raise ConfigError(f"--workers is {num_workers}, must be at most {WORKERS_MAX} here")
+    levels = levels_of(num_workers, wanted.machines or 1, wanted.bandwidth)
+    memory = Memory(parse_memory(wanted.memory), len(job.optimizer.state_names))
+    job.rule.require_workers(num_workers)
+    profile = profile_of(model, wanted.inputs, wanted.device or "cpu")
+    if wanted.save_profile is not None:
+        try:
+            wanted.save_profile.write_text(profile.as_json(), encoding="utf-8")
+        except OSError as problem:
+            raise ConfigError(f"the profile cannot be written: {problem}") from problem
+    cost = cost_of(wanted.sync or SYNCS[0], num_shards or num_workers, profile, job)
+    return pipeline_report(profile, levels, cost, memory)
+
+
+def parse_bandwidths(text: str) -> list[float]:
+    """Returns bytes per second of links such as `1gbit`, or `100gbit,10gbit`: inner ones first.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    found = []
+    for part in text.split(","):
+        matched = re.fullmatch(r"(\d+(?:\.\d*)?)([kmgt]?)(?:bit)?(?:/s)?", part.strip().lower())
+        if matched is None or not float(matched[1]):
+            raise ConfigError(f"--bandwidth is {text!r}, must be as 1gbit, or 100gbit,10gbit")
+        found.append(float(matched[1]) * UNITS[matched[2]] / 8)
+    return found
+
+
+def parse_memory(text: str | None) -> float:
+    """Returns the bytes of a text such as `16g`; without one there is no limit.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if text is None:
+        return math.inf
+    matched = re.fullmatch(r"(\d+(?:\.\d*)?)([kmgt]?)(i?)b?", text.strip().lower())
+    if matched is None or not float(matched[1]):
+        raise ConfigError(f"--memory is {text!r}, must be as 16g, or 16gib")
+    power = "kmgt".find(matched[2]) + 1 if matched[2] else 0
+    return float(matched[1]) * float(1024 if matched[3] else 1000) ** power
+
+
+def levels_of(workers: int, machines: int, bandwidth: str) -> list[Level]:
+    """Returns the levels of a cluster: the workers of a machine, then the machines.
+
+    Raises:
+        ConfigError: The workers cannot be split evenly, or there are too few or many links.
+    """
+    links = parse_bandwidths(bandwidth)
+    if machines == 1:
+        sizes = [workers]
+    elif workers % machines:
+        raise ConfigError(f"{workers} workers cannot be split evenly over {machines} machines")
+    else:
+        sizes = [workers // machines, machines]
+    if len(links) != len(sizes):
+        raise ConfigError(
+            f"--bandwidth names {len(links)} links, must name {len(sizes)}: "
+            + ("between the workers" if machines == 1 else "in a machine, and between machines")
+        )
+    return [Level(units, link) for units, link in zip(sizes, links, strict=True)]
+
+
+def profile_of(model: str, inputs: str | None, device: str) -> Profile:
+    """Returns the measured profile of a model, or the one in a `.json` file.
+
+    Args:
+        model: Known by name, `module:factory`, or a file that `--save-profile` wrote.
+        inputs: A minibatch, as `8x3x224x224`, or `8x1024:50257` for numbers below 50257.
+        device: To measure on.
+
+    Raises:
+        ConfigError: There is no such model or file, or it is not a chain.
+    """
+    if model.endswith(".json"):
+        try:
+            return read_profile(Path(model).read_text(encoding="utf-8"), model)
+        except OSError as problem:
+            raise ConfigError(f"profile {model} cannot be read: {problem}") from problem
+    example = _example(model, inputs)
+    made = make_model(model)
+    try:
+        blocks = chain_of(made.to(device), example.to(device))
+        return measure(model, blocks, example.to(device))
+    except (RuntimeError, TypeError, AttributeError, ValueError) as problem:
+        shape = "x".join(map(str, example.shape))
+        how = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        raise ConfigError(
+            f"{model} does not run on an input of {shape} on {device} ({how}); name another "
+            "with --input"
+        ) from problem
+
+
+def _example(model: str, inputs: str | None) -> torch.Tensor:
+    """Returns a minibatch of random numbers.
+
+    Raises:
+        ConfigError: The text is no shape, or the model is not known and has none.
+    """
+    if inputs is None:
+        if model not in MODELS:
+            raise ConfigError(
+                f"the shape of a minibatch of {model} is not known: name it by --input"
+            )
+        known = MODELS[model]
+        shape, vocabulary = (SAMPLES, *known.shape), known.vocabulary
+    else:
+        matched = re.fullmatch(r"([1-9]\d*(?:x[1-9]\d*)*)(?::([1-9]\d*))?", inputs)
+        if matched is None:
+            raise ConfigError(f"--input is {inputs!r}, must be as 8x3x224x224, or 8x1024:50257")
+        shape = tuple(int(number) for number in matched[1].split("x"))
+        vocabulary = int(matched[2] or 0)
+    return torch.randint(vocabulary, shape) if vocabulary else torch.randn(shape)
+
+
+def cost_of(sync: str, num_shards: int, profile: Profile, job: Job) -> Cost:
+    """Returns the cost of stages whose replicas meet on shards, or in a ring.
+
+    Args:
+        sync: One of `SYNCS`.
+        num_shards: Shards, each behind a link of its own.
+        profile: The model.
+        job: The mode between replicas, with its compressors and optimizer.
+
+    Raises:
+        ConfigError: There is no such way.
+    """
+    if sync not in SYNCS:
+        raise ConfigError(f"--sync is {sync!r}, must be one of {', '.join(SYNCS)}")
+    if sync == "ring":
+        return Ring()
+    if isinstance(job.rule, Decentralised):
+        raise ConfigError(f"mode {job.rule} has no shards between replicas; use --sync ring")
+    numels = [layer.parameter_nbytes // FLOAT_NBYTES for layer in profile.layers]
+    numels = [numel for numel in numels if numel]
+    if not numels:
+        raise ConfigError(f"{profile.model!r} has no parameters that are trained")
+    num_state = len(job.optimizer.state_names)
+    traffic = traffic_of(numels, job.rule, (job.compressor, job.pull_compressor), num_state)
+    return Shards(
+        pushed=traffic.pushed,
+        pulled=traffic.pulled,
+        hides=not traffic.blocks,
+        num_shards=num_shards,
+    )
+
+
+def pipeline_report(
+    profile: Profile, levels: Sequence[Level], cost: Cost, memory: Memory
+) -> dict[str, Any]:
+    """Returns the plan as JSON: milliseconds and bytes are of one minibatch."""
+    found = compare(profile, levels, cost, memory)
+    workers = math.prod(level.units for level in levels)
+    stages = [] if found.partition is None else list(found.partition.stages)
+    return {
+        "model": profile.model,
+        "samples": profile.samples,
+        "device": profile.device,
+        "num_workers": workers,
+        "num_layers": len(profile.layers),
+        "parameter_nbytes": sum(layer.parameter_nbytes for layer in profile.layers),
+        "forward_ms": 1e3 * sum(layer.forward_s for layer in profile.layers),
+        "backward_ms": 1e3 * sum(layer.backward_s for layer in profile.layers),
+        "plan": "" if found.partition is None else found.partition.name,
+        "stages": [_stage_json(profile, stage) for stage in stages],
+        "pipeline_ms": 1e3 * found.pipeline_s,
+        "pipeline_nbytes": found.moved_nbytes,
+        "data_parallel_ms": 1e3 * found.data_parallel_s,
+        "data_parallel_nbytes": found.data_parallel_nbytes,
+        "data_parallel_memory_nbytes": found.data_parallel.memory_nbytes,
+        "hidden_ms": _hidden_ms(profile, levels, cost, memory),
+        "verdict": "pipeline" if found.is_pipeline else "do not pipeline",
+        "reason": found.reason,
+    }
+
+
+def _hidden_ms(
+    profile: Profile, levels: Sequence[Level], cost: Cost, memory: Memory
+) -> float | None:
+    """Returns the time of data parallelism that hides its traffic; None: it does already."""
+    if isinstance(cost, Shards) and cost.hides:
+        return None
+    shards = cost.num_shards if isinstance(cost, Shards) else math.prod(x.units for x in levels)
+    hidden = Shards(num_shards=shards)
+    return 1e3 * compare(profile, levels, hidden, memory).data_parallel_s
+
+
+def _stage_json(profile: Profile, stage: Stage) -> dict[str, Any]:
+    layers = profile.layers[stage.first : stage.last + 1]
+    is_last = stage.last + 1 == len(profile.layers)
+    return {
+        "first": layers[0].name,
+        "last": layers[-1].name,
+        "num_layers": len(layers),
+        "replicas": stage.replicas,
+        "compute_ms": 1e3 * sum(layer.compute_s for layer in layers),
+        "parameter_nbytes": sum(layer.parameter_nbytes for layer in layers),
+        "output_nbytes": 0 if is_last else layers[-1].output_nbytes,
+        "weight_versions": stage.in_flight,
+        "memory_nbytes": stage.memory_nbytes,
+    }
+
+
+def lines_of(data: dict[str, Any]) -> list[str]:
+    """Returns a plan as lines for a terminal."""
+    lines = [
+        f"{data['model']}, {data['samples']} samples a minibatch, measured on {data['device']}: "
+        f"{data['num_layers']} layers, {size(data['parameter_nbytes'])} of parameters, "
+        f"{data['forward_ms']:.4g} ms forward, {data['backward_ms']:.4g} ms backward"
+    ]
+    for number, stage in enumerate(data["stages"]):
+        sends = f", sends {size(stage['output_nbytes'])}" if stage["output_nbytes"] else ""
+        lines.append(
+            f"stage {number}: {_count(stage['num_layers'], 'layer')}, {stage['first']} to "
+            f"{stage['last']}, on {_count(stage['replicas'], 'worker')}; "
+            f"{stage['compute_ms']:.4g} ms of computing, {size(stage['parameter_nbytes'])} of "
+            f"parameters{sends}; {_count(stage['weight_versions'], 'weight version')}, "
+            f"{size(stage['memory_nbytes'])} of memory"
+        )
+    if len(data["stages"]) > 1:
+        lines.append(
+            f"pipeline {data['plan']}: {data['pipeline_ms']:.4g} ms and "
+            f"{size(data['pipeline_nbytes'])} a minibatch"
+        )
+    lines.append(
+        f"data parallelism: {data['data_parallel_ms']:.4g} ms and "
+        f"{size(data['data_parallel_nbytes'])} a minibatch, "
+        f"{size(data['data_parallel_memory_nbytes'])} of memory"
+    )
+    if data["hidden_ms"] is not None:
+        lines.append(
+            f"data parallelism that hides its traffic, as in mode ssd: {data['hidden_ms']:.4g} ms"
+        )
+    lines.append(f"verdict: {data['verdict']}: {data['reason']}")
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

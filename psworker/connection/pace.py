@@ -1,0 +1,81 @@
+"""The pace of a worker: its steps, its requests to the shards, and its waits for their answers.
+
+All are sums that only rise, so that a reader takes the difference of two moments. They travel with
+the heartbeats to the first shard, for status and metrics. Nothing depends on them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from pscore.pb.ps.v1 import control_pb2 as pb
+
+
+class Pace:
+    """The sums of one worker since it joined; used from any thread."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Starts at zero; `now` returns seconds."""
+        self._now = now
+        self._lock = threading.Lock()
+        self._num_steps = 0
+        self._steps_s = self._waits_s = self._requests_s = 0.0
+        self._stepped_s: float | None = None  # End of the last step.
+        self._under_way: set[Future[Any]] = set()
+        self._busy_s = 0.0  # Begin of the time with requests under way, if there are any.
+
+    def end_step(self) -> None:
+        """Counts a step: from the end of the one before, so the first has no time."""
+        with self._lock:
+            now_s = self._now()
+            if self._stepped_s is not None:
+                self._num_steps += 1
+                self._steps_s += now_s - self._stepped_s
+            self._stepped_s = now_s
+
+    def follow(self, answer: Future[Any]) -> None:
+        """Counts the time until a push or pull is answered; times that overlap count once."""
+        with self._lock:
+            if not self._under_way:
+                self._busy_s = self._now()
+            self._under_way.add(answer)
+        answer.add_done_callback(self._done)
+
+    def _done(self, answer: Future[Any]) -> None:
+        with self._lock:
+            if answer in self._under_way:
+                self._under_way.remove(answer)
+                self._end_busy()
+
+    def forget(self) -> None:
+        """Forgets the requests under way, some of which may never be answered."""
+        with self._lock:
+            if self._under_way:
+                self._under_way.clear()
+                self._end_busy()
+
+    def _end_busy(self) -> None:
+        if not self._under_way:
+            self._requests_s += self._now() - self._busy_s
+
+    def waited(self, seconds: float) -> None:
+        """Counts a wait for the answer of a shard."""
+        with self._lock:
+            self._waits_s += seconds
+
+    def message(self) -> pb.Pace:
+        """Returns the sums of this moment."""
+        with self._lock:
+            requests_s = self._requests_s
+            if self._under_way:
+                requests_s += self._now() - self._busy_s
+            return pb.Pace(
+                num_steps=self._num_steps,
+                steps_s=self._steps_s,
+                waits_s=min(self._waits_s, requests_s),
+                requests_s=requests_s,
+            )

@@ -1,0 +1,344 @@
+"""The partition of a chain of layers into stages, and of the workers among them: exact.
+
+The dynamic programme of Deepak Narayanan, Aaron Harlap et al., "PipeDream: Generalized Pipeline
+Parallelism for DNN Training", SOSP 2019, section 3.1, over a cost of section 3's form:
+
+    A(i..j, m) = min( T(i..j, m),  min over c, m' of max( A(i..c, m - m'), T(c+1..j, m') ) )
+
+T is the time of one stage with m replicas, A that of the best pipeline of layers i..j on m workers:
+its slowest stage. On machines of several workers a level of its own holds for each kind of link:
+a replica of a stage of the outer level is then a pipeline of the inner one (`A` of that level takes
+the place of the computing in `T`).
+
+Differs from the paper: bytes of an edge are charged to the links of both its stages, and the memory
+limit uses the exact number of minibatches in flight, which depends on the workers before a stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psworker.pipeline.costs import Cost, Load
+from psworker.pipeline.profile import Layer, sums
+
+LESS = 1 - 1e-9  # A time must be shorter by this factor to be worth another stage.
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Workers, or machines of the level below, behind links of one kind."""
+
+    units: int
+    bandwidth: float  # Bytes per second, in each direction of a unit's link.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers `first` to `last`, both in it, on `replicas` workers."""
+
+    first: int
+    last: int
+    replicas: int
+    in_flight: int  # Minibatches between their forward and their backward on one replica.
+    memory_nbytes: int  # Of one replica.
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Stages in order, and the seconds between two minibatches of the slowest one."""
+
+    stages: tuple[Stage, ...]
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """The numbers of replicas, as in `3-1`."""
+        return "-".join(str(stage.replicas) for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The limit of a worker's memory, and the optimizer's part in it."""
+
+    limit_nbytes: float = math.inf
+    num_state: int = 0  # Arrays of the optimizer, as long as the parameters.
+
+    def stage_nbytes(self, weights: float, held: float, versions: int, replicas: int) -> int:
+        """Returns the bytes of a stage's replica.
+
+        One weight version and the activations of each minibatch in flight, one gradient, and the
+        optimizer's state unless the stage is replicated: its optimizer then runs on the shards.
+
+        Args:
+            weights: Bytes of its parameters.
+            held: Bytes of activations of one minibatch.
+            versions: Minibatches in flight.
+            replicas: Its workers.
+        """
+        own_state = self.num_state if replicas == 1 else 0
+        return int(versions * (weights + held) + (1 + own_state) * weights)
+
+
+def in_flight(before: int, replicas: int, workers: int) -> int:
+    """Returns the weight versions of a stage: minibatches in flight on one of its replicas.
+
+    Args:
+        before: Workers of all stages before it.
+        replicas: Its own workers.
+        workers: Workers of all stages.
+    """
+    return (workers - 1 - before) // replicas + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The best pipeline of layers first..j on m units; `cut` is the last layer before its end."""
+
+    seconds: float
+    cut: int = -1  # -1: it is one stage.
+    units: int = 0  # Of its last stage.
+
+
+# Cells by last layer and units, where the last stage sends its output on this level, and not.
+_Table = tuple[dict[tuple[int, int], _Cell], dict[tuple[int, int], _Cell]]
+_NEVER = _Cell(math.inf)
+
+
+class Partitioner:
+    """Finds the fastest pipeline of a chain of layers that fits into memory."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        levels: Sequence[Level],
+        cost: Cost,
+        memory: Memory | None = None,
+    ) -> None:
+        """Prepares the sums of the layers.
+
+        Args:
+            layers: The model.
+            levels: Workers of a machine first, then machines.
+            cost: Of a stage.
+            memory: Of a worker; None: no limit.
+        """
+        self._layers = layers
+        self._levels = levels
+        self._cost = cost
+        self._memory = memory or Memory()
+        self._compute = sums([layer.compute_s for layer in layers])
+        self._weights = sums([layer.parameter_nbytes for layer in layers])
+        self._held = sums([layer.held_nbytes for layer in layers])
+        # Workers in one unit of each level.
+        self._inside = [math.prod(level.units for level in levels[:k]) for k in range(len(levels))]
+        self._workers = math.prod(level.units for level in levels)
+        self._tables: dict[tuple[int, int, int, int], _Table] = {}
+
+    def best(self) -> Partition | None:
+        """Returns the fastest partition, of fewest stages among equals; None: nothing fits."""
+        top, last = len(self._levels) - 1, len(self._layers) - 1
+        cell = self._table(top, 0, 1, 0)[1].get((last, self._levels[top].units), _NEVER)
+        return self._partition(cell)
+
+    def best_pipeline(self) -> Partition | None:
+        """Returns the fastest partition of two stages or more on the outer level."""
+        top, last = len(self._levels) - 1, len(self._layers) - 1
+        table = self._table(top, 0, 1, 0)
+        key = last, self._levels[top].units
+        return self._partition(self._split((top, 0, 1, 0), table[0], *key, _NEVER, is_last=True))
+
+    def data_parallel(self) -> tuple[float, Stage]:
+        """Returns the seconds of one stage on all workers, and that stage, without a limit."""
+        seconds, units = self._compute[-1], 1
+        for level in self._levels:
+            units *= level.units
+            seconds = self._cost.stage_s(
+                self._load(0, len(self._layers) - 1, level, level.units, seconds)
+            )
+        return seconds, self._stage(0, len(self._layers) - 1, units, 0)
+
+    def load(self, stage: Stage) -> Load:
+        """Returns the load of a stage of a partition, over the outer links."""
+        first, last = stage.first, stage.last
+        return Load(
+            inner_s=self._compute[last + 1] - self._compute[first],
+            parameter_nbytes=self._weights[last + 1] - self._weights[first],
+            input_nbytes=self._layers[first - 1].output_nbytes if first else 0,
+            output_nbytes=self._layers[last].output_nbytes if last + 1 < len(self._layers) else 0,
+            replicas=stage.replicas,
+            bandwidth=self._levels[-1].bandwidth,
+        )
+
+    # ----- the programme
+
+    def _table(self, level: int, first: int, outer: int, before: int) -> _Table:
+        """Returns the best pipelines of layers from `first` on, by last layer and units.
+
+        Args:
+            level: Of the links between the stages.
+            first: The first layer.
+            outer: How often the outer levels replicate the pipeline.
+            before: Workers of the stages before it.
+        """
+        if math.isinf(self._memory.limit_nbytes):
+            outer, before = 1, 0  # Only the memory depends on them.
+        place = level, first, outer, before
+        if place not in self._tables:
+            self._tables[place] = self._fill(place)
+        return self._tables[place]
+
+    def _fill(self, place: tuple[int, int, int, int]) -> _Table:
+        level, first, outer, before = place
+        sends: dict[tuple[int, int], _Cell] = {}
+        ends: dict[tuple[int, int], _Cell] = {}
+        for last in range(first, len(self._layers)):
+            for units in range(1, self._levels[level].units + 1):
+                for cells, is_last in ((sends, False), (ends, True)):
+                    seconds = self._stage_s(
+                        level, (first, last), units, outer, before, is_first=True, is_last=is_last
+                    )
+                    cell = self._split(
+                        place, sends, last, units, _Cell(seconds, -1, units), is_last=is_last
+                    )
+                    if cell.seconds < math.inf:
+                        cells[last, units] = cell
+        return sends, ends
+
+    def _split(
+        self,
+        place: tuple[int, int, int, int],
+        sends: dict[tuple[int, int], _Cell],
+        last: int,
+        units: int,
+        cell: _Cell,
+        *,
+        is_last: bool,
+    ) -> _Cell:
+        """Returns the best pipeline that ends with a stage of its own, if it is beyond `cell`."""
+        level, first, outer, before = place
+        for cut in range(first, last):
+            for own in range(1, units):
+                former = sends.get((cut, units - own), _NEVER)
+                if former.seconds >= cell.seconds * LESS:
+                    continue
+                ahead = before + outer * (units - own) * self._inside[level]
+                seconds = max(
+                    former.seconds,
+                    self._stage_s(
+                        level,
+                        (cut + 1, last),
+                        own,
+                        outer,
+                        ahead,
+                        is_first=False,
+                        is_last=is_last,
+                    ),
+                )
+                if seconds < cell.seconds * LESS:
+                    cell = _Cell(seconds, cut, own)
+        return cell
+
+    def _stage_s(
+        self,
+        level: int,
+        layers: tuple[int, int],
+        units: int,
+        outer: int,
+        before: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+    ) -> float:
+        """Returns the seconds of one stage; infinite if it does not fit into memory."""
+        first, last = layers
+        if level:
+            inner = self._table(level - 1, first, outer * units, before)[1]
+            inner_s = inner.get((last, self._levels[level - 1].units), _NEVER).seconds
+        else:
+            inner_s = self._compute[last + 1] - self._compute[first]
+            if not self._fits(first, last, outer * units, before):
+                return math.inf
+        if math.isinf(inner_s):
+            return math.inf
+        load = self._load(
+            first, last, self._levels[level], units, inner_s, is_first=is_first, is_last=is_last
+        )
+        return self._cost.stage_s(load)
+
+    def _load(
+        self,
+        first: int,
+        last: int,
+        level: Level,
+        units: int,
+        inner_s: float,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> Load:
+        return Load(
+            inner_s=inner_s,
+            parameter_nbytes=self._weights[last + 1] - self._weights[first],
+            input_nbytes=0 if is_first else self._layers[first - 1].output_nbytes,
+            output_nbytes=0 if is_last else self._layers[last].output_nbytes,
+            replicas=units,
+            bandwidth=level.bandwidth,
+        )
+
+    def _fits(self, first: int, last: int, replicas: int, before: int) -> bool:
+        if math.isinf(self._memory.limit_nbytes):
+            return True
+        stage = self._stage(first, last, replicas, before)
+        return stage.memory_nbytes <= self._memory.limit_nbytes
+
+    def _stage(self, first: int, last: int, replicas: int, before: int) -> Stage:
+        versions = in_flight(before, replicas, self._workers)
+        return Stage(
+            first=first,
+            last=last,
+            replicas=replicas,
+            in_flight=versions,
+            memory_nbytes=self._memory.stage_nbytes(
+                self._weights[last + 1] - self._weights[first],
+                self._held[last + 1] - self._held[first],
+                versions,
+                replicas,
+            ),
+        )
+
+    # ----- the way back
+
+    def _partition(self, cell: _Cell) -> Partition | None:
+        """Returns the partition behind the last cell of the outer level."""
+        if math.isinf(cell.seconds):
+            return None
+        top = len(self._levels) - 1
+        stages = self._stages((top, 0, 1, 0), cell, len(self._layers) - 1, self._levels[top].units)
+        return Partition(tuple(stages), cell.seconds)
+
+    def _stages(
+        self, place: tuple[int, int, int, int], cell: _Cell, last: int, units: int
+    ) -> list[Stage]:
+        """Returns the stages of a cell, and of the pipelines inside them."""
+        level, first, outer, before = place
+        found: list[Stage] = []
+        while True:
+            start = first if cell.cut < 0 else cell.cut + 1
+            ahead = before + outer * (units - cell.units) * self._inside[level]
+            found = self._inner_stages(level, start, last, outer * cell.units, ahead) + found
+            if cell.cut < 0:
+                return found
+            last, units = cell.cut, units - cell.units
+            cell = self._table(*place)[0][last, units]
+
+    def _inner_stages(
+        self, level: int, first: int, last: int, replicas: int, before: int
+    ) -> list[Stage]:
+        if level == 0:
+            return [self._stage(first, last, replicas, before)]
+        units = self._levels[level - 1].units
+        table = self._table(level - 1, first, replicas, before)
+        place = level - 1, first, replicas, before
+        return self._stages(place, table[1][last, units], last, units)
