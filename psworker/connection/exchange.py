@@ -77,9 +77,8 @@ class Exchange:
             JobMismatchError: The job's table of this name is another one; names the difference.
         """
         self.session, self.spec, self.layout = session, spec, spec.layout()
-        self.traffic = Traffic()
         own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
-        self.missed = Missed(len(own))
+        self.traffic, self.missed = Traffic(), Missed(len(own))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
         self._num_changes = 0  # Of the mode.

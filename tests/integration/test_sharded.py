@@ -248,7 +248,6 @@ CASES = [
     Case(steps=STEPS),
     Case(clip=0.5),
     Case(overflows_at=4),
-    Case(kind="tensor parallel"),
     Case(kind="tensor parallel", clip=0.5),
     *(Case(mode, kind) for mode in MODES for kind in ("fsdp2", "whole")),
 ]
