@@ -73,8 +73,9 @@ bench-peers: $(STAMP) ## Paceline beside torch RPC, Gloo, MXNet, TensorFlow and 
 soak: $(STAMP) ## half an hour of workers that join and leave: nothing may grow
 	$(BIN)/python -m benchmarks.soak --seconds 1800 --json
 
-simulate: $(STAMP) ## 11,000 seeds of the simulator: every rule, with faults and with workers that come and go
+simulate: $(STAMP) ## 21,000 seeds of the simulator: every rule, with faults and with workers that come and go
 	$(BIN)/python -m pssim sweep 500
+	$(BIN)/python -m pssim peers 0 10000
 
 fuzz: $(STAMP) ## a million mutated frames, guided by coverage
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'

@@ -20,7 +20,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
+from benchmarks.markdown import table
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
 from psserver.decisions.shard import Shard
@@ -31,21 +33,6 @@ from psworker import exits as psworker_exits
 from psworker.commands import cli as psworker_cli
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def table(head: list[str], rows: list[list[str]], align: str = "") -> str:
-    """Returns a Markdown table.
-
-    Args:
-        head: Titles of the columns.
-        rows: Cells; a `|` in a cell is escaped.
-        align: One letter a column, `l` or `r`; left where it is shorter.
-    """
-    marks = [
-        "--:" if letter == "r" else "---" for letter in align.ljust(len(head), "l")[: len(head)]
-    ]
-    lines = [head, marks, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 # ----- settings, commands and exit codes: docs/reference.md
@@ -143,9 +130,22 @@ def metrics() -> str:
     return table(["metric", "type", "labels", "meaning"], rows)
 
 
+def dashboard() -> str:
+    """Returns the cost of a look of the dashboard, from the newest result."""
+    figures = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    median, most = figures["look_ms"]["median"], figures["look_ms"]["max"]
+    row = [
+        f"{figures['shards']} shards, {figures['workers']} workers",
+        f"{median:.2f} ms; the shard with most {most:.2f} ms",
+        f"{median / 10:.2f} % of a core",
+    ]
+    return table(["cluster", "a shard's CPU for one look", "at one look a second"], [row])
+
+
 # ----- the data planes: docs/dataplane.md
 
 RESULTS = ROOT / "docs" / "results" / "transport.jsonl"
+DASHBOARD = ROOT / "docs" / "results" / "dashboard.json"
 HOSTS = ROOT / "docs" / "results" / "hosts.json"
 PATHS = {"local": "shared memory", "tcp": "TCP", "grpc": "gRPC"}
 
@@ -343,14 +343,17 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "exit codes": exit_codes,
     "commands": commands,
+    "dashboard": dashboard,
     "metrics": metrics,
     "transport": transport,
     "targets": targets,
     "hosts": hosts,
     "overlap": overlap,
     **tables.TABLES,
+    **exchange_tables.BLOCKS,
 }
 PAGES = (
+    "docs/dashboard.md",
     "docs/convergence.md",
     "docs/dataplane.md",
     "docs/links.md",

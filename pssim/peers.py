@@ -30,6 +30,7 @@ from psworker.gossip.base import Gathering, Late, Meet, Model, Tag, Waits, Want
 LEASE_S, HEARTBEAT_S, POLL_S = 1.0, 0.2, 0.05
 EVENTS_MAX = 2_000_000
 Gradient = Callable[[int, int, FloatArray], FloatArray]  # Of a rank, at a step and at weights.
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,8 @@ class SimulatedPeer:
         self.world, self.rank = world, rank
         self.incarnation = 1 + next(world.numbers)
         self.weights = torch.from_numpy(start.copy())
+        self._parameter = torch.nn.Parameter(self.weights)  # The same memory.
+        self._optimizer = world.make_optimizer([self._parameter])
         self.grad: FloatArray | None = None
         self.epoch = self.since = self.heard_epoch = 0
         self.is_dead = self.has_ended = False
@@ -172,7 +175,8 @@ class SimulatedPeer:
             self._flush(lambda: self._drive(self.gossip.part(), lambda: self._flush(self._end)))
             return
         self.gossip.begin()
-        self.path.append(self.weights.numpy().copy())
+        if self.world.keeps_paths:
+            self.path.append(self.weights.numpy().copy())
         self.world.log.append(Entry("read", self.rank, number=self.gossip.number))
         step, began_s = self.gossip.number, self.world.now_s
 
@@ -200,7 +204,10 @@ class SimulatedPeer:
 
     def _update(self) -> None:
         self.world.log.append(Entry("write", self.rank, number=self.gossip.number))
-        self.weights.sub_(torch.from_numpy(self._own_grad()), alpha=self.world.lr)
+        self._parameter.grad = torch.from_numpy(self._own_grad())
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.world.lr_at(self.gossip.number)
+        self._optimizer.step()
 
     def _unpack(self, values: FloatArray) -> None:
         self.weights.copy_(torch.from_numpy(values))
@@ -307,12 +314,14 @@ class PeerWorld:
         *,
         num_workers: int,
         steps: int,
-        lr: float,
+        lr: float | Callable[[int], float],
+        make_optimizer: MakeOptimizer = torch.optim.SGD,
         seed: int = 0,
         compute_s: Sequence[float] | None = None,
         latency_s: float = 0.05,
         trouble: Trouble | None = None,
         starts: Sequence[FloatArray] | None = None,
+        keeps_paths: bool = True,
     ) -> None:
         """Makes the workers; nothing runs yet.
 
@@ -322,14 +331,18 @@ class PeerWorld:
             start: Weights with which all workers begin, `(numel,) float32`.
             num_workers: Number of workers.
             steps: Steps of each.
-            lr: Learning rate of plain SGD.
+            lr: Learning rate, or that of each step.
+            make_optimizer: Makes each worker's optimizer; plain SGD if left out.
             seed: Of all randomness.
             compute_s: Seconds of each worker's gradient; None: 0.1 for all.
             latency_s: Longest time of a message; each takes a random part of it.
             trouble: Faults; None: none.
             starts: Weights with which each worker begins, in place of `start`.
+            keeps_paths: Whether workers keep the weights of each step in `path`.
         """
-        self.rule, self.gradient, self.steps, self.lr = rule, gradient, steps, lr
+        self.rule, self.gradient, self.steps = rule, gradient, steps
+        self.lr_at = lr if callable(lr) else lambda step: lr
+        self.make_optimizer, self.keeps_paths = make_optimizer, keeps_paths
         self.numbers = itertools.count()
         self.compute_s = compute_s or [0.1] * num_workers
         self.trouble = trouble or Trouble()

@@ -64,5 +64,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "secant": lambda: table("secant.jsonl", LOSSES),
     "tuned": tuned,
     "adam": lambda: table("adam.jsonl", SHORT),
+    "gap": lambda: table("gap.jsonl", ("run", "lr", *SHORT[1:-2])),
     "resnet": lambda: table("resnet.jsonl", SEEDS),
 }

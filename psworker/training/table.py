@@ -238,6 +238,7 @@ class TrainingTable:
         """Replaces the local step by that of the mode; exchanges start over."""
         self.local_step.close()
         self.local_step = self.make_step(self.rule)
+        self.local_step.announce()
 
     def _start_local_step(self) -> None:
         """Starts the local step; where others are ahead, this worker continues at their step."""
@@ -258,7 +259,7 @@ class TrainingTable:
             samples: Weight of the step in the mean of a round.
         """
         if self.replica.plan().push in OF_ROUNDS:
-            self.local_step.flush(self.exchange)  # The moves overwrite those of the last round.
+            self.exchange.flush()  # The moves overwrite those of the last round.
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
         if self.group is None:
             self.local_step.begin()
@@ -266,14 +267,14 @@ class TrainingTable:
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
-        self.local_step.flush(self.exchange)
+        self.exchange.flush()
         if self.replica.num_inner:
             self.flat.gather_weights()
         self.replica.end_round(self.grads(), self.exchange)
 
     def settle(self) -> None:
         """Waits until every push is acknowledged and every pull has been applied."""
-        self.local_step.flush(self.exchange)
+        self.exchange.flush()
         self.exchange.run(self.replica.settle())
 
     def fetch(self, min_version: int | None) -> None:
@@ -300,7 +301,7 @@ class TrainingTable:
             spec = self.layout.slices[index]
             weights, *state = [flat[spec.start : spec.stop] for flat in flats]
             pull_buffers[index] = PullBuffer(weights=weights, state=state, is_look=True)
-        self.local_step.flush(self.exchange)
+        self.exchange.flush()
         with_state = num_state is not None
         self.exchange.run(self.replica.peek(pull_buffers, self.exchange, with_state=with_state))
         counts = [one.counts for one in pull_buffers.values() if one.counts is not None]
@@ -312,7 +313,6 @@ class TrainingTable:
         refuse_in_group(rule, self.optimizer, self.group)
         self.settle()
         self.parts.meet()
-        self.local_step.part()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
         self._renew_local_step()

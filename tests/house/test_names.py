@@ -10,6 +10,7 @@ from tests.house.source import ROOT, definitions, modules_or_skip, parse
 
 HEADING = re.compile(r"^#+ .*way of (one|a) gradient.*$", re.IGNORECASE | re.MULTILINE)
 ENTRY = re.compile(r"`([\w/]+\.py):([\w.]+)`")
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
 
 def gradient_entries(readme: str) -> list[tuple[str, str]] | None:
@@ -34,6 +35,18 @@ def test_the_way_of_one_gradient_points_at_names_that_exist() -> None:
         if not (ROOT / path).exists() or defined not in set(definitions(parse(ROOT / path).body))
     ]
     assert not gone, f"README.md points at {gone}, which are gone"
+
+
+@pytest.mark.parametrize("entry", ENTRY.findall(GLOSSARY), ids=":".join)
+def test_the_places_of_the_glossary_exist(entry: tuple[str, str]) -> None:
+    path, defined = entry
+    assert defined in set(definitions(parse(ROOT / path).body))
+
+
+def test_the_glossary_answers_ten_questions_about_places() -> None:
+    section = GLOSSARY.partition("## Where to find something")[2]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert sum("?" in row and "`" in row for row in rows) == 10
 
 
 def test_psworker_lists_its_public_names_sorted() -> None:

@@ -1,0 +1,125 @@
+"""Modes whose workers exchange models with each other, beside modes with shards.
+
+    python -m benchmarks.decentralised --quick --json                    # under 5 minutes
+    python -m benchmarks.decentralised --data ../shared/data/fashion-mnist --seeds 1 2 3 --epochs 5
+
+Three figures for each mode, with 8 workers. `straggler`: seconds an epoch of the workers that are
+not slowed while one is, with real processes (`exchanges/straggler.py`). `accuracy`, `consensus`: of
+LeNet on Fashion-MNIST at equal samples, with simulated workers (`exchanges/learning.py`); `--quick`
+takes one seed and the 10,000 images of the repository. `--results` keeps the figures of the parts
+that were run, beside those of other runs, for the tables of docs/rules/decentralised.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import kit, tasks
+from benchmarks.exchanges import learning, straggler
+
+PARTS = ("straggler", "learning")
+MODES = tuple(straggler.MODES)
+QUICK_EPOCHS = 2.0
+
+
+def learn(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Trains in each mode with each seed; returns all results."""
+    found: list[dict[str, Any]] = []
+    for seed in args.seeds:
+        task = tasks.fashion(args.data, seed, learning.NUM_WORKERS)
+        steps = args.steps or round(args.epochs * task.steps_per_epoch)
+        for mode in args.modes:
+            result = learning.learn(mode, task, steps)
+            found.append(result.as_dict())
+            print(
+                f"{mode}, seed {seed}: {100 * result.accuracy:.2f} %, models {result.consensus:.4f}"
+                f" apart, {result.cpu_s:.0f} s of CPU",
+                flush=True,
+            )
+    base = {run["seed"]: run["accuracy"] for run in found if run["mode"] == "ssgd"}
+    rows = []
+    for mode in args.modes:
+        runs = [run for run in found if run["mode"] == mode]
+        gaps = [run["accuracy"] - base[run["seed"]] for run in runs if run["seed"] in base]
+        gap = f"{100 * statistics.fmean(gaps):+.2f}" if gaps else ""
+        rows.append([mode, f"{100 * mean(runs, 'accuracy'):.2f}", gap, mean(runs, "consensus")])
+    title = f"LeNet, Fashion-MNIST, {found[0]['steps']} steps of {tasks.BATCH} images a worker"
+    kit.show(title, ["mode", "test accuracy, %", "from ssgd", "consensus distance"], rows)
+    return found
+
+
+def mean(runs: list[dict[str, Any]], what: str) -> float:
+    """Returns the mean of a figure over runs."""
+    return statistics.fmean(run[what] for run in runs)
+
+
+def keep(path: Path, figures: dict[str, Any]) -> None:
+    """Writes figures to the result file; those of parts that were not run stay."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    about = {
+        "command": f"python -m benchmarks.decentralised {' '.join(sys.argv[1:])}".strip(),
+        "date": datetime.date.today().isoformat(),
+        "commit": kit.commit(),
+        "machine": kit.machine(),
+    }
+    for part, values in figures.items():
+        known[part] = about | {"figures": values}
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def brief(figures: dict[str, Any], modes: list[str]) -> dict[str, Any]:
+    """Returns the last line of output: accuracy and consensus are means over the seeds."""
+    said = {"straggler": figures.get("straggler", {}), "accuracy": {}, "consensus": {}}
+    for mode in modes:
+        runs = [run for run in figures.get("learning", ()) if run["mode"] == mode]
+        for what in ("accuracy", "consensus") if runs else ():
+            said[what][mode] = round(mean(runs, what), 5)
+    return said
+
+
+def main() -> None:
+    """Runs the parts one after the other."""
+    args = parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {}
+    if "straggler" in args.parts:
+        figures["straggler"] = straggler.measure(args.modes)
+        if args.out:
+            print(f"plot: {straggler.plot(figures['straggler'], args.out)}")
+    if "learning" in args.parts:
+        figures["learning"] = learn(args)
+    if args.results:
+        keep(args.results, figures)
+    if args.json:
+        print(json.dumps(brief(figures, args.modes)))
+
+
+def parse_args() -> argparse.Namespace:
+    """Returns the command line's arguments."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--epochs", type=float, default=QUICK_EPOCHS, help="of all images")
+    parser.add_argument("--steps", type=int, help="of each worker, in the place of --epochs")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="keep the figures here")
+    parser.add_argument("--out", type=Path, help="folder of the plot")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args()
+    if args.quick:
+        args.seeds, args.epochs = args.seeds[:1], QUICK_EPOCHS
+    return args
+
+
+if __name__ == "__main__":
+    main()

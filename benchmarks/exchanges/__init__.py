@@ -1,0 +1,1 @@
+"""Parts of `benchmarks.decentralised`: workers that exchange models with each other."""

@@ -1,0 +1,81 @@
+"""The benchmark of modes whose workers exchange models: its estimates and its last line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import decentralised
+from benchmarks.exchanges import learning, straggler
+
+
+def test_steps_that_come_in_bursts_count_by_cycles_of_the_slow_worker() -> None:
+    """Some make three steps at once every 3 s, or run ahead at first: it is a step a second."""
+    slow = [1.0 * step for step in range(1, 12)]
+    bursts = [0.1, 0.2, *(3.0 + 3.0 * (index // 3) + 0.001 * index for index in range(12))]
+    even = [0.1, 0.2, 0.3, *(end + 0.01 for end in slow)]
+    assert straggler.step_s(slow, [bursts, even], 11.4) == pytest.approx(1.0)
+
+
+def test_workers_that_do_not_wait_have_their_own_pace() -> None:
+    own = [0.1 * step for step in range(1, 300)]
+    assert straggler.step_s([5.0, 10.0, 15.0, 20.0], [own], 22.0) == pytest.approx(0.1)
+
+
+def test_a_slow_worker_without_two_steps_gives_no_figure() -> None:
+    assert straggler.step_s([5.0], [[1.0]], 20.0) == np.inf
+
+
+def test_results_of_other_parts_stay(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    decentralised.keep(path, {"straggler": {"adpsgd": {"1x": 3.0}}})
+    decentralised.keep(path, {"learning": []})
+    kept = json.loads(path.read_text())
+    assert kept["straggler"]["figures"] == {"adpsgd": {"1x": 3.0}}
+    assert set(kept) == {"straggler", "learning"}
+
+
+class Line(torch.nn.Module):
+    """One weight."""
+
+    weight: torch.nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+
+class Parabola:
+    """A task with one minimum, at 1."""
+
+    seed = 3
+
+    def make_model(self) -> torch.nn.Module:
+        return Line()
+
+    def gradient(self, model: Line, rank: int, step: int) -> float:
+        loss = ((model.weight - 1.0) ** 2).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.item())
+
+    def evaluate(self, model: Line) -> tuple[float, float]:
+        return float(model.weight.detach().mean()), 0.0
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd", "ssgd", "asgd"])
+def test_every_mode_learns(mode: str) -> None:
+    found = learning.learn(mode, Parabola(), 60)  # type: ignore[arg-type]
+    assert found.accuracy == pytest.approx(1.0, abs=0.15)
+    assert np.isfinite(found.consensus)
+
+
+def test_figures_are_of_the_modes_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(seeds=[1], data=None, steps=1, epochs=1.0, modes=["ssgd", "dpsgd"])
+    found = decentralised.learn(args)
+    assert [run["mode"] for run in found] == ["ssgd", "dpsgd"]
+    assert "from ssgd" in capsys.readouterr().out
