@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         SlowMo,
         Staleness,
     )
+    from psworker.pipeline.pipeline import Pipeline
     from psworker.training.modes import modes
     from psworker.training.optimizer import DistributedOptimizer, clip_grad_norm_
     from psworker.training.verbs import (
@@ -82,6 +83,7 @@ __all__ = [
     "modes",
     "OD",
     "PacelineError",
+    "Pipeline",
     "pull",
     "push",
     "push_pull",
@@ -107,6 +109,7 @@ _FROM = {
         *("SSP", "Staleness"),
         *("ADPSGD", "AllReduce", "DPSGD", "SGP"),
     ),
+    "psworker.pipeline.pipeline": ("Pipeline",),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": ("clip_grad_norm_", "DistributedOptimizer"),
     "psworker.training.verbs": (

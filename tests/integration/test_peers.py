@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
+from psworker.peers import peers
 from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 from tests.integration.command import Command, eventually
@@ -134,6 +136,49 @@ def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) ->
                 assert np.array_equal(weight, other["models"][number][name]), name
         for name, weight in first["mean"].items():
             assert relative_error(other["mean"][name], weight) < 0.2, name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str) -> None:
+    with Shards(1, lease_s=LEASE_S) as shards:
+        options: dict[str, Any] = {"num_workers": 2, "job": new_job()}
+        work = until_told
+        with shards.workers(work, mode, **options) as workers:
+            for worker in workers:
+                worker.hear()
+                worker.hear()
+            os.kill(workers[1].pid, signal.SIGSTOP)
+            time.sleep(2 * LEASE_S)
+            os.kill(workers[1].pid, signal.SIGCONT)
+            time.sleep(1.0)
+            for worker in workers:
+                worker.tell()
+            found = [worker.result() for worker in workers]
+    for _, losses, weights in found:
+        assert np.isfinite(losses).all()
+        for name in weights:
+            assert relative_error(weights[name], found[0][2][name]) < 0.5
+    assert len(found[0][1]) > len(found[1][1]), "worker 0 has waited for the one that was silent"
+
+
+def wait_for_the_other(me: Station, mode: str) -> None:
+    """Trains 3 steps; worker 1 is late in one of them."""
+    peers.SAY_AFTER_S = 0.3
+    model, optimizer = begin(mode)
+    for step in range(3):
+        time.sleep(1.0 if me.rank == step == 1 else 0.0)
+        go(me, model, optimizer, range(step, step + 1))
+    psworker.shutdown()
+
+
+def test_a_worker_names_the_one_for_which_it_waits(shards: Shards) -> None:
+    for mode in ("dpsgd", "allreduce", "sgp"):
+        with shards.workers(wait_for_the_other, mode) as workers:
+            for worker in workers:
+                worker.result()
+            assert re.search(
+                r"worker 0 has waited \d s for step [12] of worker 1", workers[0].written()
+            )
 
 
 EVERY = 5

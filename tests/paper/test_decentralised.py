@@ -299,3 +299,31 @@ def test_the_living_come_to_their_end(mode: str) -> None:
         assert np.isfinite(models(found)).all()
         if mode.startswith("allreduce"):
             assert len({worker.weights.numpy().tobytes() for worker in alive}) == 1, seed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_adpsgd_applies_nothing_of_a_partner_that_has_died(seed: int) -> None:
+    """The living follow the replay, in which only answers that came move those who asked."""
+    kills = {1: 0.6 + 0.11 * seed, 4: 1.3 + 0.07 * seed}
+    trouble = Trouble(lost=0.1, twice=0.2, kills=kills)
+    found = world("adpsgd", 6, 30, latency_s=0.4, trouble=trouble, seed=seed).run()
+    living = [worker.rank for worker in found.workers if not worker.is_dead]
+    assert living == [0, 2, 3, 5]
+    assert close(models(found)[living], replay(found)[living])
+
+
+@pytest.mark.parametrize("graph", ["ring", "complete", "0-1 1-2 2-3 3-4 4-0 1-3"])
+def test_the_mean_of_the_living_stays_when_a_neighbour_of_dpsgd_dies(graph: str) -> None:
+    """Its weight falls to the workers themselves, until and after the graph is made again."""
+    trouble = Trouble(kills={2: 0.55})
+    found = world(
+        f"dpsgd(graph='{graph}')", 5, 20, gradient=still, starts=starts(5), latency_s=0.001,
+        trouble=trouble,
+    ).run()  # fmt: skip
+    living = [worker for worker in found.workers if not worker.is_dead]
+    last = len(found.workers[2].path)  # Steps that the dead worker has begun.
+    assert 2 < last < 15
+    sums = [sum(worker.path[step].astype(np.float64) for worker in living) for step in range(20)]
+    for later in sums[last + 1 :]:
+        assert close(np.asarray(later), np.asarray(sums[last]), 1e-5)
+    assert not close(np.asarray(sums[last]), np.asarray(sums[0]), 1e-3)
