@@ -9,12 +9,14 @@ own gradient by the same factor, which scales the mean.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
 from pscore.errors import ConfigError, ReplacedError, UnknownJobError
 from psworker.model.dtensors import local
 from psworker.model.grad_views import dense
+from psworker.training.agreement import together
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
 from psworker.training.sharded_gradients import ShardedGradients
@@ -75,14 +77,25 @@ def _norm_of_parts(table: TrainingTable, gradients: ShardedGradients, name: str)
 
     The processes that push the same slices exchange them, one of each group.
     """
-    group = gradients.group
-    mean = _checked(gradients.own_means())
-    if table.session.num_workers > 1:
-        mean = _mean(f"{name}.{group.rank}", mean, gradients.samples, alone=True)
-    values, bad = mean[:-1], float(mean[-1])
-    rows = group.gather([float(torch.linalg.vector_norm(values, dtype=torch.float64)), bad])
+    group, flat = gradients.group, _checked(gradients.own_means())
+    is_alone = table.session.num_workers == 1
+    name = f"{name}.{group.rank}"
+
+    def declare(rank: int) -> list[float]:
+        if rank == group.rank:
+            named(name, flat, alone=True)
+        return []
+
+    def norm() -> list[float]:
+        mean = flat if is_alone else _mean(name, flat, gradients.samples, alone=True)
+        return [float(torch.linalg.vector_norm(mean[:-1], dtype=torch.float64)), float(mean[-1])]
+
+    if not is_alone:
+        for rank in range(group.size):  # Shards number tables in the order of their declaration.
+            together(group, partial(declare, rank), 0, lambda: False)
+    rows = together(group, norm, 2, lambda: False)
     is_bad = any(bad for _, bad in rows)
-    return torch.tensor(math.inf if is_bad else math.hypot(*(norm for norm, _ in rows)))
+    return torch.tensor(math.inf if is_bad else math.hypot(*(one for one, _ in rows)))
 
 
 def _norm_of_mean(table: TrainingTable, name: str) -> torch.Tensor:
