@@ -343,6 +343,7 @@ PAGES = (
     "docs/dataplane.md",
     "docs/links.md",
     "docs/reference.md",
+    "docs/rules/decentralised.md",
     "docs/training.md",
 )
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)

@@ -247,7 +247,7 @@ class Peers:
         self._heard_s = time.monotonic()
         return found[0]
 
-    def _watched(self, what: str, is_there: Callable[[], bool]) -> None:
+    def _watched(self, about: str | Callable[[], str], is_there: Callable[[], bool]) -> None:
         """Repeats a short wait until it succeeds; reports a long one.
 
         Raises:
@@ -261,6 +261,7 @@ class Peers:
                 waited_s = time.monotonic() - started_s
                 if waited_s >= say_s:
                     say_s *= 2
+                    what = about if isinstance(about, str) else about()
                     session.waits = f"{what}, for {waited_s:.0f} s"
                     log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
         finally:
@@ -299,7 +300,7 @@ class Peers:
             delay_s = min(2 * delay_s, MEET_S_MAX)
             return False
 
-        self._watched("all workers to know who takes part", ask)
+        self._watched(lambda: f"{awaited} to know who takes part", ask)
         self._mailbox.keep(self._incarnations.values(), self.epoch)
         return gatherings
 
