@@ -130,9 +130,22 @@ def metrics() -> str:
     return table(["metric", "type", "labels", "meaning"], rows)
 
 
+def dashboard() -> str:
+    """Returns the cost of a look of the dashboard, from the newest result."""
+    figures = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    median, most = figures["look_ms"]["median"], figures["look_ms"]["max"]
+    row = [
+        f"{figures['shards']} shards, {figures['workers']} workers",
+        f"{median:.2f} ms; the shard with most {most:.2f} ms",
+        f"{median / 10:.2f} % of a core",
+    ]
+    return table(["cluster", "a shard's CPU for one look", "at one look a second"], [row])
+
+
 # ----- the data planes: docs/dataplane.md
 
 RESULTS = ROOT / "docs" / "results" / "transport.jsonl"
+DASHBOARD = ROOT / "docs" / "results" / "dashboard.json"
 HOSTS = ROOT / "docs" / "results" / "hosts.json"
 PATHS = {"local": "shared memory", "tcp": "TCP", "grpc": "gRPC"}
 
@@ -330,6 +343,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "exit codes": exit_codes,
     "commands": commands,
+    "dashboard": dashboard,
     "metrics": metrics,
     "transport": transport,
     "targets": targets,
@@ -339,6 +353,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **exchange_tables.BLOCKS,
 }
 PAGES = (
+    "docs/dashboard.md",
     "docs/convergence.md",
     "docs/dataplane.md",
     "docs/links.md",

@@ -30,6 +30,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "allreduce": ("allreduce", "dpsgd", "adpsgd"),
     "dpsgd": ("allreduce", "dpsgd", "dpsgd(graph=ring)", "dpsgd(order=atc)"),
     "adpsgd": ("allreduce", "adpsgd", "adpsgd(graph=ring)", "adpsgd(every=4)"),
+    "sgp": ("allreduce", "dpsgd(order=atc)", "sgp", "sgp(graph=ring)"),
 }
 _random = np.random.default_rng(5)
 CURVATURE = _random.uniform(0.2, 1.0, (NUM, NUMEL))

@@ -4,10 +4,10 @@
     python -m benchmarks.recovery --seconds 600 --mode ssgd --json
     python -m benchmarks.recovery --seconds 90 --numel 100000000 --workers 2 --kinds shard --json
 
-Workers push whole numbers to real shards (`survival/stage.py`), without a pause except for
+Workers push whole numbers to real shards (`survival/cluster.py`), without a pause except for
 simulated computing. A plan drawn from a seed kills and stops workers and shards, cuts and slows
 links, fills the shards' disk, uses up their descriptors, polls their status, and kills everything
-at once (`survival/strikes.py`); the next fault comes a while after the job has recovered
+at once (`survival/faults.py`); the next fault comes a while after the job has recovered
 from the last one. In the end the weights show for every single push whether it is in
 them (`survival/proof.py`).
 
@@ -34,8 +34,8 @@ import numpy as np
 
 from benchmarks import kit, measured
 from benchmarks.survival import proof
-from benchmarks.survival.stage import Setup, Stage
-from benchmarks.survival.strikes import KILLS, ROLES, STRIKES, Fault, Saboteur, possible
+from benchmarks.survival.cluster import Cluster, Setup
+from benchmarks.survival.faults import FAULTS, KILLS, ROLES, Fault, FaultInjector, possible
 
 CALM_SHARE, MINUTES_SHARE = 0.15, 0.4
 MEASURED_S_MIN = 400.0  # A run of this length has a stretch with one fault a minute.
@@ -90,57 +90,57 @@ class Outcome:
 
 
 def run(setup: Setup, seconds: float, gap_s: float, seed: int, kinds: Sequence[str]) -> Outcome:
-    """Runs a stage for about so long, with faults, and proves what its weights hold."""
-    with Stage(setup) as stage:
-        saboteur = Saboteur(stage, random.Random(seed), possible(stage, kinds))
+    """Runs a cluster for about so long, with faults, and proves what its weights hold."""
+    with Cluster(setup) as cluster:
+        injector = FaultInjector(cluster, random.Random(seed), possible(cluster, kinds))
         started_s = time.monotonic()
-        stage.progress.mark(started_s)
-        stage.await_all(saboteur.everything())
+        cluster.progress.mark(started_s)
+        cluster.await_all(injector.everything())
         end_s = time.monotonic() + seconds - FINISH_S - (time.monotonic() - started_s)
         calm_s = time.monotonic()
-        stage.watch(max(3.0, CALM_SHARE * seconds))
-        rate = stage.progress.rate(calm_s, time.monotonic())
+        cluster.watch(max(3.0, CALM_SHARE * seconds))
+        rate = cluster.progress.rate(calm_s, time.monotonic())
         is_measured = seconds >= MEASURED_S_MIN
-        kept = _minutes(saboteur, MINUTES_SHARE * seconds) / rate if is_measured else 0.0
-        loop_s, before = time.monotonic(), len(saboteur.faults)
-        _loop(saboteur, end_s, gap_s)
+        kept = _minutes(injector, MINUTES_SHARE * seconds) / rate if is_measured else 0.0
+        loop_s, before = time.monotonic(), len(injector.faults)
+        _loop(injector, end_s, gap_s)
         if not is_measured:
             took_s = time.monotonic() - loop_s
-            lost_s = took_s * (1.0 - stage.progress.rate(loop_s, time.monotonic()) / rate)
-            kept = 1.0 - lost_s / max(1, len(saboteur.faults) - before) / 60.0
-        weights = stage.finish()
+            lost_s = took_s * (1.0 - cluster.progress.rate(loop_s, time.monotonic()) / rate)
+            kept = 1.0 - lost_s / max(1, len(injector.faults) - before) / 60.0
+        weights = cluster.finish()
         by_step = setup.mode.partition("(")[0] == "ssgd"
         return Outcome(
-            proof=proof.check(stage.books, weights, by_step=by_step, eras=stage.eras),
-            faults=saboteur.faults,
+            proof=proof.check(cluster.books, weights, by_step=by_step, eras=cluster.eras),
+            faults=injector.faults,
             rate=rate,
             kept=kept,
             is_measured=is_measured,
-            skipped=stage.skipped,
-            failures=stage.failures,
-            bystanders=saboteur.bystanders,
-            num_status=saboteur.num_status,
+            skipped=cluster.skipped,
+            failures=cluster.failures,
+            bystanders=injector.bystanders,
+            num_status=injector.num_status,
         )
 
 
-def _minutes(saboteur: Saboteur, seconds: float) -> float:
+def _minutes(injector: FaultInjector, seconds: float) -> float:
     """Kills something once a minute; returns the rate."""
-    stage, started_s = saboteur.stage, time.monotonic()
-    kinds = [kind for kind in KILLS if kind in saboteur.kinds] or saboteur.kinds
+    cluster, started_s = injector.cluster, time.monotonic()
+    kinds = [kind for kind in KILLS if kind in injector.kinds] or injector.kinds
     for number in range(max(1, round(seconds / 60.0))):
-        stage.watch(started_s + 60.0 * number + 20.0 - time.monotonic())
-        saboteur.strike(kinds[number % len(kinds)])
-        stage.watch(started_s + 60.0 * (number + 1) - time.monotonic())
-    return stage.progress.rate(started_s, time.monotonic())
+        cluster.watch(started_s + 60.0 * number + 20.0 - time.monotonic())
+        injector.inject(kinds[number % len(kinds)])
+        cluster.watch(started_s + 60.0 * (number + 1) - time.monotonic())
+    return cluster.progress.rate(started_s, time.monotonic())
 
 
-def _loop(saboteur: Saboteur, end_s: float, gap_s: float) -> None:
+def _loop(injector: FaultInjector, end_s: float, gap_s: float) -> None:
     """Makes each kind of fault once, however long it takes, and then at random until the end."""
-    number, kinds = 0, saboteur.kinds
+    number, kinds = 0, injector.kinds
     while number < len(kinds) or time.monotonic() < end_s:
-        kind = kinds[number] if number < len(kinds) else saboteur.rng.choice(kinds)
-        saboteur.strike(kind)
-        saboteur.stage.watch(gap_s * saboteur.rng.uniform(0.5, 1.5))
+        kind = kinds[number] if number < len(kinds) else injector.rng.choice(kinds)
+        injector.inject(kind)
+        injector.cluster.watch(gap_s * injector.rng.uniform(0.5, 1.5))
         number += 1
 
 
@@ -159,7 +159,7 @@ def summary(faults: Sequence[Fault], kind: str) -> dict[str, Any]:
 def show(outcome: Outcome, setup: Setup) -> None:
     """Prints the tables."""
     rows = []
-    for kind in STRIKES:
+    for kind in FAULTS:
         figures = summary(outcome.faults, kind)
         if figures["count"]:
             rows.append([kind, figures["count"], figures["median"], figures["p99"]])
@@ -221,7 +221,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "status_answers": outcome.num_status,
         "faults": len(outcome.faults),
         "recovery_s": {kind: summary(outcome.faults, kind)["median"] for kind in KILLS},
-        "recovery": {kind: summary(outcome.faults, kind) for kind in STRIKES},
+        "recovery": {kind: summary(outcome.faults, kind) for kind in FAULTS},
         "throughput_kept": round(outcome.kept, 3),
         "throughput_measured": outcome.is_measured,
         "workers_failed": len(outcome.failures),
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--think-ms", type=float, default=5.0, help="pause between two steps")
     parser.add_argument("--gap-s", type=float, default=3.0, help="from a recovery to a fault")
     parser.add_argument("--seed", type=int, default=1, help="of the plan of faults")
-    parser.add_argument("--kinds", nargs="*", default=[], help=f"of {', '.join(STRIKES)}")
+    parser.add_argument("--kinds", nargs="*", default=[], help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--no-net", action="store_true", help="without namespaces")
     parser.add_argument("--no-disk", action="store_true", help="without a disk that can be full")
     parser.add_argument("--shard-option", action="append", default=[], help="of psserver start")
@@ -261,7 +261,7 @@ def main() -> None:
     )
     outcome = run(setup, args.seconds, args.gap_s, args.seed, args.kinds)
     show(outcome, setup)
-    bars = {kind: summary(outcome.faults, kind)["median"] for kind in STRIKES}
+    bars = {kind: summary(outcome.faults, kind)["median"] for kind in FAULTS}
     bars = {kind: value for kind, value in bars.items() if value is not None}
     kit.plot_bars(args.out / "recovery.png", "recovery, median", "seconds", bars)
     if args.json:

@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks import kit
 from benchmarks.survival import proof
-from benchmarks.survival.stage import Setup, Stage
+from benchmarks.survival.cluster import Cluster, Setup
 
 COLUMNS = ("memory MB", "files", "threads", "segments")
 NUM_COUNTS = 8  # In a run, the first of them after an eighth of it.
@@ -47,56 +47,56 @@ def sample(pid: int) -> dict[str, float]:
     }
 
 
-def churn(stage: Stage, rng: random.Random, absent: dict[int, Path]) -> bool:
+def churn(cluster: Cluster, rng: random.Random, absent: dict[int, Path]) -> bool:
     """Stops or kills one worker and restarts those that left; returns whether one left."""
-    for rank in [rank for rank in absent if stage.roles[rank].popen.poll() == 0]:
+    for rank in [rank for rank in absent if cluster.roles[rank].popen.poll() == 0]:
         absent.pop(rank).unlink()
-        stage.revive(rank)
-    rank = rng.randrange(stage.setup.workers)
+        cluster.revive(rank)
+    rank = rng.randrange(cluster.setup.workers)
     if rank in absent:
         return False
     if rng.random() < 0.5:
-        stage.roles[rank].popen.kill()  # `tend` starts it again.
+        cluster.roles[rank].popen.kill()  # `tend` starts it again.
     else:
-        absent[rank] = stage.folder / f"leave-{rank}"
+        absent[rank] = cluster.folder / f"leave-{rank}"
         absent[rank].touch()
     return True
 
 
-def count(stage: Stage, absent: dict[int, Path]) -> list[dict[str, float]]:
+def count(cluster: Cluster, absent: dict[int, Path]) -> list[dict[str, float]]:
     """Waits until all workers push; returns each shard's memory, files and threads."""
     for rank in list(absent):
-        stage.roles[rank].popen.wait(60.0)
+        cluster.roles[rank].popen.wait(60.0)
         absent.pop(rank).unlink()
-        stage.revive(rank)
-    stage.watch(SETTLE_S)
-    stage.progress.mark(time.monotonic())
-    slices = [spec.index for spec in stage.layout.slices]
-    wanted = {(rank, index) for rank in range(stage.setup.workers) for index in slices}
-    if stage.await_all(wanted) == float("inf"):
-        raise RuntimeError(f"not all workers push\n{stage.shard_log()[-2000:]}")
+        cluster.revive(rank)
+    cluster.watch(SETTLE_S)
+    cluster.progress.mark(time.monotonic())
+    slices = [spec.index for spec in cluster.layout.slices]
+    wanted = {(rank, index) for rank in range(cluster.setup.workers) for index in slices}
+    if cluster.await_all(wanted) == float("inf"):
+        raise RuntimeError(f"not all workers push\n{cluster.shards.log()[-2000:]}")
     found = []
-    for index in range(stage.setup.shards):
+    for index in range(cluster.setup.shards):
         samples = []
         for _ in range(5):
-            samples.append(sample(stage.shard_pids()[index]))
-            stage.watch(0.2)
+            samples.append(sample(cluster.shards.pids()[index]))
+            cluster.watch(0.2)
         found.append({what: statistics.median(one[what] for one in samples) for what in COLUMNS})
     return found
 
 
 def soak(
-    stage: Stage, seconds: float, gap_s: float, seed: int
+    cluster: Cluster, seconds: float, gap_s: float, seed: int
 ) -> tuple[list[list[dict[str, float]]], int]:
     """Runs it; returns the counts of each shard, and the number of workers that left."""
     rng, absent = random.Random(seed), dict[int, Path]()
-    counts = [count(stage, absent)]
+    counts = [count(cluster, absent)]
     start_s, num_gone = time.monotonic(), 0
     for number in range(1, NUM_COUNTS + 1):
         while time.monotonic() < start_s + seconds * number / NUM_COUNTS:
-            num_gone += churn(stage, rng, absent)
-            stage.watch(gap_s * rng.uniform(0.5, 1.5))
-        counts.append(count(stage, absent))
+            num_gone += churn(cluster, rng, absent)
+            cluster.watch(gap_s * rng.uniform(0.5, 1.5))
+        counts.append(count(cluster, absent))
         told = "; ".join(
             ", ".join(f"{what} {one[what]:.1f}" for what in COLUMNS) for one in counts[-1]
         )
@@ -130,10 +130,10 @@ def main() -> None:
         workers=args.workers, shards=args.shards, numel=args.numel, think_s=args.think_ms / 1e3,
         net=False, disk=False,
     )  # fmt: skip
-    with Stage(setup) as stage:
-        counts, num_gone = soak(stage, args.seconds, args.gap_s, args.seed)
-        found = proof.check(stage.books, stage.finish(), by_step=False)
-        failures = stage.failures
+    with Cluster(setup) as cluster:
+        counts, num_gone = soak(cluster, args.seconds, args.gap_s, args.seed)
+        found = proof.check(cluster.books, cluster.finish(), by_step=False)
+        failures = cluster.failures
     rows, grown = [], {}
     for index, (after, more) in enumerate(zip(counts[-1], growth(counts), strict=True)):
         grown[f"shard {index}"] = {what: round(value, 1) for what, value in more.items()}

@@ -15,6 +15,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 SAMPLES_MAX = 1e12  # Largest weight of a push in the mean of its step.
 REPORTED_MAX = 16  # Values that a worker may report of its training.
+REPORTED_ADDED = 4  # Values that it adds: the rate of tokens, and bytes per token.
 REPORTED_LENGTH_MAX = 40  # Characters of their names.
 ANY_STEP = -2  # For a checkpoint: the residual after any push.
 
@@ -27,6 +28,7 @@ class Role(enum.IntEnum):
     DELTA = 2  # Weights at the last pull minus weights now: a pseudo-gradient.
     STATE = 3  # Weights and optimizer state, restored from a checkpoint.
     MODEL = 4  # A worker's own weights, of which the shards keep the mean.
+    LAST_MODEL = 5  # The same, of a worker that makes no further step.
 
 
 class Verdict(enum.IntEnum):

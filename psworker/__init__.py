@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         DPSGD,
         OD,
         RULES,
+        SGP,
         SSD,
         SSGD,
         SSP,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         SlowMo,
         Staleness,
     )
+    from psworker.pipeline.pipeline import Pipeline
     from psworker.training.modes import modes
     from psworker.training.optimizer import DistributedOptimizer, clip_grad_norm_
     from psworker.training.verbs import (
@@ -81,6 +83,7 @@ __all__ = [
     "modes",
     "OD",
     "PacelineError",
+    "Pipeline",
     "pull",
     "push",
     "push_pull",
@@ -88,6 +91,7 @@ __all__ = [
     "RemoteProtocolError",
     "RULES",
     "ServerUnavailableError",
+    "SGP",
     "shutdown",
     "size",
     "SlowMo",
@@ -103,8 +107,9 @@ _FROM = {
     "pscore.rules": (
         *("ASGD", "CD", "DCASGD", "DiLoCo", "LocalSGD", "OD", "RULES", "SlowMo", "SSD", "SSGD"),
         *("SSP", "Staleness"),
-        *("ADPSGD", "AllReduce", "DPSGD"),
+        *("ADPSGD", "AllReduce", "DPSGD", "SGP"),
     ),
+    "psworker.pipeline.pipeline": ("Pipeline",),
     "psworker.training.modes": ("modes",),
     "psworker.training.optimizer": ("clip_grad_norm_", "DistributedOptimizer"),
     "psworker.training.verbs": (

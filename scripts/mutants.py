@@ -35,6 +35,7 @@ class Mutant:
 RULES = "pscore/rules/"
 LOCAL = "pscore/local/"
 OVERLAPS = "pscore/overlaps/"
+COMPRESSORS = "pscore/compressors/"
 MUTANTS = (
     Mutant(
         "ssgd",
@@ -270,6 +271,30 @@ MUTANTS = (
         "pass",
     ),
     Mutant("overlaps", "delay", RULES + "local.py", "place + 1 == landing", "place == 0"),
+    Mutant(
+        "sparseloco",
+        "the residual decays",
+        COMPRESSORS + "sparseloco.py",
+        "u = decay * residual[i] + grad[i]",
+        "u = residual[i] + grad[i]",
+        "tests/paper/test_sparseloco.py",
+    ),
+    Mutant(
+        "sparseloco",
+        "error feedback",
+        COMPRESSORS + "sparseloco.py",
+        "part[found[j]] = u - (-level if u < 0.0 else level)",
+        "part[found[j]] = np.float32(0.0)",
+        "tests/paper/test_sparseloco.py",
+    ),
+    Mutant(
+        "sparseloco",
+        "two levels",
+        COMPRESSORS + "sparseloco.py",
+        "is_high = abs(u) >= mean",
+        "is_high = True",
+        "tests/paper/test_sparseloco.py",
+    ),
 )
 
 

@@ -19,6 +19,7 @@ MODES: dict[str, tuple[str, int]] = {
     "allreduce": ("allreduce", 3),
     "dpsgd": ("dpsgd(graph=ring)", 3),
     "adpsgd": ("adpsgd", 4),
+    "sgp": ("sgp(graph='0>1 1>2 2>0 0>2')", 3),
 }
 
 WIDTH, HEIGHT, LEFT, SCALE = 760, 236, 86, 108

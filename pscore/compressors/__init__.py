@@ -15,6 +15,7 @@ from pscore.compressors.none import NoCompression
 from pscore.compressors.one_bit import OneBit
 from pscore.compressors.qsgd import QSGD
 from pscore.compressors.randomk import RandomK
+from pscore.compressors.sparseloco import SparseLoCo
 from pscore.compressors.terngrad import TernGrad
 from pscore.compressors.topk import TopK
 from pscore.compressors.two_bit import TwoBit
@@ -35,6 +36,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
         RandomK,
         DGC,
         Natural,
+        SparseLoCo,
     )
 }
 

@@ -22,9 +22,12 @@ def make_encoder(compressor: Compressor, numel: int, device: torch.device) -> En
     Returns:
         None if the host has to encode a copy of the gradient.
     """
-    if not can_encode(compressor):
+    if compressor.needs_norm:
         _tell(str(compressor), device, "on the host: it needs a sum over all of a slice")
         return None
+    if not can_encode(compressor):
+        _tell(str(compressor), device, "by torch on the device: there are no kernels")
+        return TorchEncoder(compressor, numel, device)
     launch = launcher(device)
     if launch is None:
         if device.type != "cuda":  # On CUDA `launcher` has logged it, with advice.

@@ -25,6 +25,7 @@ from pscore.compressors.natural import CODE_MAX, OFFSET, Natural
 from pscore.compressors.one_bit import OneBit
 from pscore.compressors.qsgd import QSGD, UNIT
 from pscore.compressors.randomk import SEED_NBYTES, RandomK
+from pscore.compressors.sparseloco import CHUNK, INDEX_BITS, SparseLoCo, num_chunks, power_of_two
 from pscore.compressors.terngrad import CLIP, TernGrad
 from pscore.compressors.topk import TopK
 from pscore.compressors.two_bit import FACTOR, TwoBit
@@ -120,7 +121,7 @@ class TorchEncoder(Encoder):
 
 
 def _fold(lanes: Tensor) -> Tensor:
-    half = LANES // 2
+    half = lanes.shape[1] // 2
     while half:
         lanes = lanes[:, :half] + lanes[:, half : 2 * half]
         half //= 2
@@ -345,6 +346,84 @@ def _put_largest(encoder: TorchEncoder, u: Tensor, k: int, select: str) -> Tenso
     return is_sent
 
 
+def _sparseloco(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> None:
+    compressor, n = encoder.compressor, encoder.numel
+    assert isinstance(compressor, SparseLoCo)
+    encoder.require_finite(encoder.state[RESIDUAL] + grad)
+    u = encoder.state[RESIDUAL] * compressor.decay + grad
+    behind = num_chunks(n) * CHUNK - n
+    x = torch.nn.functional.pad(u, (0, behind)).view(-1, CHUNK)
+    places, is_real = _largest_of_chunks(x, n, compressor.k)
+    # A column of zeros stands for the elements that a short chunk lacks.
+    chosen = torch.nn.functional.pad(x, (0, 1)).gather(1, places)
+    levels, is_high = _levels_of_chunks(chosen, is_real)
+    sent = torch.where(is_high, levels[:, 1:], levels[:, :1])
+    sent = torch.where(chosen < 0, -sent, sent)
+    count, start = compressor.num_sent(n), levels.nbytes
+    encoder.put(0, levels)
+    codes = (2 * (chosen < 0) + is_high.to(torch.int64)).reshape(-1)[:count]
+    encoder.put(start, packed := _in_bytes(codes, 2, 4))
+    encoder.put(start + len(packed), _in_bytes(places.reshape(-1)[:count], INDEX_BITS, 2))
+    rest = torch.nn.functional.pad(x, (0, 1)).scatter(1, places, chosen - sent)
+    encoder.keep(RESIDUAL, rest[:, :CHUNK].reshape(-1)[:n])
+
+
+def _largest_of_chunks(x: Tensor, numel: int, k: int) -> tuple[Tensor, Tensor]:
+    """Returns the places of the k largest of each chunk, in order, and which of them there are.
+
+    Args:
+        x: `(num_chunks, 4096) float32`.
+        numel: Elements of the slice; those behind it are never chosen.
+        k: Elements of a chunk that are sent.
+
+    Returns:
+        `(num_chunks, k) int64`, 4096 where a short chunk has no more, and `(num_chunks, k) bool`.
+    """
+    place = torch.arange(CHUNK, device=x.device)
+    sizes = (numel - CHUNK * torch.arange(len(x), device=x.device)).clamp(max=CHUNK)
+    magnitude = torch.where(place < _column(sizes), _bits(x) & ABS_BITS, -1)
+    kth = _column(magnitude.topk(k, dim=1).values[:, -1])
+    above, equal = magnitude > kth, (magnitude == kth) & (kth >= 0)
+    is_sent = above | (equal & (equal.cumsum(1) <= k - above.sum(1, keepdim=True)))
+    places = torch.where(is_sent, place, CHUNK).sort(dim=1).values[:, :k]
+    return places, places < CHUNK
+
+
+def _levels_of_chunks(chosen: Tensor, is_real: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns low and high of each chunk, `(num_chunks, 2) float32`, and which elements are high.
+
+    Args:
+        chosen: `(num_chunks, k) float32`, zero where there is no element.
+        is_real: Likewise, whether there is one.
+    """
+    sizes, width = chosen.abs(), power_of_two(chosen.shape[1])
+
+    def mean(of: Tensor) -> Tensor:
+        kept = torch.where(of, sizes, 0.0).double()
+        sums = _fold(torch.nn.functional.pad(kept, (0, width - kept.shape[1])))
+        return _column((sums / of.sum(1).clamp(min=1)).float())
+
+    is_high = (sizes >= mean(is_real)) & is_real
+    levels = torch.cat((mean(is_real & ~is_high), mean(is_high)), dim=1)
+    return torch.where(levels >= SMALLEST, levels, 0.0), is_high
+
+
+def _in_bytes(values: Tensor, width: int, group: int) -> Tensor:
+    """Returns numbers of `width` bits as bytes, the first in the highest bits.
+
+    Args:
+        values: `(count,) int64`.
+        width: Bits of each.
+        group: Numbers that fill whole bytes together; zeros complete the last ones.
+    """
+    padded = torch.nn.functional.pad(values, (0, -len(values) % group)).view(-1, group)
+    word = sum(padded[:, place] << width * (group - 1 - place) for place in range(group))
+    num_bytes = width * group // 8
+    assert isinstance(word, Tensor)
+    columns = [word >> 8 * (num_bytes - 1 - place) & 0xFF for place in range(num_bytes)]
+    return torch.stack(columns, dim=1).to(torch.uint8).reshape(-1)
+
+
 FORMS: Mapping[type[Compressor], Callable[[TorchEncoder, Tensor, int, int], None]] = {
     FP16: _fp16,
     BF16: _bf16,
@@ -357,4 +436,5 @@ FORMS: Mapping[type[Compressor], Callable[[TorchEncoder, Tensor, int, int], None
     TopK: _topk,
     RandomK: _randomk,
     DGC: _dgc,
+    SparseLoCo: _sparseloco,
 }

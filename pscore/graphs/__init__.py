@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pscore.errors import ConfigError
-from pscore.graphs import complete, exp, exp_static, listed, ring, torus
+from pscore.graphs import complete, directed, exp, exp_static, listed, ring, torus
 from pscore.graphs.base import Edge, Graph
 
 GRAPHS: dict[str, Graph] = {
@@ -14,7 +14,7 @@ GRAPHS: dict[str, Graph] = {
     "torus": torus.edges,
 }
 
-__all__ = ["GRAPHS", "Edge", "Graph", "graph_of"]
+__all__ = ["GRAPHS", "Edge", "Graph", "directed_graph_of", "graph_of"]
 
 
 def graph_of(text: str) -> Graph:
@@ -29,3 +29,12 @@ def graph_of(text: str) -> Graph:
         named = ", ".join(sorted(GRAPHS))
         raise ConfigError(f"graph is {text!r}, must be one of {named}, or edges such as '0-1 1-2'")
     return listed.parse(text)
+
+
+def directed_graph_of(text: str) -> Graph:
+    """Returns the graph of a name, or of a list of edges: `0-1 1-2`, or one way, `0>1 1>2 2>0`.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    return directed.parse(text) if ">" in text else graph_of(text)

@@ -18,6 +18,7 @@ from pscore.rules.diloco import DiLoCo
 from pscore.rules.dpsgd import DPSGD
 from pscore.rules.local import LocalSGD
 from pscore.rules.od import OD
+from pscore.rules.sgp import SGP
 from pscore.rules.slowmo import SlowMo
 from pscore.rules.ssd import SSD
 from pscore.rules.ssgd import SSGD
@@ -28,7 +29,7 @@ RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
         *(SSGD, ASGD, Staleness, DCASGD, SSP, OD, SSD, CD, LocalSGD, SlowMo, DiLoCo),
-        *(AllReduce, DPSGD, ADPSGD),
+        *(AllReduce, DPSGD, ADPSGD, SGP),
     )
 }
 
@@ -40,6 +41,7 @@ __all__ = [
     "DPSGD",
     "OD",
     "RULES",
+    "SGP",
     "SSD",
     "SSGD",
     "SSP",

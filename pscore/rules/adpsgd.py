@@ -25,11 +25,11 @@ from typing import ClassVar
 from pscore.graphs import graph_of
 from pscore.plugins import require_range
 from pscore.rules.base import UNBOUNDED, Rule, SliceClocks
-from pscore.rules.decentralised import EVERY_MAX, Decentralised
+from pscore.rules.decentralised import EVERY_MAX, Warmed
 
 
 @dataclass(frozen=True)
-class ADPSGD(Decentralised):
+class ADPSGD(Warmed):
     """AD-PSGD.
 
     Attributes:
@@ -38,12 +38,14 @@ class ADPSGD(Decentralised):
         max_behind: Steps that a worker makes without the answer to its exchange; then it waits for
             it. 0: it never waits.
         average_every: Steps from one push of the model, for the average on the shards, to the next.
+        warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.
     """
 
     graph: str = "exp"
     every: int = 1
     max_behind: int = 0
     average_every: int = 50
+    warmup: int = 0
 
     name: ClassVar[str] = "adpsgd"
     source: ClassVar[str] = "Lian et al., arXiv:1710.06952"

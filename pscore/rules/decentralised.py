@@ -66,3 +66,23 @@ class Decentralised(Synchronous):
     def step_after(self, step: int, num_pushes: int) -> int:
         """The step behind the last of so many averages."""
         return step if num_pushes == 0 else (step // self.period + num_pushes) * self.period
+
+
+@dataclass(frozen=True)
+class Warmed(Decentralised):
+    """A mode whose workers may begin with the mean of all models in every step.
+
+    Attributes:
+        warmup: Steps of that, before the mode's own begin.
+    """
+
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the argument.
+
+        Raises:
+            ConfigError: It is out of its range.
+        """
+        super().__post_init__()
+        require_range(f"{self.name}.warmup", self.warmup, 0, 1 << 40)

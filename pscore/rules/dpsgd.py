@@ -24,13 +24,13 @@ from typing import ClassVar
 
 from pscore.graphs import graph_of
 from pscore.plugins import require_one_of, require_range
-from pscore.rules.decentralised import EVERY_MAX, Decentralised
+from pscore.rules.decentralised import EVERY_MAX, Warmed
 
 ORDERS = {"awc": "adapt while communicating", "atc": "adapt, then combine"}
 
 
 @dataclass(frozen=True)
-class DPSGD(Decentralised):
+class DPSGD(Warmed):
     """D-PSGD.
 
     Attributes:
@@ -40,12 +40,14 @@ class DPSGD(Decentralised):
         global_every: Steps from one global average, from which all continue, to the next; 0: none.
         average_every: Without `global_every`: steps from one average on the shards, for evaluation
             and checkpoints, to the next.
+        warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.
     """
 
     graph: str = "exp"
     order: str = "awc"
     global_every: int = 0
     average_every: int = 50
+    warmup: int = 0
 
     name: ClassVar[str] = "dpsgd"
     source: ClassVar[str] = "Lian et al., arXiv:1705.09056"

@@ -169,6 +169,46 @@ def status(
 
 
 @app.command()
+def dashboard(
+    *,
+    listen: Annotated[
+        str, typer.Option(help="Address of the page, host:port.", metavar="HOST:PORT")
+    ] = "127.0.0.1:8090",
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the page.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen elsewhere without TLS and token.")
+    ] = False,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Serve a page that shows the shards, jobs and workers, with a history of six hours."""
+    from psserver.commands.dashboard import run_page
+    from psserver.commands.find import find
+
+    run_page(find(servers, port, state_dir), listen, tls_cert, tls_key, is_insecure=insecure)
+
+
+@app.command()
+def top(
+    *,
+    job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print it once, after two looks, and end.")
+    ] = False,
+    port: Port = None,
+    state_dir: StateDir = None,
+    servers: Servers = None,
+) -> None:
+    """Show in the terminal what the dashboard shows, once a second."""
+    from psserver.commands.dashboard import run_top
+    from psserver.commands.find import find
+
+    run_top(find(servers, port, state_dir), job, once=once)
+
+
+@app.command()
 def jobs(
     *,
     port: Port = None,

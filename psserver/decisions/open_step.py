@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pscore.types import Push
+from pscore.types import Push, Role
 from psserver.decisions.orders import Action, Add, Update
 from psserver.decisions.progress import Token
 
@@ -19,6 +19,14 @@ class OpenStep:
     held: dict[int, tuple[Push, Token]] = field(default_factory=dict)
     # Added, each with its weight in the mean. Invariant: one push a worker, but if asynchronous.
     added: list[tuple[Push, float]] = field(default_factory=list)
+
+    # Workers of an asynchronous mode whose push was left out, as others have ended.
+    passed: set[int] = field(default_factory=set)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its pushes are the last models of workers that have ended."""
+        return bool(self.added) and self.added[0][0].role is Role.LAST_MODEL
 
     def ranks(self) -> set[int]:
         """Returns the workers whose push is in."""

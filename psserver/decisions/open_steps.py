@@ -97,8 +97,10 @@ class OpenSteps:
     def has_arrivals(self) -> bool:
         """Asynchronous mode: returns whether as many pushes are added as one update takes."""
         open_step, workers = self.steps.get(0), self._workers
-        fan_in = workers.fan_in(self.rule, len(workers.expected(0)))
-        return open_step is not None and len(open_step.added) >= fan_in
+        expected = workers.expected(0)
+        if open_step is None or open_step.is_last:
+            return open_step is not None and open_step.ranks().issuperset(expected)
+        return len(open_step.added) >= workers.fan_in(self.rule, len(expected))
 
     def _is_full(self, open_step: OpenStep, *others: int) -> bool:
         """Returns whether as many pushes are added as a step takes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from pscore.types import REPORTED_LENGTH_MAX, REPORTED_MAX
+from pscore.types import REPORTED_ADDED, REPORTED_LENGTH_MAX, REPORTED_MAX
 
 
 def accepted(values: Mapping[str, float]) -> dict[str, float]:
@@ -22,4 +22,4 @@ def accepted(values: Mapping[str, float]) -> dict[str, float]:
         and name.isascii()
         and name.isidentifier()
     }
-    return dict(list(good.items())[: REPORTED_MAX + 1])  # One more: the rate of tokens.
+    return dict(list(good.items())[: REPORTED_MAX + REPORTED_ADDED])

@@ -201,14 +201,32 @@ class SliceClock(SliceState):
         counted.add(push.step)
         self.staleness[push.worker] = self.version - push.base_version
         if not self._open.rule.by_step:
-            add = self._open.arrive(push, token, self.version)
-            return [add, *self._close_if_full(), self._acknowledge(token, Verdict.ACCEPTED)]
+            return self._arrive(push, token)
         actions = None if push.step < self.version else self._open.collect(push, token)
         if actions is None:
             counted.add_late(push.step)
             late = Verdict.TOO_LATE
             return [Acknowledge(token=token, verdict=late, version=self.version, push=push)]
         return [*actions, self._acknowledge(token, Verdict.ACCEPTED)]
+
+    def _arrive(self, push: Push, token: Token) -> list[Action]:
+        """Asynchronous mode: adds a push to those that have arrived since the last update.
+
+        The last models of workers that have ended are collected until all have ended. A worker that
+        continues is left out once; with its next push those who have ended make an average of
+        their own.
+        """
+        actions: list[Action] = []
+        open_step = self._open.steps.get(0)
+        is_last = push.role is Role.LAST_MODEL
+        if open_step is not None and open_step.is_last != is_last:
+            if not (is_last or push.worker in open_step.passed):
+                open_step.passed.add(push.worker)
+                accepted = Verdict.ACCEPTED
+                return [Acknowledge(token=token, verdict=accepted, version=self.version, push=push)]
+            actions.append(self._close(0))
+        actions.append(self._open.arrive(push, token, self.version))
+        return [*actions, *self._close_if_full(), self._acknowledge(token, Verdict.ACCEPTED)]
 
     def _close_if_full(self) -> list[Action]:
         """Asynchronous mode: updates if there are as many pushes as there are workers left."""

@@ -27,6 +27,7 @@ def job_metrics(shard: ShardView) -> Iterator[Metric]:
     live = [(name, worker) for name, worker in workers if worker.state == LIVE]
     yield from _of_workers(live)
     yield from _of_pace([(name, worker) for name, worker in live if worker.pace.num_steps])
+    yield from _of_peers([(name, worker) for name, worker in live if worker.peers])
 
 
 def _of_jobs(shard: ShardView) -> Iterator[Metric]:
@@ -154,3 +155,42 @@ def _of_pace(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
         requests.add_metric(key, pace.requests_s)
         hidden.add_metric(key, pace.hidden_ratio)
     yield from (steps, waits, requests, hidden)
+
+
+def _of_peers(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:
+    """Yields the last exchanges of live workers with each other, in modes without a server."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ["job", "worker", "table"]
+    exchanges = CounterMetricFamily(
+        "paceline_peer_exchanges",
+        "Models, sums or answers that a worker has taken from others, on the first shard.",
+        labels=labels,
+    )
+    partner = GaugeMetricFamily(
+        "paceline_peer_partner", "Rank of a worker's last partner; -1: none yet.", labels=labels
+    )
+    age = GaugeMetricFamily(
+        "paceline_peer_answer_age_seconds",
+        "Seconds since a worker's last answer or model of another.",
+        labels=labels,
+    )
+    staleness = GaugeMetricFamily(
+        "paceline_peer_staleness_mixes",
+        "Mixes of a worker's model between the last read and write of it.",
+        labels=labels,
+    )
+    distance = GaugeMetricFamily(
+        "paceline_consensus_distance",
+        "Distance of a worker's model to the last average that it has seen, over the norm of that.",
+        labels=labels,
+    )
+    for name, worker in live:
+        for report in worker.peers:
+            key = [name, str(worker.rank), str(report.table)]
+            exchanges.add_metric(key, report.num_exchanges)
+            partner.add_metric(key, report.partner)
+            age.add_metric(key, report.age_s)
+            staleness.add_metric(key, report.staleness)
+            distance.add_metric(key, report.distance)
+    yield from (exchanges, partner, age, staleness, distance)

@@ -24,7 +24,7 @@ import xxhash
 
 from pscore.net import wire
 from pscore.pb.ps.v1 import state_pb2
-from pscore.types import ByteArray, FloatArray, HyperArray, Push
+from pscore.types import ByteArray, FloatArray, HyperArray, Push, Role
 from psserver.decisions.progress import Progress
 from psserver.slices.arena import Arena
 from psserver.slices.pool import NUMBERS, ArenaPool, Cell, Pool
@@ -198,6 +198,7 @@ class SliceJournal:
             samples=entry.samples,
             present=wire.unpack_bits(entry.present, self._num_segments),
             hyper=self._hyper(entry),
+            role=Role(entry.role),
         )
 
     def array(self, place: int) -> FloatArray:
@@ -207,7 +208,7 @@ class SliceJournal:
     # ----- inside
 
     def _note(self, entry: state_pb2.PendingPush, push: Push) -> None:
-        entry.worker, entry.step = push.worker, push.step
+        entry.worker, entry.step, entry.role = push.worker, push.step, int(push.role)
         entry.base_version, entry.samples = push.base_version, push.samples
         entry.present = wire.pack_bits(push.present, self._num_segments)
         if push.hyper is not None:

@@ -20,6 +20,7 @@ from pscore.rules.base import Rule
 from pscore.types import TensorSpec
 from psworker.commands.models import make_model
 from psworker.compression.error_feedback import choose
+from psworker.connection.traffic import ddp_nbytes
 
 MIN_NBYTES = 1 << 16  # The default of `DistributedOptimizer`.
 RAW = NoCompression()
@@ -136,7 +137,7 @@ def make_report(
         pushed_nbytes=pushed,
         pulled_nbytes=pulled,
         num_workers=num_workers,
-        ddp_nbytes=FLOAT_NBYTES * num_elements * 2 * (num_workers - 1) / num_workers,
+        ddp_nbytes=ddp_nbytes(num_elements, num_workers),
         caution=rule.caution(compressor),
         tokens=tokens,
         uncompressed=[spec.name for spec in tensors if not spec.compress],

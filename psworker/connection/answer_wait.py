@@ -16,11 +16,16 @@ log = logging.getLogger("paceline")
 T = TypeVar("T")
 SAY_AFTER_S = 7.0  # Longer than a pull waits at a shard, whose report comes first.
 CHECK_S = 1.0  # Interval at which a wait is checked for being pointless.
+MEANWHILE_S = 0.1  # The same, where an action is to be repeated.
 SILENT_S = 3.0  # Without a heartbeat's answer for so long, a shard counts as not answering.
 
 
 class AnswerWait:
-    """Waits for the answers of shards to pushes and pulls of one table."""
+    """Waits for the answers of shards to pushes and pulls of one table.
+
+    Attributes:
+        meanwhile: An action that a wait repeats, for others that wait for this worker; or None.
+    """
 
     def __init__(
         self, session: Session, name: str, layout: Layout, check: Callable[[], None]
@@ -37,6 +42,11 @@ class AnswerWait:
         self._name = name
         self._layout = layout
         self._check = check
+        self.meanwhile: Callable[[], None] | None = None
+
+    @property
+    def _check_s(self) -> float:
+        return CHECK_S if self.meanwhile is None else MEANWHILE_S
 
     def wait(self, future: Future[T], index: int, what: str) -> T:
         """Returns the answer, and records the wait in the timeline.
@@ -52,7 +62,7 @@ class AnswerWait:
         if future.done():
             self._session.require_own()
             return future.result()
-        return self._await(lambda: future.result(timeout=CHECK_S), index, what)
+        return self._await(lambda: future.result(timeout=self._check_s), index, what)
 
     def wait_for_any(self, answers: Mapping[int, Future[Any]], what: str) -> int:
         """Returns the first slice whose answer has come, and records the wait in the timeline.
@@ -66,7 +76,7 @@ class AnswerWait:
         """
 
         def first() -> int:
-            done, _ = futures.wait(answers.values(), CHECK_S, futures.FIRST_COMPLETED)
+            done, _ = futures.wait(answers.values(), self._check_s, futures.FIRST_COMPLETED)
             if not done:
                 raise TimeoutError
             return next(index for index, answer in answers.items() if answer.done())
@@ -94,6 +104,8 @@ class AnswerWait:
                 except TimeoutError:
                     self._session.check()
                     self._check()
+                    if self.meanwhile is not None:
+                        self.meanwhile()
                 text, is_silent = self._describe(index, what)
                 self._session.waits = text if is_silent else ""
                 waited_s = time.monotonic() - started_s

@@ -53,6 +53,7 @@ class Exchange:
         origin: The push and the step from which steps are counted.
         payloads: Payloads of pushes, and residuals.
         traffic: Bytes sent and received.
+        answers: Waits for the shards' answers.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Exchange:
         """
         self.session, self.spec, self.layout = session, spec, spec.layout()
         self.traffic = Traffic()
-        own = range(len(self.layout.slices)) if own is None else own
+        own = own if own is not None else range(len(self.layout.slices))
         self.missed = Missed(len(own))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
@@ -88,10 +89,10 @@ class Exchange:
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
-        self._answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
+        self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key, own)
-        feedback = self.payloads.feedback
-        self._residuals = Residuals(session, self.table, self.layout, feedback, self._pushes)
+        places = session, self.table, self.layout
+        self._residuals = Residuals(*places, self.payloads.feedback, self._pushes)
 
     @property
     def compresses_pulls(self) -> bool:
@@ -169,12 +170,12 @@ class Exchange:
             call, pull_buffer = self._pulls[index]
             step = self._pulled_steps.get(index, -1)
             what = "the first weights" if step < 0 else f"the weights after step {step}"
-            reply = self._answers.wait(call.done, index, what)
+            reply = self.answers.wait(call.done, index, what)
             while call.fetch is not None and not call.fetch():
                 call.done, call.fetch = Future(), None
                 self.session.pace.follow(call.done)
                 self._transport(index).pull(call)
-                reply = self._answers.wait(call.done, index, what)
+                reply = self.answers.wait(call.done, index, what)
             pull_buffer.counts = np.array(reply.counts, dtype=np.int64) if reply.counts else None
             pull_buffer.version, pull_buffer.clock = reply.version, reply.clock
             self.traffic.pulled_nbytes += pulled_nbytes(reply, pull_buffer)
@@ -194,7 +195,7 @@ class Exchange:
             if self.has_landed(index):
                 return index
         answers = {index: self._pulls[index][0].done for index in indices}
-        return self._answers.wait_for_any(answers, "weights of an earlier step")
+        return self.answers.wait_for_any(answers, "weights of an earlier step")
 
     def is_busy(self) -> bool:
         """Returns whether a push has not been acknowledged yet."""
@@ -205,7 +206,7 @@ class Exchange:
         future = self._pushes.pop(index, None)
         if future is not None:
             what = f"room for step {self.missed.pushed.get(index, 0)}"
-            reply = self._answers.wait(future, index, what)
+            reply = self.answers.wait(future, index, what)
             if reply.verdict == data_pb2.VERDICT_TOO_LATE:
                 self.traffic.num_too_late += 1
                 self.missed.late(self.session.rank, index)
@@ -293,11 +294,11 @@ class Exchange:
             for spec in self.layout.slices
         ]
 
+    # ----- inside
+
     def _key(self, index: int) -> str:
         """Returns a string that seeds a slice's random numbers."""
         return f"{self.session.job}/{self.table}/{self.session.rank}/{index}"
-
-    # ----- inside
 
     def _transport(self, index: int) -> Transport:
         self.session.require_own()
@@ -335,10 +336,9 @@ class Exchange:
             return header, ()
         if self._timeline is not None and compressor:
             note_payload(self._timeline, begin_ns, index, push, data.nbytes, compressor)
-        nbytes = data.nbytes if push.present else 0
         with self._counting:
             self.traffic.num_pushes += 1
-            self.traffic.pushed_nbytes += nbytes
+            self.traffic.pushed_nbytes += data.nbytes if push.present else 0
         return header, () if shared or push.present == 0 else (data,)
 
 

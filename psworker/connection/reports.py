@@ -18,10 +18,13 @@ import torch
 
 from pscore.errors import ConfigError
 from pscore.types import REPORTED_LENGTH_MAX, REPORTED_MAX
+from psworker.connection.traffic import Traffic
 
 log = logging.getLogger("paceline")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 TOKENS, RATE = "tokens", "tokens_per_s"
+PUSHED, PULLED, OF_DDP = (f"{what}_bytes_per_token" for what in ("pushed", "pulled", "ddp"))
+ADDED = (RATE, PUSHED, PULLED, OF_DDP)  # Names of values that the worker computes.
 WINDOW_S = 20.0  # The rate is that of so many seconds.
 APART_S = 0.25  # Counts that are kept for it are at least so far apart.
 
@@ -58,12 +61,28 @@ class Reports:
                 raise ConfigError(f"tokens is {fresh[TOKENS]:g}, must be 0 or more")
             fresh |= self._count(fresh[TOKENS])
         values = {**self.values, **fresh}
-        if len(values) > REPORTED_MAX:
+        count = sum(name not in ADDED for name in values)
+        if count > REPORTED_MAX:
             raise ConfigError(
-                f"report() has {len(values)} names, {REPORTED_MAX} are possible: "
-                f"{', '.join(values)}"
+                f"report() has {count} names, {REPORTED_MAX} are possible: {', '.join(values)}"
             )
         self.values = values
+
+    def put_bytes(self, traffic: Traffic, ddp_nbytes: float) -> None:
+        """Replaces the bytes per token, if there are tokens: payloads of all steps so far.
+
+        Args:
+            traffic: The bytes of this worker, and its steps.
+            ddp_nbytes: Bytes that a worker of DDP would send in a step, and receive.
+        """
+        tokens = self.values.get(TOKENS, 0.0)
+        if tokens:
+            self.values = {
+                **self.values,
+                PUSHED: traffic.pushed_nbytes / tokens,
+                PULLED: traffic.pulled_nbytes / tokens,
+                OF_DDP: ddp_nbytes * traffic.num_steps / tokens,
+            }
 
     def _count(self, tokens: float) -> dict[str, float]:
         """Returns all tokens so far, and their rate in the last seconds, once there is one."""
@@ -91,10 +110,10 @@ def _number(name: str, value: Any) -> float:
     Raises:
         ConfigError: Name or value cannot be reported.
     """
-    if not NAME.fullmatch(name) or len(name) > REPORTED_LENGTH_MAX or name == RATE:
+    if not NAME.fullmatch(name) or len(name) > REPORTED_LENGTH_MAX or name in ADDED:
         raise ConfigError(
             f"report() has the name {name[:REPORTED_LENGTH_MAX]!r}, must be an identifier of at "
-            f"most {REPORTED_LENGTH_MAX} letters, digits and _, and not {RATE}"
+            f"most {REPORTED_LENGTH_MAX} letters, digits and _, and not {', '.join(ADDED)}"
         )
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)

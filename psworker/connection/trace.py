@@ -13,6 +13,18 @@ from pscore.types import Push
 from psworker.transports import PullCall, PushCall
 
 
+def note_exchange(
+    timeline: Timeline, call: Future[None], partner: int, envelope: data_pb2.Envelope, nbytes: int
+) -> None:
+    """Records what is sent to another worker, from now until it is acknowledged or answered."""
+    begin_ns, kind = timeline.now_ns(), envelope.WhichOneof("body")
+
+    def end(_: Future[None]) -> None:
+        timeline.span(f"{kind}", begin_ns, track="peers", partner=partner, nbytes=nbytes)
+
+    call.add_done_callback(end)
+
+
 def note_push(
     timeline: Timeline,
     call: PushCall,

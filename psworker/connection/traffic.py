@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pscore.net.wire import FLOAT_NBYTES
 from pscore.pb.ps.v1 import data_pb2
 from psworker.replica.ports import PullBuffer
 
@@ -17,6 +18,17 @@ class Traffic:
     num_pushes: int = 0
     num_pulls: int = 0
     num_too_late: int = 0
+    num_steps: int = 0  # Of the optimizer, that sent and received these bytes.
+
+
+def ddp_nbytes(numel: int, num_workers: int) -> float:
+    """Returns the bytes that a worker of DDP sends in a step, and receives: a ring of all workers.
+
+    Args:
+        numel: Elements of the model; they travel as float32.
+        num_workers: Workers of the ring, 1 or more.
+    """
+    return FLOAT_NBYTES * numel * 2 * (num_workers - 1) / num_workers
 
 
 def pulled_nbytes(reply: data_pb2.PullReply, pull_buffer: PullBuffer) -> int:

@@ -159,6 +159,9 @@ class Gossip(ABC):
         """Reports that this worker exchanges nothing any more."""
         yield Meet(self.number, waits=False, parts=True)
 
+    def end(self) -> None:  # noqa: B027
+        """Brings the final model into the weights; nothing is exchanged any more."""
+
     def begin(self) -> None:  # noqa: B027
         """Notes that the model has the weights with which the next step begins."""
 

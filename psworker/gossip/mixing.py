@@ -3,7 +3,8 @@
 Each worker gives its model to those who take it in the graph of the step, and takes theirs. Members
 change between two steps: when an epoch begins, all meet, and the graph is rebuilt behind the last
 step that any of them had begun. In the steps up to that one the weight of a neighbour that is gone
-falls to the worker itself.
+falls to the worker itself. In the warm-up the graph is complete, and models are mixed behind the
+optimizers' steps: all are equal then.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from pscore.graphs import Edge, graph_of
+from pscore.graphs import GRAPHS, Edge, Graph, graph_of
 from pscore.types import FloatArray
 from psworker.gossip.base import (
     Gathering,
@@ -42,8 +43,9 @@ class Mixing(Gossip):
 
     def start(self) -> Waits:
         """Meets the others."""
-        self._graph = graph_of(str(self.rule.arguments()["graph"]))
-        self._combines = self.rule.arguments()["order"] == "atc"
+        self._graph = self._read_graph()
+        self._combines = self.rule.arguments().get("order") == "atc"
+        self._warmup = int(self.rule.arguments()["warmup"])
         self._graphs: list[tuple[int, list[int]]] = []  # First step and members, oldest first.
         self._live: set[int] = set()
         self._joined: dict[int, int] = {}  # First step of each worker that came later.
@@ -52,7 +54,7 @@ class Mixing(Gossip):
 
     def begin(self) -> None:
         """Gives the model with which the step begins, so that it travels during backward."""
-        if not self._combines:
+        if not self._combining:
             self._give()
 
     def step(self) -> Waits:
@@ -60,10 +62,10 @@ class Mixing(Gossip):
         if self.post.has_moved:
             yield from self._meet(self.number)
         self.model.update()
-        if self._combines:
+        if self._combining:
             self._give()
         taken = yield from self._take()
-        if self._combines:
+        if self._combining:
             self._combine(taken)
         else:  # The row sums to 1, so this is the mix of the models before the optimizer's step.
             for _, weight, values in taken:
@@ -81,11 +83,21 @@ class Mixing(Gossip):
 
     # ----- inside
 
+    def _read_graph(self) -> Graph:
+        """Returns the mode's graph."""
+        return graph_of(str(self.rule.arguments()["graph"]))
+
+    @property
+    def _combining(self) -> bool:
+        """Whether this step mixes the models behind the optimizers' steps."""
+        return self._combines or self.number < self._warmup
+
     def _edges(self) -> list[Edge]:
         """Returns the edges of this step, under the members that it belongs to."""
         graphs = reversed(self._graphs)
         members = next(found for first, found in graphs if first <= self.number)
-        return self._graph(members, self.number)
+        graph = GRAPHS["complete"] if self.number < self._warmup else self._graph
+        return graph(members, self.number)
 
     def _is_gone(self, rank: int) -> bool:
         """Returns whether a worker does not make this step."""
@@ -116,23 +128,27 @@ class Mixing(Gossip):
         values = to_host(weights) if takers else None
         for taker in takers:
             assert values is not None
-            for index, part in enumerate(parts_of(len(values))):
-                self.post.give(taker, Tag(MODEL, self.number, index), values[part])
+            self._send(taker, values)
+
+    def _send(self, taker: int, values: FloatArray) -> None:
+        """Sends an array for the present step, which must not change any more."""
+        for index, part in enumerate(parts_of(len(values))):
+            self.post.give(taker, Tag(MODEL, self.number, index), values[part])
 
     def _take(self) -> Steps[list[tuple[int, float, torch.Tensor]]]:
         """Waits for the neighbours' models; returns rank, weight and model of each that came."""
         taken = []
         for edge in [edge for edge in self._edges() if edge.taker == self.rank]:
-            values = yield from self._model_of(edge.giver)
+            values = yield from self._model_of(edge.giver, len(self.model.weights))
             if values is not None:
                 taken.append((edge.giver, edge.weight, on_device_of(self.model.weights, values)))
                 self.sight.partner = edge.giver
                 self.sight.num_exchanges += 1
         return taken
 
-    def _model_of(self, giver: int) -> Steps[FloatArray | None]:
-        """Waits for one neighbour's model; returns None if it is gone."""
-        values: FloatArray = torch.empty(len(self.model.weights)).numpy()
+    def _model_of(self, giver: int, numel: int) -> Steps[FloatArray | None]:
+        """Waits for one neighbour's array, `(numel,)`; returns None if it is gone."""
+        values: FloatArray = torch.empty(numel).numpy()
         for index, part in enumerate(parts_of(len(values))):
             while True:
                 is_gone = self._is_gone(giver)  # It may have given its model before.

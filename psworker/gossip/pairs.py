@@ -21,6 +21,7 @@ import numpy as np
 from pscore.graphs import graph_of
 from pscore.types import FloatArray
 from psworker.gossip.base import Gossip, Late, Meet, Waits, on_device_of, parts_of, to_host
+from psworker.gossip.mixing import Mixing
 
 
 class Pairs(Gossip):
@@ -34,8 +35,11 @@ class Pairs(Gossip):
     number = 0
 
     def start(self) -> Waits:
-        """Meets the others, once; later changes of the members need no agreement."""
+        """Meets the others, once; after the warm-up changes of the members need no agreement."""
         arguments = self.rule.arguments()
+        self._early: Mixing | None = None
+        if arguments["warmup"]:
+            self._early = Mixing(self.rule, self.rank, self.model, self.post)
         self._graph = graph_of(str(arguments["graph"]))
         self._every, self._behind_max = int(arguments["every"]), int(arguments["max_behind"])
         self._parts = parts_of(len(self.model.weights))
@@ -49,21 +53,31 @@ class Pairs(Gossip):
         # The last answer to each incarnation, which is given again to an offer that comes twice.
         self._answers: dict[tuple[int, int], tuple[int, FloatArray]] = {}
         self._mixed = 0  # Since the read.
+        self._is_over = False
         self.counts: Counter[str] = Counter()
         self.number = self.model.first_step
-        yield Meet(-1)
+        if self._early is None:
+            yield Meet(-1)
+        else:
+            yield from self._early.start()
+            self._follow(self._early)
 
     def begin(self) -> None:
         """Reads the model; weights that were replaced, by the average of all, take its place."""
+        if self._early is not None:
+            return
         with self.model.lock:
             weights = to_host(self.model.weights)
             if not np.array_equal(weights, self._read):
-                self.shared[:] = weights
-                self.versions = [version + 1 for version in self.versions]
+                self._take(weights)
             self._load()
 
     def step(self) -> Waits:
         """Adds the optimizer's step to the model as it is now, and maybe begins an exchange."""
+        if self._early is not None:
+            yield from self._early.step()
+            self._follow(self._early)
+            return
         if self.post.has_moved:
             yield Meet(self.number, waits=False)
         yield from self._settle(lambda: not self._is_late())
@@ -84,8 +98,23 @@ class Pairs(Gossip):
 
     def part(self) -> Waits:
         """Waits for the answer to the open exchange, so that nothing of it is lost."""
+        if self._early is not None:
+            yield from self._early.part()
+            return
         yield from self._settle(lambda: not self._open)
         yield from super().part()
+
+    def meet(self) -> Waits:
+        """Meets the others between two steps; in the warm-up they wait for each other."""
+        yield from super().meet() if self._early is None else self._early.meet()
+
+    def end(self) -> None:
+        """Brings the mixed model into the weights."""
+        with self.model.lock:
+            if self._early is not None:
+                self._take(to_host(self.model.weights))
+            self._is_over = True
+            self._load()
 
     # ----- exchanges
 
@@ -94,6 +123,8 @@ class Pairs(Gossip):
     ) -> FloatArray | None:
         """Moves half of the way to another worker's snapshot; returns this one's before."""
         with self.model.lock:
+            if self._is_over or self._early is not None:
+                return None
             known = self._answers.get((incarnation, part))
             if known is not None and known[0] == number:
                 return known[1]
@@ -158,6 +189,20 @@ class Pairs(Gossip):
         with self.model.lock:
             age = self.number - self._begun
             return bool(self._behind_max and self._open and age >= self._behind_max)
+
+    def _follow(self, early: Mixing) -> None:
+        """Counts a step of the warm-up, and begins exchanges at its end."""
+        self.number, self.sight = early.number, early.sight
+        if self.number >= int(self.rule.arguments()["warmup"]):
+            with self.model.lock:
+                self._early = None
+                self._take(to_host(self.model.weights))
+                self._load()
+
+    def _take(self, weights: FloatArray) -> None:
+        """Replaces the model that pairs mix."""
+        self.shared[:] = weights
+        self.versions = [version + 1 for version in self.versions]
 
     def _note(self, part: int) -> None:
         self.versions[part] += 1

@@ -17,6 +17,7 @@ from pscore.net.listener import Listener
 from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
+from psworker.connection.trace import note_exchange
 from psworker.gossip.base import Gathering, Gossip, Late, Meet, Tag, Waits, Want
 from psworker.peers import certificate
 from psworker.peers.link import PeerLink
@@ -39,6 +40,7 @@ class Peers:
         table: Index of the table.
         epoch: Of the directory, as this worker knows it; 0: it has not met anyone.
         distance: To the last average of all models, relative to the norm of the average.
+        has_parted: Whether this worker exchanges nothing any more.
     """
 
     def __init__(self, session: Session, table: int) -> None:
@@ -57,6 +59,7 @@ class Peers:
         self._met_beats = 0  # Heartbeats answered before the last meeting.
         self.distance = 0.0
         self.gossip: Gossip | None = None
+        self.has_parted = False
         self._mailbox = Mailbox()
         self._links: dict[int, PeerLink] = {}  # By rank.
         self._members: list[int] = []
@@ -81,6 +84,10 @@ class Peers:
             host=host, port=self._listener.port, local=local, certificate=shown
         )
         self._listener.start()
+
+    def announce(self) -> None:
+        """Reports to the directory that this worker takes part, without waiting for others."""
+        self._meet(Meet(-1, waits=False))
 
     def drive(self, gossip: Gossip) -> None:
         """Starts a gossip: it meets the other workers.
@@ -130,6 +137,8 @@ class Peers:
         parts = Meet(self.gossip.number, waits=False, parts=True)
         self._flush(lambda: bool(self._meet(parts)))
         self._service.on_offer = None
+        self.gossip.end()
+        self.has_parted = True
         self._session.peer_reports.pop(self.table, None)
 
     def _flush(self, moved: Callable[[], bool]) -> None:
@@ -199,6 +208,9 @@ class Peers:
         on_answer: Callable[[FloatArray | None], None] | None = None,
     ) -> None:
         call = link.send(envelope, values, on_answer)
+        timeline = self._session.timeline
+        if timeline is not None:
+            note_exchange(timeline, call, link.peer.rank, envelope, values.nbytes)
         self._open.add(call)
         call.add_done_callback(self._open.discard)
 
@@ -254,6 +266,8 @@ class Peers:
             PacelineError: This worker is no longer part of the job.
         """
         session, started_s, say_s = self._session, time.monotonic(), SAY_AFTER_S
+        timeline = session.timeline
+        begin_ns = 0 if timeline is None else timeline.now_ns()
         try:
             while not is_there():
                 session.require_own()
@@ -266,6 +280,8 @@ class Peers:
                     log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
         finally:
             session.waits = ""
+            if timeline is not None:
+                timeline.span("wait", begin_ns, what=what)
 
     def _meet(self, wanted: Meet) -> list[Gathering]:
         """Asks the directory until all have stopped, or once."""
@@ -308,13 +324,18 @@ class Peers:
         """Connects to new members, and closes the connections to those that are gone."""
         now = {peer.rank: peer for peer in reply.peers if peer.rank != self._session.rank}
         for rank, link in list(self._links.items()):
-            if rank not in now or now[rank].incarnation != link.peer.incarnation:
+            if rank not in now or _endpoint(now[rank]) != _endpoint(link.peer):
                 self._links.pop(rank).close()
         self._incarnations |= {rank: peer.incarnation for rank, peer in now.items()}
         for rank, peer in now.items():
             if rank not in self._links:
                 self._links[rank] = PeerLink(peer, self._token)
         self._members = sorted([*now, self._session.rank])
+
+
+def _endpoint(peer: control_pb2.Peer) -> tuple[Any, ...]:
+    """Returns the part that changes when a worker listens anew, as a changed mode makes it do."""
+    return peer.incarnation, peer.host, peer.port, peer.local, peer.certificate
 
 
 def _own_host(address: str) -> str:

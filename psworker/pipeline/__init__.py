@@ -1,1 +1,1 @@
-"""Pipelines: the profile of a model, its partition into stages, and the verdict on it."""
+"""Pipelines: the profile of a model, its partition into stages, the verdict, and the run."""

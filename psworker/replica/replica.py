@@ -180,13 +180,14 @@ class Replica:
         self.is_ending = False
 
     def end_round(self, grads: Sequence[torch.Tensor], push_pull: PushPull) -> None:
-        """Pushes the weights' moves of a round that is still open; training ends after it.
+        """Pushes the moves of a round that is still open, or the model; training ends after it.
 
         Args:
             grads: Memory for the moves, as for `finish`.
             push_pull: Sends them.
         """
-        if self.num_inner:
+        if self.num_inner or self._round.role is Role.MODEL:
+            self._round.is_last = True
             self._push_round(grads, push_pull)
 
     def follow(self) -> None:
@@ -320,8 +321,7 @@ class Replica:
         if bad is not None:
             self.is_ending = False
             raise not_finite(bad, self.step)
-        plan, samples, role = self.plan(), self._round.mean_samples, self._round.role
-        assert role is not None
+        plan, samples, role = self.plan(), self._round.mean_samples, self._round.pushed_role
         for index in self.front_first():
             self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
         self.clocks.pushed()

@@ -18,6 +18,7 @@ class Round:
     Attributes:
         num_inner: Steps of the user's own optimizer since the last pull.
         role: The push that ends a round; None: the mode has no rounds.
+        is_last: Whether this worker makes no further step.
     """
 
     def __init__(self, layout: Layout, weights: torch.Tensor, *, role: Role | None) -> None:
@@ -30,16 +31,24 @@ class Round:
         """
         self.num_inner = 0
         self.role = role
+        self.is_last = False
         self._samples = 0.0  # Sum of the round so far.
+        self._former_samples = 1.0  # Mean of the last round that had a step.
         self._weights = weights
         self._spans = [slice(spec.start, spec.stop) for spec in layout.slices]
         # The weights at the start of the round: those of the last pull, or of an overlap.
         self._reference = torch.empty_like(weights) if role is Role.DELTA else None
 
     @property
+    def pushed_role(self) -> Role:
+        """The push that ends this round."""
+        assert self.role is not None
+        return Role.LAST_MODEL if self.is_last and self.role is Role.MODEL else self.role
+
+    @property
     def mean_samples(self) -> float:
-        """Mean weight of the round's steps."""
-        return self._samples / self.num_inner
+        """Mean weight of the round's steps; without one, of the steps of the round before."""
+        return self._samples / self.num_inner if self.num_inner else self._former_samples
 
     def add_step(self, samples: float, num: int = 1) -> None:
         """Counts steps of the wrapped optimizer, each with its weight in the mean."""
@@ -48,7 +57,8 @@ class Round:
 
     def begin(self) -> None:
         """Opens the next round."""
-        self.num_inner, self._samples = 0, 0.0
+        self._former_samples = self.mean_samples
+        self.num_inner, self._samples, self.is_last = 0, 0.0, False
 
     def origin(self, index: int) -> torch.Tensor | None:
         """Returns the weights of one slice from which its move is measured."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from pscore.rules.base import Rule
 from psworker.connection.missed import Missed
-from psworker.connection.traffic import Traffic
+from psworker.connection.reports import TOKENS
+from psworker.connection.traffic import Traffic, ddp_nbytes
 from psworker.training.gradients import Gradients
 from psworker.training.progress import require_weight
 from psworker.training.scalars import Scalars, Writer
@@ -27,14 +28,18 @@ class Figures:
         value that is a tensor on a GPU is waited for. Nothing else depends on them.
 
         Args:
-            values: `loss`, `tokens` (the number since the last report; shown as a sum and as tokens
-                per second), and others: 16 names of at most 40 characters. A value that is not
+            values: `loss`, `tokens` (the number since the last report, or of samples; shown as a
+                sum, as tokens per second, and as bytes pushed and pulled per token beside those of
+                DDP), and others: 16 names of at most 40 characters. A value that is not
                 finite is left out, with one warning.
 
         Raises:
             ConfigError: A name or value cannot be reported.
         """
-        self._table.session.reports.put(values)
+        reports = self._table.session.reports
+        reports.put(values)
+        if TOKENS in values:
+            reports.put_bytes(self.traffic, self._ddp_nbytes)
         if self._scalars is not None:
             self._scalars.write(values, self.steps, self.traffic)
 
@@ -53,6 +58,17 @@ class Figures:
             ConfigError: It has no `add_scalar`.
         """
         self._scalars = None if writer is None else Scalars(writer, self._table.session)
+
+    @property
+    def _ddp_nbytes(self) -> float:
+        """Bytes that a worker of DDP sends in a step of this model, and receives."""
+        table = self._table
+        numel = sum(
+            segment.stop - segment.start
+            for spec in table.layout.slices
+            for segment in spec.segments
+        )
+        return ddp_nbytes(numel, table.session.num_workers)
 
     @property
     def samples(self) -> float:

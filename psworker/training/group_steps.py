@@ -59,6 +59,7 @@ class GroupSteps(Steps):
             if refused:
                 raise GradientError("another process of this worker's group refused its gradient")
         table.session.pace.end_step()
+        table.exchange.traffic.num_steps += 1
         if timeline is not None:
             timeline.span("optimizer.step", begin_ns, step=number)
 

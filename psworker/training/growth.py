@@ -101,6 +101,7 @@ def leave(table: TrainingTable, recovery: Recovery) -> Kept:
     """Ends training with a table, at the same place on all workers; they must all call it."""
     session, replica = table.session, table.replica
     with recovery.guard():
+        table.local_step.part()
         table.end_round()
         table.settle()
         step = int(session.agree(BARRIER, float(replica.step)))

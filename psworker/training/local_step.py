@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from psworker.connection.exchange import Exchange
-
 
 class LocalStep:
     """No such part: the shards run the optimizer."""
 
     def make(self, *, skips: bool) -> None:
         """Makes one step, unless the script leaves it out."""
+
+    def announce(self) -> None:
+        """Reports that this worker takes part again; all do so before any starts."""
 
     def start(self) -> int | None:
         """Begins with the weights that the model has now.
@@ -20,10 +21,6 @@ class LocalStep:
             The step of the workers with which this one makes its steps; None: it depends on none.
         """
         return None
-
-    def flush(self, exchange: Exchange) -> None:
-        """Waits until every push of the table is acknowledged."""
-        exchange.flush()
 
     def begin(self) -> None:
         """Notes that the model has the weights with which the next step begins."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from pscore.errors import ConfigError
 from pscore.rules.base import Rule, require_sizes
-from pscore.rules.decentralised import Decentralised
 from psworker.training.table import TrainingTable
 
 
@@ -22,7 +21,7 @@ def change_mode(table: TrainingTable, rule: Rule) -> None:
         rule: The new mode.
 
     Raises:
-        ConfigError: The shards would have to run another optimizer, or workers exchange models.
+        ConfigError: The shards would have to run another optimizer.
         JobMismatchError: Another worker has named another mode.
     """
     former = table.rule
@@ -36,15 +35,10 @@ def change_mode(table: TrainingTable, rule: Rule) -> None:
             f"{former} cannot become {rule} while the workers run the optimizer: the shards have "
             "no weights; save state_dict() and start a new job"
         )
-    if isinstance(former, Decentralised) or isinstance(rule, Decentralised):
-        raise ConfigError(
-            f"{former} cannot become {rule} while it runs: workers that exchange models with each "
-            "other do not change the mode; save the model's weights within global_weights() and "
-            "start a new job from them"
-        )
     require_sizes(rule, table.session.num_workers, table.session.min_workers)
     if str(rule) == str(former):
         return
+    table.local_step.part()
     table.end_round()
     table.settle()
     table.change_rule(rule)

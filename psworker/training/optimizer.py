@@ -21,8 +21,9 @@ from pscore.compressors import parse_compressor
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError, GradientError
 from pscore.estimate import parse_pull_compressor
+from pscore.optimizers.base import Optimizer
 from pscore.rules import parse_mode
-from pscore.rules.base import Rule
+from pscore.rules.base import Rule, require_sizes
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
 from psworker.compression.error_feedback import choose
@@ -30,7 +31,7 @@ from psworker.connection.left_out import LeftOut
 from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.model.flat import describe, trained
-from psworker.training import clipping, growth, scaling
+from psworker.training import clipping, growth, handover, scaling
 from psworker.training.buffers import Buffers
 from psworker.training.figures import Figures
 from psworker.training.global_weights import global_weights
@@ -260,7 +261,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         with self._recovery.guard():
             if self._end or self._gradients.have_left:
                 raise ConfigError("call set_mode() after step(), and before training has ended")
-            change_mode(self._table, parse_mode(mode))
+        _set_mode(self, parse_mode(mode))
 
     def close(self) -> None:
         """Ends training: the model keeps the global weights.
@@ -271,8 +272,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         if not self._end:
             self._retire("close() or psworker.shutdown()")
             with self._recovery.guard():
-                self._table.end_round()
                 self._table.local_step.part()
+                self._table.end_round()
                 self._table.fetch(None)
                 self._table.flat.scatter_weights()
             self._table.local_step.close()
@@ -395,12 +396,44 @@ def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: Overlap) 
 
 def _grow(wrapper: DistributedOptimizer) -> None:
     """Continues with another table, of all parameters that are to be trained now."""
-    former, gradients = wrapper._table, wrapper._gradients
     wrapper._require_open("add_param_group")
-    growth.require_possible(former, gradients)
+    growth.require_possible(wrapper._table, wrapper._gradients)
+    kept = growth.leave(wrapper._table, wrapper._recovery)
+    _replace_table(wrapper, kept, wrapper.rule, wrapper._table.optimizer)
+
+
+def _set_mode(wrapper: DistributedOptimizer, rule: Rule) -> None:
+    """Continues in another mode; with another table where others run the optimizer in it."""
+    former, inner = wrapper._table, wrapper._inner
+    if not handover.moves(former.rule, rule):
+        with wrapper._recovery.guard():
+            change_mode(former, rule)
+        return
+    is_raw = former.exchange.spec.pull_compressor.is_raw
+    plugin = choose_optimizer(inner, rule, "auto", is_raw=is_raw)
+    handover.require_possible(former, rule, plugin)
+    require_sizes(rule, former.session.num_workers, 0)
+    kept = growth.leave(former, wrapper._recovery)
+    groups = wrapper.param_groups
+    kept = handover.hand_over(former, wrapper._recovery, kept, inner, groups, plugin)
+    former.local_step.close()
+    _replace_table(wrapper, kept, rule, plugin)
+
+
+def _replace_table(
+    wrapper: DistributedOptimizer, kept: growth.Kept, rule: Rule, plugin: Optimizer
+) -> None:
+    """Continues with the table that follows the present one, which all workers have left.
+
+    Args:
+        wrapper: The wrapper.
+        kept: The state that the next table takes over.
+        rule: Its mode.
+        plugin: The optimizer that the shards run.
+    """
+    former, gradients = wrapper._table, wrapper._gradients
     names, parameters, groups = trained(wrapper, wrapper._named)
     early = Overlap(gradients.overlap.is_wanted, names, has_views=gradients.overlap.has_views)
-    kept = growth.leave(former, wrapper._recovery)
     gradients.unwatch()
     former.session.left_out.pop(former.exchange.table, None)
     spec = dataclasses.replace(
@@ -408,12 +441,14 @@ def _grow(wrapper: DistributedOptimizer) -> None:
         name=growth.next_name(former.name),
         tensors=_choose(names, parameters, groups, *wrapper._choice),
         num_groups=len(wrapper.param_groups),
+        rule=rule,
+        optimizer=plugin.name,
     )
     table = TrainingTable(
         former.session,
         spec,
         parameters,
-        former.optimizer,
+        plugin,
         samples=wrapper.samples,
         has_grad_views=early.has_views,
     )

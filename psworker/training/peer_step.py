@@ -7,7 +7,6 @@ the exchange with other workers, which the mode's gossip decides (psworker/gossi
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from pscore.errors import ConfigError
 from pscore.rules.base import Rule
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from psworker.connection.exchange import Exchange
 from psworker.connection.trace import local_update
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Model
@@ -25,8 +23,6 @@ from psworker.peers.peers import Peers
 from psworker.training.local_step import LocalStep
 from psworker.training.optimizer_state import pack, unpack
 from psworker.training.table import TrainingTable
-
-POLL_S = 0.002  # From one look at pushes to the next, where one waits for other workers.
 
 
 class AloneStep(LocalStep):
@@ -63,21 +59,22 @@ class PeerStep(AloneStep):
             table: The table that is trained.
 
         Raises:
-            ConfigError: The table compresses, all continue from an average, or this worker cannot
-                listen.
+            ConfigError: The table compresses, or this worker cannot listen.
         """
         super().__init__(inner, table)
         spec = table.exchange.spec
         if not (spec.compressor.is_raw and spec.pull_compressor.is_raw):
             raise ConfigError(f"{rule.name} exchanges whole models: compression must be none")
-        if rule.adopts:
-            raise ConfigError(
-                f"{rule.name} does not continue from a global average with real workers: one that "
-                "waits for it cannot meet those that come or end; leave global_every at 0"
-            )
         self._rule = rule
         self._skips = False
         self._peers = Peers(table.session, table.exchange.table)
+        table.exchange.answers.meanwhile = self._meet_if_moved
+
+    def announce(self) -> None:
+        """Reports to the directory that this worker takes part again, and waits for the others."""
+        self._peers.table = self._table.exchange.table
+        self._peers.announce()
+        self._table.session.barrier("exchange")
 
     def start(self) -> int | None:
         """Meets the other workers with the weights that the model has now."""
@@ -99,16 +96,6 @@ class PeerStep(AloneStep):
         self.begin()
         return gossip.number
 
-    def flush(self, exchange: Exchange) -> None:
-        """Waits for acknowledgements; meanwhile a worker that comes in new may have to be met."""
-        assert self._peers.gossip is not None
-        while exchange.is_busy():
-            if self._peers.has_moved:
-                self._peers.run(self._peers.gossip.meet())
-            exchange.session.check()
-            time.sleep(POLL_S)
-        exchange.flush()
-
     def begin(self) -> None:
         """Gives or reads the model with which the next step begins."""
         assert self._peers.gossip is not None
@@ -128,6 +115,7 @@ class PeerStep(AloneStep):
 
     def close(self) -> None:
         """Closes the connections to other workers."""
+        self._table.exchange.answers.meanwhile = None
         self._peers.close()
 
     def note_average(self, average: torch.Tensor) -> None:
@@ -135,6 +123,12 @@ class PeerStep(AloneStep):
         norm = float(torch.linalg.vector_norm(average))
         distance = float(torch.linalg.vector_norm(self._table.flat.weights - average))
         self._peers.distance = distance / norm if norm else 0.0
+
+    def _meet_if_moved(self) -> None:
+        """Meets workers that come or end, which wait for this one while it waits for shards."""
+        peers = self._peers
+        if peers.gossip is not None and not peers.has_parted and peers.has_moved:
+            peers.run(peers.gossip.meet())
 
     def _require_finite(self) -> None:
         """Refuses gradients that would spoil the models of all workers.
@@ -157,7 +151,7 @@ class PeerStep(AloneStep):
     def _gather(self) -> FloatArray:
         """Returns the gradient times its weight, the weight, and which parameters have one."""
         flat, table = self._table.flat, self._table
-        self.flush(table.exchange)  # A push of the model may still be read from this memory.
+        table.exchange.flush()  # A push of the model may still be read from this memory.
         has = [not self._skips and p.grad is not None for p in flat.parameters]
         for index, is_there in enumerate(has):
             if not is_there:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pscore.errors import ConfigError
-from pscore.rules.decentralised import Decentralised
+from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role
 from psworker.training.recovery import Recovery
 from psworker.training.table import TrainingTable
@@ -92,13 +92,8 @@ def read_state(
     """Returns a state dict of `torch_state`, or of a plain torch optimizer, in the table's layout.
 
     Raises:
-        ConfigError: The state is of another model or optimizer, or workers exchange models.
+        ConfigError: The state is of another model or optimizer.
     """
-    if isinstance(table.rule, Decentralised):
-        raise ConfigError(
-            f"{table.rule.name} loads no state into a running job: load the model's weights, and "
-            "the state into the torch optimizer, before DistributedOptimizer wraps it"
-        )
     names, layout = table.optimizer.state_names, table.layout
     order = _torch_order(table, param_groups)
     own = state_dict.get("paceline", {})
@@ -114,7 +109,7 @@ def read_state(
             continue
         counts[index] = int(own["counts"][index]) if "counts" in own else int(entry.get("step", 1))
         for name in names:
-            _fill(table, flat[name], entry.get(name), index, name)
+            fill(table, table.optimizer, flat[name], entry.get(name), index, name)
     compressor = own.get("compressor_state", {})
     for name, array in compressor.items():
         if array.shape != (layout.numel,):
@@ -137,6 +132,7 @@ def restore(table: TrainingTable, loaded: LoadedState) -> None:
     Raises:
         PacelineError: A shard refused something, or does not answer.
     """
+    table.local_step.part()
     table.settle()
     table.session.barrier(BARRIER)
     if table.session.process_rank == 0:
@@ -153,12 +149,31 @@ def _state_of(table: TrainingTable, flat: torch.Tensor, index: int, name: str) -
     return view.clone()
 
 
-def _fill(table: TrainingTable, flat: FloatArray, value: Any, index: int, name: str) -> None:
-    """Copies one state tensor into its part of `flat`; an absent momentum stays zero."""
+def fill(
+    table: TrainingTable,
+    optimizer: Optimizer,
+    flat: FloatArray,
+    value: Any,
+    index: int,
+    name: str,
+) -> None:
+    """Copies one state tensor into its part of a flat array; an absent one stays zero.
+
+    Args:
+        table: The table.
+        optimizer: The shards' optimizer whose state it is.
+        flat: `(layout.numel,)`.
+        value: The tensor, or None.
+        index: Index of the parameter.
+        name: Name of the state.
+
+    Raises:
+        ConfigError: The tensor has another shape.
+    """
     if value is None:
         return
     target, tensor = table.flat.state_view(flat, index), torch.as_tensor(value)
-    if name in table.optimizer.scalar_names and tensor.numel() == 1:
+    if name in optimizer.scalar_names and tensor.numel() == 1:
         tensor = tensor.reshape(()).expand(target.shape)
     if tensor.shape != target.shape:
         raise ConfigError(

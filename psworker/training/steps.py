@@ -73,6 +73,7 @@ class Steps:
                 self._left_out.given_up()
             table.exchange.payloads.raise_refused()
         table.session.pace.end_step()
+        table.exchange.traffic.num_steps += 1
         if timeline is not None:
             timeline.span("optimizer.step", begin_ns, step=number)
 

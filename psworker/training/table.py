@@ -230,6 +230,7 @@ class TrainingTable:
         """Replaces the local step by that of the mode; exchanges start over."""
         self.local_step.close()
         self.local_step = self.make_step(self.rule)
+        self.local_step.announce()
 
     def _start_local_step(self) -> None:
         """Starts the local step; where others are ahead, this worker continues at their step."""
@@ -250,7 +251,7 @@ class TrainingTable:
             samples: Weight of the step in the mean of a round.
         """
         if self.replica.plan().push in OF_ROUNDS:
-            self.local_step.flush(self.exchange)  # The moves overwrite those of the last round.
+            self.exchange.flush()  # The moves overwrite those of the last round.
         self.exchange.run(self.replica.finish(self.grads(), self.exchange, samples))
         if self.group is None:
             self.local_step.begin()
@@ -258,12 +259,12 @@ class TrainingTable:
 
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
-        self.local_step.flush(self.exchange)
+        self.exchange.flush()
         self.replica.end_round(self.grads(), self.exchange)
 
     def settle(self) -> None:
         """Waits until every push is acknowledged and every pull has been applied."""
-        self.local_step.flush(self.exchange)
+        self.exchange.flush()
         self.exchange.run(self.replica.settle())
 
     def fetch(self, min_version: int | None) -> None:
@@ -289,7 +290,7 @@ class TrainingTable:
                 [flat[spec.start : spec.stop] for flat in flats] for spec in self.layout.slices
             )
         ]
-        self.local_step.flush(self.exchange)
+        self.exchange.flush()
         with_state = num_state is not None
         self.exchange.run(self.replica.peek(pull_buffers, self.exchange, with_state=with_state))
         counts = [
@@ -303,7 +304,6 @@ class TrainingTable:
         refuse_in_group(rule, self.optimizer, self.group)
         self.settle()
         self.parts.meet()
-        self.local_step.part()
         self.exchange.change(rule, self.replica.step)
         self.replica.change(rule)
         self._renew_local_step()

@@ -7,7 +7,16 @@ from tests.house.source import ROOT, file_imports, modules, name
 # From the top. Plug-ins and shared nouns of a package that lie in no folder are one floor, `.`.
 FLOORS = {
     "psserver": (
-        *("__main__", "commands", "process", "service", "remote", "engine", "durability"),
+        *(
+            "__main__",
+            "commands",
+            "dashboard",
+            "process",
+            "service",
+            "remote",
+            "engine",
+            "durability",
+        ),
         *("slices", "access", "decisions", "logs", "."),
     ),
     "psworker": (

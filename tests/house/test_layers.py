@@ -40,6 +40,7 @@ CORE = (
     "psworker/replica",
     "psworker/gossip",
     "psworker/pipeline/verdict.py",
+    "psworker/pipeline/stage.py",
 )
 IMPURE = {
     "asyncio",

@@ -102,7 +102,7 @@ def finish(workers: list[Worker]) -> None:
         worker.result(DEADLINE_S)
 
 
-def test_workers_that_were_all_killed_are_gone_on_with_and_ended_ones_are_not(
+def test_a_job_continues_after_all_workers_were_killed_and_starts_over_after_its_end(
     cluster: Cluster,
 ) -> None:
     with cluster.start():

@@ -291,6 +291,10 @@ def test_reported_values_travel_with_the_heartbeats(shards: Shards) -> None:
 
     with shards.workers(report, job=job) as workers:
         wait_until(lambda: [*map(bool, shown())] == [True, True])
-        assert shown() == [{"loss": 0.5 + rank, "tokens": 4096.0} for rank in range(2)]
+        for rank, values in enumerate(shown()):
+            assert values["loss"] == 0.5 + rank
+            assert values["tokens"] == 4096.0
+            assert values["pulled_bytes_per_token"] > 0  # The weights at the start.
+            assert values["ddp_bytes_per_token"] == 0  # There was no step yet.
         for worker in workers:
             worker.tell()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
-from pscore.errors import ConfigError
+from psworker.peers import peers
 from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 from tests.integration.command import Command, eventually
@@ -29,6 +30,7 @@ SYNCHRONOUS = (
     "allreduce",
     "allreduce(order=ranks)",
     "dpsgd(graph=complete, order=atc)",
+    "sgp(graph=complete)",
 )
 
 
@@ -59,11 +61,12 @@ def test_synchronous_modes_without_a_server_are_synchronous_sgd(shards: Shards) 
     for ours, theirs in itertools.product(results, results):
         for index, mode in enumerate(SYNCHRONOUS):
             for name, weight in theirs[0].items():
-                assert relative_error(ours[index][name], weight) <= 1e-6, (mode, name)
+                limit = 1e-5 if mode.startswith("sgp") else 1e-6  # A quotient of rounded sums.
+                assert relative_error(ours[index][name], weight) <= limit, (mode, name)
 
 
 def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
-    modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", "adpsgd")
+    modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", "adpsgd", "sgp")
     (results,) = shards.run(train_in, modes, new_job(), num_workers=1)
     model = make_model()
     optimizer = sgd(model.parameters())
@@ -76,7 +79,9 @@ def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
             assert np.array_equal(found[name], weight), (mode, name)
 
 
-MODES = ("allreduce(average_every=10)", "dpsgd(average_every=10)", "adpsgd(average_every=10)")
+NAMES = ("allreduce", "dpsgd", "adpsgd")
+MODES = tuple(f"{name}(average_every=10)" for name in NAMES)
+ALL = (*MODES[:2], "adpsgd(average_every=10, warmup=5)", "sgp(average_every=10)")
 LEASE_S = 1.5
 DIES_AT, MORE = 10, 15
 
@@ -107,7 +112,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
     return {"losses": losses, "models": models, "mean": weights_of(model)}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ALL)
 def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) -> None:
     with Shards(1, lease_s=LEASE_S) as shards:
         options: dict[str, Any] = {"num_workers": 3, "job": new_job()}
@@ -131,6 +136,49 @@ def test_others_continue_when_a_worker_is_killed_and_another_comes(mode: str) ->
                 assert np.array_equal(weight, other["models"][number][name]), name
         for name, weight in first["mean"].items():
             assert relative_error(other["mean"][name], weight) < 0.2, name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str) -> None:
+    with Shards(1, lease_s=LEASE_S) as shards:
+        options: dict[str, Any] = {"num_workers": 2, "job": new_job()}
+        work = until_told
+        with shards.workers(work, mode, **options) as workers:
+            for worker in workers:
+                worker.hear()
+                worker.hear()
+            os.kill(workers[1].pid, signal.SIGSTOP)
+            time.sleep(2 * LEASE_S)
+            os.kill(workers[1].pid, signal.SIGCONT)
+            time.sleep(1.0)
+            for worker in workers:
+                worker.tell()
+            found = [worker.result() for worker in workers]
+    for _, losses, weights in found:
+        assert np.isfinite(losses).all()
+        for name in weights:
+            assert relative_error(weights[name], found[0][2][name]) < 0.5
+    assert len(found[0][1]) > len(found[1][1]), "worker 0 has waited for the one that was silent"
+
+
+def wait_for_the_other(me: Station, mode: str) -> None:
+    """Trains 3 steps; worker 1 is late in one of them."""
+    peers.SAY_AFTER_S = 0.3
+    model, optimizer = begin(mode)
+    for step in range(3):
+        time.sleep(1.0 if me.rank == step == 1 else 0.0)
+        go(me, model, optimizer, range(step, step + 1))
+    psworker.shutdown()
+
+
+def test_a_worker_names_the_one_for_which_it_waits(shards: Shards) -> None:
+    for mode in ("dpsgd", "allreduce", "sgp"):
+        with shards.workers(wait_for_the_other, mode) as workers:
+            for worker in workers:
+                worker.result()
+            assert re.search(
+                r"worker 0 has waited \d s for step [12] of worker 1", workers[0].written()
+            )
 
 
 EVERY = 5
@@ -161,31 +209,96 @@ def copy_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
     return {name: array.copy() for name, array in weights_of(model).items()}
 
 
-def ask_what_is_refused(me: Station) -> list[str]:
-    """Returns what the refusals of a running job say; it continues."""
+CHAIN = ("dpsgd(order=atc, graph=complete)", "adpsgd", "allreduce", "sgp")
+
+
+def change_modes(me: Station) -> dict[str, Any]:
+    """Trains under one mode after the other; loads its own state once."""
     model, optimizer = begin("allreduce")
-    said = []
-    with pytest.raises(ConfigError) as refused:
-        optimizer.set_mode("dpsgd")
-    said.append(str(refused.value))
-    with pytest.raises(ConfigError) as refused:
-        optimizer.load_state_dict(optimizer.state_dict())
-    said.append(str(refused.value))
-    assert np.isfinite(go(me, model, optimizer, range(3))).all()
-    return said
+    step, starts, losses = 0, [], []
+    for mode in CHAIN:
+        losses += go(me, model, optimizer, range(step, step + 4))
+        step += 4
+        optimizer.set_mode(mode)
+        starts.append(copy_of(model))
+    losses += go(me, model, optimizer, range(step, step + 2))
+    optimizer.load_state_dict(optimizer.state_dict())
+    starts.append(copy_of(model))
+    losses += go(me, model, optimizer, range(step + 2, step + 4))
+    step = optimizer._table.local_step._peers.gossip.number
+    psworker.shutdown()
+    return {"starts": starts, "losses": losses, "step": step, "end": copy_of(model)}
 
 
-def adopt(me: Station) -> str:
-    with pytest.raises(ConfigError) as refused:
-        begin("dpsgd(global_every=4)")
-    return str(refused.value)
+def reference(num_workers: int, steps: int) -> dict[str, np.ndarray]:
+    """Returns the weights of synchronous SGD."""
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(num_workers):
+            backward(model, *batch(rank, step))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= num_workers
+        optimizer.step()
+    return weights_of(model)
 
 
-def test_calls_that_would_wait_forever_are_refused(shards: Shards) -> None:
-    for modes, state in shards.run(ask_what_is_refused):
-        assert "do not change the mode" in modes
-        assert "before DistributedOptimizer wraps it" in state
-    assert all("leave global_every at 0" in average for average in shards.run(adopt))
+def test_modes_change_into_each_other_through_one_average(shards: Shards) -> None:
+    found = shards.run(change_modes, num_workers=3)
+    for one in found:
+        assert np.isfinite(one["losses"]).all()
+        assert one["step"] == 4 * (len(CHAIN) + 1)
+        for ours, theirs in zip(one["starts"], found[0]["starts"], strict=True):
+            assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+    expected = reference(3, 8)  # All-reduce, then its equal: momenta stay.
+    for name, weight in expected.items():
+        assert relative_error(found[0]["starts"][1][name], weight) <= 1e-6, name
+
+
+def change_kinds(me: Station, modes: tuple[str, ...]) -> list[dict[str, np.ndarray]]:
+    """Trains 4 steps under each mode; returns the weights with which each begins, and the end."""
+    model, optimizer = begin(modes[0])
+    starts = []
+    for index, mode in enumerate(modes):
+        if index:
+            optimizer.set_mode(mode)
+        starts.append(copy_of(model))
+        go(me, model, optimizer, range(4 * index, 4 * index + 4))
+    psworker.shutdown()
+    return [*starts, copy_of(model)]
+
+
+def test_a_job_changes_to_modes_without_a_server_and_back(shards: Shards) -> None:
+    modes = ("ssgd", "allreduce", "ssgd", "adpsgd", "ssgd")
+    found = shards.run(change_kinds, modes, num_workers=2)
+    for ours, theirs in itertools.product(found, found):
+        for one, other in zip(ours, theirs, strict=True):
+            assert all(np.array_equal(one[name], other[name]) for name in one)
+    for steps in (1, 2, 3):  # Momenta move from the shards to the workers and back.
+        for name, weight in reference(2, 4 * steps).items():
+            assert relative_error(found[0][steps][name], weight) <= 1e-5, (steps, name)
+    assert all(np.isfinite(weight).all() for weight in found[0][-1].values())
+
+
+def adopt(me: Station) -> list[dict[str, np.ndarray]]:
+    """Trains with a global average in every fourth step; returns the models after those."""
+    model, optimizer = begin("dpsgd(graph=ring, global_every=4)")
+    seen = []
+    for step in range(9 + me.rank):
+        go(me, model, optimizer, range(step, step + 1))
+        if step % 4 == 3:
+            seen.append(copy_of(model))
+    psworker.shutdown()
+    return seen
+
+
+def test_all_continue_from_the_global_average(shards: Shards) -> None:
+    found = shards.run(adopt, num_workers=3)
+    for seen in found:
+        for ours, theirs in zip(seen[:2], found[0][:2], strict=True):
+            assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 def end_unevenly(me: Station, modes: tuple[str, ...]) -> list[list[float]]:
@@ -201,6 +314,49 @@ def end_unevenly(me: Station, modes: tuple[str, ...]) -> list[list[float]]:
 def test_workers_may_end_at_different_steps(shards: Shards, mode: str) -> None:
     for losses in shards.run(end_unevenly, (mode,), num_workers=3):
         assert np.isfinite(losses).all()
+
+
+def end_with_last_models(me: Station, mode: str) -> dict[str, Any]:
+    """Trains 7 steps; returns the last model as one vector, and the weights after the end."""
+    model, optimizer = begin(mode)
+    go(me, model, optimizer, range(7 if me.rank else 6 + mode.startswith("adpsgd")))
+    table = optimizer._table
+    gossip, flat, layout = table.local_step._peers.gossip, table.flat.weights, table.layout
+    last = flat.numpy().copy()
+    psworker.shutdown()
+    if mode.startswith("adpsgd"):  # Others may have offered theirs meanwhile.
+        last = gossip.shared.copy()
+    names = [
+        (t.name, start, t.numel) for t, start in zip(layout.tensors, layout.offsets, strict=True)
+    ]
+    return {"last": last, "names": names, "end": copy_of(model)}
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_shards_keep_the_average_of_the_last_models(
+    shards: Shards, tmp_path: Path, mode: str
+) -> None:
+    job, file = new_job(), tmp_path / "model.safetensors"
+    given = f"{mode}(average_every={EVERY})"
+    with shards.workers(
+        end_with_last_models,
+        given,
+        num_workers=3,
+        job=job,
+        env={"PACELINE_TIMELINE": str(tmp_path / "trace.json")},
+    ) as workers:
+        found = [worker.result() for worker in workers]
+    spans = "".join(path.read_text() for path in tmp_path.glob("trace*"))
+    assert f'"{"offer" if mode == "adpsgd" else "give"}"' in spans
+    assert '"partner"' in spans
+    Command(tmp_path).run("export", file, "--job", job, "--servers", shards.servers)
+    mean = np.mean([one["last"].astype(np.float64) for one in found], axis=0)
+    exported = {name: tensor.numpy() for name, tensor in load_file(file).items()}
+    for name, start, numel in found[0]["names"]:
+        expected = mean[start : start + numel]
+        assert relative_error(exported[name].ravel(), expected) < 1e-6, name
+        if mode != "adpsgd":  # Whose workers do not wait for each other at their end.
+            assert all(np.array_equal(one["end"][name], exported[name]) for one in found)
 
 
 def save_half(me: Station, mode: str) -> Any:
@@ -244,8 +400,8 @@ def restored(me: Station, mode: str) -> Any:
     return first, copy_of(model)
 
 
-@pytest.mark.parametrize("mode", ["allreduce", "dpsgd", "adpsgd"])
-def test_a_job_continues_from_a_checkpoint_and_from_saved_state(
+@pytest.mark.parametrize("mode", NAMES)
+def test_a_job_goes_on_from_a_checkpoint_and_from_saved_state(
     shards: Shards, tmp_path: Path, mode: str
 ) -> None:
     full = f"{mode}(average_every={EVERY})"
@@ -290,7 +446,7 @@ def until_told(me: Station, mode: str) -> Any:
     return rank, losses, copy_of(model)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "dpsgd(global_every=5)"])
 def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
     env = {"PACELINE_MIN_WORKERS": "1", "PACELINE_MAX_WORKERS": "3", "PACELINE_RANK": "-1"}
     job = new_job()
@@ -308,7 +464,7 @@ def test_a_worker_joins_an_elastic_job(shards: Shards, mode: str) -> None:
     for _, losses, weights in found:
         assert np.isfinite(losses).all()
         for name in weights:
-            assert relative_error(weights[name], found[0][2][name]) < 0.2
+            assert relative_error(weights[name], found[0][2][name]) < 0.5
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -363,5 +519,6 @@ def test_workers_with_tls_and_a_token_exchange_models(
     finally:
         for one in workers:
             one.close()
+    limit = 0.5 if mode.startswith("adpsgd") else 0.0  # Its workers do not wait at their end.
     for name in found[0]:
-        assert np.array_equal(found[0][name], found[1][name]), name
+        assert relative_error(found[0][name], found[1][name]) <= limit, name

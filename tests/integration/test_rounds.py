@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import psworker
+from pscore.compressors import parse_compressor
+from pscore.rules import parse_mode
+from pssim.training import TrainingCluster, TrainingJob
 from tests.integration.cluster import Shards, Station
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
 
@@ -23,6 +26,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.1)
 
 
+SPARSELY = {"compression": "sparseloco", "pull_compression": "sparseloco(decay=1.0)"}
 INNER = {"rmsprop": rmsprop, "adamw": adamw}
 
 
@@ -255,3 +259,60 @@ def test_a_state_dict_holds_the_inner_and_the_outer_state(shards: Shards) -> Non
     for first, again in shards.run(save_and_load):
         for name, weight in first.items():
             assert np.array_equal(weight, again[name]), name
+
+
+def train_as_simulated(
+    me: Station, mode: str, options: dict[str, Any], steps: int
+) -> dict[str, np.ndarray]:
+    torch.set_num_threads(1)
+    model = make_model()
+    optimizer = psworker.DistributedOptimizer(
+        adamw(model.parameters()),
+        named_parameters=model.named_parameters(),
+        mode=mode,
+        compress_min_nbytes=1024,
+        **options,
+    )
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, *batch(me.rank, step))
+        optimizer.step()
+    with optimizer.global_weights():
+        weights = weights_of(model)
+    psworker.shutdown()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("diloco(steps=5, overlap=mirror)", {}),
+        ("diloco(steps=4, outer_lr=0.9, outer_momentum=0.0)", SPARSELY),
+    ],
+)
+def test_a_simulated_job_has_the_bits_of_one_of_processes(
+    shards: Shards, mode: str, options: dict[str, str]
+) -> None:
+    """So `python -m benchmarks.rounds` need not start any."""
+    steps = 20
+    first, second = shards.run(train_as_simulated, mode, options, steps)
+
+    def gradient(model: torch.nn.Module, rank: int, step: int) -> float:
+        backward(model, *batch(rank, step))
+        return 0.0
+
+    job = TrainingJob(
+        rule=parse_mode(mode),
+        make_model=make_model,
+        gradient=gradient,
+        group={"lr": 2e-3},
+        make_inner=adamw,
+        num_workers=2,
+        steps=steps,
+        compressor=parse_compressor(options.get("compression", "none")),
+        pull_compressor=parse_compressor(options.get("pull_compression", "none")),
+    )
+    simulated = weights_of(TrainingCluster(job).run().show(make_model()))
+    for name, weight in simulated.items():
+        assert np.array_equal(first[name], weight), name
+        assert np.array_equal(second[name], weight), name

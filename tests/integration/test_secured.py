@@ -94,6 +94,40 @@ def test_the_metrics_page_is_behind_tls_and_token_and_its_health_only_behind_tls
         plain.getresponse()
 
 
+def test_the_dashboard_shows_such_shards_behind_tls_and_the_same_token(
+    strong: Fortress, tmp_path: Path
+) -> None:
+    command = Command(tmp_path)
+    command.environment |= strong.environment(secrets_of(tmp_path, f"{EVERYTHING}\n"))
+    context = ssl.create_default_context(cafile=strong.files / "ca.pem")
+    flags = ("--tls-cert", strong.files / "server.pem", "--tls-key", strong.files / "server.key")
+    with command.spawn("dashboard", "--listen", "127.0.0.1:0", *flags) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "the password is the token" in line
+        port = int(line.partition("https://127.0.0.1:")[2].partition("/")[0])
+
+        def ask(token: str) -> tuple[int, bytes]:
+            page = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=20.0)
+            page.request("GET", "/api/view", headers={"Authorization": f"Bearer {token}"})
+            answer = page.getresponse()
+            body = answer.read()
+            page.close()
+            return answer.status, body
+
+        assert ask(OTHER)[0] == 401
+        status, body = ask(EVERYTHING)
+        assert status == 200
+        (job,) = [j for j in json.loads(body)["status"]["jobs"] if j["name"] == "train"]
+        assert job["workers"][0]["state"] == "live"
+    shown = command.run("top", "--once", "--job", "train").stdout
+    assert "job train ssgd" in shown
+    refused = command.run("dashboard", "--listen", "0.0.0.0:0", code=2).stderr
+    assert "needs --tls-cert and --tls-key" in refused
+    assert "must be host:port" in command.run("dashboard", "--listen", "8090", code=2).stderr
+    strong.still_works()
+
+
 def test_shards_that_a_worker_starts_let_in_nobody_else(tmp_path: Path) -> None:
     """Loopback is open to every user of the machine; the token's file is not."""
     psserver = Command(tmp_path)

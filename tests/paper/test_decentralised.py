@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pscore.graphs import GRAPHS, graph_of
+from pscore.graphs import GRAPHS, directed_graph_of, graph_of
 from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
 from pssim.peers import PeerWorld, Trouble
 from psworker.gossip.pairs import Pairs
+from psworker.gossip.push_sum import PushSum
 
 Array = npt.NDArray[Any]
 NUMEL, LR = 5, 0.1
@@ -57,13 +58,28 @@ def mixing(name: str, num: int, step: int) -> Array:
     return found + np.diag(1 - found.sum(axis=1))
 
 
-def dpsgd(graph: str, order: str, num: int, steps: int) -> Array:
+def dpsgd(graph: str, order: str, num: int, steps: int, warmup: int = 0) -> Array:
     x = np.tile(START.astype(np.float64), (num, 1))
     for step in range(steps):
         moves = LR * np.stack([gradient(rank, step, x[rank]) for rank in range(num)])
+        if step < warmup:
+            x = np.tile((x - moves).mean(axis=0), (num, 1))
+            continue
         weights = mixing(graph, num, step)
         x = weights @ (x - moves) if order == "atc" else weights @ x - moves
     return x
+
+
+@pytest.mark.parametrize("mode", ["dpsgd", "dpsgd(graph=ring, order=atc)", "adpsgd", "sgp"])
+def test_a_warmup_has_the_mean_of_all_models(mode: str) -> None:
+    rule = str(parse_mode(mode)).replace("warmup=0", "warmup=5")
+    trouble = Trouble(lost=0.2, twice=0.2)
+    found = world(rule, 5, 5, trouble=trouble, seed=4).run()
+    assert close(models(found), dpsgd("complete", "atc", 5, 5))
+    if mode.startswith("dpsgd"):
+        given = parse_mode(mode).arguments()
+        found = world(rule, 5, 12, trouble=trouble, seed=4).run()
+        assert close(models(found), dpsgd(given["graph"], given["order"], 5, 12, warmup=5))
 
 
 @pytest.mark.parametrize("graph", [*sorted(GRAPHS), "0-1 1-2 2-3 1-4"])
@@ -72,6 +88,58 @@ def test_dpsgd_follows_its_formula_whatever_the_network_does(graph: str, order: 
     trouble = Trouble(lost=0.2, twice=0.2)
     found = world(f"dpsgd(graph='{graph}', order={order})", 5, trouble=trouble, seed=4).run()
     assert close(models(found), dpsgd(graph, order, 5, 12))
+
+
+def pushing(graph: str, num: int, step: int) -> Array:
+    """Returns the matrix P of push-sum, whose columns sum to 1."""
+    found = np.zeros((num, num))
+    for taker, giver, weight in directed_graph_of(graph)(list(range(num)), step):
+        found[taker, giver] += weight
+    return found + np.diag(1 - found.sum(axis=0))
+
+
+def sgp(graph: str, num: int, steps: int) -> Array:
+    x, w = np.tile(START.astype(np.float64), (num, 1)), np.ones((num, 1))
+    for step in range(steps):
+        z = x / w
+        moves = LR * np.stack([gradient(rank, step, z[rank]) for rank in range(num)])
+        pushed = pushing(graph, num, step)
+        x, w = pushed @ (x - moves), pushed @ w
+    return x / w
+
+
+ONE_WAY = "0>1 1>2 2>3 3>4 4>0 0>2 0>3"
+
+
+@pytest.mark.parametrize("graph", [*sorted(GRAPHS), ONE_WAY])
+def test_sgp_follows_its_formula_whatever_the_network_does(graph: str) -> None:
+    trouble = Trouble(lost=0.2, twice=0.2)
+    found = world(f"sgp(graph='{graph}')", 5, trouble=trouble, seed=4).run()
+    assert close(models(found), sgp(graph, 5, 12))
+
+
+def test_sgp_comes_to_the_mean_over_edges_of_one_way() -> None:
+    """Without the weight that travels along, workers 2 and 3 would count for more."""
+    given = starts(5)
+    mode = f"sgp(graph='{ONE_WAY}')"
+    found = world(mode, 5, 80, gradient=still, starts=given, trouble=Trouble(lost=0.2)).run()
+    assert close(models(found), np.tile(np.mean(given, axis=0), (5, 1)), 1e-5)
+    gossips = [worker.gossip for worker in found.workers]
+    assert all(isinstance(gossip, PushSum) for gossip in gossips)
+    weights = [gossip.weight for gossip in gossips if isinstance(gossip, PushSum)]
+    assert sum(weights) == pytest.approx(5, abs=1e-5)
+    assert max(weights) > 1.2
+
+
+def test_sgp_by_hand() -> None:
+    """Worker 0 sends half of (0.9, 1) to worker 1, which sends nothing."""
+
+    def own(rank: int, step: int, weights: Array) -> Array:
+        return weights
+
+    given = [np.array([1.0], np.float32), np.array([3.0], np.float32)]
+    found = world("sgp(graph='0>1')", 2, 1, gradient=own, starts=given).run()
+    assert models(found).ravel() == pytest.approx([0.9, (0.45 + 2.7) / 1.5], abs=1e-6)
 
 
 @pytest.mark.parametrize("order", ["ring", "ranks"])
@@ -205,6 +273,8 @@ def test_adpsgd_keeps_the_sum_and_brings_all_together(seed: int) -> None:
 
 KILLED = (
     *("allreduce", "allreduce(order=ranks)", "adpsgd", "adpsgd(max_behind=2)"),
+    *("dpsgd(warmup=4)", "adpsgd(warmup=4)"),
+    *("sgp", "sgp(graph=ring)", "sgp(graph='0>1 1>2 2>3 3>4 4>5 5>0 0>3')"),
     *(f"dpsgd(graph={g}, order={o})" for g, o in itertools.product(sorted(GRAPHS), ("awc", "atc"))),
 )
 
@@ -229,3 +299,31 @@ def test_the_living_come_to_their_end(mode: str) -> None:
         assert np.isfinite(models(found)).all()
         if mode.startswith("allreduce"):
             assert len({worker.weights.numpy().tobytes() for worker in alive}) == 1, seed
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_adpsgd_applies_nothing_of_a_partner_that_has_died(seed: int) -> None:
+    """The living follow the replay, in which only answers that came move those who asked."""
+    kills = {1: 0.6 + 0.11 * seed, 4: 1.3 + 0.07 * seed}
+    trouble = Trouble(lost=0.1, twice=0.2, kills=kills)
+    found = world("adpsgd", 6, 30, latency_s=0.4, trouble=trouble, seed=seed).run()
+    living = [worker.rank for worker in found.workers if not worker.is_dead]
+    assert living == [0, 2, 3, 5]
+    assert close(models(found)[living], replay(found)[living])
+
+
+@pytest.mark.parametrize("graph", ["ring", "complete", "0-1 1-2 2-3 3-4 4-0 1-3"])
+def test_the_mean_of_the_living_stays_when_a_neighbour_of_dpsgd_dies(graph: str) -> None:
+    """Its weight falls to the workers themselves, until and after the graph is made again."""
+    trouble = Trouble(kills={2: 0.55})
+    found = world(
+        f"dpsgd(graph='{graph}')", 5, 20, gradient=still, starts=starts(5), latency_s=0.001,
+        trouble=trouble,
+    ).run()  # fmt: skip
+    living = [worker for worker in found.workers if not worker.is_dead]
+    last = len(found.workers[2].path)  # Steps that the dead worker has begun.
+    assert 2 < last < 15
+    sums = [sum(worker.path[step].astype(np.float64) for worker in living) for step in range(20)]
+    for later in sums[last + 1 :]:
+        assert close(np.asarray(later), np.asarray(sums[last]), 1e-5)
+    assert not close(np.asarray(sums[last]), np.asarray(sums[0]), 1e-3)

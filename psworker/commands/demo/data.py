@@ -31,12 +31,13 @@ class Part:
 
 
 def find_folder(given: Path | None) -> Path:
-    """Returns the folder of the images: `given`, or the one in a clone of the repository.
+    """Returns the folder of the images: `given`, or the one in a clone or in an installed wheel.
 
     Raises:
         ConfigError: There are no images in it; says which files are looked for.
     """
-    shipped = Path(__file__).parents[3] / "examples" / "data"
+    cloned = Path(__file__).parents[3] / "examples" / "data"
+    shipped = cloned if cloned.is_dir() else Path(__file__).parent / "images"
     folder = shipped if given is None else given
     if not (folder / _file("t10k", "images")).is_file():
         where = "this installation has no images" if given is None else f"none at {given}"

@@ -35,6 +35,8 @@ NAMES = (
     "topk(ratio=0.05, select=sampled)",
     "randomk(ratio=0.05)",
     "dgc(ratio=0.02, warmup=8)",
+    "sparseloco(k=6)",
+    "sparseloco(k=100, decay=1.0)",
 )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pscore.errors import ConfigError
-from pscore.graphs import GRAPHS, graph_of
+from pscore.graphs import GRAPHS, directed_graph_of, graph_of
 
 ALL = 33
 CHAIN = " ".join(f"{i}-{i + 1}" for i in range(ALL))
@@ -87,3 +87,21 @@ def test_metropolis_weights_by_hand() -> None:
 def test_a_wrong_graph_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must"):
         graph_of(text)
+
+
+def test_columns_of_a_directed_graph_sum_to_one_for_any_members() -> None:
+    graph = directed_graph_of("0>1 1>2 2>0 0>2 7>0")
+    for members in ([0, 1, 2, 7], [0, 2], [1], [0, 1, 7]):
+        sent = dict.fromkeys(members, 0.0)
+        for taker, giver, weight in graph(members, 3):
+            assert taker in members
+            sent[giver] += weight
+        assert all(0 <= share < 1 for share in sent.values())
+    assert [tuple(edge) for edge in graph([0, 2], 0)] == [(0, 2, 0.5), (2, 0, 0.5)]
+    assert directed_graph_of("ring") is graph_of("ring")
+
+
+@pytest.mark.parametrize("text", ["0>0", "0>1 1-2", "0>x"])
+def test_a_wrong_directed_edge_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must look like 0>1"):
+        directed_graph_of(text)

@@ -584,7 +584,7 @@ def test_a_refused_class_comes_with_the_supported_ones() -> None:
 def test_a_refusal_names_the_modes_that_run_any_optimizer(optimizer: Any) -> None:
     with pytest.raises(
         UnsupportedOptimizerError,
-        match=r"modes adpsgd, .*local, slowmo, and ssgd with",
+        match=r"modes adpsgd, .*local, sgp, slowmo, and ssgd with",
     ):
         make_server_optimizer(optimizer)
 

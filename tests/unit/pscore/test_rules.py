@@ -38,7 +38,7 @@ from tests.paper.inner import Inner
 
 NAMES = {
     "ssgd", "asgd", "staleness", "dcasgd", "ssp", "od", "ssd", "cd", "local", "slowmo", "diloco",
-    "allreduce", "dpsgd", "adpsgd",
+    "allreduce", "dpsgd", "adpsgd", "sgp",
 }  # fmt: skip
 GROUP = {"lr": 0.5, "momentum": 0.0}
 
@@ -238,7 +238,7 @@ def test_a_step_follows_from_the_pushes_that_lie_behind_it(name: str) -> None:
                     assert rule.step_after(start, pushes) == step + 1, (str(rule), start, pushes)
 
 
-@pytest.mark.parametrize("name", ["1bit", "2bit", "topk", "randomk", "dgc"])
+@pytest.mark.parametrize("name", ["1bit", "2bit", "topk", "randomk", "dgc", "sparseloco"])
 def test_few_bits_with_error_feedback_and_momentum_over_rounds_are_cautioned(name: str) -> None:
     """Both count the same past twice: on quadratics that diverged (docs/notes/trials.md)."""
     compressor = parse_compressor(name)

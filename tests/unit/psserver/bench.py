@@ -78,6 +78,7 @@ class Bench:
         lr: float = 0.5,
         mark: str = "",
         may_wait: bool = False,
+        role: Role = Role.GRADIENT,
     ) -> list[str]:
         push = Push(
             worker=worker,
@@ -87,6 +88,7 @@ class Bench:
             present=present,
             hyper=np.array([[lr]]),
             may_wait=may_wait,
+            role=role,
         )
         return words(self.clock.push(push, f"{worker}@{step}{mark}"))
 

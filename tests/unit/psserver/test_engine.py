@@ -394,7 +394,7 @@ def test_status_tells_what_there_is() -> None:
         ({"sender": sender(0, incarnation=1)}, "ReplacedError: rank 0 is now process 0 on a"),
         ({"sender": sender(0, table=3)}, "UnknownJobError: job 'run' has no table 3"),
         ({"slice": 5}, r"RemoteProtocolError: slice 5 of 'model' is not on this shard"),
-        ({"role": 9}, r"DecodeError: role of a push is 9, must be 0\.\.4"),
+        ({"role": 9}, r"DecodeError: role of a push is 9, must be 0\.\.5"),
         ({"samples": -1.0}, r"DecodeError: weight of a push is -1\.0, must be 0\.\."),
         ({"hyper": [1.0]}, "DecodeError: 1 hyper-parameters, 1 groups of 6 wanted"),
         ({"present": b"\xff"}, "DecodeError: 1 bytes of segment bits for 2 segments"),

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pscore.types import Verdict
+from psserver.decisions.directory import PeerReport
 from psserver.decisions.membership import Member
 from psserver.decisions.pace import Pace
 from psserver.decisions.shard import Shard
@@ -110,7 +111,12 @@ def test_the_page_shows_the_tally_and_the_shard() -> None:
 def test_the_page_shows_the_jobs_and_the_pace_of_live_workers() -> None:
     engine = make_engine()
     pace = Pace(num_steps=4, steps_s=2.0, waits_s=0.25, requests_s=1.0)
-    engine.jobs["train"].heartbeat(0, "", {}, {}, pace=pace)
+    peers = [
+        PeerReport(
+            table=0, step=9, partner=1, age_s=0.5, staleness=2, distance=0.125, num_exchanges=7
+        )
+    ]
+    engine.jobs["train"].heartbeat(0, "", {}, {}, peers, pace=pace)
     counters = engine.shard.jobs["train"].counters
     counters.pushed_nbytes, counters.raw_pushed_nbytes = 10, 160
     engine.budget.take(50, "a push")
@@ -122,6 +128,11 @@ def test_the_page_shows_the_jobs_and_the_pace_of_live_workers() -> None:
         "paceline_worker_pull_wait_seconds_total job=train worker=0": 0.25,
         "paceline_worker_request_seconds_total job=train worker=0": 1.0,
         "paceline_worker_hidden_ratio job=train worker=0": 0.75,
+        "paceline_peer_exchanges_total job=train table=0 worker=0": 7,
+        "paceline_peer_partner job=train table=0 worker=0": 1,
+        "paceline_peer_answer_age_seconds job=train table=0 worker=0": 0.5,
+        "paceline_peer_staleness_mixes job=train table=0 worker=0": 2,
+        "paceline_consensus_distance job=train table=0 worker=0": 0.125,
         "paceline_worker_step job=train worker=0": 0,
         "paceline_worker_staleness_steps job=train worker=0": 0,
         "paceline_waited_for_seconds_total job=train worker=0": 0,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pscore.errors import ConfigError, RemoteProtocolError
-from pscore.rules import ASGD, SSD, SSGD
+from pscore.rules import ADPSGD, ASGD, SSD, SSGD
 from pscore.types import Push, Role
 from psserver.decisions.orders import Update
 from psserver.decisions.parking import PARKED_MAX
@@ -438,3 +438,45 @@ def test_a_change_to_what_the_job_is_too_small_for_changes_nothing() -> None:
     with pytest.raises(ConfigError, match="must be less than the 2 workers"):
         bench.clock.change(SSGD(backup=2))
     assert bench.clock.rule == SYNC
+
+
+# ----- last models of workers that have ended
+
+
+def last(bench: Bench, worker: int, step: int) -> list[str]:
+    return bench.push(worker, step, role=Role.LAST_MODEL)
+
+
+def test_the_last_models_make_one_average_without_those_before() -> None:
+    bench = Bench(ADPSGD(), 3)
+    bench.push(0, 0)
+    bench.push(0, 1)
+    assert last(bench, 0, 2)[:2] == ["update 0 x0.5 -> v1", "set 0@2 x1 in 0"]
+    bench.leave(0)
+    assert bench.push(1, 0) == ["ack 1@0 ACCEPTED v1"]  # It is left out.
+    assert bench.push(1, 0) == ["ack 1@0 DUPLICATE v1"]
+    assert last(bench, 2, 0) == ["add 2@0 x1 in 0", "ack 2@0 ACCEPTED v1"]
+    assert last(bench, 1, 1)[:2] == ["add 1@1 x1 in 0", "update 0 x0.333333 -> v2"]
+    assert bench.leave(1) == []
+    assert bench.leave(2) == []
+
+
+def test_a_worker_that_continues_does_not_wait_for_those_that_have_ended() -> None:
+    bench = Bench(ADPSGD(), 2)
+    last(bench, 0, 0)
+    bench.leave(0)
+    bench.push(1, 0)
+    assert bench.push(1, 1) == [
+        "update 0 x1 -> v1",
+        "set 1@1 x1 in 0",
+        "update 0 x1 -> v2",
+        "ack 1@1 ACCEPTED v2",
+    ]
+    assert last(bench, 1, 2)[1] == "update 0 x1 -> v3"
+
+
+def test_last_models_do_not_wait_for_a_worker_that_is_lost() -> None:
+    bench = Bench(ADPSGD(), 3)
+    last(bench, 0, 0)
+    last(bench, 1, 0)
+    assert bench.leave(2) == ["update 0 x0.5 -> v1"]

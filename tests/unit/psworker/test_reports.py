@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from pscore.errors import ConfigError
+from psserver.decisions.reported import accepted
 from psworker.connection.reports import Reports
+from psworker.connection.traffic import Traffic, ddp_nbytes
 
 
 class Clock:
@@ -56,6 +58,23 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     assert len(reports._counts) < 100
 
 
+def test_bytes_per_token_are_those_of_all_steps_beside_those_of_ddp() -> None:
+    """Four workers of DDP send 4 bytes of each of 100 elements one and a half times."""
+    reports = Reports(Clock())
+    traffic = Traffic(pushed_nbytes=1200, pulled_nbytes=600, num_steps=3)
+    reports.put_bytes(traffic, ddp_nbytes(100, 4))
+    assert reports.values == {}
+    reports.put({"tokens": 60} | {f"n{index}": 1.0 for index in range(15)})
+    reports.put_bytes(traffic, ddp_nbytes(100, 4))
+    found = [reports.values[f"{what}_bytes_per_token"] for what in ("pushed", "pulled", "ddp")]
+    assert found == [20.0, 10.0, 600.0 * 3 / 60]
+    assert ddp_nbytes(100, 1) == 0.0
+    reports.put({"tokens": 60})  # The values that the worker adds are not among its 16.
+    reports.put_bytes(traffic, 0.0)
+    assert reports.values["pushed_bytes_per_token"] == 10.0
+    assert accepted(reports.values) == dict(sorted(reports.values.items()))
+
+
 def test_a_value_that_is_not_finite_is_left_out_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -74,6 +93,7 @@ def test_a_value_that_is_not_finite_is_left_out_with_one_warning(
         ({"a" * 41: 1.0}, r"name 'a{40}', must be an identifier of at most 40"),
         ({"lo ss": 1.0}, "name 'lo ss', must be an identifier"),
         ({"tokens_per_s": 1.0}, "and not tokens_per_s"),
+        ({"ddp_bytes_per_token": 1.0}, "and not .*, ddp_bytes_per_token"),
         ({"loss": "low"}, "loss of type str, must be a number or a tensor of one element"),
         ({"loss": torch.zeros(2)}, "loss of type Tensor, must be a number or a tensor of one"),
         ({"tokens": -1}, "tokens is -1, must be 0 or more"),

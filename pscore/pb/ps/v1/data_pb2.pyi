@@ -14,6 +14,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_DELTA: _ClassVar[Role]
     ROLE_STATE: _ClassVar[Role]
     ROLE_MODEL: _ClassVar[Role]
+    ROLE_LAST_MODEL: _ClassVar[Role]
 
 class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -25,6 +26,7 @@ ROLE_WEIGHTS: Role
 ROLE_DELTA: Role
 ROLE_STATE: Role
 ROLE_MODEL: Role
+ROLE_LAST_MODEL: Role
 VERDICT_ACCEPTED: Verdict
 VERDICT_DUPLICATE: Verdict
 VERDICT_TOO_LATE: Verdict

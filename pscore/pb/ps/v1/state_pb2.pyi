@@ -17,7 +17,7 @@ class CountedSteps(_message.Message):
     def __init__(self, clock: _Optional[int] = ..., ahead: _Optional[_Iterable[int]] = ..., late: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PendingPush(_message.Message):
-    __slots__ = ("worker", "step", "base_version", "samples", "present", "hyper", "weight", "place", "nbytes", "is_compressed")
+    __slots__ = ("worker", "step", "base_version", "samples", "present", "hyper", "weight", "place", "nbytes", "is_compressed", "role")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class PendingPush(_message.Message):
     PLACE_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     IS_COMPRESSED_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     worker: int
     step: int
     base_version: int
@@ -38,7 +39,8 @@ class PendingPush(_message.Message):
     place: int
     nbytes: int
     is_compressed: bool
-    def __init__(self, worker: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., weight: _Optional[float] = ..., place: _Optional[int] = ..., nbytes: _Optional[int] = ..., is_compressed: bool = ...) -> None: ...
+    role: int
+    def __init__(self, worker: _Optional[int] = ..., step: _Optional[int] = ..., base_version: _Optional[int] = ..., samples: _Optional[float] = ..., present: _Optional[bytes] = ..., hyper: _Optional[_Iterable[float]] = ..., weight: _Optional[float] = ..., place: _Optional[int] = ..., nbytes: _Optional[int] = ..., is_compressed: bool = ..., role: _Optional[int] = ...) -> None: ...
 
 class PendingStep(_message.Message):
     __slots__ = ("key", "place", "added")

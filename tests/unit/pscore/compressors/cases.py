@@ -18,13 +18,16 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "topk": ("(ratio=0.03)", "(ratio=0.03, select=sampled)"),
     "randomk": ("(ratio=0.03)",),
     "dgc": ("(ratio=0.03)", "(ratio=0.03, momentum=0.0, select=exact)"),
+    "sparseloco": ("(k=5)", "(decay=1.0)"),
 }
 NAMES = [name + arguments for name in COMPRESSORS for arguments in ARGUMENTS.get(name, ("",))]
-# The residual of these is the part not sent; that of dgc with momentum is a velocity.
+# The residual of these is the part not sent; that of dgc with momentum is a velocity, and that of
+# sparseloco decays.
+FORGETTING = ("dgc(ratio=0.03)", "sparseloco(k=5)")
 OWING = [
     name
     for name in NAMES
-    if RESIDUAL in parse_compressor(name).state_names and name != "dgc(ratio=0.03)"
+    if RESIDUAL in parse_compressor(name).state_names and name not in FORGETTING
 ]
 SIZES = (1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 100, 1023, 1025, 2047, 2048, 2049, 4097, 6000)
 

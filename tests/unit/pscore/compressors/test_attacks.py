@@ -40,7 +40,7 @@ def test_a_payload_of_another_number_of_elements_is_refused_or_in_range(name: st
             out = decode(parse_compressor(name), payload, numel)
         except DecodeError:
             continue
-        assert name.split("(")[0] in {"topk", "dgc"}
+        assert name.split("(")[0] in {"topk", "dgc", "sparseloco"}
         assert numel > 2000  # The indices fit: only the slice's own size can tell.
         assert np.isfinite(out).all()
 
@@ -147,3 +147,20 @@ def test_codes_that_are_none_are_refused() -> None:
     payload = payload_of("natural")
     payload[-1] = 0x80
     assert "minus zero" in refusal("natural", payload)
+
+
+def test_parts_of_a_chunk_are_checked() -> None:
+    name, numel = "sparseloco(k=5)", 4096 + 7  # Levels 16 bytes, codes 3, indices 15.
+    payload = payload_of(name, numel)
+    for at, value, said in (
+        (slice(0, 8), np.array([2.0, 1.0], "<f4").view(np.uint8), "not in order"),
+        (slice(19, 22), np.array([0x00, 0x10, 0x01], np.uint8), "not strictly increasing"),
+        (slice(31, 34), np.array([0x00, 0x50, 0x07], np.uint8), "beyond its chunk"),
+        (slice(18, 19), payload[18:19] | 1, "behind its last element"),
+    ):
+        broken = payload.copy()
+        broken[at] = value
+        assert said in refusal(name, broken, numel)
+    odd = payload_of(name, 4096)
+    odd[-1] |= 1
+    assert "behind its last element" in refusal(name, odd, 4096)

@@ -237,6 +237,52 @@ def test_dgc_warms_its_ratio_up_as_in_the_paper() -> None:
     assert DGC(ratio=0.1, warmup=4).ratio_at(3) == 0.1
 
 
+def test_sparseloco_sends_four_values_and_forgets_a_part_of_the_rest() -> None:
+    compressor = parse_compressor("sparseloco(k=4, decay=0.5)")
+    # The mean of 8, 6, 2 and 4 is 5: low is the mean of 2 and 4, high that of 8 and 6.
+    payload, sender = send(compressor, -8.0, 1.0, 2.0, 6.0, -4.0)
+    assert np.frombuffer(payload[:8], "<f4").tolist() == [3.0, 7.0]
+    assert payload[8] == 0b11_00_01_10
+    assert payload[9:] == bytes([0x00, 0x00, 0x02, 0x00, 0x30, 0x04])  # Indices 0, 2, 3, 4.
+    assert sender.residual.tolist() == [-1.0, 1.0, -1.0, -1.0, -1.0]
+    # Half of the residual is left: (-0.5, 0.5, -0.5, -0.5, 3.5), of equals the first are sent.
+    again = sender.encode(floats(0.0, 0.0, 0.0, 0.0, 4.0))
+    assert again[:8].view("<f4").tolist() == [0.5, 3.5]
+    assert decode(compressor, again, 5).tolist() == [-0.5, 0.5, -0.5, 0.0, 3.5]
+    assert sender.residual.tolist() == [0.0, 0.0, 0.0, -0.5, 0.0]
+
+
+@pytest.mark.parametrize(("k", "decay"), [(64, 0.95), (7, 0.5), (4096, 1.0)])
+def test_sparseloco_is_its_formula_in_float64(k: int, decay: float) -> None:
+    """And what was sent, with what waits, is what came in, with what is left of what waited."""
+    numel = 2 * 4096 + 50
+    compressor = parse_compressor(f"sparseloco(k={k}, decay={decay})")
+    sender, waits = Sender(compressor, numel), np.zeros(numel)
+    for step in range(4):
+        grad = normal(numel, seed=step) ** 3
+        u = grad.astype(np.float64) + decay * waits
+        sent = decode(compressor, sender.encode(grad), numel)
+        assert np.abs(sent + sender.residual.astype(np.float64) - u).max() <= 1e-9
+        for start in range(0, numel, 4096):
+            part, of_part = u[start : start + 4096], sent[start : start + 4096]
+            count = min(k, len(part))
+            chosen = np.argsort(-np.abs(part), kind="stable")[:count]
+            sizes, is_high = (
+                np.abs(part[chosen]),
+                np.abs(part[chosen]) >= np.abs(part[chosen]).mean(),
+            )
+            low = sizes[~is_high].mean() if not is_high.all() else 0.0
+            expected = np.zeros(len(part))
+            expected[chosen] = np.sign(part[chosen]) * np.where(is_high, sizes[is_high].mean(), low)
+            assert np.allclose(of_part, expected, rtol=1e-5, atol=1e-12)
+        waits = sender.residual.astype(np.float64)
+
+
+def test_sparseloco_sends_under_a_hundredth() -> None:
+    nbytes = parse_compressor("sparseloco").payload_nbytes_max(1 << 20)
+    assert nbytes == 256 * (8 + 64 * 14 // 8)  # Of 4 MiB: 0.73 %.
+
+
 def noise(numel: int, seed: int = 0, start: int = 0) -> np.ndarray:
     """Returns what is drawn for elements, `(numel,) uint16`."""
     words = np.empty((numel + 1) // 2, np.uint32)

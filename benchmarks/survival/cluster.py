@@ -1,6 +1,6 @@
-"""A cluster that is there to be broken: real shards under their supervisor, real workers.
+"""The cluster of the kill loop: real shards under their supervisor, and real workers.
 
-The shards are those of `psserver start`, so that whatever dies is started again as it would be
+The shards are those of `psserver start`, so that a shard that dies is restarted as it would be
 anywhere; a worker that dies is started again here, as torchrun would. Where root may, each third of
 the workers has a network namespace of its own, with a link that can be cut (`netlab.py`), and the
 shards write to a small file system that can be filled.
@@ -9,15 +9,11 @@ shards write to a small file system that can be filled.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import resource
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -28,10 +24,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from safetensors.numpy import load_file
 
 from benchmarks import kit, netlab
 from benchmarks.survival import proof
+from benchmarks.survival.shards import JOB, Shards, free_ports
 from pscore.partition import Layout, make_layout
 from pscore.types import TensorSpec
 from psserver.durability.sealed import read_json, write_json
@@ -40,18 +36,14 @@ from psserver.remote.checkpoint_files import newest
 RATE = "10gbit"
 NUM_HOSTS = 3  # The shards' one, and two more.
 PORT = 7070  # Of shard 0, in a namespace of its own.
-NUM_FILES = 512  # That a shard may have open: few, so that a benchmark can use them up.
-CHECKPOINT_S = 5.0
-JOB = "recovery"
-TCP_LISTEN = "0A"  # In /proc/net/tcp.
 PATIENCE_S = 120.0  # From the end of the faults until the workers must have ended.
 POLL_S = 0.02
-SETTLE_S = 0.05  # Messages under way when a fault struck have arrived by then.
+SETTLE_S = 0.05  # Messages under way when a fault is made have arrived by then.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The size of a stage."""
+    """The size of a cluster."""
 
     workers: int = 4
     shards: int = 2
@@ -111,8 +103,8 @@ class Progress:
         return inside / (to_s - from_s)
 
 
-class Stage:
-    """The cluster; a context manager."""
+class Cluster:
+    """The shards, the workers and the links between them; a context manager."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -125,18 +117,18 @@ class Stage:
         self._restarts = [0] * setup.workers
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Cluster:
         with contextlib.ExitStack() as undo:
             self.folder = Path(tempfile.mkdtemp(prefix="paceline-recovery-"))
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self.state = self.folder / "state"
             self.state.mkdir()
-            self.ballast = self.state / "ballast"
+            self.filler = self.state / "filler"  # Fills the disk while it exists.
             undo.enter_context(self._small_disk())
             undo.enter_context(self._network())
             self.books = [self.folder / f"{rank}.book" for rank in range(self.setup.workers)]
             self.progress = Progress(self.books)
-            undo.enter_context(self._shards())
+            undo.enter_context(self._started_shards())
             undo.callback(self._end_workers)
             self.roles = [self._worker(rank) for rank in range(self.setup.workers)]
             self._undo = undo.pop_all()
@@ -152,16 +144,6 @@ class Stage:
 
     # ----- for faults
 
-    def shard_pids(self) -> dict[int, int]:
-        """Returns the process of each shard that runs, as the kernel lists them."""
-        found: dict[int, int] = {}
-        for child in psutil.Process(self._supervisor.pid).children():
-            with contextlib.suppress(psutil.Error):
-                command = child.cmdline()  # Empty if it has just ended.
-                if command[-2:-1] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
-                    found[int(json.loads(command[-1])["index"])] = child.pid
-        return found
-
     def alive(self) -> dict[str, int]:
         """Returns the processes that run, by name: the supervisor, shards and workers."""
         workers = {
@@ -169,20 +151,7 @@ class Stage:
             for rank, role in enumerate(self.roles)
             if role.popen.poll() is None
         }
-        shards = {f"shard {index}": pid for index, pid in self.shard_pids().items()}
-        supervisor = self._supervisor
-        return (
-            workers | shards | ({"supervisor": supervisor.pid} if supervisor.poll() is None else {})
-        )
-
-    def signal_shard(self, index: int, number: signal.Signals) -> bool:
-        """Sends a signal to a shard; returns whether it was there."""
-        pid = self.shard_pids().get(index)
-        with contextlib.suppress(ProcessLookupError):
-            if pid is not None:
-                os.kill(pid, number)
-                return True
-        return False
+        return workers | self.shards.alive()
 
     def await_successors(self, ended: Mapping[str, int]) -> None:
         """Waits until other processes have taken the places of these, by name as in `alive`."""
@@ -191,13 +160,6 @@ class Stage:
             if time.monotonic() > end_s:
                 return  # `await_all` will report it.
             self.watch(POLL_S)
-
-    def ports_of(self, shard: int) -> list[int]:
-        """Returns the TCP ports on which a shard listens."""
-        pid = self.shard_pids().get(shard)
-        if pid is None:
-            return []
-        return listening(pid)
 
     def cut_power(self) -> None:
         """Kills all processes at once, changes the boot, and starts all again as before.
@@ -213,7 +175,7 @@ class Stage:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-        self._supervisor.wait()
+        self.shards.supervisor.wait()
         for role in self.roles:
             role.end()
         psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 30.0)
@@ -221,8 +183,10 @@ class Stage:
         ends = [path.stat().st_size for path in self.books]
         for path in self.state.rglob("stamp.json"):
             write_json(path, read_json(path) | {"boot": secrets.token_hex(8)})
-        self._start_shards()
-        self.eras.append(proof.Era(ends=ends, loaded=self._exported()))
+        self.shards.start()
+        flat = self.shards.exported()
+        loaded = [flat[spec.start : spec.stop].copy() for spec in self.layout.slices]
+        self.eras.append(proof.Era(ends=ends, loaded=loaded))
         for rank in range(self.setup.workers):
             self._restarts[rank] += 1
             self.roles[rank] = self._worker(rank)
@@ -288,24 +252,22 @@ class Stage:
         flat = np.load(self.folder / "weights.npy")
         return [flat[spec.start : spec.stop] for spec in self.layout.slices]
 
-    def shard_log(self) -> str:
-        """Returns the logs of the shards and their supervisor."""
-        return (self.folder / "shards.log").read_text(errors="replace")
-
     def _await_end(self, ranks: Any) -> None:
         end_s = time.monotonic() + PATIENCE_S
         while [rank for rank in ranks if self.roles[rank].popen.poll() != 0]:
             if time.monotonic() > end_s:
                 logs = [role.written()[-1500:] for role in self.roles]
                 raise TimeoutError(
-                    "\n".join(["workers do not end", *logs, self.shard_log()[-3000:]])
+                    "\n".join(["workers do not end", *logs, self.shards.log()[-3000:]])
                 )
             self.watch(POLL_S)
 
     # ----- building
 
     def _worker(self, rank: int) -> kit.Role:
-        environment = kit.worker_environment(self.addresses, rank, self.setup.workers, "auto", JOB)
+        environment = kit.worker_environment(
+            self.shards.addresses, rank, self.setup.workers, "auto", JOB
+        )
         environment["TORCHELASTIC_RESTART_COUNT"] = str(self._restarts[rank])
         arguments = {
             "folder": str(self.folder),
@@ -351,68 +313,20 @@ class Stage:
         return os.path.ismount(self.state)
 
     @contextlib.contextmanager
-    def _shards(self) -> Iterator[None]:
+    def _started_shards(self) -> Iterator[None]:
         """Shards on fixed ports, so that the same commands find them after a power cut."""
-        self.host, self.prefix, self.port = "127.0.0.1", [], 0
+        flags = ["--shards", str(self.setup.shards), "--lease-s", str(self.setup.lease_s)]
+        flags += ["--insecure"] * (self.lab is not None) + list(self.setup.options)
         if self.lab is None:
-            self.port = _free_ports(self.setup.shards)
+            place: dict[str, Any] = {"port": free_ports(self.setup.shards)}
         else:
-            self.host, self.prefix, self.port = self.lab.address(0), self.lab.inside(0), PORT
+            place = {"host": self.lab.address(0), "port": PORT, "prefix": self.lab.inside(0)}
+        self.shards = Shards(self.folder, self.state, flags, **place)
         try:
-            self._start_shards()
+            self.shards.start()
             yield
         finally:
-            self._end_shards()
-
-    def _start_shards(self) -> None:
-        command = [
-            *self.prefix, sys.executable, "-m", "psserver", "start", "--host", self.host,
-            "--shards", str(self.setup.shards), "--port", str(self.port), "--metrics-port", "0",
-            "--state-dir", str(self.state), "--checkpoint-s", str(CHECKPOINT_S),
-            "--lease-s", str(self.setup.lease_s), "--grace-s", "2", "--log-level", "warning",
-            *(() if self.lab is None else ("--insecure",)), *self.setup.options,
-        ]  # fmt: skip
-        with (self.folder / "shards.log").open("ab") as errors:
-            self._supervisor = subprocess.Popen(
-                command, cwd=kit.ROOT, env=_clean(os.environ), stdout=subprocess.PIPE,
-                stderr=errors, text=True, preexec_fn=_with_few_files,
-            )  # fmt: skip
-        assert self._supervisor.stdout is not None
-        line = self._supervisor.stdout.readline()
-        if not line.startswith("PACELINE_SERVERS="):
-            raise RuntimeError(f"shards did not start\n{self.shard_log()}")
-        self.addresses = line.strip().partition("=")[2].split(",")
-
-    def _end_shards(self) -> None:
-        supervisor = self._supervisor
-        supervisor.terminate()
-        try:
-            supervisor.wait(30.0)
-        except subprocess.TimeoutExpired:
-            supervisor.kill()
-            supervisor.wait()
-        assert supervisor.stdout is not None
-        supervisor.stdout.close()
-
-    def _exported(self) -> list[np.ndarray]:
-        """Returns the weights with which the shards have come back, before any worker has."""
-        path = self.folder / "exported.safetensors"
-        command = [
-            *self.prefix,
-            sys.executable,
-            "-m",
-            "psserver",
-            "export",
-            str(path),
-            "--job",
-            JOB,
-        ]
-        command += ["--servers", ",".join(self.addresses)]
-        done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{done.stderr}\n{self.shard_log()[-3000:]}")
-        flat = load_file(path)["w"]
-        return [flat[spec.start : spec.stop].copy() for spec in self.layout.slices]
+            self.shards.stop()
 
 
 @contextlib.contextmanager
@@ -427,39 +341,3 @@ def _memory_disk(folder: Path, nbytes: int) -> Iterator[str]:
         yield ""
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)
-
-
-def listening(pid: int) -> list[int]:
-    """Returns the TCP ports on which a process listens, in whatever network namespace it is."""
-    sockets = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # Closed meanwhile.
-            sockets.add(os.readlink(link))
-    ports = set()
-    for name in ("tcp", "tcp6"):
-        path = Path(f"/proc/{pid}/net/{name}")
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            _, local, _, state, *rest = line.split()
-            if state == TCP_LISTEN and f"socket:[{rest[5]}]" in sockets:
-                ports.add(int(local.rpartition(":")[2], 16))
-    return sorted(ports)
-
-
-def _with_few_files() -> None:
-    kit.end_with_parent()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, NUM_FILES))
-
-
-def _free_ports(count: int) -> int:
-    """Returns the first of so many free ports of loopback, one after the other."""
-    while True:
-        with contextlib.ExitStack() as held:
-            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                for port in range(first + 1, first + count):
-                    held.enter_context(socket.create_server(("127.0.0.1", port)))
-                return int(first)
-
-
-def _clean(environment: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in environment.items() if not key.startswith("PACELINE_")}

@@ -1,0 +1,175 @@
+"""The shards of the kill loop: processes of `psserver start`, on ports that stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+from safetensors.numpy import load_file
+
+from benchmarks import kit
+
+NUM_FILES = 512  # That a shard may have open: few, so that a benchmark can use them up.
+CHECKPOINT_S = 5.0
+JOB = "recovery"
+TCP_LISTEN = "0A"  # In /proc/net/tcp.
+
+
+class Shards:
+    """Real shards under their supervisor, which restarts a shard that dies.
+
+    Attributes:
+        host: Address on which they listen.
+        addresses: Of the shards, once they have started.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: Path,
+        flags: Sequence[str],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """Prepares the command; starts nothing yet.
+
+        Args:
+            folder: Gets their log, and the weights that they export.
+            state: Their `--state-dir`.
+            flags: More flags of `psserver start`.
+            host: Address to listen on.
+            port: Of shard 0.
+            prefix: Words in front of each command, such as those that enter a namespace.
+        """
+        self.host, self.folder, self.prefix = host, folder, list(prefix)
+        self.addresses: list[str] = []
+        self._command = [
+            *self.prefix, sys.executable, "-m", "psserver", "start", "--host", host,
+            "--port", str(port), "--metrics-port", "0", "--state-dir", str(state),
+            "--checkpoint-s", str(CHECKPOINT_S), "--grace-s", "2", "--log-level", "warning", *flags,
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        """Starts the supervisor, and waits until the shards are ready.
+
+        Raises:
+            RuntimeError: They did not start; the message has their log.
+        """
+        with (self.folder / "shards.log").open("ab") as errors:
+            self.supervisor = subprocess.Popen(
+                self._command, cwd=kit.ROOT, env=_clean(os.environ), stdout=subprocess.PIPE,
+                stderr=errors, text=True, preexec_fn=_with_few_files,
+            )  # fmt: skip
+        assert self.supervisor.stdout is not None
+        line = self.supervisor.stdout.readline()
+        if not line.startswith("PACELINE_SERVERS="):
+            raise RuntimeError(f"shards did not start\n{self.log()}")
+        self.addresses = line.strip().partition("=")[2].split(",")
+
+    def stop(self) -> None:
+        """Asks the supervisor to end all, and kills it if it does not."""
+        self.supervisor.terminate()
+        try:
+            self.supervisor.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self.supervisor.kill()
+            self.supervisor.wait()
+        assert self.supervisor.stdout is not None
+        self.supervisor.stdout.close()
+
+    def pids(self) -> dict[int, int]:
+        """Returns the process of each running shard, as the kernel lists them."""
+        found: dict[int, int] = {}
+        for child in psutil.Process(self.supervisor.pid).children():
+            with contextlib.suppress(psutil.Error):
+                command = child.cmdline()  # Empty if it has just ended.
+                if command[-2:-1] == ["shard"] and child.status() != psutil.STATUS_ZOMBIE:
+                    found[int(json.loads(command[-1])["index"])] = child.pid
+        return found
+
+    def alive(self) -> dict[str, int]:
+        """Returns the running processes by name: the supervisor and the shards."""
+        found = {f"shard {index}": pid for index, pid in self.pids().items()}
+        if self.supervisor.poll() is None:
+            found["supervisor"] = self.supervisor.pid
+        return found
+
+    def signal(self, index: int, number: signal.Signals) -> bool:
+        """Sends a signal to a shard; returns whether it was there."""
+        pid = self.pids().get(index)
+        with contextlib.suppress(ProcessLookupError):
+            if pid is not None:
+                os.kill(pid, number)
+                return True
+        return False
+
+    def ports(self, index: int) -> list[int]:
+        """Returns the TCP ports on which a shard listens."""
+        pid = self.pids().get(index)
+        return [] if pid is None else listening(pid)
+
+    def log(self) -> str:
+        """Returns the logs of the shards and their supervisor."""
+        return (self.folder / "shards.log").read_text(errors="replace")
+
+    def exported(self) -> np.ndarray:
+        """Returns the weights that the shards have now, float32.
+
+        Raises:
+            RuntimeError: They did not export them; the message has their log.
+        """
+        path = self.folder / "exported.safetensors"
+        words = [sys.executable, "-m", "psserver", "export", str(path), "--job", JOB]
+        command = [*self.prefix, *words, "--servers", ",".join(self.addresses)]
+        done = subprocess.run(command, cwd=kit.ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{done.stderr}\n{self.log()[-3000:]}")
+        return load_file(path)["w"]
+
+
+def listening(pid: int) -> list[int]:
+    """Returns the TCP ports on which a process listens, in whatever network namespace it is."""
+    sockets = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # Closed meanwhile.
+            sockets.add(os.readlink(link))
+    ports = set()
+    for name in ("tcp", "tcp6"):
+        path = Path(f"/proc/{pid}/net/{name}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else ():
+            _, local, _, state, *rest = line.split()
+            if state == TCP_LISTEN and f"socket:[{rest[5]}]" in sockets:
+                ports.add(int(local.rpartition(":")[2], 16))
+    return sorted(ports)
+
+
+def free_ports(count: int) -> int:
+    """Returns the first of so many free ports of loopback, one after the other."""
+    while True:
+        with contextlib.ExitStack() as held:
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                for port in range(first + 1, first + count):
+                    held.enter_context(socket.create_server(("127.0.0.1", port)))
+                return int(first)
+
+
+def _with_few_files() -> None:
+    kit.end_with_parent()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, NUM_FILES))
+
+
+def _clean(environment: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if not key.startswith("PACELINE_")}

@@ -1,0 +1,54 @@
+"""SGP: stochastic gradient push, which averages models over graphs whose edges go one way.
+
+Mahmoud Assran, Nicolas Loizou, Nicolas Ballas and Michael Rabbat, "Stochastic Gradient Push for
+Distributed Deep Learning", ICML 2019, arXiv:1811.10792, algorithm 1; push-sum: David Kempe, Alin
+Dobra and Johannes Gehrke, FOCS 2003.
+
+    worker i:   x_i <- x_i - lr v_i                        v_i from the gradient at z_i = x_i / w_i
+                send P_ji (x_i, w_i) to each taker j;      P_ii = 1 - sum_j P_ji
+                (x_j, w_j) <- sum_i P_ji (x_i, w_i);       z_j = x_j / w_j
+
+The columns of P sum to 1, so the sums of all x and of all w stay; its rows need not. w is 1 at the
+start. Where the rows sum to 1 too, w stays 1, and sgp is `dpsgd` with the order "adapt, then
+combine".
+
+Differs from the paper: the graph is made anew when workers come or go. Any optimizer makes the move
+v_i at z_i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pscore.graphs import directed_graph_of
+from pscore.rules.decentralised import Warmed
+
+
+@dataclass(frozen=True)
+class SGP(Warmed):
+    """Stochastic gradient push.
+
+    Attributes:
+        graph: Name of a graph, as in `dpsgd`, or edges of one way: `"0>1 1>2 2>0"`, each from the
+            sender to the receiver.
+        average_every: Steps from one average on the shards to the next.
+        warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.
+    """
+
+    graph: str = "exp"
+    average_every: int = 50
+    warmup: int = 0
+
+    name: ClassVar[str] = "sgp"
+    source: ClassVar[str] = "Assran et al., arXiv:1811.10792"
+    gossip: ClassVar[str] = "push_sum"
+
+    def __post_init__(self) -> None:
+        """Checks every argument.
+
+        Raises:
+            ConfigError: One of them is out of its range.
+        """
+        super().__post_init__()
+        directed_graph_of(self.graph)

@@ -1,0 +1,138 @@
+"""`psserver dashboard` and `psserver top`: watch shards until they are interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from pscore.errors import ConfigError
+from pscore.text import join_address
+from psserver.access.files import Trust, require_whole
+from psserver.commands.find import Found
+from psserver.dashboard import terminal
+from psserver.dashboard.history import History
+from psserver.dashboard.server import Guard, Server
+from psserver.dashboard.watch import POLL_S, Asker, Watch
+from psserver.exits import CommandError, Exit
+from psserver.process.settings import is_loopback
+from psserver.remote import ask
+
+PORT_MAX = 65535
+
+
+def run_page(
+    found: Found,
+    listen: str,
+    cert: Path | None,
+    key: Path | None,
+    *,
+    is_insecure: bool,
+) -> None:
+    """Serves the page until it is interrupted.
+
+    Args:
+        found: The shards.
+        listen: Host and port of the page; port 0 takes a free one.
+        cert: Certificate of the page; None: no TLS.
+        key: Its private key.
+        is_insecure: Whether other machines may read it without TLS and token.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        CommandError: The address cannot be bound, or no shard answers.
+    """
+    host, port = _split(listen)
+    token = found.credentials.token
+    context = _context(cert, key)
+    if not (is_loopback(host) or is_insecure) and (context is None or not token):
+        raise ConfigError(
+            f"--listen {listen} is open to other machines, which needs --tls-cert and --tls-key, "
+            "and a token (PACELINE_TOKEN_FILE); give these, or --insecure if nobody else uses the "
+            "network, or listen on 127.0.0.1"
+        )
+    ask.answers(found.addresses, found.credentials)
+    history = History()
+    guard = Guard(token, is_local=is_loopback(host))
+    try:
+        server = Server((host, port), history, guard, context)
+    except OSError as problem:
+        raise CommandError(
+            Exit.PORT_TAKEN,
+            f"cannot listen on {listen}: {problem.strerror or problem}; choose another address "
+            "with --listen",
+        ) from problem
+    watch = Watch(Asker(found.addresses, found.credentials), history)
+    watch.start()
+    scheme = "http" if context is None else "https"
+    address = join_address(host, int(server.server_address[1]))
+    how = " (any user name; the password is the token)" if token else ""
+    sys.stdout.write(f"dashboard at {scheme}://{address}/{how}\n")
+    sys.stdout.flush()
+    try:
+        with server:
+            server.serve_forever(poll_interval=0.5)
+    finally:
+        watch.end()
+
+
+def run_top(found: Found, job: str | None, *, once: bool) -> None:
+    """Shows the status in the terminal until it is interrupted.
+
+    Args:
+        found: The shards.
+        job: Show only this job; None: all in which somebody trains.
+        once: Show it once, after two looks, and end.
+
+    Raises:
+        CommandError: No shard answers.
+    """
+    ask.answers(found.addresses, found.credentials)
+    watch = Watch(Asker(found.addresses, found.credentials), History())
+    console = Console(highlight=False)
+    try:
+        watch.start()
+        if once:
+            time.sleep(POLL_S)
+            watch.look()
+            console.print(terminal.picture(watch.history.view(), job))
+            return
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(terminal.picture(watch.history.view(), job), refresh=True)
+                time.sleep(POLL_S)
+    finally:
+        watch.end()
+
+
+def _split(listen: str) -> tuple[str, int]:
+    """Returns host and port.
+
+    Raises:
+        ConfigError: It is not an address.
+    """
+    host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    number = -1
+    with contextlib.suppress(ValueError):
+        number = int(port)
+    if not host or not 0 <= number <= PORT_MAX:
+        raise ConfigError(f"--listen is {listen!r}, must be host:port, such as 127.0.0.1:8090")
+    return host, number
+
+
+def _context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """Returns the TLS of the page; None for none.
+
+    Raises:
+        ConfigError: A file is missing or cannot be used.
+    """
+    trust = Trust(cert=None if cert is None else str(cert), key=None if key is None else str(key))
+    require_whole(trust)
+    trust.check()
+    return trust.context(mutual=False)

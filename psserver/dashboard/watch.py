@@ -1,0 +1,120 @@
+"""Asks shards for their status once a second, over connections that stay open."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from pscore.net.credentials import Credentials
+from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.pb.ps.v1 import control_pb2_grpc
+from psserver.dashboard.history import History
+from psserver.remote.status import combine
+
+POLL_S = 1.0
+ANSWER_S_MAX = 5.0
+SILENT_S_MAX = 1.0  # Of a shard that has not answered before: others are not to wait for it.
+
+Answer = pb.StatusReply | Exception
+
+
+class Asker:
+    """The connections to the shards of one cluster."""
+
+    def __init__(self, addresses: Sequence[str], credentials: Credentials) -> None:
+        """Connects when it is first asked.
+
+        Args:
+            addresses: Of all shards, in their order.
+            credentials: Of the connections.
+        """
+        self.addresses = list(addresses)
+        self._credentials = credentials
+        self._channels: list[grpc.Channel | None] = [None] * len(addresses)
+        self._silent: set[int] = set()
+
+    def ask(self) -> list[Answer]:
+        """Returns the status of each shard, or the error in its place."""
+        calls = [self._call(index) for index in range(len(self.addresses))]
+        return [self._answer(index, call) for index, call in enumerate(calls)]
+
+    def _call(self, index: int) -> Any:
+        channel = self._channels[index]
+        if channel is None:
+            channel = self._channels[index] = self._credentials.channel(self.addresses[index])
+        stub = control_pb2_grpc.ControlStub(channel)
+        timeout_s = SILENT_S_MAX if index in self._silent else ANSWER_S_MAX
+        return stub.Status.future(pb.StatusRequest(), timeout=timeout_s)
+
+    def _answer(self, index: int, call: Any) -> Answer:
+        try:
+            reply: pb.StatusReply = call.result()
+        except grpc.RpcError as problem:
+            # A new connection: gRPC would wait longer and longer before it tries again.
+            self._silent.add(index)
+            channel, self._channels[index] = self._channels[index], None
+            if channel is not None:
+                channel.close()
+            return problem
+        self._silent.discard(index)
+        return reply
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for channel in self._channels:
+            if channel is not None:
+                channel.close()
+        self._channels = [None] * len(self.addresses)
+
+
+class Watch:
+    """A thread that asks the shards, and keeps the history of their answers.
+
+    Attributes:
+        history: The answers so far; guards itself.
+    """
+
+    def __init__(
+        self, asker: Asker, history: History, *, now: Callable[[], float] = time.time
+    ) -> None:
+        """Starts no thread yet.
+
+        Args:
+            asker: The shards.
+            history: Receives the answers.
+            now: The clock that is shown, in seconds since 1970.
+        """
+        self.history = history
+        self._asker = asker
+        self._now = now
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Asks once, and starts the thread."""
+        self.look()
+        self._thread.start()
+
+    def look(self) -> None:
+        """Asks once."""
+        answers = self._asker.ask()
+        addresses = self._asker.addresses
+        status = None
+        if any(isinstance(answer, pb.StatusReply) for answer in answers):
+            status = combine(addresses, answers)
+        self.history.add(self._now(), status)
+
+    def end(self) -> None:
+        """Ends the thread and the connections."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(2 * ANSWER_S_MAX)
+        self._asker.close()
+
+    def _run(self) -> None:
+        while not self._end.wait(POLL_S):
+            self.look()

@@ -1,0 +1,218 @@
+"""The order of forwards and backwards of a stage's replica, and the weight version of each.
+
+One forward, one backward, without a flush, of Deepak Narayanan, Aaron Harlap et al., "PipeDream:
+Generalized Pipeline Parallelism for DNN Training", SOSP 2019, sections 3.2 and 3.3. With R_s
+replicas of stage s and N workers in all, minibatch m is on replica m mod R_s, where it is number
+j = m // R_s. A replica has w_s = (N - 1 - workers of the stages before) // R_s forwards ahead of
+its backwards. W_s^(v) are the weights after v updates:
+
+    stash      v_s(m) = max(0, j - w_s): the newest at the forward; the backward uses them too
+    vertical   the version of the first stage, counted in minibatches, at all stages
+    none       forward as with stash, backward at the newest: no gradient of any function
+
+An update holds the mean gradient of one minibatch of each replica. `TwoVersions` is 2BW, of Deepak
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021, section 3.1: an
+update holds the mean of M minibatches and is delayed by one update at every stage.
+
+Differs from the papers: vertical sync with unequal replicas rounds down to whole updates, and the
+last update holds the minibatches that there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pscore.errors import ConfigError
+from psworker.pipeline.partition import in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A replica of a stage.
+
+    Attributes:
+        stage: Index of the stage.
+        replica: Index among its replicas.
+        replicas: Numbers of replicas of all stages.
+    """
+
+    stage: int
+    replica: int
+    replicas: tuple[int, ...]
+
+    @classmethod
+    def of_rank(cls, rank: int, replicas: Sequence[int]) -> Place:
+        """Returns the place of a rank: those of the first stage come first."""
+        left = rank
+        for stage, number in enumerate(replicas):
+            if left < number:
+                return cls(stage, left, tuple(replicas))
+            left -= number
+        raise ConfigError(f"rank {rank} in a pipeline of {sum(replicas)} workers")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has the inputs."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the loss."""
+        return self.stage == len(self.replicas) - 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the stage."""
+        return self.replicas[self.stage]
+
+    def depth(self, stage: int | None = None) -> int:
+        """Returns w of a stage, of this one by default: forwards ahead of the backwards."""
+        stage = self.stage if stage is None else stage
+        before = sum(self.replicas[:stage])
+        return in_flight(before, self.replicas[stage], sum(self.replicas)) - 1
+
+    def has(self, minibatch: int) -> bool:
+        """Returns whether a minibatch is on this replica."""
+        return minibatch % self.num_replicas == self.replica
+
+    def rank_at(self, offset: int, minibatch: int) -> int:
+        """Returns the rank that has a minibatch at the next stage (1), or the last one (-1)."""
+        stage = self.stage + offset
+        return sum(self.replicas[:stage]) + minibatch % self.replicas[stage]
+
+
+class Stash:
+    """The newest version at the forward, for the backward too."""
+
+    in_place = False  # Whether an update overwrites the weights of minibatches in flight.
+
+    def __init__(self, place: Place) -> None:
+        """Counts for one replica."""
+        self.place = place
+
+    @property
+    def updates_every(self) -> int:
+        """Backwards of a replica in an update."""
+        return 1
+
+    def version(self, minibatch: int) -> int:
+        """Returns the version of the weights for a minibatch."""
+        return max(0, minibatch // self.place.num_replicas - self.place.depth())
+
+
+class Vertical(Stash):
+    """The version that the first stage had, at all stages."""
+
+    def version(self, minibatch: int) -> int:
+        """Returns the version that holds the same minibatches as the first stage's."""
+        replicas = self.place.replicas
+        first = max(0, minibatch // replicas[0] - self.place.depth(0))
+        return first * replicas[0] // self.place.num_replicas
+
+
+class Unstashed(Stash):
+    """The newest version at the forward, and another one at the backward: to show the harm."""
+
+    in_place = True
+
+
+class TwoVersions(Stash):
+    """One update of M minibatches, at weights that are one update old."""
+
+    def __init__(self, place: Place, minibatches: int) -> None:
+        """Counts for one replica.
+
+        Args:
+            place: The replica.
+            minibatches: M.
+
+        Raises:
+            ConfigError: M is not a multiple of the replicas of each stage, or smaller than the
+                minibatches in flight.
+        """
+        super().__init__(place)
+        for stage, number in enumerate(place.replicas):
+            if minibatches % number or minibatches < max(1, place.depth(stage)) * number:
+                raise ConfigError(
+                    f"2bw sums {minibatches} minibatches, must be a multiple of the {number} "
+                    f"replicas of stage {stage}, and at least {place.depth(stage)} of each"
+                )
+        self._own = minibatches // place.num_replicas
+
+    @property
+    def updates_every(self) -> int:
+        """Backwards of a replica in an update."""
+        return self._own
+
+    def version(self, minibatch: int) -> int:
+        """Returns the version before the last one that can be there."""
+        return max(0, minibatch // self.place.num_replicas // self._own - 1)
+
+
+class Order:
+    """One replica's minibatches in flight: a state machine.
+
+    Attributes:
+        newest: Updates made.
+    """
+
+    def __init__(self, versions: Stash) -> None:
+        """Begins at minibatch 0 and version 0."""
+        self._versions = versions
+        self._place = versions.place
+        self._flying: deque[tuple[int, int]] = deque()  # Minibatch and version, oldest first.
+        self._next = versions.place.replica
+        self._ended = 0  # Backwards since the last update.
+        self.newest = 0
+
+    @property
+    def num_flying(self) -> int:
+        """Minibatches between forward and backward."""
+        return len(self._flying)
+
+    def begin(self, minibatch: int) -> int:
+        """Begins a forward; returns the version of its weights.
+
+        Raises:
+            ConfigError: It is not the next minibatch of this replica.
+        """
+        if minibatch != self._next:
+            raise ConfigError(f"minibatch {minibatch} came, {self._next} is the next one here")
+        version = self._versions.version(minibatch)
+        assert version <= self.newest, (version, self.newest)
+        self._next += self._place.num_replicas
+        self._flying.append((minibatch, version))
+        return version
+
+    def due(self, *, is_over: bool = False) -> int | None:
+        """Returns the minibatch whose backward is next; None: a forward is.
+
+        Args:
+            is_over: Whether no more minibatches come.
+        """
+        if not self._flying or not (is_over or len(self._flying) > self._place.depth()):
+            return None
+        return self._flying[0][0]
+
+    def end(self) -> bool:
+        """Ends the backward of the oldest minibatch; returns whether an update is due."""
+        self._flying.popleft()
+        self._ended += 1
+        return self._ended == self._versions.updates_every
+
+    def updated(self) -> int:
+        """Counts an update; returns how many backwards it held."""
+        held, self._ended = self._ended, 0
+        self.newest += 1
+        return held
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether backwards wait for an update that is not full."""
+        return self._ended > 0
+
+    def oldest(self) -> int:
+        """Returns the oldest version that a minibatch in flight, or the next one, uses."""
+        return min([version for _, version in self._flying] + [self._versions.version(self._next)])

@@ -1,0 +1,137 @@
+"""A replica of a stage: runs its minibatches forward and backward, on the versions they need.
+
+A generator, without threads and network: it yields what it waits for, and its driver resumes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from psworker.pipeline.ring import WeightRing
+from psworker.pipeline.schedule import Order, Stash
+
+ACTIVATION, GRADIENT = 1, 2
+Send = Callable[[int, int, int, torch.Tensor], None]  # Rank, kind, minibatch, values.
+Loss = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+class Receive(NamedTuple):
+    """Waits for the activation or the gradient of a minibatch; resumed with it."""
+
+    source: int  # Rank.
+    kind: int
+    minibatch: int
+
+
+class Update(NamedTuple):
+    """Waits for the optimizer's step; resumed when the parameters hold the new weights."""
+
+    number: int
+
+
+Waits = Generator[Receive | Update, Any, None]
+
+
+class StageReplica:
+    """The layers of a stage on one worker.
+
+    Attributes:
+        losses: Of the minibatches that this replica has ended, if it has the loss.
+        ring: Its weight versions.
+    """
+
+    def __init__(self, module: nn.Module, versions: Stash, loss: Loss, send: Send) -> None:
+        """Begins at minibatch 0.
+
+        Args:
+            module: The layers; an update writes into their parameters.
+            versions: Of the weights, and the place of the replica.
+            loss: Of the last stage's output and the targets.
+            send: Sends values to another rank, and does not wait.
+        """
+        self._module = module
+        self._place = versions.place
+        self._names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._order = Order(versions)
+        self._loss, self._send = loss, send
+        # Inputs and results of the minibatches in flight, and the weights that they used.
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = {}
+        self.ring = WeightRing(self._parameters, in_place=versions.in_place)
+        self.losses: dict[int, float] = {}
+
+    @property
+    def num_flying(self) -> int:
+        """Minibatches between forward and backward."""
+        return self._order.num_flying
+
+    def step(self, minibatch: int, inputs: Any, targets: Any) -> Waits:
+        """Runs a minibatch forward, and the oldest one in flight backward if it is its turn.
+
+        Args:
+            minibatch: Its number; nothing happens if it is on another replica.
+            inputs: Of the first stage; others do not read it.
+            targets: Of the last stage; others do not read it.
+        """
+        if not self._place.has(minibatch):
+            return
+        version = self._order.begin(minibatch)
+        if self._place.is_first:
+            entry = inputs
+        else:
+            source = self._place.rank_at(-1, minibatch)
+            entry = (yield Receive(source, ACTIVATION, minibatch)).requires_grad_()
+        weights = self.ring.weights(version)
+        result = torch.func.functional_call(
+            self._module, dict(zip(self._names, weights, strict=True)), (entry,)
+        )
+        if self._place.is_last:
+            result = self._loss(result, targets)
+            self.losses[minibatch] = float(result.detach())
+        else:
+            self._send(self._place.rank_at(1, minibatch), ACTIVATION, minibatch, result.detach())
+        self._kept[minibatch] = entry, result, weights
+        due = self._order.due()
+        if due is not None:
+            yield from self._backward(due)
+
+    def finish(self) -> Waits:
+        """Runs the minibatches in flight backward, and makes an update of the rest."""
+        while (due := self._order.due(is_over=True)) is not None:
+            yield from self._backward(due)
+        if self._order.has_rest:
+            yield from self._update()
+
+    def _backward(self, minibatch: int) -> Waits:
+        """Adds the gradients of a minibatch up, sends that of its input, maybe makes an update."""
+        entry, result, weights = self._kept.pop(minibatch)
+        grad = None
+        if not self._place.is_last:
+            source = self._place.rank_at(1, minibatch)
+            grad = yield Receive(source, GRADIENT, minibatch)
+        wanted = weights if self._place.is_first else [*weights, entry]
+        grads = torch.autograd.grad(result, wanted, grad, allow_unused=True)
+        if not self._place.is_first:
+            self._send(self._place.rank_at(-1, minibatch), GRADIENT, minibatch, grads[-1])
+        self._gather(grads[: len(weights)])
+        if self._order.end():
+            yield from self._update()
+
+    def _gather(self, grads: Sequence[torch.Tensor | None]) -> None:
+        for parameter, own in zip(self._parameters, grads, strict=True):
+            grad = torch.zeros_like(parameter) if own is None else own
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def _update(self) -> Waits:
+        held = self._order.updated()
+        for parameter in self._parameters:
+            if held > 1 and parameter.grad is not None:
+                parameter.grad /= held
+        yield Update(self._order.newest)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.ring.add(self._order.newest, self._order.oldest())

@@ -1,0 +1,54 @@
+"""Activations and their gradients as messages between workers: parts of float32 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import torch
+
+from pscore.errors import ConfigError
+from pscore.types import FloatArray
+from psworker.gossip.base import PART_NUMEL, Post, Tag, Want, to_host
+
+SHAPE_NUMEL = 16  # Numbers in front of the first part: number of dimensions, and the dimensions.
+
+
+def send(post: Post, to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
+    """Sends a tensor to a rank; it may change afterwards.
+
+    Raises:
+        ConfigError: It is not float32, or has too many dimensions.
+    """
+    if values.dtype != torch.float32 or values.ndim >= SHAPE_NUMEL:
+        raise ConfigError(
+            f"a stage returns {values.dtype} of {values.ndim} dimensions, must be float32 of less "
+            f"than {SHAPE_NUMEL}: cut the model elsewhere"
+        )
+    shape = np.zeros(SHAPE_NUMEL, np.float32)
+    shape[: values.ndim + 1] = [values.ndim, *values.shape]
+    numbers = np.concatenate([shape, to_host(values.contiguous().flatten())])
+    for part, begin in enumerate(range(0, len(numbers), PART_NUMEL)):
+        post.give(to, Tag(kind, minibatch, part), numbers[begin : begin + PART_NUMEL])
+
+
+def receive(
+    source: int, kind: int, minibatch: int
+) -> Generator[Want, FloatArray | None, torch.Tensor | None]:
+    """Returns a tensor of a rank when it is here; None if the members have changed meanwhile.
+
+    Parts that came are kept by nobody then, so the caller gives up the run.
+    """
+    first: Any = yield Want(source, Tag(kind, minibatch, 0))
+    if first is None:
+        return None
+    shape = tuple(int(number) for number in first[1 : int(first[0]) + 1])
+    parts = [first[SHAPE_NUMEL:]]
+    numel = int(np.prod(shape, dtype=np.int64))
+    while sum(map(len, parts)) < numel:
+        part = yield Want(source, Tag(kind, minibatch, len(parts)))
+        if part is None:
+            return None
+        parts.append(part)
+    return torch.from_numpy(np.concatenate(parts)).reshape(shape)

@@ -1,0 +1,115 @@
+"""The wheel in an environment without the repository: the demo trains, shards start, a page opens.
+
+The environment is new and has only the wheel. Its dependencies are those of this environment, found
+by a path, so that torch is not downloaded again; they are compared with those that the wheel names.
+Nothing runs in the repository's folder, and no editable installation is on the path.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(280)
+
+
+@dataclass
+class Installed:
+    """An environment with the wheel, and an empty folder to work in."""
+
+    bin: Path
+    folder: Path
+
+    def run(self, *words: str) -> str:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE_", "PYTHON"))}
+        done = subprocess.run(
+            [self.bin / words[0], *words[1:]],
+            cwd=self.folder,
+            env={**kept, "XDG_RUNTIME_DIR": str(self.folder)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("wheel")
+    words = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([sys.executable, *words, "--wheel-dir", folder, ROOT], check=True)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", with_pip=True)
+    made = Installed(folder / "env" / "bin", folder / "work")
+    made.folder.mkdir()
+    (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
+    # Lines of a .pth file only add to the path: the .pth of an editable installation is not read.
+    there = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(there) + "\n")
+    made.run("python", "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
+    return made
+
+
+def test_nothing_comes_from_the_repository_and_no_requirement_is_missing(
+    installed: Installed,
+) -> None:
+    program = "import pscore, pssim, psserver, psworker as w; print(*map(str, [pscore.__path__[0], "
+    program += "pssim.__path__[0], psserver.__path__[0], w.__path__[0]]))"
+    for place in installed.run("python", "-c", program).split():
+        assert place.startswith(str(installed.bin.parent))
+    names = "import importlib.metadata as m; print(*(m.requires('paceline') or []), sep='\\n')"
+    required = [line for line in installed.run("python", "-c", names).splitlines() if line]
+    checks = (
+        "import sys, importlib.metadata as m; from packaging.requirements import Requirement as R; "
+        "wanted = [r for r in map(R, sys.argv[1:]) if r.marker is None or r.marker.evaluate("
+        "{'extra': ''})]; print(*(r for r in wanted if m.version(r.name) not in r.specifier))"
+    )
+    assert len(required) > 10
+    assert installed.run("python", "-c", checks, *required).split() == []
+
+
+def test_the_demo_trains_on_the_images_in_the_wheel(installed: Installed) -> None:
+    words = ("--epochs", "1", "--images", "256", "--modes", "ssgd", "--shards", "1", "--json")
+    line = installed.run("psworker", "demo", *words).splitlines()[-1]
+    assert json.loads(line)
+    assert "images" in os.listdir(next(installed.bin.parent.glob("lib/*/*/psworker/commands/demo")))
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def test_shards_and_the_dashboard_start(installed: Installed) -> None:
+    ready = installed.run("psserver", "start", "--port", "0", "--metrics-port", "0", "--detach")
+    servers = re.findall(r"PACELINE_SERVERS=(\S+)", ready)[0]
+    try:
+        page = subprocess.Popen(
+            [
+                *(installed.bin / "psserver", "dashboard", "--servers", servers),
+                *("--listen", "127.0.0.1:0"),
+            ],
+            cwd=installed.folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with page:
+            try:
+                assert page.stdout is not None
+                url = re.findall(r"http://\S+/", page.stdout.readline())[0]
+                for path, word in (("", "<main>"), ("page.js", "poll"), ("page.css", "body")):
+                    assert word in fetch(url + path)
+                assert json.loads(fetch(url + "api/view"))["status"]["shards"]
+            finally:
+                page.terminate()
+        assert servers in installed.run("psserver", "top", "--once", "--servers", servers)
+    finally:
+        installed.run("psserver", "stop", "--servers", servers)

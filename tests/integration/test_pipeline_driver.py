@@ -1,0 +1,126 @@
+"""`psworker.Pipeline` on real shards and workers: its weights are those of the formulas."""
+
+import pytest
+import torch
+from torch import nn
+
+import psworker
+from tests.integration.cluster import Shards, Station, WorkerError, new_job
+from tests.unit.psworker import test_pipeline_schedule as model
+
+TOTAL = 21  # Not a multiple of two: the last round of two replicas holds one minibatch.
+SHAPES = [(1, 1), (2, 2), (2, 1)]
+CASES = [(shape, "1f1b", "weights") for shape in SHAPES]
+CASES += [((1, 1), "1f1b", "vertical"), ((2, 1), "2bw", "weights")]
+
+
+def whole_model(number: int) -> nn.Sequential:
+    return nn.Sequential(*model.make_stages(number)).float()
+
+
+def train(me: Station, job: str, cases: list[tuple[tuple[int, ...], str, str]]) -> list[object]:
+    """Trains each case in turn; those with fewer workers leave the last ones out."""
+    results: list[object] = []
+    for number, (replicas, schedule, stash) in enumerate(cases):
+        if me.rank >= sum(replicas):
+            results.append(None)
+            continue
+        run = psworker.Pipeline(
+            whole_model(len(replicas)),
+            torch.zeros(1, model.WIDTH),
+            model.loss_of,
+            lambda parameters: torch.optim.SGD(parameters, lr=model.LR, momentum=0.9),
+            [(f"{stage}.2", count) for stage, count in enumerate(replicas)],
+            schedule=schedule,
+            stash=stash,
+            minibatches=4 if schedule == "2bw" else None,
+            job=f"{job}-{number}",
+            num_workers=sum(replicas),
+        )
+        losses = [run.step(x.float(), y.float()) for x, y in model.data(TOTAL)]
+        run.finish()
+        state = {name: value.double().numpy() for name, value in run.state_dict().items()}
+        results.append((run.place.stage, run.place.replica, state, run.losses, losses))
+    return results
+
+
+@pytest.mark.timeout(120)
+def test_real_workers_train_as_the_formulas_say(shards: Shards) -> None:
+    with shards.workers(train, new_job(), CASES, num_workers=4) as workers:
+        by_rank = [worker.result() for worker in workers]
+    for number, (replicas, schedule, stash) in enumerate(CASES):
+        kind = "2bw" if schedule == "2bw" else {"weights": "stash"}.get(stash, stash)
+        expected = model.oracle(kind, replicas, "sgd", TOTAL)
+        seen: set[int] = set()
+        for rank in range(sum(replicas)):
+            stage, replica, state, losses, returned = by_rank[rank][number]
+            if replica == 0:
+                for name, value in expected[stage][-1].items():
+                    found = torch.from_numpy(state[f"{stage}.{name}"])
+                    torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-6)
+            if stage == len(replicas) - 1:
+                assert not seen & losses.keys()
+                seen |= losses.keys()
+                assert [m for m, loss in enumerate(returned) if loss is not None] == [*losses]
+        assert seen == set(range(TOTAL))
+
+
+def refuse(me: Station, plan: list[tuple[str, int]], options: dict[str, str]) -> None:
+    psworker.Pipeline(
+        whole_model(2),
+        torch.zeros(1, model.WIDTH),
+        model.loss_of,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        plan,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def wait_for_the_lost(me: Station) -> None:
+    """Rank 0 ends in the middle; rank 1 learns it."""
+    run = psworker.Pipeline(
+        whole_model(2),
+        torch.zeros(1, model.WIDTH),
+        model.loss_of,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        [("0.2", 1), ("1.2", 1)],
+    )
+    for number, (x, y) in enumerate(model.data(4)):
+        if number == 2 and me.rank == 0:
+            me.tell("here")
+            me.hear()
+        run.step(x.float(), y.float())
+
+
+@pytest.mark.timeout(60)
+def test_a_lost_worker_is_named(shards: Shards) -> None:
+    with shards.workers(wait_for_the_lost, num_workers=2) as workers:
+        assert workers[0].hear() == "here"
+        workers[0].kill()
+        with pytest.raises(WorkerError, match=r"replica 0 of stage 0; start all again"):
+            workers[1].result()
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "message"),
+    [
+        ([("0.2", 1), ("1.2", 1)], {"mode": "ssd"}, "mode between replicas is 'ssd', must be ssgd"),
+        ([("0.2", 1), ("1.2", 1)], {"schedule": "gpipe"}, "schedule is 'gpipe', must be one of"),
+        ([("0.2", 1), ("1.2", 1)], {"stash": "none"}, "stash is 'none', must be one of weights, "),
+        ([("0.2", 2), ("1.2", 1)], {}, "the plan has 3 workers, the job 2"),
+        ([("1.2", 1), ("0.2", 1)], {}, "they must be in order, and the last one is 1.2"),
+        ([("0.9", 1), ("1.2", 1)], {}, "the plan cuts after '0.9'; the blocks are 0.0, 0.1, 0.2"),
+        ([], {}, "must name each stage's last block and replicas"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    plan: list[tuple[str, int]],
+    options: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(psworker.ConfigError) as refused:
+        refuse(Station(0, 2, None), plan, options)  # type: ignore[arg-type]
+    assert message in str(refused.value)
