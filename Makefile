@@ -53,7 +53,7 @@ check: $(STAMP) ## lint, format, types, generated code
 	$(BIN)/mypy
 	$(BIN)/python scripts/gen_proto.py --check
 
-check-deploy: $(STAMP) ## deploy/ on Kubernetes (lint, schemas, pods as processes) and Slurm; as root
+check-deploy: $(STAMP) ## deploy/ on Kubernetes and Slurm, Prometheus, the dashboard in Chromium, the wheel; as root
 	$(BIN)/python scripts/check_deploy.py
 	CHECK_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/deploy
 

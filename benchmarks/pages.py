@@ -336,6 +336,62 @@ def overlap() -> str:
     )
 
 
+# ----- rounds that overlap: docs/rules/overlap.md
+
+ROUNDS = ROOT / "docs" / "results" / "rounds.json"
+NEAR = 0.01  # Of the loss of rounds that block: the target of `mirror`.
+
+
+def rounds() -> str:
+    """Returns the losses of rounds that block and that overlap, if there is a result file."""
+    if not ROUNDS.exists():
+        return (
+            "Not measured in full yet: `python -m benchmarks.rounds --seeds 3 --out "
+            "docs/results/rounds.json`; [first trials](../notes/trials.md)."
+        )
+    run = json.loads(ROUNDS.read_text(encoding="utf-8"))
+    rows = [_of_form(length, form, row) for length, row in run["forms"].items() for form in row]
+    head = ["H", "form", "outer rate", "held-out loss", "beside blocking", "with other rates"]
+    seeds = run["arguments"]["seeds"]
+    return "\n".join(
+        [
+            f"`python -m benchmarks.rounds --seeds {seeds} --out docs/results/rounds.json`, "
+            f"{run['date']}. {_near_blocking(run['forms'])}",
+            "",
+            table(head, rows, "llrrrl"),
+        ]
+    )
+
+
+def _of_form(length: str, form: str, row: dict[str, Any]) -> list[str]:
+    loss, blocking = (statistics.fmean(row[name]["losses"]) for name in (form, "blocking"))
+    others = {
+        rate: tried
+        for rate, tried in row[form]["tried"].items()
+        if float(rate) != row[form]["rate"]
+    }
+    return [
+        length.removeprefix("H"),
+        f"`{form}`",
+        f"{row[form]['rate']:g}",
+        f"{loss:.3f}",
+        f"{100 * (loss / blocking - 1):+.1f} %",
+        ", ".join(
+            f"{rate}: " + ("diverged" if tried is None else f"{tried:.3f}")
+            for rate, tried in others.items()
+        ),
+    ]
+
+
+def _near_blocking(forms: dict[str, dict[str, Any]]) -> str:
+    """Returns a sentence about the target: the loss of `mirror` at most 1 % above blocking."""
+    parts = []
+    for length, row in forms.items():
+        loss, blocking = (statistics.fmean(row[name]["losses"]) for name in ("mirror", "blocking"))
+        parts.append(f"{_met(loss <= (1 + NEAR) * blocking)} at H = {length.removeprefix('H')}")
+    return f"`mirror` within 1 % of rounds that block: {', '.join(parts)}."
+
+
 # ----- the blocks, and their pages
 
 
@@ -349,6 +405,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "targets": targets,
     "hosts": hosts,
     "overlap": overlap,
+    "rounds": rounds,
     **tables.TABLES,
     **exchange_tables.BLOCKS,
 }
@@ -359,6 +416,7 @@ PAGES = (
     "docs/links.md",
     "docs/reference.md",
     "docs/rules/decentralised.md",
+    "docs/rules/overlap.md",
     "docs/training.md",
 )
 MARKED = re.compile(r"(<!-- begin (?P<name>[\w ]+) -->\n).*?(\n<!-- end (?P=name) -->)", re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import ssl
 import sys
 import time
@@ -22,6 +23,7 @@ from psserver.dashboard.watch import POLL_S, Asker, Watch
 from psserver.exits import CommandError, Exit
 from psserver.process.settings import is_loopback
 from psserver.remote import ask
+from psserver.remote.status import WIDTH
 
 PORT_MAX = 65535
 
@@ -94,7 +96,8 @@ def run_top(found: Found, job: str | None, *, once: bool) -> None:
     """
     ask.answers(found.addresses, found.credentials)
     watch = Watch(Asker(found.addresses, found.credentials), History())
-    console = Console(highlight=False)
+    is_wide = not (sys.stdout.isatty() or "COLUMNS" in os.environ)  # Nothing is cut off then.
+    console = Console(highlight=False, width=WIDTH if is_wide else None)
     try:
         watch.start()
         if once:
