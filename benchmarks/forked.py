@@ -87,7 +87,7 @@ class Forked:
 
 
 class _Failure:
-    """What a process has raised."""
+    """The exception of a process."""
 
     def __init__(self, text: str) -> None:
         self.text = text

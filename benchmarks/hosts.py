@@ -43,7 +43,7 @@ PORT = 7070  # Of each shard: every host has an address of its own.
 
 
 class Mode(NamedTuple):
-    """What a run trains with."""
+    """The model and settings of a run."""
 
     rule: str
     compression: str = "none"
@@ -316,7 +316,7 @@ def measure_case(
     """Measures modes beside DDP on the same links, and prints a table.
 
     Args:
-        name: Of the case, for what is printed.
+        name: Of the case, as printed.
         case: Hosts and model.
         modes: By name.
         rounds: Of five steps each.

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: what the site has beyond `docs/`, and links that leave that folder.
+"""Hooks of mkdocs: parts of the site beyond `docs/`, and links that leave that folder.
 
 README.md is the first page, ARCHITECTURE.md another, a linked file of the repository a page with
 its text.

@@ -1,4 +1,4 @@
-"""What all tests share: one thread for each process, reproducible examples, the data sets."""
+"""Parts that all tests share: one thread for each process, reproducible examples, the data sets."""
 
 import importlib.util
 import os

@@ -127,7 +127,7 @@ class Worker(TrainingWorker):
 
     @property
     def kept(self) -> list[dict[str, npt.NDArray[np.float32]]]:
-        """What error feedback keeps of each slice."""
+        """The residuals of each slice."""
         return [dict(it.state) for it in self.exchange.payloads.feedback if it is not None]
 
     @property

@@ -1,8 +1,8 @@
 """Pace of real workers beside one that is slowed: part of `benchmarks.decentralised`.
 
 Eight processes, one of them slowed by a factor as in the straggler table of AD-PSGD (Lian et al.,
-arXiv:1710.06952). Computing is sleeping, so that two cores carry all of them; what they exchange is
-a LeNet's worth of numbers, through shared memory and local sockets. An epoch is 60,000 images in
+arXiv:1710.06952). Computing is sleeping, so that two cores carry all of them; the exchanged model
+has the size of a LeNet, through shared memory and local sockets. An epoch is 60,000 images in
 batches of 128, so 58 steps of each worker; its seconds are those of the seven other workers.
 """
 
@@ -130,7 +130,7 @@ def step_s(slow: Sequence[float], others: Sequence[Sequence[float]], until_s: fl
 
     Whole cycles of the slow worker's steps count, from the end of its first one on: until then the
     others run ahead of it as far as the mode allows, and later some make all steps of a cycle at
-    once. What they do as soon as it has ended a step counts for that step.
+    once. The events at its ended a step counts for that step.
 
     Args:
         slow: When each step of the slow worker ended, in seconds.

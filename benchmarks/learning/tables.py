@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -58,9 +59,24 @@ def tuned() -> str:
     return table(LONG, BRIEF, names)
 
 
+def daemons() -> str:
+    """Returns the table of the runs through real daemons, of `benchmarks.accuracy`."""
+    found = json.loads((RESULTS / "accuracy.json").read_text(encoding="utf-8"))
+    best = found["ssgd"]["accuracy"]
+    rows = [
+        f"{name} | {item['accuracy']:.4f} | {100 * (item['accuracy'] - best):+.2f} | "
+        f"{item['loss']:.3f} | {item['pulled_mb']:,.0f}"
+        for name, item in found.items()
+    ]
+    head = "mode | test accuracy | points from ssgd | training loss | MB pulled"
+    return "\n".join(f"| {row} |" for row in (head, "---" + " | --:" * 4, *rows))
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "daemons": daemons,
     "local updates": local_updates,
     "modes": modes,
+    "spread": lambda: table("spread.jsonl", SEEDS),
     "secant": lambda: table("secant.jsonl", LOSSES),
     "tuned": tuned,
     "adam": lambda: table("adam.jsonl", SHORT),

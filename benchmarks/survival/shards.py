@@ -140,7 +140,7 @@ class Shards:
 
 
 def listening(pid: int) -> list[int]:
-    """Returns the TCP ports on which a process listens, in whatever network namespace it is."""
+    """Returns the TCP ports on which a process listens, in any network namespace."""
     sockets = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # Closed meanwhile.

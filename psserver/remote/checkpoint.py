@@ -37,7 +37,7 @@ from psserver.remote.checkpoint_files import Checkpoint, TableState, Tensors
 CHUNK_NBYTES = 4 << 20
 CALL_TIMEOUT_S = 30.0
 WAIT_MS = 2000
-OWED_WAIT_S = 60.0  # Workers that have stopped are asked at each of their heartbeats.
+RESIDUALS_WAIT_S = 60.0  # Workers that have stopped are asked at each of their heartbeats.
 ATTEMPTS = 8
 
 
@@ -198,7 +198,7 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
         CommandError: Workers do not send their residuals, or do not continue.
     """
     everybody = range(len(shards.stubs))
-    deadline_s = time.monotonic() + OWED_WAIT_S
+    deadline_s = time.monotonic() + RESIDUALS_WAIT_S
     replies = [shards.call(shard, "Capture", request) for shard in everybody]  # All are armed.
     if not all(reply.by_step for reply in replies) and request.version >= 0:
         for reply in replies:
@@ -219,8 +219,8 @@ def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[p
             raise CommandError(
                 Exit.NO_ANSWER,
                 f"table {request.table!r} of job {request.job!r} could not be copied within "
-                f"{OWED_WAIT_S:g} s: a worker has stopped in the middle of a step, or has not sent "
-                f"its residuals: {ranks or 'nobody'}; the job waits for {awaited}",
+                f"{RESIDUALS_WAIT_S:g} s: a worker has stopped in the middle of a step, or has not "
+                f"sent its residuals: {ranks or 'nobody'}; the job waits for {awaited}",
             )
     return replies
 

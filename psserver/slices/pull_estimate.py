@@ -41,7 +41,7 @@ class Estimate:
         self.fingerprint = fingerprint(self.values)
         self._compressor = compressor
         self._version = version
-        self._owed = np.empty_like(self.values)
+        self._difference = np.empty_like(self.values)
         self._buffer = np.zeros(compressor.payload_nbytes_max(len(weights)), dtype=np.uint8)
         # Each with the fingerprint that it leads on from, oldest first.
         # Invariant: together smaller than `values`.
@@ -51,7 +51,7 @@ class Estimate:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         kept = sum(payload.nbytes for _, payload in self._deltas)
-        return self.values.nbytes + self._owed.nbytes + self._buffer.nbytes + kept
+        return self.values.nbytes + self._difference.nbytes + self._buffer.nbytes + kept
 
     def follow(self, weights: FloatArray, version: int) -> None:
         """Moves towards newer weights, by one delta.
@@ -63,10 +63,15 @@ class Estimate:
         if version == self._version:
             return
         self._version = version
-        np.negative(self.values, out=self._owed)  # So that encoding makes W - X in its first pass.
+        # So that encoding makes W - X in its first pass.
+        np.negative(self.values, out=self._difference)
         try:
             nbytes = self._compressor.encode(
-                weights, {RESIDUAL: self._owed}, self._buffer, seed=self.fingerprint, step=version
+                weights,
+                {RESIDUAL: self._difference},
+                self._buffer,
+                seed=self.fingerprint,
+                step=version,
             )
         except GradientError:  # Weights that diverge, beyond float32: they are shown as they are.
             np.copyto(self.values, weights)

@@ -42,14 +42,14 @@ GUIDES = (
 
 
 def mutate(data: bytes, nbytes_max: int, seed: int) -> bytes:
-    """Is called by libFuzzer for the next input."""
+    """Runs one input of libFuzzer."""
     rng = random.Random(seed)
     changed: bytes = atheris.Mutate(data, nbytes_max)
     return changed if rng.random() < 0.25 else resealed(changed, rng)[:nbytes_max]
 
 
 def trace(owner: Any) -> None:
-    """Has libFuzzer see the branches of every plain function of a module or class."""
+    """Instruments for libFuzzer the branches of every plain function of a module or class."""
     for name, function in list(vars(owner).items()):
         if inspect.isfunction(function):
             setattr(owner, name, atheris.instrument_func(function))

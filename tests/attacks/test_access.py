@@ -1,4 +1,4 @@
-"""Who may not connect: with no token, a wrong one, or another job's; is told why, hurts nobody."""
+"""Refused peers: without a token, or with a wrong one; each gets the reason and harms no other."""
 
 import contextlib
 import socket

@@ -44,7 +44,7 @@ def push_frame(step: int = 0, **fields: object) -> bytes:
 
 
 def serve(front: Front, sent: bytes) -> list[data_pb2.Envelope]:
-    """Lets a connection read `sent` to its end; returns what it answered."""
+    """Feeds `sent` to a connection to its end; returns what it answered."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for end in (ours, theirs):
@@ -113,7 +113,7 @@ def test_every_truncation_is_refused() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 4, 4 * NUMEL + 4, 12 * NUMEL, 1 << 20, 64 << 20, 1 << 40])
 def test_a_payload_that_is_declared_and_does_not_come_costs_nothing(nbytes: int) -> None:
-    """What is longer than any payload of the slice is refused before memory is taken for it."""
+    """A payload longer than any of the slice is refused before memory is taken for it."""
 
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
@@ -209,7 +209,7 @@ def test_a_connection_that_breaks_forgets_its_pulls() -> None:
 
 
 def test_a_foreign_connection_cannot_make_a_worker_suspect() -> None:
-    """Who ends a connection is told to the membership; another incarnation is not believed."""
+    """The end of a connection counts for its own incarnation only."""
 
     async def scene(front: Front) -> None:
         await front.ready(num_workers=1)
@@ -247,7 +247,7 @@ def test_random_envelopes_never_break_the_shard() -> None:
 def silent(
     monkeypatch: pytest.MonkeyPatch, front: Front, near: tls.Stream, far: tls.Stream
 ) -> None:
-    """Has a peer pause between two frames, and stop in the middle of the third."""
+    """Runs a peer that pauses between two frames, and stops in the middle of the third."""
     monkeypatch.setattr(connection, "SILENCE_S", 0.1)
     serving = threading.Thread(target=Connection(far, DataService(front.engine)).serve)
     serving.start()

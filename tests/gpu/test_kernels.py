@@ -54,7 +54,7 @@ def launch(device: torch.device) -> Launch:
 def way(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> type[Encoder]:
-    """What encodes: kernels, or what is used where CuPy is missing."""
+    """The encoder: kernels, or the forms in torch where CuPy is missing."""
     if request.param == "kernels":
         return KernelEncoder
     monkeypatch.setattr(choice, "launcher", lambda _: None)

@@ -1,4 +1,4 @@
-"""What is promised to users and peers is used: errors are raised, verdicts are given."""
+"""Promises to users and peers are kept: every error is raised, every verdict is given."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""What is imported is declared in pyproject.toml, and what is declared is imported."""
+"""Imports and the dependencies in pyproject.toml agree, both ways."""
 
 import ast
 import functools

@@ -57,7 +57,7 @@ def unsafe(tree: ast.AST) -> list[str]:
 
 
 def true(value: ast.expr) -> bool:
-    """Tells whether an argument may be anything but a plain False."""
+    """Returns whether an argument may be anything but a plain False."""
     return not (isinstance(value, ast.Constant) and value.value is False)
 
 

@@ -42,7 +42,7 @@ class WorkerError(AssertionError):
 
 
 class Station:
-    """What a worker function is given."""
+    """The argument of a worker function."""
 
     def __init__(self, rank: int, num_workers: int, line: Connection) -> None:
         self.rank = rank
@@ -163,7 +163,7 @@ def results_of(workers: Sequence[Worker]) -> list[Any]:
 
 
 def work() -> None:
-    """Is the worker process; its line to the test is standard input."""
+    """Runs the worker process, whose line to the test is standard input."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # None outlives the test.
     line = Connection(os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)

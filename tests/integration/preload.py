@@ -1,4 +1,4 @@
-"""What every worker of the tests needs, done once, in the process that workers are forked from."""
+"""Imports for every worker of the tests, made once in the process that workers are forked from."""
 
 import numpy.testing  # noqa: F401 - files of tests import it
 import psutil  # noqa: F401 - files of tests import it

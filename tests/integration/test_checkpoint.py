@@ -133,7 +133,7 @@ def keep_training(me: Station, kind: str = "sgd") -> dict[int, Weights]:
 
 
 def end(workers: Sequence[Worker]) -> list[dict[int, Weights]]:
-    """Has all end after one step; none of them can be more than two ahead of the first."""
+    """Ends all workers after one step; none of them can be more than two ahead of the first."""
     workers[0].tell()
     last = workers[0].hear() + 5
     for worker in workers[1:]:

@@ -73,7 +73,7 @@ def make_layer(
 
 
 def train_by_hand(me: Station, mode: str, overlap: bool) -> dict[str, np.ndarray]:
-    """Has tensors of its own as `.grad`, and writes to them between the steps."""
+    """Sets tensors of its own as `.grad`, and writes to them between the steps."""
     model, optimizer = make_layer(mode, overlap=overlap)
     grads = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for parameter, grad in zip(model.parameters(), grads, strict=True):
@@ -89,7 +89,7 @@ def train_by_hand(me: Station, mode: str, overlap: bool) -> dict[str, np.ndarray
 def train_in_place(
     me: Station, mode: str, sets_to_none: bool
 ) -> tuple[bool, dict[str, np.ndarray]]:
-    """Has gradients leave during backward, and says whether `.grad` is the memory that is sent."""
+    """Sends gradients during backward; returns whether `.grad` is the memory that is sent."""
     model, optimizer = make_layer(mode, overlap=True)
     for step in range(8):
         optimizer.zero_grad(set_to_none=sets_to_none)
@@ -177,9 +177,9 @@ def test_gradients_are_accumulated_where_they_are_sent_from_if_the_step_waits(
     }
     expected = results["grpc", True][0][1]
     for (plane, _), workers in results.items():
-        for is_lent, weights in workers:
+        for is_view, weights in workers:
             # Over a network a delayed mode does not wait for what the next backward overwrites.
-            assert is_lent == (plane == "local" or mode == "ssgd")
+            assert is_view == (plane == "local" or mode == "ssgd")
             for name, weight in weights.items():
                 assert np.array_equal(weight, expected[name]), (plane, name)
 

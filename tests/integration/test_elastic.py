@@ -35,7 +35,7 @@ STEPS = 4  # Between two events.
 
 
 def train(me: Station) -> tuple[list[int], Weights]:
-    """Tells its rank and the step that comes next, and makes it, until the test says stop."""
+    """Sends its rank and its next step, and makes that step, until the test says stop."""
     model = make_model()
     optimizer = psworker.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     while True:
@@ -75,7 +75,7 @@ def joins(
 
 
 def go(workers: Sequence[Worker], step: int) -> None:
-    """Has workers that have told what comes next make steps together."""
+    """Makes workers that have sent their next step make it together."""
     for _ in range(STEPS):
         for worker in workers:
             worker.tell(True)

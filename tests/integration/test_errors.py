@@ -1,4 +1,4 @@
-"""What a user sees when something is wrong: each message names the thing."""
+"""Messages for users: each names the thing that is wrong."""
 
 import re
 import socket

@@ -38,7 +38,7 @@ def train(me: Station, mode: str) -> Weights:
 
 @pytest.fixture(scope="module")
 def expected(shards: Shards) -> Weights:
-    """What training ends with where nothing fails."""
+    """Returns the end of a training run without faults."""
     weights: Weights = shards.run(train, "ssgd")[0]
     return weights
 

@@ -1,4 +1,4 @@
-"""Who looks at the weights changes nothing and sees the shards' own, in every mode and phase."""
+"""Looks at the weights change nothing and show the shards' own, in every mode and phase."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What systemd hears of `psserver start`, and what it reads of the units in deploy/systemd."""
+"""Messages of `psserver start` to systemd, and the units in deploy/systemd."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What training through the shards must equal: torch in one process, and the equations in numpy."""
+"""Training through the shards equals torch in one process, and the equations in numpy."""
 
 import random
 import time

@@ -327,7 +327,7 @@ class _ShardPopen(subprocess.Popen[Any]):
 
 
 def _be_shard(streams: Sequence[int], words: Sequence[str]) -> None:
-    """Is the process of a shard; does not return."""
+    """Runs the process of a shard; does not return."""
     status = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -26,14 +26,14 @@ class History:
         self.staleness: list[int] = []
 
     def arrive(self, worker: int, index: int, grad: Vector, staleness: int) -> None:
-        """What one gradient does to a slice."""
+        """The effect of one gradient on a slice."""
         raise NotImplementedError
 
     def read(self, worker: int, index: int) -> None:
-        """What else happens when a pull is answered."""
+        """Further effects of an answered pull."""
 
     def left(self) -> None:
-        """What happens when a worker has gone."""
+        """Effects of a worker's departure."""
 
     def step(self, index: int, grad: Vector) -> None:
         """V = m V + g + wd W; W = W - lr V."""

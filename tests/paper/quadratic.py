@@ -29,7 +29,7 @@ def make_part(hyper: list[float], numel: int) -> LocalSlice:
 
 
 def rebase(local: LocalUpdate, part: LocalSlice, weights: list[float], version: int) -> None:
-    """Lets a pull without optimizer state land."""
+    """Lands a pull without optimizer state."""
     local.rebase(part, torch.tensor(weights), [], version)
     part.version = version
 

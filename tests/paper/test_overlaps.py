@@ -126,7 +126,7 @@ def test_overlapped_local_sgd_continues_where_it_is_until_the_mean_lands() -> No
 
 
 def test_starts_are_the_global_weights_in_the_mean() -> None:
-    """What is claimed of mirror: no bias, whatever the momentum; late and eager have one."""
+    """Claims about mirror: no bias at any momentum; late and eager have one."""
 
     def bias(form: str) -> float:
         model = Rounds(form, nesterov(0.3, 0.9), 8, 8)

@@ -107,8 +107,8 @@ def test_answers_are_as_small_as_pushes() -> None:
     cluster = TrainingCluster(job).run()
     assert np.array_equal(*shown[0])
     for (_, before), (weights, estimate) in pairwise(shown):
-        owed = (weights - before).astype(np.float64)
-        assert np.abs(estimate - (before + sparse(owed))).max() < 1e-5
+        residual = (weights - before).astype(np.float64)
+        assert np.abs(estimate - (before + sparse(residual))).max() < 1e-5
         assert (estimate != weights).any()
     payload = SparseLoCo(k=K).payload_nbytes_max(NUMEL)
     for worker in cluster.workers:

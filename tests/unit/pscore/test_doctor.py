@@ -1,4 +1,4 @@
-"""What `doctor` makes of what it found."""
+"""The conclusions of `doctor` from its findings."""
 
 import datetime
 from importlib import metadata

@@ -45,7 +45,7 @@ def layout(sizes: Sequence[int], groups: Sequence[int], padding: int) -> tuple[S
 
 
 class Slice:
-    """What a shard holds of one slice."""
+    """The state of one slice on a shard."""
 
     def __init__(self, optimizer: Optimizer, sizes: Sequence[int], groups: Sequence[int]) -> None:
         self.optimizer = optimizer

@@ -206,7 +206,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_frame_is_closed(
 
 
 def test_calls_to_a_peer_that_is_gone_fail() -> None:
-    """What decides is `connect`: here it gives up at once."""
+    """Only `connect` decides: here it gives up at once."""
     peer = Peer()
     with listening(peer) as listener:
         where = endpoint(listener)

@@ -1,4 +1,4 @@
-"""What holds for every rule by name, and what a learning rate means in each mode."""
+"""Properties of every rule by name, and the meaning of a learning rate in each mode."""
 
 import inspect
 import math

@@ -46,7 +46,7 @@ class Refused(Exception):  # noqa: N818 - it is what the peer is told, not an er
 
 
 class Context:
-    """What a servicer needs of a call."""
+    """The parts of a call that a servicer uses."""
 
     async def abort(self, code: object, details: str, metadata: Sequence[tuple[str, str]]) -> None:
         raise Refused(metadata[0][1], details)
@@ -213,6 +213,6 @@ def told(reply: data_pb2.PushReply) -> tuple[str, int]:
 
 
 async def settle() -> None:
-    """Lets everything happen that can happen now."""
+    """Runs all callbacks that are ready now."""
     for _ in range(10):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Who may do what: which methods are whose, and what a token opens."""
+"""Permissions: the methods of each kind of client, and the rights of a token."""
 
 import pytest
 

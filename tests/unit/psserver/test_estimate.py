@@ -276,7 +276,7 @@ def test_with_feedback_what_rounds_at_random_may_compress_pulls(text: str) -> No
     require_for_pulls(parse_compressor(text))
 
 
-def owed_after(compressor: Compressor, grad: FloatArray) -> float:
+def residual_after(compressor: Compressor, grad: FloatArray) -> float:
     """Returns the mean square norm of the residual after `grad`, over several draws."""
     out, squares = np.zeros(compressor.payload_nbytes_max(len(grad)), np.uint8), []
     for seed in range(20):
@@ -294,10 +294,10 @@ def test_more_noise_than_is_made_up_for_is_refused(text: str) -> None:
         require_for_pulls(compressor)
     grad = np.full(2048, 1 / 12, np.float32)
     grad[0] = 1.0
-    assert owed_after(compressor, grad) > 1.4 * float(np.square(grad).sum())
+    assert residual_after(compressor, grad) > 1.4 * float(np.square(grad).sum())
     grad[1:] = 1 / 68
     allowed = parse_compressor("qsgd(levels=17, feedback=True)")
-    assert owed_after(allowed, grad) < float(np.square(grad).sum())
+    assert residual_after(allowed, grad) < float(np.square(grad).sum())
 
 
 # ----- as part of a slice

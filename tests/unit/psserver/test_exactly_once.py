@@ -117,7 +117,7 @@ class Story(RuleBasedStateMachine):
 
     @rule(ranks=st.permutations(range(WORKERS)), num=st.integers(1, WORKERS))
     def some_make_a_step(self, ranks: list[int], num: int) -> None:
-        """What training is between two events, in any order of arrival."""
+        """Invariants between two events, in any order of arrival."""
         for act in (self.asks_for_weights, self.sends_a_push, self.asks_for_weights):
             for rank in ranks[:num]:
                 act(rank)
@@ -164,7 +164,7 @@ class Story(RuleBasedStateMachine):
 
     @rule()
     def the_shard_is_killed(self) -> None:
-        """What it had decided is in its journal; who waits for an answer asks again."""
+        """Its decisions are in its journal; waiting workers ask again."""
         former, (table,) = self.job, self.job.tables.values()
         clock = table.clock(0)
         members = members_of({"members": members_to_json(former)}, self.now_s)

@@ -1,4 +1,4 @@
-"""Who is waited for in a slice: workers that leave, are lost, come back, or are the slowest."""
+"""The workers that a slice waits for: those that leave, are lost, return, or are the slowest."""
 
 from pscore.rules import ASGD, SSD, SSGD
 from pscore.types import Pull

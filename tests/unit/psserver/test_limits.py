@@ -1,4 +1,4 @@
-"""What a shard may use, and how it says no."""
+"""The limits of a shard, and its refusals beyond them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a shard starts from: its journals, else the newest good checkpoint of each job."""
+"""The start of a shard: from its journals, else from the newest good checkpoint of each job."""
 
 import multiprocessing
 import os

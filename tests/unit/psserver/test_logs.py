@@ -19,7 +19,7 @@ from psserver.logs.floods import EVERY_S, Floods
 def _written(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, io.StringIO]]:
-    """What is logged to, in one format; all is as before afterwards."""
+    """A log file in one format; logging is as before afterwards."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(setup, "_floods", Floods())

@@ -1,4 +1,4 @@
-"""Who is expected, who may take a rank, and what a lease is."""
+"""Expected workers, the owners of ranks, and leases."""
 
 from dataclasses import replace
 

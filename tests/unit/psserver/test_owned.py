@@ -33,7 +33,7 @@ NUM_STEPS = 12
 
 
 class Silent:
-    """Takes every answer."""
+    """Accepts every answer."""
 
     def pushed(self, reply: object) -> None:
         """Drops it."""

@@ -1,4 +1,4 @@
-"""What comes back from a journal is what was written, or is refused by name: never zeros."""
+"""A journal gives back the numbers that were written, or is refused by name: never zeros."""
 
 import json
 import os

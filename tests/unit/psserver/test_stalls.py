@@ -1,4 +1,4 @@
-"""What stands still is told after some seconds, and then less and less."""
+"""Stalls are reported after some seconds, and then less and less often."""
 
 from psserver.decisions.stalls import Stalls
 

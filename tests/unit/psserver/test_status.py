@@ -1,4 +1,4 @@
-"""What several shards say becomes one picture."""
+"""The answers of several shards become one picture."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a worker takes from its environment."""
+"""A worker's settings from its environment."""
 
 import logging
 

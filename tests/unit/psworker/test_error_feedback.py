@@ -1,4 +1,4 @@
-"""What error feedback keeps on a worker: nothing is lost, whatever becomes of a push."""
+"""Error feedback on a worker: nothing is lost, even if a push fails."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from psworker.compression.error_feedback import Feedback, choose
 from psworker.connection.exchange import Exchange
 
 NUMEL = 2100
-OWING = ["fp16", "bf16", "int8", "2bit", "1bit", "topk", "randomk", "qsgd(feedback=True)"]
+WITH_RESIDUAL = ["fp16", "bf16", "int8", "2bit", "1bit", "topk", "randomk", "qsgd(feedback=True)"]
 
 
 def gradient(step: int) -> FloatArray:
@@ -36,7 +36,7 @@ def push(step: int) -> Push:
     return Push(worker=0, step=step, base_version=0)
 
 
-@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("name", WITH_RESIDUAL)
 def test_nothing_is_lost_through_retries_and_refusals(name: str) -> None:
     compressor = parse_compressor(name)
     feedback = Feedback(compressor, NUMEL, "job/0/0/0")

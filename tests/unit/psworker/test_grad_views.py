@@ -66,11 +66,11 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("is_lent", [False, True])
+@pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_that_leaves_no_trace_is_found(change: str, is_lent: bool) -> None:
+def test_a_change_that_leaves_no_trace_is_found(change: str, is_view: bool) -> None:
     flat_model, parameter, _ = make()
-    if is_lent:
+    if is_view:
         flat_model.views.attach(0)
         flat_model.views.stamp(0)
     assert flat_model.changed_grad([0]) is None

@@ -1,4 +1,4 @@
-"""What a worker says of its steps that did not count whole."""
+"""Reports of a worker about steps that did not count whole."""
 
 import logging
 

@@ -40,7 +40,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 def way(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kernels: Launch
 ) -> type[Encoder]:
-    """Has the CPU stand for a device with kernels, or without; returns what encodes there."""
+    """Uses the CPU as a device with kernels, or without; returns its encoder."""
     is_torch = request.param == "torch"
     monkeypatch.setattr(choice, "launcher", lambda _: None if is_torch else kernels)
     return TorchEncoder if is_torch else KernelEncoder

@@ -1,4 +1,4 @@
-"""What a worker sends and waits for at each step, with an push_pull that only takes port."""
+"""A worker's messages and waits at each step, with a port that only records."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class RecordingPort:
         pull_buffer.version, pull_buffer.clock = version, clock
 
     def run(self, waits: Waits, weights: float, version: int, state: float | None = None) -> None:
-        """Lets every pull land that is waited for."""
+        """Lands every pull that is waited for."""
         for index in waits:
             self.waited.append(index)
             self.land(index, weights, version, state)
@@ -360,7 +360,7 @@ def test_a_peek_brings_the_newest_and_leaves_all_else() -> None:
 
 
 def test_a_peek_at_a_pull_under_way_leaves_it_for_the_next_step() -> None:
-    """What is under way may be an estimate: it lands, and the look is a pull of its own."""
+    """A pull under way may be an estimate: it lands, and the look is a pull of its own."""
     replica, port = make("ssd(steps=1, warmup=0, local=sgd)")
     step(replica, port, 1.0, 0.0, 0)
     under_way = dict(port.pull_buffers)

@@ -1,4 +1,4 @@
-"""What a launcher gives its workers, and how it writes what they say."""
+"""The environment that a launcher gives its workers, and its copy of their output."""
 
 import io
 import socket

@@ -1,4 +1,4 @@
-"""What a person reads when a script ends by an error."""
+"""The text for a person when an error ends a script."""
 
 import sys
 

@@ -110,7 +110,7 @@ def begin(rank: int = 3, **options: Any) -> Session:
 
 
 def prepare(change: Callable[[list[FakeLink]], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `change` called when both links are made, before anything is asked."""
+    """Calls `change` when both links are made, before any request."""
     real = FakeLink.__init__
 
     def made(self: FakeLink, address: str, **options: Any) -> None:

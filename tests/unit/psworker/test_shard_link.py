@@ -24,7 +24,7 @@ ADDRESS = "127.0.0.1:1"  # Nobody may listen there.
 
 
 class Failure(grpc.RpcError, grpc.Call):
-    """What gRPC raises."""
+    """An error as gRPC raises it."""
 
     def __init__(self, code: grpc.StatusCode, details: str = "", error: str = "") -> None:
         super().__init__()

@@ -24,7 +24,7 @@ NAMES = [name + arguments for name in COMPRESSORS for arguments in ARGUMENTS.get
 # The residual of these is the part not sent; that of dgc with momentum is a velocity, and that of
 # sparseloco decays.
 FORGETTING = ("dgc(ratio=0.03)", "sparseloco(k=5)")
-OWING = [
+WITH_RESIDUAL = [
     name
     for name in NAMES
     if RESIDUAL in parse_compressor(name).state_names and name not in FORGETTING

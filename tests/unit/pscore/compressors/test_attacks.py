@@ -1,4 +1,4 @@
-"""What a shard is sent by a broken or hostile worker: refused, and it says what is wrong."""
+"""Payloads of broken or hostile workers: each is refused with its reason."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What holds for every compressor: nothing is lost, nothing else changes, sizes are right."""
+"""Properties of every compressor: nothing is lost, nothing else changes, sizes are right."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,8 @@ from tests.unit.pscore.compressors.cases import (
     EXTREMES,
     FORGETTING,
     NAMES,
-    OWING,
     SIZES,
+    WITH_RESIDUAL,
     Sender,
     decode,
     normal,
@@ -31,7 +31,7 @@ def test_a_compressor_survives_its_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("name", WITH_RESIDUAL)
 def test_sent_and_residual_add_up_to_the_input(name: str, numel: int) -> None:
     compressor = parse_compressor(name)
     sender = Sender(compressor, numel)
@@ -100,12 +100,12 @@ def test_any_moderate_gradient_is_sent_or_kept_as_residual(
     grad = np.array(values, dtype=np.float32)
     sent = decode(compressor, sender.encode(grad, seed=seed), numel)
     assert np.isfinite(sent).all()
-    if name in OWING:
+    if name in WITH_RESIDUAL:
         slack = np.spacing(np.maximum(np.abs(sent), np.abs(grad))).astype(np.float64)
         assert (np.abs(sent.astype(np.float64) + sender.residual - grad) <= slack).all()
 
 
-@pytest.mark.parametrize("name", OWING)
+@pytest.mark.parametrize("name", WITH_RESIDUAL)
 def test_values_beyond_float32_are_refused_and_change_nothing(name: str) -> None:
     """The element is in the last block of three: the ones before it must not have been encoded."""
     compressor, numel = parse_compressor(name), 5000
@@ -159,7 +159,7 @@ def test_room_is_looked_for_only_where_it_may_lack(monkeypatch: pytest.MonkeyPat
     assert looked
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"none", *OWING}])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"none", *WITH_RESIDUAL}])
 def test_compressors_without_a_residual_keep_nothing(name: str) -> None:
     compressor = parse_compressor(name)
     assert name in FORGETTING or not compressor.state_names
