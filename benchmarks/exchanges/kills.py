@@ -2,7 +2,7 @@
 
 Real processes train LeNet on the images of the repository. Every few seconds one of them is killed,
 and another one takes its rank. Each worker reports every step: its loss, the seconds since the step
-before, and what it has applied. An exchange of `adpsgd` counts as applied where a model moved by
+before, and the exchanges applied. An exchange of `adpsgd` counts as applied where a model moved by
 it; a round of `allreduce` counts every worker's weight in its sum, so that a gradient added twice
 shows as a sum above the number of members, and its models must be alike to the bit.
 """
@@ -45,7 +45,7 @@ POLL_S = 0.02
 
 
 class Step(NamedTuple):
-    """What a worker reports after each step.
+    """The report of a worker after each step.
 
     Attributes:
         number: Of the step or round, counted alike by all.
