@@ -2,12 +2,18 @@
 
     python -m benchmarks.decentralised --quick --json                    # under 5 minutes
     python -m benchmarks.decentralised --data ../shared/data/fashion-mnist --seeds 1 2 3 --epochs 5
+    python -m benchmarks.decentralised --links --json                    # as root
+    python -m benchmarks.decentralised --kills --seconds 600 --json      # of each mode
 
 Three figures for each mode, with 8 workers. `straggler`: seconds an epoch of the workers that are
 not slowed while one is, with real processes (`exchanges/straggler.py`). `accuracy`, `consensus`: of
 LeNet on Fashion-MNIST at equal samples, with simulated workers (`exchanges/learning.py`); `--quick`
 takes one seed and the 10,000 images of the repository. `--results` keeps the figures of the parts
 that were run, beside those of other runs, for the tables of docs/rules/decentralised.md.
+
+`--links` measures step times on slow links beside torch's DDP over Gloo (`exchanges/links.py`).
+`--kills` kills workers of `adpsgd` and `allreduce` all the time (`exchanges/kills.py`), and ends
+with 1 if one waits longer than a lease, an exchange is applied twice, or the loss does not fall.
 """
 
 from __future__ import annotations
@@ -22,8 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import kit, tasks
-from benchmarks.exchanges import learning, straggler
+from benchmarks import kit, netlab, tasks
+from benchmarks.exchanges import kills, learning, links, straggler
 
 PARTS = ("straggler", "learning")
 MODES = tuple(straggler.MODES)
@@ -89,6 +95,16 @@ def main() -> None:
     """Runs the parts one after the other."""
     args = parse_args()
     torch.set_num_threads(1)
+    if args.kills:
+        found, is_good = kills.measure(kills.MODES, args.seconds, args.seeds[0])
+        report(args, {"kills": found}, {"kills": found})
+        sys.exit(0 if is_good else 1)
+    if args.links:
+        if (reason := netlab.available()) is not None:
+            sys.exit(f"no network namespaces here: {reason}")
+        measured = links.measure(args.nets, args.workers, args.link_steps)
+        report(args, {"links": measured}, {"links": measured})
+        return
     figures: dict[str, Any] = {}
     if "straggler" in args.parts:
         figures["straggler"] = straggler.measure(args.modes)
@@ -96,10 +112,15 @@ def main() -> None:
             print(f"plot: {straggler.plot(figures['straggler'], args.out)}")
     if "learning" in args.parts:
         figures["learning"] = learn(args)
+    report(args, figures, brief(figures, args.modes))
+
+
+def report(args: argparse.Namespace, figures: dict[str, Any], said: dict[str, Any]) -> None:
+    """Keeps the figures, and prints the last line, where that is asked for."""
     if args.results:
         keep(args.results, figures)
     if args.json:
-        print(json.dumps(brief(figures, args.modes)))
+        print(json.dumps(said))
 
 
 def parse_args() -> argparse.Namespace:
@@ -108,6 +129,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--links", action="store_true", help="step times on slow links, no more")
+    parser.add_argument("--nets", nargs="+", choices=links.NETS, default=list(links.NETS))
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8], help="of --links")
+    parser.add_argument("--link-steps", type=int, default=8, help="measured steps of --links")
+    parser.add_argument("--kills", action="store_true", help="kill workers, measure nothing else")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of --kills, each mode")
     parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST's files")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--epochs", type=float, default=QUICK_EPOCHS, help="of all images")

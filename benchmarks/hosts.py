@@ -108,11 +108,11 @@ CASES = {"four_hosts": FOUR_HOSTS, "two_by_two": TWO_BY_TWO}
 # ----- the processes
 
 
-def serve(host: str, index: int, num_shards: int, folder: str) -> None:
+def serve(host: str, index: int, num_shards: int, folder: str, port: int = PORT) -> None:
     """Becomes `psserver start` for one shard of several, in this process's network namespace."""
     options = {
         "--host": host,
-        "--port": PORT,
+        "--port": port,
         "--metrics-port": 0,
         "--shards": num_shards,
         "--shard-index": index,

@@ -38,14 +38,18 @@ def bits_per_s(rate: str) -> float:
 class Lab:
     """Namespaces that exist inside a `with` block."""
 
-    def __init__(self, num_hosts: int, rate: str, delay: str | None = None) -> None:
+    def __init__(
+        self, num_hosts: int, rate: str, delay: str | None = None, *, has_bridge: bool = True
+    ) -> None:
         """Makes nothing yet.
 
         Args:
             num_hosts: Hosts on one switch.
             rate: Of each link, each way, as tc writes it: `100mbit`.
             delay: Of each link, each way: `1ms`.
+            has_bridge: Whether the kernel connects the ports; else a program has to (`relay.py`).
         """
+        self._has_bridge = has_bridge
         self.num_hosts = num_hosts
         self._rate = rate
         self._delay = delay
@@ -102,7 +106,8 @@ class Lab:
             inner, port = self._namespace(host), f"port{host}"
             _ip("-n", switch, "link", "add", port, "type", "veth",
                 "peer", "name", "net", "netns", inner)  # fmt: skip
-            _ip("-n", switch, "link", "set", port, "master", "bridge")
+            if self._has_bridge:
+                _ip("-n", switch, "link", "set", port, "master", "bridge")
             _ip("-n", switch, "link", "set", port, "up")
             _ip("-n", inner, "addr", "add", f"{self.address(host)}/24", "dev", "net")
             _ip("-n", inner, "link", "set", "net", "up")

@@ -415,6 +415,7 @@ PAGES = (
     "docs/dataplane.md",
     "docs/links.md",
     "docs/reference.md",
+    "docs/rules/decentralised.md",
     "docs/rules/overlap.md",
     "docs/training.md",
 )

@@ -159,7 +159,7 @@ class Worker(TrainingWorker):
             )
             for part in SLICES
         ]
-        peek = self.replica.peek(buffers, self.exchange, with_state=with_state)
+        peek = self.replica.peek(dict(enumerate(buffers)), self.exchange, with_state=with_state)
         yield from self.wait_for_pulls(peek)
         self.looked = torch.cat([buffer.weights for buffer in buffers]).numpy()
 

@@ -56,4 +56,48 @@ def learning() -> str:
     return "\n".join([about + origin(found), "", table(head, rows, "lrrr")])
 
 
-BLOCKS = {"pace beside a slow worker": straggler, "accuracy without weights": learning}
+def kills() -> str:
+    """Returns the figures of the kill loop."""
+    found = part("kills")
+    rows = [
+        [
+            f"`{mode}`",
+            str(row["kills"]),
+            str(row["exchanges"]),
+            str(row["applied_twice"]),
+            f"{row['longest_wait_s']:.1f} (lease {row['lease_s']:g})",
+            f"{row['first_loss']:.2f} to {row['last_loss']:.2f}",
+        ]
+        for mode, row in found["figures"].items()
+    ]
+    head = ["mode", "kills", "exchanges", "applied twice", "longest wait, s", "loss"]
+    return "\n".join([origin(found), "", table(head, rows, "lrrrrr")])
+
+
+def links() -> str:
+    """Returns step times on slow links, each beside DDP on the same links."""
+    found = part("links")
+    runs = found["figures"]
+    base = {(run["net"], run["workers"]): run["step_ms"] for run in runs if "DDP" in run["mode"]}
+    rows = [
+        [
+            run["net"],
+            str(run["workers"]),
+            run["mode"],
+            f"{run['step_ms']:.0f}",
+            f"{run['step_ms'] / base[run['net'], run['workers']]:.2f}",
+            f"{run['out_mb']:.2f}",
+            f"{run['formula_mb']:.2f}",
+        ]
+        for run in runs
+    ]
+    head = ["links", "workers", "mode", "step, ms", "of DDP's", "MB out a step", "by formula"]
+    return "\n".join([origin(found), "", table(head, rows, "lrlrrrr")])
+
+
+BLOCKS = {
+    "pace beside a slow worker": straggler,
+    "accuracy without weights": learning,
+    "kills without weights": kills,
+    "links without weights": links,
+}

@@ -19,6 +19,7 @@ import torch
 
 from pscore.errors import GradientError
 from pscore.net import wire
+from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
@@ -47,8 +48,7 @@ class Exchange:
         spec: The declaration of the table.
         layout: Its slices.
         table: Its index at the shards.
-        grads: `(layout.numel,) float32` on the host; shards on this host read gradients in it
-            without a copy. None without `share`.
+        grads: `(memory.numel,) float32` on the host, read there by shards of this host, or None.
         missed: Steps of this worker that did not count, or not in every slice.
         origin: The push and the step from which steps are counted.
         payloads: Payloads of pushes, and residuals.
@@ -63,6 +63,7 @@ class Exchange:
         *,
         share: bool = False,
         own: Sequence[int] | None = None,
+        memory: Layout | None = None,
     ) -> None:
         """Declares the table at every shard.
 
@@ -71,26 +72,26 @@ class Exchange:
             spec: The declaration of the table.
             share: Whether gradients and weights are in shared memory where that is possible.
             own: The slices that this process pushes and pulls in training; None: all.
+            memory: Where the slices lie in `grads` and in residuals; None: as in the layout.
 
         Raises:
             JobMismatchError: The job's table of this name is another one; names the difference.
         """
         self.session, self.spec, self.layout = session, spec, spec.layout()
-        self.traffic = Traffic()
-        own = own if own is not None else range(len(self.layout.slices))
-        self.missed = Missed(len(own))
+        own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
+        self.traffic, self.missed = Traffic(), Missed(len(own))
         self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
         self._num_changes = 0  # Of the mode.
         self.table, self.origin = session.define(spec)
-        self._shared = SharedGrads(session, self.layout, self._sender) if share else None
+        self._shared = SharedGrads(session, memory, self._sender) if share else None
         self.grads = None if self._shared is None else self._shared.array
         self._estimates = self._make_estimates()
         self._pushes: dict[int, Future[data_pb2.PushReply]] = {}
         self._pulls: dict[int, tuple[PullCall, PullBuffer]] = {}
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
         self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
-        self.payloads = Payloads(self.layout, spec.compressor, self.grads, self._key, own)
+        self.payloads = Payloads(memory, spec.compressor, self.grads, self._key, own)
         places = session, self.table, self.layout
         self._residuals = Residuals(*places, self.payloads.feedback, self._pushes)
 

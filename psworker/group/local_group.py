@@ -77,6 +77,11 @@ class LocalGroup:
             self.watch.connect(self.text(self.watch.listen() if self.is_leader else ""))
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks of the processes in torch's world, by local rank."""
+        return self._global
+
+    @property
     def is_leader(self) -> bool:
         """Whether this process is the one that the shards know as the worker."""
         return self.rank == 0
@@ -150,6 +155,24 @@ class LocalGroup:
         """Starts to copy a tensor of process `root` to the others."""
         return self._start(dist.broadcast, tensor, src=self._global[root])
 
+    def exchange(
+        self,
+        taken: torch.Tensor,
+        given: torch.Tensor,
+        counts_taken: Sequence[int],
+        counts_given: Sequence[int],
+    ) -> Pending:
+        """Starts to send a part of `given` to each process, and to receive a part from each.
+
+        Args:
+            taken: Flat memory for the parts of all processes, in the order of their local ranks.
+            given: The parts for all processes, likewise.
+            counts_taken: Elements from each process.
+            counts_given: Elements for each process.
+        """
+        sizes = {"output_split_sizes": list(counts_taken), "input_split_sizes": list(counts_given)}
+        return self._start(dist.all_to_all_single, taken, input=given, **sizes)
+
     def sum_on_host(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all processes' tensors, on the host; `values` may be overwritten."""
         there = values.to(self._small)
@@ -171,7 +194,7 @@ class LocalGroup:
     def _run(self, collective: Callable[..., Any], tensor: torch.Tensor, **how: int) -> None:
         self.await_others(lambda: collective(tensor, group=self._group, **how))
 
-    def _start(self, collective: Callable[..., Any], tensor: torch.Tensor, **how: int) -> Pending:
+    def _start(self, collective: Callable[..., Any], tensor: torch.Tensor, **how: Any) -> Pending:
         self.watch.check()
         try:
             work = collective(tensor, group=self._group, async_op=True, **how)

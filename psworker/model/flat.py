@@ -44,7 +44,7 @@ def trained(
     parameters: list[torch.nn.Parameter] = []
     known: set[int] = set()
     for name, parameter in named:
-        refuse_sharded(name, parameter)
+        refuse_joined(name, parameter)
         is_trained = _can_train(parameter) and id(parameter) in group_of
         if is_trained and id(parameter) not in known:
             known.add(id(parameter))
@@ -63,22 +63,18 @@ def trained(
     return names, parameters, [group_of[id(parameter)] for parameter in parameters]
 
 
-def refuse_sharded(name: str, parameter: torch.Tensor) -> None:
-    """Refuses a parameter of which each process holds a part only.
+def refuse_joined(name: str, parameter: torch.Tensor) -> None:
+    """Refuses a parameter that FSDP1 has joined with others.
 
     Raises:
-        ConfigError: It is a DTensor (FSDP2, tensor parallelism), or belongs to FSDP1.
+        ConfigError: It belongs to FSDP1, whose parameters have no names of their own.
     """
-    if hasattr(parameter, "placements"):
-        how = "is a DTensor, sharded by fully_shard() or a tensor parallel plan"
-    elif getattr(parameter, "_fsdp_flattened", False) or "_flat_param" in name:
-        how = "belongs to FullyShardedDataParallel"
-    else:
-        return
-    raise ConfigError(
-        f"parameter {name!r} {how}, and sharded parameters cannot be trained yet: leave the model "
-        "whole in each process (no FSDP, no tensor parallelism; DDP is not needed either)"
-    )
+    if getattr(parameter, "_fsdp_flattened", False) or "_flat_param" in name:
+        raise ConfigError(
+            f"parameter {name!r} belongs to FullyShardedDataParallel, which joins several tensors "
+            "in one; shard the model with torch.distributed.fsdp.fully_shard(model) instead "
+            "(docs/hosts.md)"
+        )
 
 
 def _can_train(parameter: torch.nn.Parameter) -> bool:
@@ -142,14 +138,23 @@ class FlatModel:
         self._cast: list[int] = []  # Parameters that are not views of the weights.
         self._homes: dict[int, int] = {}  # Addresses of the other parameters' weights.
         self.gather_weights()
+        self._adopt_weights()
+        self._has_warned = False
+        self.note_weights()
+
+    def _adopt_weights(self) -> None:
+        """Makes the parameters views of the flat weights, where their type allows it."""
         for index, parameter in enumerate(self.parameters):
             if parameter.dtype == torch.float32 and parameter.is_contiguous():
                 parameter.data = self.weight(index).view(parameter.shape)
                 self._homes[index] = parameter.data_ptr()
             else:
                 self._cast.append(index)
-        self._has_warned = False
-        self.note_weights()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process of a group holds a part of the model (sharded.py)."""
+        return False
 
     @property
     def has_casts(self) -> bool:
@@ -176,6 +181,15 @@ class FlatModel:
                 parameter = self.parameters[index]
                 parameter.copy_(self.weight(index).view(parameter.shape))
 
+    @property
+    def here(self) -> Sequence[int]:
+        """The slices of which this process's model has a part."""
+        return range(len(self.layout.slices))
+
+    def placed(self, weights: torch.Tensor) -> torch.Tensor:
+        """Returns `(layout.numel,) float32` weights of the host for `swap_weights`."""
+        return weights.to(self.device)
+
     def swap_weights(self, other: torch.Tensor) -> None:
         """Swaps the weights of the model with `other`, `(layout.numel,) float32` on its device."""
         for spec in self.layout.slices:  # So that memory for one slice is enough.
@@ -187,12 +201,15 @@ class FlatModel:
 
     def note_weights(self) -> None:
         """Records the parameters' versions as written by the optimizer."""
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
 
     def changed_weights(self) -> str | None:
         """Returns the name of the first parameter changed in place since then, or None."""
-        for index, parameter in enumerate(self.parameters):
-            if parameter._version != self._versions[index]:
+        for index, version in enumerate(self._versions_now()):
+            if version != self._versions[index]:
                 return self.layout.tensors[index].name
         return None
 

@@ -239,7 +239,7 @@ class Peers:
                 self._mailbox.wait(LOOK_S)
             return wanted.is_over() or self.has_moved
 
-        self._watched(f"the answer of worker {wanted.partner} to an exchange", is_there)
+        self._watched(lambda: f"the answer of worker {wanted.partner} to an exchange", is_there)
         return None
 
     def _want(self, wanted: Want) -> FloatArray | None:
@@ -255,12 +255,12 @@ class Peers:
             found.append(values)
             return True
 
-        self._watched(what, take)
+        self._watched(lambda: what, take)
         self._heard_s = time.monotonic()
         return found[0]
 
-    def _watched(self, what: str, is_there: Callable[[], bool]) -> None:
-        """Repeats a short wait until it succeeds; reports a long one.
+    def _watched(self, name: Callable[[], str], is_there: Callable[[], bool]) -> None:
+        """Repeats a short wait until it succeeds; reports a long one by its name.
 
         Raises:
             PacelineError: This worker is no longer part of the job.
@@ -275,12 +275,13 @@ class Peers:
                 waited_s = time.monotonic() - started_s
                 if waited_s >= say_s:
                     say_s *= 2
+                    what = name()
                     session.waits = f"{what}, for {waited_s:.0f} s"
                     log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
         finally:
             session.waits = ""
             if timeline is not None:
-                timeline.span("wait", begin_ns, what=what)
+                timeline.span("wait", begin_ns, what=name())
 
     def _meet(self, wanted: Meet) -> list[Gathering]:
         """Asks the directory until all have stopped, or once."""
@@ -315,7 +316,7 @@ class Peers:
             delay_s = min(2 * delay_s, MEET_S_MAX)
             return False
 
-        self._watched("all workers to know who takes part", ask)
+        self._watched(lambda: f"{awaited} to know who takes part", ask)
         self._mailbox.keep(self._incarnations.values(), self.epoch)
         return gatherings
 

@@ -9,7 +9,7 @@ real shards; the simulator drives many replicas in one thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -267,22 +267,22 @@ class Replica:
         yield from self._pulls.settle()
 
     def peek(
-        self, buffers: Sequence[PullBuffer], push_pull: PushPull, *, with_state: bool
+        self, buffers: Mapping[int, PullBuffer], push_pull: PushPull, *, with_state: bool
     ) -> Waits:
         """Pulls the shards' weights, with this worker's last push in them, into `buffers`.
 
         Nothing else changes: a pull under way, maybe an estimate, still becomes the next base.
 
         Args:
-            buffers: One for each slice, in memory that nothing else uses.
+            buffers: By slice, in memory that nothing else uses.
             push_pull: Sends pulls.
             with_state: Whether the optimizer's state comes along.
         """
         self.abandon()
-        for index in range(len(self.parts)):
+        for index, buffer in buffers.items():
             yield from self.land(index)
-            self._pulls.look(index, buffers[index], push_pull, with_state=with_state)
-        yield from range(len(self.parts))
+            self._pulls.look(index, buffer, push_pull, with_state=with_state)
+        yield from buffers
 
     @property
     def num_inner(self) -> int:

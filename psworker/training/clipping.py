@@ -9,13 +9,17 @@ own gradient by the same factor, which scales the mean.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
 from pscore.errors import ConfigError, ReplacedError, UnknownJobError
+from psworker.model.dtensors import local
 from psworker.model.grad_views import dense
+from psworker.training.agreement import together
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
+from psworker.training.sharded_gradients import ShardedGradients
 from psworker.training.table import TrainingTable
 from psworker.training.verbs import drop_named, named
 
@@ -44,7 +48,13 @@ def clip(
         drop_named(name)
         return torch.tensor(math.inf)
     norm: torch.Tensor
-    if table.session.num_processes == 1:
+    if isinstance(gradients, ShardedGradients):
+        try:
+            norm = _norm_of_parts(table, gradients, name)
+        except (ReplacedError, UnknownJobError) as problem:  # Likewise.
+            recovery.note(problem)
+            return torch.tensor(math.inf)
+    elif table.session.num_processes == 1:
         norm = torch.linalg.vector_norm(_flat(table)[:-1])
     else:
         try:
@@ -57,24 +67,55 @@ def clip(
         with torch.no_grad():
             for parameter in table.flat.parameters:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(factor.to(parameter.grad.device))
+                    grad = local(parameter.grad)
+                    grad.mul_(factor.to(grad.device))
     return norm
+
+
+def _norm_of_parts(table: TrainingTable, gradients: ShardedGradients, name: str) -> torch.Tensor:
+    """Returns the norm of the mean gradient of a sharded model, whose processes have parts of it.
+
+    The processes that push the same slices exchange them, one of each group.
+    """
+    group, flat = gradients.group, _checked(gradients.own_means())
+    is_alone = table.session.num_workers == 1
+    name = f"{name}.{group.rank}"
+
+    def declare(rank: int) -> list[float]:
+        if rank == group.rank:
+            named(name, flat, alone=True)
+        return []
+
+    def norm() -> list[float]:
+        mean = flat if is_alone else _mean(name, flat, gradients.samples, alone=True)
+        return [float(torch.linalg.vector_norm(mean[:-1], dtype=torch.float64)), float(mean[-1])]
+
+    if not is_alone:
+        for rank in range(group.size):  # Shards number tables in the order of their declaration.
+            together(group, partial(declare, rank), 0, lambda: False)
+    rows = together(group, norm, 2, lambda: False)
+    is_bad = any(bad for _, bad in rows)
+    return torch.tensor(math.inf if is_bad else math.hypot(*(one for one, _ in rows)))
 
 
 def _norm_of_mean(table: TrainingTable, name: str) -> torch.Tensor:
     """Returns the norm of the workers' mean gradient; Inf if one of them is not finite."""
-    flat = _flat(table)
-    try:
-        tensor = named(name, flat)
-        tensor.push(flat, table.progress.samples)
-        mean = tensor.pull()
-    except (ReplacedError, UnknownJobError):
-        drop_named(name)
-        raise
+    mean = _mean(name, _flat(table), table.progress.samples)
     if mean[-1].item() > 0:
         return torch.tensor(math.inf)
     norm: torch.Tensor = torch.linalg.vector_norm(mean[:-1])
     return norm
+
+
+def _mean(name: str, flat: torch.Tensor, samples: float, *, alone: bool = False) -> torch.Tensor:
+    """Returns the workers' mean of a vector; `alone`: of one process of each group."""
+    try:
+        tensor = named(name, flat, alone=alone)
+        tensor.push(flat, samples)
+        return tensor.pull()
+    except (ReplacedError, UnknownJobError):
+        drop_named(name)
+        raise
 
 
 def _flat(table: TrainingTable) -> torch.Tensor:
@@ -85,7 +126,12 @@ def _flat(table: TrainingTable) -> torch.Tensor:
         else dense(weight.grad).float().reshape(-1).cpu()
         for weight in table.flat.parameters
     ]
-    flat = torch.cat([*parts, torch.zeros(1)])
+    return _checked(torch.cat(parts))
+
+
+def _checked(flat: torch.Tensor) -> torch.Tensor:
+    """Returns a vector on the host, then 0; if it is not finite, zeros, then 1."""
+    flat = torch.cat([flat.cpu(), torch.zeros(1)])
     if not bool(torch.isfinite(flat).all()):
         flat.zero_()
         flat[-1] = 1.0

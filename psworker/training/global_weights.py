@@ -29,7 +29,7 @@ def global_weights(table: TrainingTable, recovery: Recovery, buffers: Buffers) -
     with recovery.guard():
         drifts = replica.drifts or table.exchange.compresses_pulls
         is_there = table.rule.by_step and not drifts
-        other = None if is_there else recovery.peek().weights.to(flat.device)
+        other = None if is_there else flat.placed(recovery.peek().weights)
     with contextlib.ExitStack() as undo:
         if other is not None:
             table.local_step.note_average(other)

@@ -268,17 +268,3 @@ class GroupGradients(Gradients):
         self._problem, self._has_weight, self._weights = None, False, []
         for pending in sums:
             pending.wait()
-
-
-def group_gradients(
-    table: TrainingTable, overlap: Overlap, begin: Callable[[], object]
-) -> GroupGradients | None:
-    """Returns the gradients of a process of a group; None: this process is the worker.
-
-    Args:
-        table: The table that is trained.
-        overlap: Whether gradients leave during backward.
-        begin: Called before the first gradient of a step leaves during backward.
-    """
-    group = table.group
-    return None if group is None else GroupGradients(table, group, overlap, begin)

@@ -85,7 +85,8 @@ class GroupSteps(Steps):
         table.parts.agree([given for given, _ in ends])
         if changes:
             table.parts.gather()
-        table.show_weights()
+            table.show_weights()
+        table.flat.note_weights()
         self._buffers.post(0.0 if skips else table.progress.samples)
         return any(refused for _, refused in ends)
 

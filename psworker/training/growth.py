@@ -20,6 +20,7 @@ import torch
 from pscore.errors import ConfigError, GradientError, JobMismatchError
 from pscore.table_spec import GROWN
 from pscore.types import FloatArray, Role
+from psworker.model.sharded import refuse_sharded
 from psworker.training.gradients import Gradients
 from psworker.training.recovery import Recovery
 from psworker.training.state_dict import pull_state
@@ -85,6 +86,11 @@ def require_possible(table: TrainingTable, gradients: Gradients) -> None:
             "parameters were unfrozen or added after gradients had been pushed during backward; "
             "do it before zero_grad(), or pass overlap=False to DistributedOptimizer"
         )
+    refuse_sharded(
+        table.flat,
+        "adding or unfreezing parameters",
+        "make DistributedOptimizer with all of them, and freeze them after that",
+    )
     if table.rule.gossip:
         raise ConfigError(
             f"parameters cannot be added or unfrozen in mode {table.rule.name}: workers exchange "

@@ -31,18 +31,19 @@ from psworker.connection.left_out import LeftOut
 from psworker.job import context
 from psworker.job.grouping import Choice
 from psworker.model.flat import describe, trained
+from psworker.model.sharded import require_possible
 from psworker.training import clipping, growth, handover, scaling
 from psworker.training.buffers import Buffers
 from psworker.training.figures import Figures
 from psworker.training.global_weights import global_weights
 from psworker.training.gradients import Gradients
-from psworker.training.group_gradients import group_gradients
 from psworker.training.group_steps import GroupSteps
 from psworker.training.mode_change import change_mode
 from psworker.training.overlap import Overlap
 from psworker.training.peer_step import use_local_steps
 from psworker.training.progress import require_weight
 from psworker.training.recovery import Recovery
+from psworker.training.sharded_gradients import group_gradients
 from psworker.training.state_dict import read_state, restore, torch_state
 from psworker.training.steps import Steps
 from psworker.training.table import TrainingTable
@@ -69,7 +70,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             are started on this machine and end with the job.
         job: Name of the job; else PACELINE_JOB; else torchrun's run id.
         timeout_s: Seconds without an answer that are an error; else PACELINE_TIMEOUT_S or 30.
-        model: The module, if its buffers (BatchNorm's running statistics) are to be shared.
+        model: The module, if its buffers (BatchNorm's) are to be shared, or it is sharded (FSDP2).
         buffers: Values of the float buffers of `model` inside `global_weights`: `rank0` (those
             of rank 0), `mean` (of all workers), or `local` (each worker its own).
         overlap: Whether gradients leave during backward. Then the script must not change them
@@ -127,6 +128,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self._named = list(named_parameters)
         names, parameters, groups = trained(optimizer, self._named)
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
+        require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._inner = optimizer
         where = {"servers": servers, "job": job, "timeout_s": timeout_s, "local_group": local_group}
@@ -146,9 +148,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
             pull_compressor=compressors[1],
         )
         with growth.explained(name):
-            table = TrainingTable(
-                session, spec, parameters, plugin, samples=samples, has_grad_views=early.has_views
-            )
+            made = session, spec, parameters, plugin, early.has_views, model
+            table = TrainingTable(*made, samples=samples)
         self._end = ""  # Why training has ended.
         self._left_out = LeftOut()
         self._buffers = Buffers(model, buffers, session)
@@ -445,12 +446,8 @@ def _replace_table(
         optimizer=plugin.name,
     )
     table = TrainingTable(
-        former.session,
-        spec,
-        parameters,
-        plugin,
+        *(former.session, spec, parameters, plugin, early.has_views),
         samples=wrapper.samples,
-        has_grad_views=early.has_views,
     )
     wrapper._inner.param_groups = wrapper.param_groups
     _drive(wrapper, table, early)

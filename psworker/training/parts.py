@@ -9,18 +9,31 @@ from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.partition import Layout
 from pscore.rules.base import Rule
+from psworker.connection.session import Session
 from psworker.group.local_group import LocalGroup
 from psworker.group.parts import owners
+from psworker.group.routes import Routes
 from psworker.model.flat import FlatModel
+from psworker.model.sharded import ShardedModel
 from psworker.replica.replica import Replica
 
 
-def own_slices(layout: Layout, group: LocalGroup | None) -> list[int]:
-    """Returns the slices that this process pushes and pulls: all, unless it is one of a group."""
+def own_slices(
+    layout: Layout, group: LocalGroup | None, routes: Routes | None
+) -> tuple[list[int], Layout]:
+    """Returns the slices that this process pushes and pulls, and where they lie in its memory.
+
+    Args:
+        layout: The table's slices.
+        group: The processes that are this worker; None: this process alone, with all slices.
+        routes: The parts of a sharded model; None: each process has the whole model.
+    """
+    if routes is not None:
+        return routes.own, routes.memory
     if group is None:
-        return list(range(len(layout.slices)))
+        return list(range(len(layout.slices))), layout
     ranks = owners([spec.numel for spec in layout.slices], group.size)
-    return [index for index, rank in enumerate(ranks) if rank == group.rank]
+    return [index for index, rank in enumerate(ranks) if rank == group.rank], layout
 
 
 def refuse_in_group(rule: Rule, optimizer: Optimizer, group: LocalGroup | None) -> None:
@@ -49,22 +62,28 @@ class Parts:
     Attributes:
         owners: Local rank of the process that pushes and pulls each slice.
         own: The slices of this process.
+        uploads: Whether this process takes part when the first weights are uploaded.
+        uploaded: The slices that it uploads then; maybe none.
     """
 
-    def __init__(
-        self, layout: Layout, flat: FlatModel, replica: Replica, group: LocalGroup | None
-    ) -> None:
+    def __init__(self, layout: Layout, flat: FlatModel, replica: Replica, session: Session) -> None:
         """Divides a table.
 
         Args:
             layout: The table's slices.
             flat: The model as flat memory.
             replica: The replica of this process, with the slices of `own_slices`.
-            group: The processes that are this worker; None: this process alone is.
+            session: This process's part in the job.
         """
+        group = session.group
         lengths = [spec.numel for spec in layout.slices]
         self.owners = [0] * len(lengths) if group is None else owners(lengths, group.size)
         self.own = replica.own
+        self.uploads = session.process_rank == 0
+        self.uploaded: Sequence[int] = range(len(lengths))
+        if isinstance(flat, ShardedModel):
+            self.owners = flat.routes.owners
+            self.uploads, self.uploaded = session.rank == 0, self.own
         self._layout = layout
         self._flat = flat
         self._replica = replica
@@ -106,7 +125,7 @@ class Parts:
         Raises:
             GroupError: A process of the group has ended.
         """
-        if self._group is None:
+        if self._group is None or self._flat.is_sharded:  # Then `scatter_weights` does it.
             return
         weights = self._flat.weights
         for copy in [

@@ -42,7 +42,9 @@ class AloneStep(LocalStep):
         table = self._table
         with local_update(table.session.timeline, table.replica.step):
             self._inner.step()
-        table.flat.gather_weights()
+        plan = table.replica.plan()
+        if not table.flat.is_sharded or plan.push is not None or plan.lands:
+            table.flat.gather_weights()
 
 
 class PeerStep(AloneStep):

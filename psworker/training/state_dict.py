@@ -19,11 +19,16 @@ import torch
 from pscore.errors import ConfigError
 from pscore.optimizers.base import Optimizer
 from pscore.types import FloatArray, Role
+from psworker.model.sharded import refuse_sharded
 from psworker.training.recovery import Recovery
 from psworker.training.table import TrainingTable
 
 Groups = Sequence[Mapping[str, Any]]
 BARRIER = "load_state_dict"
+INSTEAD = (
+    "`psserver checkpoint` and `psserver restore` keep weights and the shards' optimizer state, in "
+    "whole tensors; torch.distributed.checkpoint keeps the state of an optimizer that workers run"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ def torch_state(
         plain: Its `torch.optim.Optimizer.state_dict`.
         inner: State of the wrapped optimizer if this worker runs it, else None.
     """
+    refuse_sharded(table.flat, "state_dict()", INSTEAD)
     holds_weights = table.optimizer.holds_weights
     flat, counts = pull_state(table, recovery) if holds_weights else ({}, [])
     order = _torch_order(table, param_groups)
@@ -94,6 +100,7 @@ def read_state(
     Raises:
         ConfigError: The state is of another model or optimizer.
     """
+    refuse_sharded(table.flat, "load_state_dict()", INSTEAD)
     names, layout = table.optimizer.state_names, table.layout
     order = _torch_order(table, param_groups)
     own = state_dict.get("paceline", {})

@@ -24,7 +24,7 @@ from psworker.connection.exchange import Exchange
 from psworker.connection.session import Session
 from psworker.connection.trace import local_update
 from psworker.group.local_group import LocalGroup
-from psworker.model.flat import FlatModel
+from psworker.model.sharded import find_routes, make_flat
 from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
 from psworker.replica.replica import OF_ROUNDS, Replica
@@ -71,9 +71,10 @@ class TrainingTable:
         spec: TableSpec,
         parameters: Sequence[torch.nn.Parameter],
         optimizer: Optimizer,
+        has_grad_views: bool = False,
+        model: torch.nn.Module | None = None,
         *,
         samples: float = 1.0,
-        has_grad_views: bool = False,
     ) -> None:
         """Declares the parameters at the shards, and moves them into flat memory.
 
@@ -82,30 +83,35 @@ class TrainingTable:
             spec: The declaration of the table.
             parameters: The parameters that are trained, in the order of `spec.tensors`.
             optimizer: The optimizer that the shards run.
-            samples: Weight of this worker's gradient in the mean.
             has_grad_views: Whether large `.grad`s may become views of the flat gradients.
+            model: The module, which a sharded model needs.
+            samples: Weight of this worker's gradient in the mean.
 
         Raises:
+            ConfigError: The model is sharded over other processes than this worker's.
             JobMismatchError: The job's table of this name is a different one.
             PacelineError: A shard refused something, or does not answer.
         """
         self.name = spec.name
         self.optimizer = optimizer
         refuse_in_group(spec.rule, optimizer, session.group)
-        own = own_slices(spec.layout(), session.group)
-        self.exchange = Exchange(session, spec, share=True, own=own)
-        self.layout = layout = self.exchange.layout
-        self.flat = FlatModel(parameters, layout, self.exchange.grads, has_views=has_grad_views)
+        routes = find_routes(parameters, spec.layout(), session.group, model)
+        own, memory = own_slices(spec.layout(), session.group, routes)
+        self.exchange = Exchange(session, spec, share=True, own=own, memory=memory)
+        self.layout = self.exchange.layout
+        self.flat = make_flat(
+            parameters, memory, self.exchange.grads, routes, model, has_views=has_grad_views
+        )
         num_groups, weights = spec.num_groups, self.flat.weights
         if not optimizer.holds_weights:
             self.means = MeanGradients(self.flat, session)
             weights = self.means.values
         self.replica = Replica(
-            *(layout, spec.rule, optimizer, num_groups, weights, session.rank),
+            *(self.flat.layout, spec.rule, optimizer, num_groups, weights, session.rank),
             own=own,
             num_workers=session.num_workers,
         )
-        self.parts = Parts(self.layout, self.flat, self.replica, session.group)
+        self.parts = Parts(self.layout, self.flat, self.replica, session)
         kernels = kernels_for(weights)
         for part in self.replica.parts:
             part.kernels = kernels
@@ -159,6 +165,8 @@ class TrainingTable:
     ) -> None:
         """Uploads the weights of the model; with `Role.STATE` the optimizer's state too.
 
+        A process of a sharded model uploads its own slices.
+
         Args:
             role: `WEIGHTS` or `STATE`.
             state: State arrays of the optimizer, flat, `(layout.numel,)` each.
@@ -169,7 +177,7 @@ class TrainingTable:
         if gathers:
             self.flat.gather_weights()
         weights = self.flat.weights.cpu().numpy()
-        for spec in self.layout.slices:
+        for spec in [self.flat.layout.slices[index] for index in self.parts.uploaded]:
             arrays = [array[spec.start : spec.stop] for array in (weights, *state)]
             steps = [counts[segment.tensor] for segment in spec.segments] if counts else []
             self.exchange.load(spec.index, role, arrays, steps, step)
@@ -182,7 +190,7 @@ class TrainingTable:
             param_groups: Parameter groups with the hyper-parameters of the first step.
         """
         self._warn_of(self.rule)
-        if self.session.process_rank == 0:
+        if self.parts.uploads:
             self.upload(Role.WEIGHTS)
         self.set_hyper(param_groups)
         self.begin()
@@ -260,6 +268,8 @@ class TrainingTable:
     def end_round(self) -> None:
         """Pushes the moves of a round that is still open; the gradient memory must be free."""
         self.exchange.flush()
+        if self.replica.num_inner:
+            self.flat.gather_weights()
         self.replica.end_round(self.grads(), self.exchange)
 
     def settle(self) -> None:
@@ -280,22 +290,21 @@ class TrainingTable:
     def peek(self, num_state: int | None = None) -> GlobalState:
         """Copies the shards' weights, with this worker's last push in them; changes no training.
 
+        Of a sharded model it copies the slices of which this process holds a part.
+
         Args:
             num_state: Number of the optimizer's state arrays, copied too; None: weights only.
         """
         flats = [torch.zeros(self.layout.numel) for _ in range(1 + (num_state or 0))]
-        pull_buffers = [
-            PullBuffer(weights=weights, state=state, is_look=True)
-            for weights, *state in (
-                [flat[spec.start : spec.stop] for flat in flats] for spec in self.layout.slices
-            )
-        ]
+        pull_buffers = {}
+        for index in self.flat.here:
+            spec = self.layout.slices[index]
+            weights, *state = [flat[spec.start : spec.stop] for flat in flats]
+            pull_buffers[index] = PullBuffer(weights=weights, state=state, is_look=True)
         self.exchange.flush()
         with_state = num_state is not None
         self.exchange.run(self.replica.peek(pull_buffers, self.exchange, with_state=with_state))
-        counts = [
-            pull_buffer.counts for pull_buffer in pull_buffers if pull_buffer.counts is not None
-        ]
+        counts = [one.counts for one in pull_buffers.values() if one.counts is not None]
         return GlobalState(weights=flats[0], state=flats[1:], counts=counts)
 
     def change_rule(self, rule: Rule) -> None:

@@ -28,8 +28,14 @@ from psworker.replica.ports import PullBuffer
 class NamedTensor:
     """One named tensor on the shards."""
 
-    def __init__(self, name: str, like: torch.Tensor) -> None:
-        """Declares the tensor; its first value is zero."""
+    def __init__(self, name: str, like: torch.Tensor, *, alone: bool = False) -> None:
+        """Declares the tensor; its first value is zero.
+
+        Args:
+            name: Its name.
+            like: A tensor of its shape.
+            alone: Whether one process of each group takes part by itself.
+        """
         spec = TensorSpec(name=name, shape=tuple(like.shape) or (1,), dtype="float32")
         session = context.current().session
         self.shape = like.shape
@@ -47,9 +53,10 @@ class NamedTensor:
         )
         self.layout = self.exchange.layout
         self.rank = session.rank
-        self.group = session.group
+        self.group = None if alone else session.group
         self.round = 0
-        if session.is_leader:
+        self._pushes = session.is_leader or alone
+        if self._pushes:
             zeros = np.zeros(self.layout.numel, dtype=np.float32)
             for part in self.layout.slices:
                 self.exchange.load(part.index, Role.WEIGHTS, [zeros[part.start : part.stop]], [])
@@ -67,7 +74,7 @@ class NamedTensor:
         is_uneven = any(
             (one.clock, one.version) != (self.round, self.round) for one in pull_buffers
         )
-        if session.is_leader and is_uneven:
+        if self._pushes and is_uneven:
             self._fetch(torch.zeros(self.layout.numel), begins=True)
 
     def push(self, tensor: torch.Tensor, weight: float = 1.0) -> None:
@@ -77,7 +84,7 @@ class NamedTensor:
         if self.group is not None:
             total = self.group.sum([weight])[0]
             flat, weight = self.group.sum_on_host(flat * weight) / (total or 1.0), total
-        for part in self.layout.slices if self.exchange.session.is_leader else ():
+        for part in self.layout.slices if self._pushes else ():
             push = Push(
                 worker=self.rank,
                 step=self.round,
@@ -226,15 +233,20 @@ def broadcast_parameters(
             tensor.copy_(mine.pull())
 
 
-def named(name: str, like: torch.Tensor) -> NamedTensor:
+def named(name: str, like: torch.Tensor, *, alone: bool = False) -> NamedTensor:
     """Returns the tensor `name` of this process's job, and declares it the first time.
+
+    Args:
+        name: Its name.
+        like: A tensor of its shape.
+        alone: Whether one process of each group takes part by itself.
 
     Raises:
         ConfigError: It was declared with another shape.
     """
     session = context.current().session
     if name not in _named or _named[name].exchange.session is not session:
-        _named[name] = NamedTensor(name, like)
+        _named[name] = NamedTensor(name, like, alone=alone)
     mine = _named[name]
     if mine.shape != like.shape:
         raise ConfigError(

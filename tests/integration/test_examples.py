@@ -76,6 +76,12 @@ def test_under_torchrun_shards_stay_until_the_last_worker_has_ended(tmp_path: Pa
 
 
 @pytest.mark.timeout(300)
+def test_the_example_of_a_sharded_model_runs_on_one_host() -> None:
+    said = python(*TORCHRUN, ROOT / "examples" / "sharded.py", "--width", 32, "--steps", 10)
+    assert "step 10: loss" in said
+
+
+@pytest.mark.timeout(300)
 def test_the_elastic_example_continues_from_its_file(tmp_path: Path) -> None:
     """In the middle of a round, which is what `local(steps=4)` stops in after 22 steps."""
     common = (ELASTIC, "--mode", "local(steps=4)", "--file", tmp_path / "state.pt")

@@ -434,37 +434,70 @@ def test_a_checkpoint_has_the_residuals_of_all_processes(shards: Shards, tmp_pat
 # ----- a process that is killed
 
 
-def work_told(me: Station, job: str) -> tuple[int, Array]:
-    """Makes as many steps as the test says, each time it says so; 0 ends it."""
+def work_told(me: Station, job: str, elastic: bool = False) -> tuple[int, Array, Array]:
+    """Makes as many steps as the test says, or looks alone, each time it says so; 0 ends it."""
     torch.distributed.init_process_group("gloo")
-    weight = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    sizes: dict[str, Any] = {"min_workers": 1, "max_workers": GROUPS} if elastic else {}
+    psworker.init(job=job, **sizes)
+    net = Net()
+    torch.nn.init.zeros_(net.weight)
     optimizer = psworker.DistributedOptimizer(
-        torch.optim.SGD([weight], lr=0.5), named_parameters=[("weight", weight)], job=job
+        torch.optim.SGD(net.parameters(), lr=0.5),
+        named_parameters=net.named_parameters(),
+        model=net,
+        buffers="rank0" if elastic else "mean",
     )
     me.tell(optimizer.steps)
-    while steps := me.hear():
-        for _ in range(steps):
+    while told := me.hear():
+        if told == "look":  # The other processes of the group do nothing meanwhile.
+            with optimizer.global_weights():
+                me.tell(float(net.weight[0, 0]))
+            continue
+        for _ in range(told):
             optimizer.zero_grad()
-            torch.autograd.backward(weight.sum())
+            torch.autograd.backward(net.weight.sum())
+            net.seen.fill_(float(psworker.rank()))  # type: ignore[operator]
             optimizer.step()
         me.tell(optimizer.steps)
+    if not elastic:
+        psworker.barrier("ended")
+        with optimizer.global_weights():
+            shared = net.seen.numpy().copy()  # type: ignore[operator]
+        psworker.barrier("looked")
+    else:
+        shared = np.zeros(4)
     psworker.shutdown()
-    return optimizer.steps, weight.detach().numpy()
+    return optimizer.steps, net.weight.detach().numpy(), shared
 
 
-def make_steps(workers: list[Worker], steps: int) -> list[int]:
+def make_steps(workers: list[Worker], steps: int | str) -> list[Any]:
     for worker in workers:
         worker.tell(steps)
     return [worker.hear() for worker in workers]
 
 
+def end(workers: list[Worker], steps: int) -> list[Array]:
+    """Ends processes that have made `steps` steps of -0.5 each; returns their shared buffers."""
+    for worker in workers:
+        worker.tell(0)
+    results = results_of(workers)
+    for made, weights, _ in results:
+        assert made == steps
+        assert np.array_equal(weights, np.full((ROWS, COLUMNS), -0.5 * steps, np.float32))
+    return [shared for _, _, shared in results]
+
+
 def test_a_killed_process_ends_its_group_and_the_group_comes_back(shards: Shards) -> None:
-    """The other group continues meanwhile; then a new group takes part in its place."""
+    """The other group goes on meanwhile; a new group takes part in its place; then all are killed.
+
+    One process may look at the global weights alone, and the mean of buffers has all processes.
+    """
     job = new_job()
     with group_workers(shards, work_told, job, job=job, groups=(0, 1)) as workers:
         first, second = workers[:SIZE], workers[SIZE:]
         assert [worker.hear() for worker in workers] == [0] * 4
         assert make_steps(workers, 3) == [3] * 4
+        assert make_steps([second[1]], "look") == [-1.5]
         for worker in first:  # They wait for the other group's gradients.
             worker.tell(4)
         second[0].tell(4)
@@ -477,7 +510,22 @@ def test_a_killed_process_ends_its_group_and_the_group_comes_back(shards: Shards
             everyone = [*first, *third]
             assert make_steps(everyone, 3) == [10] * 4
             for worker in everyone:
-                worker.tell(0)
-            for steps, weights in results_of(everyone):
-                assert steps == 10
-                assert np.array_equal(weights, np.full((ROWS, COLUMNS), -5.0, np.float32))
+                worker.kill()
+    with group_workers(shards, work_told, job, job=job, groups=(0, 1)) as workers:
+        assert [worker.hear() for worker in workers] == [10] * 4
+        assert make_steps(workers, 2) == [12] * 4
+        for shared in end(workers, 12):
+            assert np.array_equal(shared, np.full(4, 1.5, np.float32))
+
+
+def test_groups_join_and_leave_an_elastic_job(shards: Shards) -> None:
+    job = new_job()
+    with group_workers(shards, work_told, job, True, job=job, groups=(0,)) as first:
+        assert [worker.hear() for worker in first] == [0, 0]
+        assert make_steps(first, 3) == [3, 3]
+        with group_workers(shards, work_told, job, True, job=job, groups=(1,)) as second:
+            assert [worker.hear() for worker in second] == [3, 3]
+            assert make_steps([*first, *second], 2) == [5] * 4
+            end(second, 5)
+        assert make_steps(first, 2) == [7, 7]
+        end(first, 7)

@@ -74,6 +74,10 @@ class RecordedPairs(Pairs):
         with self._as("read"):
             super().begin()
 
+    def end(self) -> None:
+        with self._as("read"):
+            super().end()
+
     def on_offer(self, source: int, incarnation: int, number: int, part: int, values: Any) -> Any:
         with self._as("half", source, number):
             return super().on_offer(source, incarnation, number, part, values)

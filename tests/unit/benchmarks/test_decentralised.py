@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import decentralised
-from benchmarks.exchanges import learning, straggler
+from benchmarks.exchanges import kills, learning, links, straggler
+from benchmarks.exchanges.tables import RESULTS
 
 
 def test_steps_that_come_in_bursts_count_by_cycles_of_the_slow_worker() -> None:
@@ -79,3 +80,42 @@ def test_figures_are_of_the_modes_asked_for(capsys: pytest.CaptureFixture[str]) 
     found = decentralised.learn(args)
     assert [run["mode"] for run in found] == ["ssgd", "dpsgd"]
     assert "from ssgd" in capsys.readouterr().out
+
+
+def test_the_last_line_has_every_mode() -> None:
+    kept = {name: part["figures"] for name, part in json.loads(RESULTS.read_text()).items()}
+    said = decentralised.brief(kept, list(decentralised.MODES))
+    assert set(said) == {"straggler", "accuracy", "consensus"}
+    assert all(set(part) == set(decentralised.MODES) for part in said.values())
+    assert all(set(row) == set(straggler.FACTORS) for row in said["straggler"].values())
+
+
+def test_a_run_of_kills_is_good_only_if_nothing_counts_twice_and_nobody_waits() -> None:
+    def found(*, twice: int = 0, waited_s: float = 0.1, last: float = 0.5) -> kills.Found:
+        result = kills.Found()
+        for index in range(100):
+            loss = 2.0 if index < 50 else last
+            result.add(0, kills.Step(index, loss, waited_s, index, twice, 0))
+        result.num_twice = twice
+        return result
+
+    assert found().is_good
+    assert not found(twice=1).is_good
+    assert not found(waited_s=kills.LEASE_S + 2).is_good
+    assert not found(last=1.9).is_good
+
+
+def test_rounds_after_which_models_differ_are_counted_but_not_those_of_the_dead() -> None:
+    result, step = kills.Found(), kills.Step(7, 1.0, 0.1, 1, 0, 111)
+    result.add(0, step)
+    result.add(1, step._replace(check=222))
+    assert result.num_unlike == 1
+    result.drop(1, step)
+    assert result.num_unlike == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "models"), [("allreduce", 1.5), ("dpsgd", 1.0), ("adpsgd", 0.5), (links.DDP, 1.5)]
+)
+def test_bytes_by_the_formula(mode: str, models: float) -> None:
+    assert links.formula_mb(mode, 4, 0.5) == pytest.approx(4e-6 * links.NUMEL * models)

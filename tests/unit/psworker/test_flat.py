@@ -200,12 +200,11 @@ def test_a_change_in_place_by_others_is_seen_and_ones_own_is_not() -> None:
 @pytest.mark.parametrize(
     ("name", "mark", "text"),
     [
-        ("layer.weight", "placements", "'layer.weight' is a DTensor"),
         ("layer.weight", "_fsdp_flattened", "belongs to FullyShardedDataParallel"),
         ("_fsdp_wrapped_module._flat_param", "", "belongs to FullyShardedDataParallel"),
     ],
 )
-def test_sharded_parameters_are_refused_by_name(name: str, mark: str, text: str) -> None:
+def test_parameters_of_fsdp1_are_refused_by_name(name: str, mark: str, text: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
     if mark:
         setattr(weight, mark, True)

@@ -342,7 +342,7 @@ def peek(replica: Replica, port: RecordingPort, weights: float, version: int) ->
         PullBuffer(weights=torch.zeros_like(part.weights), state=[], is_look=True)
         for part in replica.parts
     ]
-    port.run(replica.peek(seen, port, with_state=False), weights, version)
+    port.run(replica.peek(dict(enumerate(seen)), port, with_state=False), weights, version)
     return seen
 
 

@@ -1,6 +1,6 @@
 """The table's state in torch's format, from shards whose arrays the test makes up."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -51,10 +51,10 @@ class FakeShards:
         self.log.append("barrier")
 
     def peek(
-        self, pull_buffers: Sequence[PullBuffer], push_pull: Any, *, with_state: bool
+        self, pull_buffers: Mapping[int, PullBuffer], push_pull: Any, *, with_state: bool
     ) -> Iterator[int]:
         assert with_state
-        for spec, pull_buffer in zip(self.layout.slices, pull_buffers, strict=True):
+        for spec, pull_buffer in zip(self.layout.slices, pull_buffers.values(), strict=True):
             for number, array in enumerate(pull_buffer.state):
                 values = torch.arange(float(spec.start), float(spec.stop)) / 1000
                 array.copy_(10 * number + values)
@@ -79,6 +79,12 @@ class FakeShards:
         self.log += [f"{name} {flat[0]}" for name, flat in state.items()]
 
 
+class Alone:
+    """The session of the only worker."""
+
+    group, rank, process_rank = None, 0, 0
+
+
 class FakeTable(TrainingTable):
     """A table without shards; the parameter groups are not in the model's order."""
 
@@ -99,7 +105,7 @@ class FakeTable(TrainingTable):
         self.flat = FlatModel(trained, layout)
         self.shards = FakeShards(layout, len(self.optimizer.state_names), counts)
         self.exchange = self.replica = cast(Any, self.shards)
-        self.parts = Parts(layout, self.flat, self.replica, None)
+        self.parts = Parts(layout, self.flat, self.replica, cast(Any, Alone))
         self.progress = cast(Any, self)
         self.local_step = LocalStep()
         self.make_step = lambda _: LocalStep()
