@@ -21,7 +21,7 @@ from psworker.job import context
 from psworker.job.environment import Environment, parse_servers
 from psworker.peers.peers import Peers
 from psworker.pipeline import wire
-from psworker.pipeline.chain import chain_of, joined, names_of
+from psworker.pipeline.chain import Block, chain_of, joined, names_of
 from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
 from psworker.pipeline.stage import Loss, Receive, StageReplica, Update
 from psworker.pipeline.stage import Waits as StageWaits
@@ -100,7 +100,9 @@ class Pipeline:
             )
         self.place = Place.of_rank(rank, replicas)
         blocks = chain_of(model, example)
-        first, last = _ranges([block.name for block in blocks], plan)[self.place.stage]
+        ranges = _ranges([block.name for block in blocks], plan)
+        _require_parameters(blocks, ranges)
+        first, last = ranges[self.place.stage]
         self.module = joined(blocks[first : last + 1])
         self._names = names_of(model, self.module)
         job, addresses = job or environment.job, parse_servers(servers) or environment.servers
@@ -284,3 +286,18 @@ def _ranges(names: Sequence[str], plan: Plan) -> list[tuple[int, int]]:
             f"and the last one is {names[-1]}"
         )
     return found
+
+
+def _require_parameters(blocks: Sequence[Block], ranges: Sequence[tuple[int, int]]) -> None:
+    """Refuses a stage that has nothing to train.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for stage, (first, last) in enumerate(ranges):
+        module = joined(blocks[first : last + 1])
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(
+                f"stage {stage} ({blocks[first].name} to {blocks[last].name}) has no parameters to "
+                "train: join it with the stage before or behind it"
+            )

@@ -1,5 +1,7 @@
 """`psworker.Pipeline` on real shards and workers: its weights are those of the formulas."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -63,14 +65,14 @@ def test_real_workers_train_as_the_formulas_say(shards: Shards) -> None:
         assert seen == set(range(TOTAL))
 
 
-def refuse(me: Station, plan: list[tuple[str, int]], options: dict[str, str]) -> None:
+def refuse(me: Station, plan: list[tuple[str, int]], options: dict[str, Any]) -> None:
     psworker.Pipeline(
         whole_model(2),
         torch.zeros(1, model.WIDTH),
         model.loss_of,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         plan,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 
@@ -112,13 +114,18 @@ def test_a_lost_worker_is_named() -> None:
         ([("0.2", 2), ("1.2", 1)], {}, "the plan has 3 workers, the job 2"),
         ([("1.2", 1), ("0.2", 1)], {}, "they must be in order, and the last one is 1.2"),
         ([("0.9", 1), ("1.2", 1)], {}, "the plan cuts after '0.9'; the blocks are 0.0, 0.1, 0.2"),
+        (
+            [("0.0", 1), ("0.1", 1), ("1.2", 1)],
+            {"num_workers": 3},
+            "stage 1 (0.1 to 0.1) has no parameters to train: join it with the stage",
+        ),
         ([], {}, "must name each stage's last block and replicas"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     plan: list[tuple[str, int]],
-    options: dict[str, str],
+    options: dict[str, Any],
     message: str,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
