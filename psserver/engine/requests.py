@@ -369,6 +369,8 @@ def _push(header: data_pb2.PushHeader, table: Table) -> Push:
     num_segments = len(table.specs[header.slice].segments)
     if len(header.counts) not in (0, num_segments):
         raise DecodeError(f"{len(header.counts)} counts of steps for {num_segments} segments")
+    if role is Role.LAST_MODEL and table.spec.rule.round_role is not Role.MODEL:
+        raise DecodeError(f"a worker's last model, but mode {table.spec.rule.name} keeps no models")
     if role is Role.STATE and header.step > COUNT_MAX:
         raise DecodeError(f"a state of step {header.step}, beyond {COUNT_MAX}")
     if not 0 <= header.samples <= SAMPLES_MAX:

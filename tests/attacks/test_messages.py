@@ -92,7 +92,8 @@ HOSTILE = {
     "counts": {"counts": [1, 2, 3]},
     "compressor": {"compressor": "2bit"},
     "compressor unknown": {"compressor": "../../etc/passwd"},
-    "role": {"role": 5},
+    "role of another mode": {"role": 5},
+    "role unknown": {"role": 6},
     "role negative": {"role": -1},
     "shared without a segment": {"shared": True},
 }

@@ -226,6 +226,11 @@ class Shards:
         """Returns what the shards have logged: warnings and worse."""
         return self._written.read_text(encoding="utf-8", errors="replace")
 
+    def require_alive(self) -> None:
+        """Raises AssertionError, with what the shards have logged, if they have ended."""
+        status = self._popen.poll()
+        assert status is None, f"the shards ended by themselves ({status})\n{self.written()}"
+
     def environment(self, rank: int, num_workers: int, job: str) -> dict[str, str]:
         """Returns what a launcher would set for one worker."""
         return {

@@ -12,3 +12,4 @@ def shards() -> Iterator[Shards]:
     """Two shards."""
     with Shards(2) as started:
         yield started
+        started.require_alive()

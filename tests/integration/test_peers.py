@@ -364,6 +364,8 @@ def save_half(me: Station, mode: str) -> Any:
     model, optimizer = begin(mode)
     go(me, model, optimizer, range(EVERY * 2))
     with optimizer.global_weights():
+        psworker.barrier("all models are with the shards")
+    with optimizer.global_weights():
         half = copy_of(model)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         file = io.BytesIO()

@@ -317,6 +317,8 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "last_heard_s": worker["last_heard_s"],
         "reported": {},
         "peers": [],
+        "pace": {"num_steps": 0, "steps_s": 0.0, "waits_s": 0.0, "requests_s": 0.0},
+        "waited_for_s": 0.0,
     }
     assert table["mode"].startswith("ssgd")
     assert table["version_min"] == -1
@@ -328,6 +330,13 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "num_updates",
         "pushed_nbytes",
         "pulled_nbytes",
+        "raw_pushed_nbytes",
+        "raw_pulled_nbytes",
+        "state",
+        "step",
+        "open_steps",
+        "num_lost",
+        "checkpoint_age_s",
         "reported",
         "workers",
         "tables",
