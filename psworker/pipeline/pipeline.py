@@ -100,9 +100,7 @@ class Pipeline:
             )
         self.place = Place.of_rank(rank, replicas)
         blocks = chain_of(model, example)
-        ranges = _ranges([block.name for block in blocks], plan)
-        _require_parameters(blocks, ranges)
-        first, last = ranges[self.place.stage]
+        first, last = _ranges(blocks, plan)[self.place.stage]
         self.module = joined(blocks[first : last + 1])
         self._names = names_of(model, self.module)
         job, addresses = job or environment.job, parse_servers(servers) or environment.servers
@@ -268,12 +266,14 @@ def _versions(place: Place, schedule: str, stash: str, minibatches: int | None) 
     return STASHES[stash](place)
 
 
-def _ranges(names: Sequence[str], plan: Plan) -> list[tuple[int, int]]:
+def _ranges(blocks: Sequence[Block], plan: Plan) -> list[tuple[int, int]]:
     """Returns the first and the last block of each stage.
 
     Raises:
-        ConfigError: A name is none, or they are not in order up to the last block.
+        ConfigError: A name is none, or they are not in order up to the last block, or a stage has
+            no parameters.
     """
+    names = [block.name for block in blocks]
     found: list[tuple[int, int]] = []
     for name, _ in plan:
         if name not in names:
@@ -285,6 +285,7 @@ def _ranges(names: Sequence[str], plan: Plan) -> list[tuple[int, int]]:
             f"the plan cuts after {', '.join(name for name, _ in plan)}: they must be in order, "
             f"and the last one is {names[-1]}"
         )
+    _require_parameters(blocks, found)
     return found
 
 
