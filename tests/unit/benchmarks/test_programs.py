@@ -51,6 +51,7 @@ def test_the_scaled_layers_of_a_pipeline_keep_their_share_of_computing_and_sendi
         sent_s = bits_per_s(link.shaped) / 8 / pipeline.FLOAT_NBYTES  # Numbers in a second.
         made = pipeline.make_model(link.time_scale)
         for layer, child in zip(profile.layers, made, strict=True):
+            assert isinstance(child, pipeline.SleepingLayer)
             assert sum(child.times) * link.time_scale == pytest.approx(layer.compute_s)
             numel = 0 if child.weight is None else child.weight.numel()
             for nbytes, own in (
