@@ -74,7 +74,7 @@ class Link(NamedTuple):
         return f"{bits_per_s(self.rate) * self.time_scale / NBYTES_SCALE / 1e6:g}mbit"
 
 
-LINKS = (Link("100mbit", 20), Link("1gbit", 4), Link("10gbit", 2))
+LINKS = (Link("100mbit", 30), Link("1gbit", 4), Link("10gbit", 2))
 
 
 # ----- the model
