@@ -392,6 +392,33 @@ def _near_blocking(forms: dict[str, dict[str, Any]]) -> str:
     return f"`mirror` within 1 % of rounds that block: {', '.join(parts)}."
 
 
+# ----- pipelines on slow links: docs/pipelines.md
+
+PIPELINE = ROOT / "docs" / "results" / "pipeline.json"
+PIPELINE_COLUMNS = ("ssgd", "ddp", "ssd", "pipeline", "predicted")
+
+
+def pipeline() -> str:
+    """Returns the minibatches a second of a pipeline and its rivals, if there is a result file."""
+    command = "`python -m benchmarks.pipeline --json --results docs/results/pipeline.json`"
+    if not PIPELINE.exists():
+        return f"Not measured yet on a quiet machine: {command}; [first trials](notes/trials.md)."
+    run = json.loads(PIPELINE.read_text(encoding="utf-8"))
+    rows = [
+        [
+            rate,
+            found["plan"],
+            *(f"{found[name]:.3g}" if name in found else "" for name in PIPELINE_COLUMNS),
+            f"{100 * found['bytes_saved']:.0f} %" if "bytes_saved" in found else "",
+        ]
+        for rate, found in run.items()
+        if isinstance(found, dict)
+    ]
+    head = ["link", "plan", *PIPELINE_COLUMNS, "bytes saved"]
+    about = f"`{run['command']}`, {run['date']}, {run['machine']}. Minibatches a second:"
+    return f"{about}\n\n" + table(head, rows, "llrrrrrr")
+
+
 # ----- the blocks, and their pages
 
 
@@ -405,6 +432,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "targets": targets,
     "hosts": hosts,
     "overlap": overlap,
+    "pipeline": pipeline,
     "rounds": rounds,
     **tables.TABLES,
     **exchange_tables.BLOCKS,
@@ -414,6 +442,7 @@ PAGES = (
     "docs/convergence.md",
     "docs/dataplane.md",
     "docs/links.md",
+    "docs/pipelines.md",
     "docs/reference.md",
     "docs/rules/decentralised.md",
     "docs/rules/overlap.md",

@@ -7,13 +7,15 @@ import math
 
 import pytest
 
-from benchmarks import recovery, soak, straggler
+from benchmarks import pipeline, recovery, soak, straggler
 from benchmarks.__main__ import find
 from benchmarks.learning import runs, sweeps
+from benchmarks.netlab import bits_per_s
 from benchmarks.survival import faults
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pssim.training import Compute
+from psworker.pipeline.profile import read_profile
 
 
 def test_the_list_of_benchmarks_says_how_each_is_run() -> None:
@@ -41,6 +43,32 @@ def test_a_slow_worker_stops_the_synchronous_modes_and_not_the_asynchronous_ones
     assert paces["ssgd"] < 0.2
     assert paces["ssgd(backup=1)"] > 0.9
     assert paces["asgd"] > 0.9
+
+
+def test_the_scaled_layers_of_a_pipeline_keep_their_share_of_computing_and_sending() -> None:
+    profile = read_profile(pipeline.PROFILE.read_text("utf-8"), "vgg16")
+    for link in pipeline.LINKS:
+        sent_s = bits_per_s(link.shaped) / 8 / pipeline.FLOAT_NBYTES  # Numbers in a second.
+        made = pipeline.make_model(link.time_scale)
+        for layer, child in zip(profile.layers, made, strict=True):
+            assert isinstance(child, pipeline.SleepingLayer)
+            assert sum(child.times) * link.time_scale == pytest.approx(layer.compute_s)
+            numel = 0 if child.weight is None else child.weight.numel()
+            for nbytes, own in (
+                (layer.output_nbytes, child.numel),
+                (layer.parameter_nbytes, numel),
+            ):
+                whole_s = nbytes / link.bytes_per_s
+                assert own / sent_s * link.time_scale == pytest.approx(whole_s, rel=0.02, abs=1e-5)
+
+
+def test_the_plans_of_that_benchmark_are_pipelines_of_all_workers() -> None:
+    profile = read_profile(pipeline.PROFILE.read_text("utf-8"), "vgg16")
+    for link in pipeline.LINKS:
+        partition, verdict = pipeline.plan_for(profile, link)
+        assert sum(stage.replicas for stage in partition.stages) == pipeline.NUM_WORKERS
+        assert len(partition.stages) > 1
+        assert verdict.startswith("pipeline: ")
 
 
 def make_run(name: str, seed: int, accuracy: float) -> runs.Run:

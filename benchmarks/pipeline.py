@@ -1,0 +1,351 @@
+"""A pipeline beside data parallelism on slow links: `python -m benchmarks.pipeline [--json]`.
+
+Four hosts (`benchmarks.netlab`: network namespaces with shaped links), each with a worker and a
+shard, train VGG-16 as PipeDream's authors measured it (128 images a minibatch). Computing is a
+sleep of each layer's time, and weights and activations have its bytes. To let two cores carry it,
+all bytes are divided by `NBYTES_SCALE`, all times by a scale of the link, and the link's bandwidth
+by the quotient of both: the share of computing and sending is that of the full size, and so are
+the figures here, in minibatches a second of all workers together:
+
+    ssgd        `DistributedOptimizer`, synchronous, on shards
+    ddp         torch's DistributedDataParallel over Gloo
+    ssd         `DistributedOptimizer(mode="ssd(steps=5)")`, on shards
+    pipeline    `psworker.Pipeline` with the plan that the partitioner finds for the link
+    predicted   the partitioner's figure for that plan
+
+    python -m benchmarks.pipeline --quick --json                                # under five minutes
+    python -m benchmarks.pipeline --json --results docs/results/pipeline.json
+
+`bytes_saved` is the part of `ssgd`'s bytes a minibatch that the pipeline does not send, as counted
+by the kernel at all hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks import kit, measured
+from benchmarks.hosts import PORT
+from benchmarks.links import link_use
+from benchmarks.netlab import Lab, available, bits_per_s
+from psworker.pipeline.costs import Shards
+from psworker.pipeline.partition import Level, Partition, Partitioner
+from psworker.pipeline.profile import Layer, Profile, read_profile
+from psworker.pipeline.verdict import compare
+
+MODULE = "benchmarks.pipeline"
+PROFILE = kit.ROOT / "tests" / "unit" / "psworker" / "profiles" / "vgg16.json"
+NUM_WORKERS = 4
+NBYTES_SCALE = 80
+FLOAT_NBYTES = 4
+MASTER_PORT = 29700  # Of the first run of DDP.
+WARM_STEPS = 3  # Of data parallelism; more than the warm-up of ssd.
+PIPELINE, DDP = "pipeline", "ddp"
+MODES = {"ssgd": "ssgd", DDP: DDP, "ssd": "ssd(steps=5, warmup=1)"}
+
+
+class Link(NamedTuple):
+    """A bandwidth, and the number that times are divided by so that a step takes about a second."""
+
+    rate: str
+    time_scale: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth of the full size, each way."""
+        return bits_per_s(self.rate) / 8
+
+    @property
+    def shaped(self) -> str:
+        """The rate of the link as it is made."""
+        return f"{bits_per_s(self.rate) * self.time_scale / NBYTES_SCALE / 1e6:g}mbit"
+
+
+LINKS = (Link("100mbit", 30), Link("1gbit", 4), Link("10gbit", 2))
+
+
+# ----- the model
+
+
+class SleepingLayer(nn.Module):
+    """A layer with the times and bytes of a profile, divided by the scales."""
+
+    def __init__(self, layer: Layer, time_scale: int) -> None:
+        """Makes its parameters: zeros."""
+        super().__init__()
+        self.times = layer.forward_s / time_scale, layer.backward_s / time_scale
+        self.numel = max(1, layer.output_nbytes // FLOAT_NBYTES // NBYTES_SCALE)
+        numel = layer.parameter_nbytes // FLOAT_NBYTES // NBYTES_SCALE
+        self.weight = nn.Parameter(torch.zeros(numel)) if numel else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Sleeps, and returns zeros; their backward sleeps too."""
+        found: torch.Tensor = _Sleep.apply(inputs, self.weight, self.numel, *self.times)
+        return found
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps forward and backward; results and gradients are zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Any, weight: Any, numel: int, forward_s: float, backward_s: float
+    ) -> Any:
+        ctx.inputs, ctx.weight = inputs.shape, None if weight is None else weight.shape
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return torch.zeros(1).expand(numel)  # A zero that takes no memory.
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any) -> Any:
+        time.sleep(ctx.backward_s)
+        weight = None if ctx.weight is None else torch.zeros(ctx.weight)
+        return torch.zeros(1).expand(ctx.inputs), weight, None, None, None
+
+
+def make_model(time_scale: int) -> nn.Sequential:
+    """Returns the sleeping model; a child has the index of its layer as name."""
+    layers = read_profile(PROFILE.read_text("utf-8"), str(PROFILE)).layers
+    return nn.Sequential(*(SleepingLayer(layer, time_scale) for layer in layers))
+
+
+# ----- a worker
+
+
+def work() -> None:
+    """Runs one worker: trains once for each line of standard input, which is a run's JSON."""
+    torch.set_num_threads(1)
+    print("{}", flush=True)
+    for line in sys.stdin:
+        run = json.loads(line)
+        os.environ.update(run.pop("environment"))
+        train = train_pipeline if run["mode"] == PIPELINE else train_in_parallel
+        print(json.dumps(train(**run)), flush=True)
+
+
+def train_pipeline(
+    mode: str, time_scale: int, steps: int, plan: list[tuple[str, int]]
+) -> dict[str, Any]:
+    """Trains this worker's stage; returns when each of its minibatches ended, and bytes sent."""
+    import psworker
+
+    run = psworker.Pipeline(
+        make_model(time_scale),
+        torch.zeros(1),
+        loss=lambda outputs, _: outputs.sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        plan=plan,
+    )
+    warm, moments, before = steps // 3, {}, 0
+    for number in range(steps):
+        if number == warm:
+            before = _sent_nbytes()
+        run.step(torch.zeros(1), None)
+        if run.place.has(number):
+            moments[number] = time.perf_counter()
+    sent = _sent_nbytes() - before
+    run.finish()
+    psworker.shutdown()
+    ended = moments if run.place.is_last else {}
+    return {
+        "ended": [moment for number, moment in ended.items() if number >= warm],
+        "sent": sent / (steps - warm),
+    }
+
+
+def train_in_parallel(mode: str, time_scale: int, steps: int, plan: object) -> dict[str, Any]:
+    """Trains the whole model; returns when each step ended, and bytes sent for a minibatch."""
+    import psworker
+
+    model: Any = make_model(time_scale)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if mode == DDP:
+        torch.distributed.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25 / NBYTES_SCALE)
+    else:
+        optimizer = psworker.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), mode=mode, overlap=True
+        )
+    ended, before = [], 0
+    for number in range(WARM_STEPS + steps):
+        if number == WARM_STEPS:
+            before = _sent_nbytes()
+        optimizer.zero_grad()
+        model(torch.zeros(1)).sum().backward()
+        optimizer.step()
+        ended.append(time.perf_counter())
+    sent = _sent_nbytes() - before
+    if mode == DDP:
+        torch.distributed.destroy_process_group()
+    else:
+        psworker.shutdown()
+    return {"ended": ended[WARM_STEPS - 1 :], "sent": sent / steps / NUM_WORKERS}
+
+
+def _sent_nbytes() -> int:
+    """Returns the bytes that this host has sent so far."""
+    return link_use.counters()["net"].sent
+
+
+# ----- the measuring process
+
+
+class Hosts:
+    """Four hosts with a shard and a worker each, inside a `with` block of `started`."""
+
+    def __init__(self, lab: Lab) -> None:
+        """Starts nothing yet."""
+        self._lab = lab
+        self._num_runs = 0
+        self._servers = [f"{lab.address(host)}:{PORT}" for host in range(NUM_WORKERS)]
+        self._workers: list[kit.Role] = []
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[Hosts]:
+        """Starts shards and workers, and ends them in any case."""
+        with tempfile.TemporaryDirectory(prefix="paceline-pipeline-") as folder:
+            shards = [
+                kit.Role(
+                    "benchmarks.hosts",
+                    "serve",
+                    {
+                        "host": self._lab.address(host),
+                        "index": host,
+                        "num_shards": NUM_WORKERS,
+                        "folder": folder,
+                    },
+                    prefix=self._lab.inside(host),
+                )
+                for host in range(NUM_WORKERS)
+            ]
+            self._workers = [
+                kit.Role(MODULE, "work", {}, prefix=self._lab.inside(host))
+                for host in range(NUM_WORKERS)
+            ]
+            with kit.roles(*shards, *self._workers):
+                for shard in shards:
+                    assert shard.popen.stdout is not None
+                    if not shard.popen.stdout.readline():
+                        raise RuntimeError(f"{shard.what} ended\n{shard.written()}")
+                for worker in self._workers:
+                    worker.line()
+                yield self
+
+    def use(self, link: Link) -> None:
+        """Gives each host's link the rate of a bandwidth."""
+        for host in range(NUM_WORKERS):
+            self._lab.slow(host, link.shaped)
+
+    def measure(
+        self, mode: str, link: Link, steps: int, plan: Sequence[tuple[str, int]] = ()
+    ) -> tuple[float, float]:
+        """Returns minibatches a second and bytes sent for a minibatch, both of the full size."""
+        self._num_runs += 1
+        run = {"mode": mode, "time_scale": link.time_scale, "steps": steps, "plan": list(plan)}
+        for rank, worker in enumerate(self._workers):
+            worker.tell(json.dumps(run | {"environment": self._environment(rank)}))
+        results = [worker.line() for worker in self._workers]
+        if mode == PIPELINE:
+            # Replicas of a stage end theirs at the same time: the first of each begins the count.
+            last = [result["ended"] for result in results if result["ended"]]
+            rate = sum((len(ended) - 1) / (ended[-1] - ended[0]) for ended in last)
+        else:
+            ended = results[0]["ended"]
+            rate = NUM_WORKERS * (len(ended) - 1) / (ended[-1] - ended[0])
+        return rate / link.time_scale, NBYTES_SCALE * sum(result["sent"] for result in results)
+
+    def _environment(self, rank: int) -> Mapping[str, str]:
+        job = f"pipeline-{self._num_runs}"
+        return kit.worker_environment(self._servers, rank, NUM_WORKERS, "auto", job) | {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self._lab.address(0),
+            "MASTER_PORT": str(MASTER_PORT + self._num_runs),
+            "GLOO_SOCKET_IFNAME": "net",
+        }
+
+
+def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
+    """Returns the best pipeline at a bandwidth, and the verdict on it."""
+    levels = [Level(NUM_WORKERS, link.bytes_per_s)]
+    cost = Shards(hides=False, num_shards=NUM_WORKERS)
+    found = Partitioner(profile.layers, levels, cost).best_pipeline()
+    assert found is not None
+    verdict = compare(profile, levels, cost)
+    return found, ("pipeline: " if verdict.is_pipeline else "do not pipeline: ") + verdict.reason
+
+
+def measure_link(
+    hosts: Hosts, profile: Profile, link: Link, steps: int, modes: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the figures of one bandwidth, and prints them as they come."""
+    partition, verdict = plan_for(profile, link)
+    print(f"{link.rate}: {verdict}", flush=True)
+    hosts.use(link)
+    figures: dict[str, Any] = {}
+    sent: dict[str, float] = {}
+    for name in (*modes, PIPELINE):
+        if name == PIPELINE:
+            plan = [(str(stage.last), stage.replicas) for stage in partition.stages]
+            rate, sent[name] = hosts.measure(PIPELINE, link, 12 * steps, plan)
+        else:
+            rate, sent[name] = hosts.measure(MODES[name], link, steps)
+        figures[name] = float(f"{rate:.4g}")
+        print(f"{link.rate} {name}: {rate:.4g} minibatches a second", flush=True)
+    figures["predicted"] = float(f"{1 / partition.seconds:.4g}")
+    if "ssgd" in sent:
+        figures["bytes_saved"] = round(1 - sent[PIPELINE] / sent["ssgd"], 3)
+    return figures | {"plan": partition.name, "verdict": verdict}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--quick", action="store_true", help="five steps of each mode, not ten")
+    parser.add_argument("--links", default=",".join(link.rate for link in LINKS), help="of these")
+    parser.add_argument("--modes", default=",".join(MODES), help="of these, beside the pipeline")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="write the figures here")
+    options = parser.parse_args()
+    links = [link for link in LINKS if link.rate in options.links.split(",")]
+    if len(links) != len(options.links.split(",")):
+        parser.error(f"--links must be of {', '.join(link.rate for link in LINKS)}")
+    if not set(options.modes.split(",")) <= set(MODES):
+        parser.error(f"--modes must be of {', '.join(MODES)}")
+    if (reason := available()) is not None:
+        sys.exit(f"no network namespaces here: {reason}")
+    profile = read_profile(PROFILE.read_text("utf-8"), str(PROFILE))
+    with Lab(NUM_WORKERS, links[0].shaped) as lab, Hosts(lab).started() as hosts:
+        figures = {
+            link.rate: measure_link(
+                hosts, profile, link, 5 if options.quick else 10, options.modes.split(",")
+            )
+            for link in links
+        }
+    if options.results is not None:
+        about = {
+            "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}",
+            "date": datetime.date.today().isoformat(),
+            "machine": kit.machine(),
+        }
+        options.results.write_text(json.dumps(about | figures, indent=1) + "\n")
+    if options.json:
+        print(json.dumps(figures))
+
+
+ROLES = {"work": work}
+
+if __name__ == "__main__" and not measured.serve(sys.argv[1:], ROLES):
+    main()
