@@ -255,9 +255,11 @@ class Hosts:
         """Returns minibatches a second and bytes sent for a minibatch, both of the full size."""
         self._num_runs += 1
         run = {"mode": mode, "time_scale": link.time_scale, "steps": steps, "plan": list(plan)}
-        for rank, worker in enumerate(self._workers):
-            worker.tell(json.dumps(run | {"environment": self._environment(rank)}))
-        results = [worker.line() for worker in self._workers]
+        num_workers = sum(replicas for _, replicas in plan) or NUM_WORKERS
+        workers = self._workers[:num_workers]
+        for rank, worker in enumerate(workers):
+            worker.tell(json.dumps(run | {"environment": self._environment(rank, num_workers)}))
+        results = [worker.line() for worker in workers]
         if mode == PIPELINE:
             # Replicas of a stage end theirs at the same time: the first of each begins the count.
             last = [result["ended"] for result in results if result["ended"]]
@@ -267,15 +269,30 @@ class Hosts:
             rate = NUM_WORKERS * (len(ended) - 1) / (ended[-1] - ended[0])
         return rate / link.time_scale, NBYTES_SCALE * sum(result["sent"] for result in results)
 
-    def _environment(self, rank: int) -> Mapping[str, str]:
+    def _environment(self, rank: int, num_workers: int) -> Mapping[str, str]:
         job = f"pipeline-{self._num_runs}"
-        return kit.worker_environment(self._servers, rank, NUM_WORKERS, "auto", job) | {
+        return kit.worker_environment(self._servers, rank, num_workers, "auto", job) | {
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": self._lab.address(0),
             "MASTER_PORT": str(MASTER_PORT + self._num_runs),
             "GLOO_SOCKET_IFNAME": "net",
         }
+
+
+def stages_of(profile: Profile, partition: Partition) -> list[tuple[str, int]]:
+    """Returns each stage's last layer and replicas; one without parameters joins the one before.
+
+    The partitioner gives such stages workers that it has no use for.
+    """
+    stages: list[tuple[str, int]] = []
+    for stage in partition.stages:
+        layers = profile.layers[stage.first : stage.last + 1]
+        if stages and not any(layer.parameter_nbytes for layer in layers):
+            stages[-1] = str(stage.last), stages[-1][1]
+        else:
+            stages.append((str(stage.last), stage.replicas))
+    return stages
 
 
 def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
@@ -295,11 +312,11 @@ def measure_link(
     partition, verdict = plan_for(profile, link)
     print(f"{link.rate}: {verdict}", flush=True)
     hosts.use(link)
+    plan = stages_of(profile, partition)
     figures: dict[str, Any] = {}
     sent: dict[str, float] = {}
     for name in (*modes, PIPELINE):
         if name == PIPELINE:
-            plan = [(str(stage.last), stage.replicas) for stage in partition.stages]
             rate, sent[name] = hosts.measure(PIPELINE, link, 12 * steps, plan)
         else:
             rate, sent[name] = hosts.measure(MODES[name], link, steps)
@@ -308,7 +325,8 @@ def measure_link(
     figures["predicted"] = float(f"{1 / partition.seconds:.4g}")
     if "ssgd" in sent:
         figures["bytes_saved"] = round(1 - sent[PIPELINE] / sent["ssgd"], 3)
-    return figures | {"plan": partition.name, "verdict": verdict}
+    name = "-".join(str(replicas) for _, replicas in plan)
+    return figures | {"plan": name, "verdict": verdict}
 
 
 def main() -> None:
