@@ -8,9 +8,12 @@ matrix sum to 1 for any members, so the mean of all models is kept.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from pscore.errors import ConfigError
 
 
 class Edge(NamedTuple):
@@ -54,3 +57,22 @@ def as_edges(members: Sequence[int], weights: dict[tuple[int, int], float]) -> l
 def num_rounds(num: int) -> int:
     """Returns the base-2 logarithm of a number of members, rounded up, and at least 1."""
     return max(1, (num - 1).bit_length())
+
+
+def read_pairs(text: str, sign: str) -> list[tuple[int, int]]:
+    """Returns the pairs of ranks in a text such as `0>1 1>2`, with blanks between them.
+
+    Args:
+        text: The pairs, as the user has written them.
+        sign: The character between the two ranks of a pair.
+
+    Raises:
+        ConfigError: The text is not of that form, or a pair joins a worker with itself.
+    """
+    pairs = []
+    for word in text.split():
+        match = re.fullmatch(rf"(\d{{1,4}}){sign}(\d{{1,4}})", word)
+        if match is None or int(match[1]) == int(match[2]):
+            raise ConfigError(f"edge {word!r} of a graph must look like 0{sign}1, two unlike ranks")
+        pairs.append((int(match[1]), int(match[2])))
+    return pairs

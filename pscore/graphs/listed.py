@@ -7,14 +7,10 @@ its rows and columns sum to 1 on every graph. Edges of absent workers are left o
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
-from pscore.errors import ConfigError
-from pscore.graphs.base import Edge, Graph, as_edges
-
-EDGE = re.compile(r"(\d{1,4})-(\d{1,4})")
+from pscore.graphs.base import Edge, Graph, as_edges, read_pairs
 
 
 def parse(text: str) -> Graph:
@@ -23,12 +19,7 @@ def parse(text: str) -> Graph:
     Raises:
         ConfigError: The text is not of that form, or an edge joins a worker with itself.
     """
-    pairs = set()
-    for word in text.split():
-        match = EDGE.fullmatch(word)
-        if match is None or int(match[1]) == int(match[2]):
-            raise ConfigError(f"edge {word!r} of a graph must look like 0-1, two unlike ranks")
-        pairs.add((min(int(match[1]), int(match[2])), max(int(match[1]), int(match[2]))))
+    pairs = {(min(pair), max(pair)) for pair in read_pairs(text, "-")}
 
     def edges(members: Sequence[int], step: int) -> list[Edge]:
         places = {rank: place for place, rank in enumerate(members)}
