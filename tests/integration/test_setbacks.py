@@ -98,7 +98,7 @@ def train(me: Station, fault: Fault | None, options: dict[str, Any], ends: bool)
             if not options.get("overlap"):
                 assert all((residual(optimizer)[name] == spoilt[name]).all() for name in spoilt)
             optimizer.param_groups[0]["lr"] = lr
-            if fault is overflow:  # What was put there for this test.
+            if fault is overflow:  # The value that this test put there.
                 optimizer._table.exchange.load_compressor_state(kept)
             look(model, optimizer)
             if ends:
