@@ -39,6 +39,29 @@ StateDir = Annotated[
         help="Directory for run file and logs; if given, also for journals and checkpoints."
     ),
 ]
+Cluster = Annotated[
+    str | None, typer.Option(help="Name shared by the shards of one cluster [a new one].")
+]
+DataPort = Annotated[int | None, typer.Option(help="Port of shard 0's data sockets [a free one].")]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Run in the background; return when all are ready.")
+]
+ShardAddresses = Annotated[
+    str | None,
+    typer.Option(
+        help="Addresses of all shards in order; checkpoints with --shard-index need them."
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads of each shard for numeric work [cores/shards].")
+]
+LeaseS = Annotated[
+    float | None, typer.Option(help="Seconds of silence until a worker is lost [10].")
+]
+GraceS = Annotated[float | None, typer.Option(help="Seconds to finish requests at the end [10].")]
+MemoryMb = Annotated[
+    int | None, typer.Option(help="MiB for the tables of each shard [the host's memory].")
+]
 Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
 Servers = Annotated[
     str | None, typer.Option(help="Addresses, host:port,host:port,... [PACELINE_SERVERS].")
@@ -78,43 +101,24 @@ def start(
     shard_index: Annotated[
         int | None, typer.Option(help="Start only this one; needs --cluster.")
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Name shared by the shards of one cluster [a new one].")
-    ] = None,
+    cluster: Cluster = None,
     port: Port = None,
-    data_port: Annotated[
-        int | None, typer.Option(help="Port of shard 0's data sockets [a free one].")
-    ] = None,
+    data_port: DataPort = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Run in the background; return when all are ready.")
-    ] = False,
+    detach: Detach = False,
     state_dir: StateDir = None,
     checkpoint_s: Annotated[
         float | None, typer.Option(help="Seconds between checkpoints in --state-dir [300].")
     ] = None,
-    shard_addresses: Annotated[
-        str | None,
-        typer.Option(
-            help="Addresses of all shards in order; checkpoints with --shard-index need them."
-        ),
-    ] = None,
+    shard_addresses: ShardAddresses = None,
     snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
     durability: Annotated[
         str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of each shard for numeric work [cores/shards].")
-    ] = None,
-    lease_s: Annotated[
-        float | None, typer.Option(help="Seconds of silence until a worker is lost [10].")
-    ] = None,
-    grace_s: Annotated[
-        float | None, typer.Option(help="Seconds to finish requests at the end [10].")
-    ] = None,
-    memory_mb: Annotated[
-        int | None, typer.Option(help="MiB for the tables of each shard [the host's memory].")
-    ] = None,
+    threads: Threads = None,
+    lease_s: LeaseS = None,
+    grace_s: GraceS = None,
+    memory_mb: MemoryMb = None,
     keep_ended_s: Annotated[
         float | None, typer.Option(help="Seconds that an ended job is kept [3600].")
     ] = None,
