@@ -4,6 +4,7 @@
 changes its model by itself: then a graph must bring all together at least by its spectral gap, and
 exchanges of pairs must keep the sum of all models. In every case all living workers must
 come to their end, no exchange may be applied twice, and all-reduce must leave the same bits.
+Atomic exchanges are drawn with any number of workers and any graph, as after deaths.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def _mode(rng: random.Random, num: int) -> str:
             f"allreduce(order={rng.choice(('ring', 'ranks'))})",
             f"dpsgd(graph='{graph}', order={rng.choice(('awc', 'atc'))})",
             f"adpsgd(graph='{graph}', every={rng.randint(1, 3)}, max_behind={rng.randint(0, 2)})",
+            f"adpsgd(graph='{graph}', every={rng.randint(1, 3)}, exchange=atomic)",
         )
     )
 

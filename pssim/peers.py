@@ -103,7 +103,7 @@ class SimulatedPeer:
             unpack=self._unpack,
             lock=nullcontext(),
         )
-        self.gossip = GOSSIPS[world.rule.gossip](world.rule, rank, model, self)
+        self.gossip = GOSSIPS[world.rule.exchange_name](world.rule, rank, model, self)
 
     # ----- Post
 

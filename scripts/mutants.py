@@ -230,6 +230,20 @@ MUTANTS = (
     ),
     Mutant(
         "decentralised",
+        "an atomic exchange is over before the step",
+        "psworker/gossip/atomic.py",
+        "            yield from self._settle(lambda: not self._open)\n",
+        "",
+    ),
+    Mutant(
+        "decentralised",
+        "active workers alone begin atomic exchanges",
+        "psworker/gossip/atomic.py",
+        "        if self.rank not in self._active:\n            return []\n",
+        "",
+    ),
+    Mutant(
+        "decentralised",
         "models go to those who take them",
         "psworker/gossip/mixing.py",
         "[edge.taker for edge in self._edges() if edge.giver == self.rank]",

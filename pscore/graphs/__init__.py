@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pscore.errors import ConfigError
-from pscore.graphs import complete, directed, exp, exp_static, listed, ring, torus
+from pscore.graphs import complete, directed, exp, exp_bipartite, exp_static, listed, ring, torus
 from pscore.graphs.base import Edge, Graph
 
 GRAPHS: dict[str, Graph] = {
     "complete": complete.edges,
     "exp": exp.edges,
+    "exp_bipartite": exp_bipartite.edges,
     "exp_static": exp_static.edges,
     "ring": ring.edges,
     "torus": torus.edges,

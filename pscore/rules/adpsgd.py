@@ -7,7 +7,8 @@ Gradient Descent", ICML 2018, arXiv:1710.06952, algorithm 1.
     mix     x_i, x_j <- (x_i + x_j) / 2              a pair, while gradients are computed
     write   x_i <- x_i - lr v_i                      v_i from the gradient at xh_i
 
-Differs from the paper: a pair averages by differences and not atomically. Worker i sends a snapshot
+Differs from the paper: a pair averages by differences and not atomically, unless `exchange` says
+so. Worker i sends a snapshot
 s_i and continues; worker j adds (s_i - s_j) / 2 to its model and answers with its snapshot s_j; i
 adds (s_j - s_i) / 2 when the answer comes. The sum of both models is the same as after an atomic
 average, no worker holds a lock while another waits, so none can deadlock and the graph need not be
@@ -15,6 +16,9 @@ bipartite. Where i has made no step meanwhile both get the bits of the atomic av
 move of the wrapped optimizer at xh_i, weight decay included. Large models are exchanged in parts of
 4 MiB, each by itself. The average on the shards is that of the newest pushes, one for each worker
 in number; a slow worker's may be missing in it.
+
+With `exchange="atomic"`, as published, the graph must be bipartite. Workers of one side begin
+exchanges, behind their gradients, and wait for the answers; those of the other side only answer.
 """
 
 from __future__ import annotations
@@ -22,10 +26,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pscore.errors import ConfigError
 from pscore.graphs import graph_of
-from pscore.plugins import require_range
+from pscore.graphs.sides import sides_of
+from pscore.plugins import require_one_of, require_range
 from pscore.rules.base import UNBOUNDED, Rule, SliceClocks
 from pscore.rules.decentralised import EVERY_MAX, Warmed
+
+EXCHANGES = {"differences": "pairs", "atomic": "atomic"}  # Gossips by the argument.
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class ADPSGD(Warmed):
 
     Attributes:
         graph: As in `dpsgd`: each worker begins exchanges with the workers that it takes from.
+        exchange: `differences`, or `atomic`; then `exp` stands for `exp_bipartite`.
         every: Steps from one exchange that a worker begins to the next, 1 or more.
         max_behind: Steps that a worker makes without the answer to its exchange; then it waits for
             it. 0: it never waits.
@@ -42,6 +51,7 @@ class ADPSGD(Warmed):
     """
 
     graph: str = "exp"
+    exchange: str = "differences"
     every: int = 1
     max_behind: int = 0
     average_every: int = 50
@@ -58,9 +68,42 @@ class ADPSGD(Warmed):
             ConfigError: One of them is out of its range.
         """
         super().__post_init__()
+        require_one_of("adpsgd.exchange", self.exchange, EXCHANGES)
+        if self.exchange == "atomic":
+            if self.graph == "exp":
+                object.__setattr__(self, "graph", "exp_bipartite")
+            if self.max_behind:
+                raise ConfigError(
+                    f"adpsgd.max_behind is {self.max_behind}, must be 0 with exchange='atomic', "
+                    "whose workers wait for every answer"
+                )
         graph_of(self.graph)
         require_range("adpsgd.every", self.every, 1, EVERY_MAX)
         require_range("adpsgd.max_behind", self.max_behind, 0, EVERY_MAX)
+
+    @property
+    def exchange_name(self) -> str:
+        """The exchange of pairs by differences, or the atomic one."""
+        return EXCHANGES[self.exchange]
+
+    def require_workers(self, num_workers: int) -> None:
+        """Refuses workers that the graph does not part into two sides, for atomic exchanges.
+
+        Raises:
+            ConfigError: Their number is odd and not 1, or the graph is not bipartite.
+        """
+        if self.exchange != "atomic" or num_workers == 1:
+            return
+        if num_workers % 2:
+            raise ConfigError(
+                f"adpsgd.exchange is 'atomic', which needs an even number of workers, not "
+                f"{num_workers}: one more or one fewer, or exchange='differences'"
+            )
+        if not sides_of(graph_of(self.graph), range(num_workers)).is_bipartite:
+            raise ConfigError(
+                f"adpsgd.graph is {self.graph!r}, which is not bipartite with {num_workers} "
+                "workers, as exchange='atomic' needs: use exp_bipartite or ring"
+            )
 
     @property
     def by_step(self) -> bool:

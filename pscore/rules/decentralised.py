@@ -47,6 +47,11 @@ class Decentralised(Synchronous):
         require_range(f"{self.name}.average_every", self.average_every, 1, EVERY_MAX)
 
     @property
+    def exchange_name(self) -> str:
+        """The workers' exchange with each other (psworker/gossip) under these arguments."""
+        return self.gossip
+
+    @property
     def period(self) -> int:
         """Steps from one average to the next."""
         return self.average_every

@@ -1,7 +1,8 @@
-"""State machines of decentralised modes, by name; a mode names its own (`Rule.gossip`)."""
+"""State machines of decentralised modes, by the names that modes give (`exchange_name`)."""
 
 from __future__ import annotations
 
+from psworker.gossip.atomic import Atomic
 from psworker.gossip.base import Gossip
 from psworker.gossip.mixing import Mixing
 from psworker.gossip.pairs import Pairs
@@ -9,5 +10,5 @@ from psworker.gossip.push_sum import PushSum
 from psworker.gossip.ring import Ring
 
 GOSSIPS: dict[str, type[Gossip]] = {
-    gossip.name: gossip for gossip in (Ring, Mixing, Pairs, PushSum)
+    gossip.name: gossip for gossip in (Ring, Mixing, Pairs, Atomic, PushSum)
 }

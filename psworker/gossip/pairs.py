@@ -51,7 +51,7 @@ class Pairs(Gossip):
         self._begun = 0  # Step of the open exchange.
         self._open: dict[int, tuple[FloatArray, int]] = {}  # Snapshot and version, by part.
         # The last answer to each incarnation, which is given again to an offer that comes twice.
-        self._answers: dict[tuple[int, int], tuple[int, FloatArray]] = {}
+        self._answers: dict[tuple[int, int], tuple[int, FloatArray | None]] = {}
         self._mixed = 0  # Since the read.
         self._is_over = False
         self.counts: Counter[str] = Counter()
@@ -81,6 +81,12 @@ class Pairs(Gossip):
         if self.post.has_moved:
             yield Meet(self.number, waits=False)
         yield from self._settle(lambda: not self._is_late())
+        self._write()
+        if self.number % self._every == 0 and not self._open:
+            self._offer()
+
+    def _write(self) -> None:
+        """Adds the optimizer's step to the model as it is now; the step is over."""
         self.model.update()
         moved = to_host(self.model.weights)
         with self.model.lock:
@@ -93,8 +99,6 @@ class Pairs(Gossip):
             self.sight.staleness = self._mixed
             self._load()
         self.number += 1
-        if self.number % self._every == 0 and not self._open:
-            self._offer()
 
     def part(self) -> Waits:
         """Waits for the answer to the open exchange, so that nothing of it is lost."""
@@ -123,13 +127,16 @@ class Pairs(Gossip):
     ) -> FloatArray | None:
         """Moves half of the way to another worker's snapshot; returns this one's before."""
         with self.model.lock:
-            if self._is_over or self._early is not None:
+            if self._is_over:
                 return None
             known = self._answers.get((incarnation, part))
             if known is not None and known[0] == number:
                 return known[1]
             if known is not None and number < known[0]:
                 return None  # It came so late that its worker has begun another.
+            if self._early is not None or self._is_busy():
+                self._answers[incarnation, part] = (number, None)  # Also if it comes again.
+                return None
             place = self._parts[part]
             own = self.shared[place].copy()
             self.shared[place] = (values + own) * np.float32(0.5)
@@ -167,12 +174,11 @@ class Pairs(Gossip):
 
     def _offer(self) -> None:
         """Begins an exchange with the neighbour of this step, if there is one."""
-        members = self.post.members()
-        edges = [e for e in self._graph(members, self.number) if e.taker == self.rank]
-        if not edges:
+        neighbours = self._neighbours()
+        if not neighbours:
             return
         # Of several neighbours one after the other.
-        partner = edges[self.number // self._every % len(edges)].giver
+        partner = neighbours[self.number // self._every % len(neighbours)]
         with self.model.lock:
             self._number += 1
             self._begun, self._partner, self.sight.partner = self.number, partner, partner
@@ -183,6 +189,15 @@ class Pairs(Gossip):
             number = self._number
         for index, values in enumerate(snapshots):
             self.post.offer(partner, number, index, values)
+
+    def _neighbours(self) -> list[int]:
+        """Returns the workers with which this one may begin its next exchange."""
+        edges = self._graph(self.post.members(), self.number // self._every)
+        return [edge.giver for edge in edges if edge.taker == self.rank]
+
+    def _is_busy(self) -> bool:
+        """Returns whether this worker takes no part in exchanges of others now."""
+        return False
 
     def _is_late(self) -> bool:
         """Returns whether an answer is older than the mode allows."""

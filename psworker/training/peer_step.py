@@ -90,7 +90,7 @@ class PeerStep(AloneStep):
             unpack=self._unpack,
             lock=threading.Lock(),
         )
-        gossip = GOSSIPS[self._rule.gossip](
+        gossip = GOSSIPS[self._rule.exchange_name](
             self._rule, self._table.session.rank, model, self._peers
         )
         self._peers.table = self._table.exchange.table

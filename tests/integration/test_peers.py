@@ -66,7 +66,8 @@ def test_synchronous_modes_without_a_server_are_synchronous_sgd(shards: Shards) 
 
 
 def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
-    modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", "adpsgd", "sgp")
+    pairs = ("adpsgd", "adpsgd(exchange=atomic)")
+    modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", *pairs, "sgp")
     (results,) = shards.run(train_in, modes, new_job(), num_workers=1)
     model = make_model()
     optimizer = sgd(model.parameters())
@@ -77,6 +78,39 @@ def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
     for mode, found in zip(modes, results, strict=True):
         for name, weight in weights_of(model).items():
             assert np.array_equal(found[name], weight), (mode, name)
+
+
+def train_atomically(me: Station, job: str) -> tuple[int, int, list[float]]:
+    """Returns exchanges applied and refused, and the losses, of a worker with atomic exchanges."""
+    model, losses = make_model(), []
+    optimizer = psworker.DistributedOptimizer(
+        *(sgd(model.parameters()), model.named_parameters()),
+        mode="adpsgd(exchange=atomic)",
+        job=job,
+    )
+    gossip = optimizer._table.local_step._peers.gossip  # type: ignore[attr-defined]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(backward(model, *batch(0, 0)))
+        optimizer.step()
+        assert not gossip._open, step
+    psworker.barrier("trained")
+    found = gossip.sight.num_exchanges, gossip.counts["refused"], losses
+    psworker.shutdown()
+    return found
+
+
+def test_atomic_exchanges_of_real_workers_block_and_end(shards: Shards) -> None:
+    passive, active = shards.run(train_atomically, new_job(), num_workers=2)
+    assert active[:2] == (STEPS, 0)  # Each step of the active one has waited for its answer.
+    assert passive[:2] == (STEPS, 0)
+    for _, _, losses in (passive, active):
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def test_an_odd_number_of_workers_is_refused_for_atomic_exchanges(shards: Shards) -> None:
+    with pytest.raises(AssertionError, match="an even number of workers, not 3"):
+        shards.run(train_atomically, new_job(), num_workers=3)
 
 
 NAMES = ("allreduce", "dpsgd", "adpsgd")

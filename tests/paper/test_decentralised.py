@@ -187,6 +187,60 @@ def test_adpsgd_follows_the_replay_of_its_events(graph: str) -> None:
     assert close(models(found), replay(found))
 
 
+def replay_atomic(found: PeerWorld) -> Array:
+    """Replays the events of atomic exchanges: one average, which both ends write."""
+    x = {worker.rank: START.astype(np.float64) for worker in found.workers}
+    read = dict(x)
+    offered: dict[int, Array] = {}  # By rank; of the exchange that is open.
+    averages: dict[tuple[int, int], Array] = {}
+    for entry in found.log:
+        rank, key = entry.rank, (entry.rank, entry.number)
+        if entry.what == "read":
+            assert rank not in offered, "a step has begun before the answer came"
+            read[rank] = x[rank].copy()
+        elif entry.what == "write":
+            x[rank] = x[rank] - LR * gradient(rank, entry.number, read[rank])
+            offered.pop(rank, None)  # A busy or dead partner: nothing was averaged.
+        elif entry.what == "offer":
+            offered[rank] = x[rank].copy()
+        elif entry.what == "half":
+            asked = entry.other, entry.number
+            averages[asked] = x[rank] = (offered[entry.other] + x[rank]) / 2
+        else:
+            assert np.array_equal(offered.pop(rank), x[rank]), "its model has moved meanwhile"
+            x[rank] = averages[key].copy()
+    return np.stack([x[rank] for rank in range(len(found.workers))])
+
+
+@pytest.mark.parametrize("graph", ["exp", "ring", "0-1 2-1 2-3 0-5 4-5"])
+def test_an_atomic_exchange_is_the_average_of_both_at_one_moment(graph: str) -> None:
+    mode, compute = f"adpsgd(graph='{graph}', exchange=atomic)", [0.1, 0.13, 0.5, 0.1, 0.07, 0.3]
+    trouble = Trouble(lost=0.1, twice=0.2)
+    options: dict[str, Any] = {"compute_s": compute, "latency_s": 0.4, "trouble": trouble}
+    found = world(mode, 6, 30, seed=9, **options).run()
+    answers = [entry for entry in found.log if entry.what == "answer"]
+    assert len(answers) >= 12
+    early = answers[:6]  # Sides change when a worker has come to its end.
+    assert not {entry.rank for entry in early} & {entry.other for entry in early}
+    assert close(models(found), replay_atomic(found))
+
+
+def test_atomic_exchanges_alone_are_the_same_bits_at_both_ends() -> None:
+    trouble = Trouble(lost=0.3, twice=0.3)
+    options: dict[str, Any] = {"gradient": still, "starts": starts(6), "trouble": trouble}
+    found = world("adpsgd(exchange=atomic)", 6, 30, latency_s=0.5, **options).run()
+    x = dict(enumerate(starts(6)))
+    offered: dict[tuple[int, int], Array] = {}
+    for entry in found.log:
+        if entry.what == "offer":
+            offered[entry.rank, entry.number] = x[entry.rank]
+        elif entry.what == "half":
+            one, other = entry.rank, entry.other
+            x[one] = x[other] = (offered[other, entry.number] + x[one]) * np.float32(0.5)
+    for worker in found.workers:
+        assert np.array_equal(getattr(worker.gossip, "shared"), x[worker.rank])  # noqa: B009
+
+
 # ----- numbers by hand, for workers at x = (1, 3), with g_i(x) = x and a rate of 0.1
 
 
@@ -201,6 +255,18 @@ def by_hand(mode: str) -> Array:
 @pytest.mark.parametrize(("order", "expected"), [("awc", (1.9, 1.7)), ("atc", (1.8, 1.8))])
 def test_dpsgd_by_hand(order: str, expected: tuple[float, float]) -> None:
     assert by_hand(f"dpsgd(graph=exp, order={order})") == pytest.approx(expected, abs=1e-6)
+
+
+def test_atomic_adpsgd_by_hand() -> None:
+    """Worker 1 averages at its gradient, while worker 0 computes its own."""
+
+    def own(rank: int, step: int, weights: Array) -> Array:
+        return weights
+
+    given = [np.array([1.0], np.float32), np.array([3.0], np.float32)]
+    mode, compute = "adpsgd(exchange=atomic)", [1.0, 0.1]
+    found = world(mode, 2, 1, gradient=own, starts=given, compute_s=compute).run()
+    assert models(found).ravel() == pytest.approx([1.9, 1.7], abs=1e-6)
 
 
 def test_adpsgd_by_hand() -> None:
@@ -273,6 +339,7 @@ def test_adpsgd_keeps_the_sum_and_brings_all_together(seed: int) -> None:
 
 KILLED = (
     *("allreduce", "allreduce(order=ranks)", "adpsgd", "adpsgd(max_behind=2)"),
+    *("adpsgd(exchange=atomic)", "adpsgd(exchange=atomic, graph=ring, every=2, warmup=4)"),
     *("dpsgd(warmup=4)", "adpsgd(warmup=4)"),
     *("sgp", "sgp(graph=ring)", "sgp(graph='0>1 1>2 2>3 3>4 4>5 5>0 0>3')"),
     *(f"dpsgd(graph={g}, order={o})" for g, o in itertools.product(sorted(GRAPHS), ("awc", "atc"))),

@@ -25,7 +25,8 @@ def test_no_invariant_of_exchanges_breaks(part: int) -> None:
 
 def test_seeds_draw_all_modes_graphs_and_faults() -> None:
     cases = [peer_case.draw(seed) for seed in range(SEEDS)]
-    assert {case.rule.gossip for case in cases} == {"ring", "mixing", "pairs"}
+    found = {case.rule.exchange_name for case in cases}
+    assert found == {"ring", "mixing", "pairs", "atomic"}
     graphs = {str(case.rule.arguments().get("graph")) for case in cases}
     assert graphs > set(GRAPHS)
     assert any("-" in graph for graph in graphs)
@@ -45,7 +46,10 @@ def still(gossip: str) -> peer_case.PeerCase:
     return next(
         dataclasses.replace(case, is_still=True)
         for case in found
-        if case.rule.gossip == gossip and not case.trouble.kills and case.num > 3 and case.steps > 9
+        if case.rule.exchange_name == gossip
+        and not case.trouble.kills
+        and case.num > 3
+        and case.steps > 9
     )
 
 

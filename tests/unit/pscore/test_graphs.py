@@ -7,6 +7,8 @@ import pytest
 
 from pscore.errors import ConfigError
 from pscore.graphs import GRAPHS, directed_graph_of, graph_of
+from pscore.graphs.base import Edge
+from pscore.graphs.sides import sides_of
 
 ALL = 33
 CHAIN = " ".join(f"{i}-{i + 1}" for i in range(ALL))
@@ -105,3 +107,32 @@ def test_columns_of_a_directed_graph_sum_to_one_for_any_members() -> None:
 def test_a_wrong_directed_edge_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="must look like 0>1"):
         directed_graph_of(text)
+
+
+def joined(members: list[int], edges: list[Edge]) -> set[frozenset[int]]:
+    """Returns the groups of members that the edges join."""
+    groups = {rank: {rank} for rank in members}
+    for taker, giver, _ in edges:
+        both = groups[taker] | groups[giver]
+        groups |= dict.fromkeys(both, both)
+    return {frozenset(group) for group in groups.values()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_edges_between_the_sides_join_all_members_that_the_graph_joins(name: str) -> None:
+    for members in ([0], [0, 1], [0, 1, 2, 5, 7], list(range(12)), [3, 8, 9, 20, 21, 30, 31]):
+        active = sides_of(graph_of(name), members).active
+        edges = [edge for step in range(7) for edge in graph_of(name)(members, step)]
+
+        crossing = [edge for edge in edges if (edge.taker in active) != (edge.giver in active)]
+        assert joined(members, crossing) == joined(members, edges)
+
+
+def test_an_even_bipartite_exponential_graph_has_one_partner_for_each_active_worker() -> None:
+    for num in (2, 4, 6, 16, 32):
+        graph = graph_of("exp_bipartite")
+        sides = sides_of(graph, range(num))
+        assert sides == (frozenset(range(1, num, 2)), True)
+        for step in range(7):
+            edges = [edge for edge in graph(range(num), step) if edge.taker in sides.active]
+            assert sorted(edge.giver for edge in edges) == list(range(0, num, 2))

@@ -251,3 +251,20 @@ def test_few_bits_with_error_feedback_and_momentum_over_rounds_are_cautioned(nam
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16", "int8", "natural", "qsgd"])
 def test_more_bits_or_no_error_feedback_are_not(name: str) -> None:
     assert not DiLoCo().caution(parse_compressor(name))
+
+
+def test_atomic_exchanges_need_an_even_number_and_a_bipartite_graph() -> None:
+    rule = parse_mode("adpsgd(exchange=atomic)")
+    assert rule.arguments()["graph"] == "exp_bipartite"
+    for num in (1, 2, 4, 6, 30):
+        rule.require_workers(num)
+    with pytest.raises(ConfigError, match=r"an even number of workers, not 5: one more or one"):
+        rule.require_workers(5)
+    parse_mode("adpsgd(exchange=atomic, graph='0-2 2-1 1-3')").require_workers(4)
+    for graph in ("complete", "torus", "exp_static", "0-1 1-2 2-0 2-3"):
+        with pytest.raises(ConfigError, match="not bipartite with 6 workers"):
+            parse_mode(f"adpsgd(exchange=atomic, graph='{graph}')").require_workers(6)
+    with pytest.raises(ConfigError, match="max_behind is 2, must be 0 with exchange='atomic'"):
+        parse_mode("adpsgd(exchange=atomic, max_behind=2)")
+    with pytest.raises(ConfigError, match="must be one of atomic, differences"):
+        parse_mode("adpsgd(exchange=locked)")
