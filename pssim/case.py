@@ -44,10 +44,12 @@ CHOICES: dict[str, Sequence[Any]] = {
     "outer_momentum": (0.0, 0.9),
     "slow_momentum": (0.0, 0.5),
     "overlap": ("none", *sorted(OVERLAPS)),
+    "quorum": (0, 0, 1, 2),
     "splits": (1, 2, 3),
     "spread": (0, 1, 2, 5),
     "steps": (1, 2, 3, 5),
     "warmup": (0, 1, 3),
+    "window": (-1.0, -1.0, 0.0, 0.3),
 }
 
 

@@ -40,6 +40,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 LIMIT_S = 600.0  # Of virtual time; a job takes a few seconds, and a dead worker a lease.
 LEASE_S = 3.0
 TICK_S = 0.5
+WINDOW_TICK_S = 0.05
 LOOK_S = 0.05
 PULL_WAIT_S = 1.0
 RETRY_S = 0.7
@@ -533,6 +534,8 @@ class FaultyCluster(Cluster):
             worker.start()
         for shard in self.shards:
             self.loop.after(TICK_S, partial(self._tick, shard))
+            if self.case.rule.counts_late:
+                self.loop.after(WINDOW_TICK_S, partial(self._tick_windows, shard))
         for at_s in self.case.captures_s:
             self.loop.after(at_s, partial(self.captures.begin, self.shards))
         if self.case.captures_s:
@@ -573,6 +576,12 @@ class FaultyCluster(Cluster):
         self.check(shard)
         if not shard.is_over or shard.engine.requests.waiting:
             self.loop.after(TICK_S, partial(self._tick, shard))
+
+    def _tick_windows(self, shard: SimulatedShard) -> None:
+        shard.engine.tick_windows()
+        self.check(shard)
+        if not shard.is_over:
+            self.loop.after(WINDOW_TICK_S, partial(self._tick_windows, shard))
 
     def _look(self) -> None:
         """Looks at the checkpoints while a worker trains."""

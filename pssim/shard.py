@@ -267,6 +267,7 @@ class SimulatedShard:
     def tick(self) -> None:
         """Declares silent workers lost, and answers pulls that have waited too long."""
         self.engine.tick()
+        self.engine.tick_windows()
 
     # ----- a crash
 

@@ -33,6 +33,7 @@ from psworker.compression.error_feedback import choose
 from psworker.model.flat import FlatModel, describe
 
 RAW = NoCompression()
+WINDOW_TICK_S = 1e-3
 Gradient = Callable[[nn.Module, int, int], float]  # Model, rank, step: backward; returns the loss.
 # Cluster, rank, the step that has just ended, its loss.
 OnStep = Callable[["TrainingCluster", int, int, float], None]
@@ -296,6 +297,8 @@ class TrainingCluster(Cluster):
         """
         for worker in self.workers:
             self.loop.after(0.0, worker.resume)
+        if self.job.rule.counts_late:
+            self.loop.after(WINDOW_TICK_S, self._tick_windows)
         with quiet():
             is_over = self.loop.run(until_s)
         self.require_sound()
@@ -303,6 +306,12 @@ class TrainingCluster(Cluster):
         if is_over and waiting and not self.loop.is_stopped:
             raise RuntimeError(f"workers {waiting} wait for ever at {self.now_s} s")
         return self
+
+    def _tick_windows(self) -> None:
+        for shard in self.shards:
+            shard.engine.tick_windows()
+        if not all(worker.is_over for worker in self.workers):
+            self.loop.after(WINDOW_TICK_S, self._tick_windows)
 
     def require_sound(self) -> None:
         """Raises a shard's error, which only a bug can cause."""

@@ -137,6 +137,23 @@ class Rule(ABC):
         """
         return 1
 
+    def least(self, num_expected: int, num_workers: int) -> int:
+        """Returns how many workers have to be in before the window of a step begins.
+
+        A step with `fan_in` pushes closes at once. The arguments are those of `fan_in`.
+        """
+        return self.fan_in(num_expected, num_workers)
+
+    @property
+    def counts_late(self) -> bool:
+        """Whether a push whose step has closed enters the step that is open."""
+        return False
+
+    @property
+    def window_s(self) -> float:
+        """Seconds that a step with its least number of workers stays open; negative: it adapts."""
+        return 0.0
+
     def steps_open(self) -> int:
         """Returns how many steps beyond the newest update a push may be; more waits (in steps)."""
         return UNBOUNDED

@@ -307,11 +307,22 @@ class Shard:
 
     # ----- pushes, pulls, barriers
 
-    def decide_push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
+    def tick_windows(self, job: Job, now_s: float) -> Actions:
+        """Closes the steps of a job whose windows are over."""
+        return [
+            item
+            for table in job.tables.values()
+            if table.spec.rule.counts_late
+            for item in self._noted(job, table, lambda clock: clock.tick(now_s))
+        ]
+
+    def decide_push(
+        self, job: Job, address: Address, push: Push, token: Token, now_s: float = 0.0
+    ) -> Actions:
         """Decides on one push (`SliceClock.push`)."""
         table = job.table(address.table)
         clock = table.clock(address.slice)
-        actions = clock.push(push, token)
+        actions = clock.push(push, token, now_s)
         if push.role is Role.STATE:  # The step is that of the state.
             table.spec = replace(table.spec, origin=Origin(clock.progress(), push.step))
         job.counters.num_pushes += 1

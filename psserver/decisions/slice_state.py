@@ -10,6 +10,7 @@ from psserver.decisions.participants import Participants
 from psserver.decisions.progress import Progress
 from psserver.decisions.slice_workers import SliceWorkers
 from psserver.decisions.waiting_pulls import WaitingPulls
+from psserver.decisions.window import Window
 
 
 class SliceState:
@@ -35,6 +36,7 @@ class SliceState:
         self._workers = SliceWorkers(participants)
         self._open = OpenSteps(rule, self._workers)
         self._pulls = WaitingPulls()
+        self.window = Window(rule.window_s)  # Of the open step.
         # When the job began, or its present life. Invariant: not above `version`, but for a version
         # of 0 before there are weights.
         self._first_version = 0

@@ -309,6 +309,15 @@ class Engine:
             self.requests.put_off()
             return lost
 
+    def tick_windows(self) -> None:
+        """Closes the rounds whose windows are over; the owner calls it many times a second."""
+        with self.lock:
+            now_s = self.now()
+            for job in self.jobs.values():
+                actions = self.shard.tick_windows(job.job, now_s)
+                if actions:
+                    self.requests.execute(job, actions)
+
     # ----- views
 
     @property

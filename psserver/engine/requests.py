@@ -112,7 +112,7 @@ class Requests:
             if push.role not in LOADS:
                 request.step = push.step
             former = table.spec
-            actions = self.shard.decide_push(job.job, address, push, request)
+            actions = self.shard.decide_push(job.job, address, push, request, self.now())
             if table.spec is not former:  # Its steps are counted from another origin now.
                 job.recorder.note_table(table)
             if self.timeline is not None:
