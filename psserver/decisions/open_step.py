@@ -17,8 +17,8 @@ class OpenStep:
     key: int  # The step, or 0 in an asynchronous mode. Invariant: its key in `open_steps`.
     # By rank: counted, not yet added. Invariant: no rank of `added`, each under its own rank.
     held: dict[int, tuple[Push, Token]] = field(default_factory=dict)
-    # Added, each with its weight in the mean. Invariant: one push of each worker and step; in a mode
-    # by step all of this step, and where late pushes count also of earlier ones.
+    # Added, each with its weight in the mean. Invariant: in a mode by step one push of each worker
+    # and step, all of this step or, where late pushes count, also of earlier ones.
     added: list[tuple[Push, float]] = field(default_factory=list)
 
     # Workers of an asynchronous mode whose push was left out, as others have ended.

@@ -93,9 +93,7 @@ class OpenSteps:
         fan_in, least = workers.fan_in(self.rule, len(ranks)), workers.least(self.rule, len(ranks))
         if self.rule.counts_late:
             fan_in = UNBOUNDED  # A worker may be in with a late push, and with this step's.
-        return open_step.fill(
-            ranks, fan_in, in_order=least >= len(ranks), is_weighted=not is_alone
-        )
+        return open_step.fill(ranks, fan_in, in_order=least >= len(ranks), is_weighted=not is_alone)
 
     # ----- full steps
 

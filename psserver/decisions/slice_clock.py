@@ -12,7 +12,8 @@ collects by step, each open step collects its own pushes (open_steps.py). Gradie
 order of the ranks, so that the sum has the same bits in every run; one that arrives before a lower
 rank's is held, and acknowledged all the same. Steps close in order, and closing step t makes
 version t+1. With a quorum a step may close when its window is over (window.py), of which `tick`
-tells the time; a push that comes later enters the step that is open. In an asynchronous mode there is one collection, and it closes after `fan_in` arrivals.
+tells the time; a push that comes later enters the step that is open. In an asynchronous mode there
+is one collection, and it closes after `fan_in` arrivals.
 
 A push is parked (parking.py), neither counted nor acknowledged, if it is too far ahead, if an
 elastic job has too few workers, or if it may wait for the others of its step. No step waits for a

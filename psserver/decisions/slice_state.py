@@ -79,6 +79,11 @@ class SliceState:
 
     # ----- for people and tests
 
+    def ranks_in(self) -> list[int]:
+        """Returns the ranks whose push is in the open step, in order."""
+        open_step = self._open.steps.get(max(self.version, 0))
+        return [] if open_step is None else sorted(open_step.ranks())
+
     @property
     def is_short(self) -> bool:
         """Whether there are fewer workers than the job needs: nothing is counted meanwhile."""

@@ -113,6 +113,16 @@ class TableView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundView:
+    """The open round of a table whose rounds may close with a quorum, in its furthest slice."""
+
+    table: str
+    num_in: int  # Workers whose move is in.
+    window_s: float
+    num_late: int  # Moves that entered a later round than theirs, since the process began.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     """One job."""
 
@@ -135,6 +145,7 @@ class JobView:
     num_lost: int
     has_checkpoint: bool  # Whether this process has given its part of a whole one.
     checkpoint_age_s: float  # Since then, or since this process has the job.
+    rounds: tuple[RoundView, ...] = ()  # Of tables whose rounds have a quorum.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +200,24 @@ def view_of(job: Job, waits: Waits, now_s: float, saves: Saves) -> JobView:
         num_lost=job.membership.num_lost,
         has_checkpoint=saves.has_any,
         checkpoint_age_s=now_s - saves.since_s,
+        rounds=_rounds(job),
     )
+
+
+def _rounds(job: Job) -> tuple[RoundView, ...]:
+    found = []
+    for name, table in job.tables.items():
+        if table.spec.rule.counts_late and table.clocks:
+            clock = max(table.clocks.values(), key=lambda clock: clock.version)
+            found.append(
+                RoundView(
+                    table=name,
+                    num_in=len(clock.ranks_in()),
+                    window_s=clock.window.length_s,
+                    num_late=max(clock.window.num_late for clock in table.clocks.values()),
+                )
+            )
+    return tuple(found)
 
 
 def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
