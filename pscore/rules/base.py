@@ -137,6 +137,10 @@ class Rule(ABC):
         """
         return 1
 
+    def steps_open(self) -> int:
+        """Returns how many steps beyond the newest update a push may be; more waits (in steps)."""
+        return UNBOUNDED
+
     def least(self, num_expected: int, num_workers: int) -> int:
         """Returns how many workers have to be in before the window of a step begins.
 
@@ -153,10 +157,6 @@ class Rule(ABC):
     def window_s(self) -> float:
         """Seconds that a step with its least number of workers stays open; negative: it adapts."""
         return 0.0
-
-    def steps_open(self) -> int:
-        """Returns how many steps beyond the newest update a push may be; more waits (in steps)."""
-        return UNBOUNDED
 
     def scale(self, staleness: int) -> float:
         """Returns the factor on a gradient that is `staleness` updates old."""

@@ -22,7 +22,7 @@ from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import Actions, Job, Shard
+from psserver.decisions.shard import Actions, Job, Shard, close_windows
 from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
@@ -314,7 +314,7 @@ class Engine:
         with self.lock:
             now_s = self.now()
             for job in self.jobs.values():
-                actions = self.shard.tick_windows(job.job, now_s)
+                actions = close_windows(job.job, now_s)
                 if actions:
                     self.requests.execute(job, actions)
 

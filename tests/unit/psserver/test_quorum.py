@@ -128,7 +128,7 @@ def test_after_a_restart_the_window_begins_with_the_first_tick() -> None:
 
 
 def closed(window: Window, step: int, at_s: float, *lates: float) -> None:
-    """Makes one round: its quorum at `at_s`, then others, of whom the last one closes it."""
+    """Makes one round: its quorum at `at_s`, then others; the last one closes it."""
     window.tick(at_s)
     window.is_over(step)
     for late_s in lates:
