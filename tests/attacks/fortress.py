@@ -1,4 +1,4 @@
-"""A shard that lets in only who has a certificate and a token, and what it takes to knock."""
+"""A shard that admits only peers with a certificate and a token, and the attempts to connect."""
 
 import datetime
 import socket

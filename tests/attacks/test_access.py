@@ -47,7 +47,7 @@ def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 
 @pytest.fixture
 def stronghold(strong: Fortress) -> Iterator[Fortress]:
-    """The shard; whatever a test does, the other job's next step works."""
+    """The shard; after each test the next step of the other job works."""
     yield strong
     assert psutil.pid_exists(strong.pid)
     strong.still_works()

@@ -178,7 +178,8 @@ def test_gradients_are_accumulated_where_they_are_sent_from_if_the_step_waits(
     expected = results["grpc", True][0][1]
     for (plane, _), workers in results.items():
         for is_view, weights in workers:
-            # Over a network a delayed mode does not wait for what the next backward overwrites.
+            # Over a network a delayed mode does not wait for gradients that the next backward
+            # overwrites.
             assert is_view == (plane == "local" or mode == "ssgd")
             for name, weight in weights.items():
                 assert np.array_equal(weight, expected[name]), (plane, name)
@@ -323,7 +324,7 @@ class Cutter:
             while data := source.recv(1 << 14):
                 sent += len(data)
                 if counts and sent > self._left and self._is_first():
-                    sink.sendall(data[:100])  # What comes through is a piece of a frame.
+                    sink.sendall(data[:100])  # Only a piece of a frame comes through.
                     break
                 sink.sendall(data)
         for end in (source, sink):

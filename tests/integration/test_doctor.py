@@ -1,4 +1,4 @@
-"""`psserver doctor` and `psworker doctor` against real shards: what is wrong is found and named."""
+"""`psserver doctor` and `psworker doctor` against real shards: they find faults and name them."""
 
 import json
 from collections.abc import Iterator
