@@ -96,7 +96,7 @@ def test_a_choice_that_does_not_pace_is_the_systems_at_once(
     congestion.choose(connection, usual)
     assert congestion.name_of(connection) == usual
     monkeypatch.setattr(congestion, "PACED", usual)
-    congestion.choose(connection, usual)  # As if its route had asked for what it has.
+    congestion.choose(connection, usual)  # As if its route had asked for the one that it has.
     assert not len(congestion.FOLLOWED)
 
 
