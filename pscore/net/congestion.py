@@ -1,4 +1,4 @@
-"""The congestion control of bulk connections: without pacing between hosts that are near.
+"""The congestion control of data connections: without pacing between hosts that are near.
 
 A host has several such connections, which send in bursts. When one of them pauses, a window lets
 the others use its share at once. A paced rate (BBR) needs many round trips to rise: on four hosts

@@ -269,10 +269,10 @@ def test_without_a_local_socket_it_is_tcp_and_the_log_says_why(
     transport.close()
     assert (transport.name, transport.shares_memory) == ("tcp", False)
     (line,) = [record.getMessage() for record in caplog.records if "is tcp" in record.message]
-    assert "local: no bulk connection to paceline-nobody: " in line
+    assert "local: no data connection to paceline-nobody: " in line
 
 
-def test_without_a_bulk_port_it_is_grpc_and_the_log_says_why(
+def test_without_a_data_port_it_is_grpc_and_the_log_says_why(
     shards: Shards, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "paceline")
@@ -280,7 +280,7 @@ def test_without_a_bulk_port_it_is_grpc_and_the_log_says_why(
     transport.close()
     assert transport.name == "grpc"
     (line,) = [record.getMessage() for record in caplog.records if "is gRPC" in record.message]
-    assert "local: the shard is on another host; tcp: the shard has no bulk port" in line
+    assert "local: the shard is on another host; tcp: the shard has no data port" in line
 
 
 # ----- a connection that is cut

@@ -1,4 +1,4 @@
-"""The choice of a bulk connection's congestion control."""
+"""The choice of a data connection's congestion control."""
 
 from __future__ import annotations
 
