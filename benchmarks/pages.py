@@ -465,7 +465,6 @@ PAGES = (
     "docs/convergence.md",
     "docs/dataplane.md",
     "docs/links.md",
-    "docs/notes/dataplane.md",
     "docs/pipelines.md",
     "docs/recovery.md",
     "docs/reference.md",

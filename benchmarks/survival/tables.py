@@ -86,9 +86,10 @@ def _runs() -> dict[str, Any]:
 
 def _setup(run: dict[str, Any]) -> str:
     setup = run["setup"]
+    plural = "s" * (setup["workers"] > 1)
     return (
-        f"{setup['workers']} workers, {setup['shards']} shards, {setup['numel']:,} parameters, "
-        f"`{setup['mode']}`"
+        f"{setup['workers']} worker{plural}, {setup['shards']} shards, "
+        f"{setup['numel']:,} parameters, `{setup['mode']}`"
     )
 
 

@@ -77,7 +77,7 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
 
 
 def tune(connection: socket.socket, congestion: bytes = b"") -> None:
-    """Sets the options of a bulk connection: no delay for small frames, and the sizes of buffers.
+    """Sets the options of a data connection: no delay for small frames, and the sizes of buffers.
 
     TCP adapts its buffers to the bytes under way; a size set here is an upper limit. Between two
     processes of one host there is no latency to hide, and small buffers are faster.

@@ -1,6 +1,6 @@
 """TLS for stream sockets, with readable reasons when a handshake fails.
 
-Python's SSLSocket must not be read by one thread while another writes, which bulk connections do
+Python's SSLSocket must not be read by one thread while another writes, which data connections do
 all the time. `TLSSocket` holds a lock on OpenSSL's state for at most one record (16 KiB), and waits
 for the network without it.
 """

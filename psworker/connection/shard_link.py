@@ -126,7 +126,7 @@ class Link:
         self._channel.close()
 
     def _endpoint(self) -> Endpoint:
-        """Asks the shard where its bulk data plane listens."""
+        """Asks the shard where its data sockets listens."""
         reply = self.call(self.control.Describe, pb.DescribeRequest())
         self._check(reply.instance)
         host = self.address.rpartition(":")[0].strip("[]")

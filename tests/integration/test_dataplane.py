@@ -178,7 +178,8 @@ def test_gradients_are_accumulated_where_they_are_sent_from_if_the_step_waits(
     expected = results["grpc", True][0][1]
     for (plane, _), workers in results.items():
         for is_view, weights in workers:
-            # Over a network a delayed mode does not wait for what the next backward overwrites.
+            # Over a network a delayed mode does not wait for gradients that the next backward
+            # overwrites.
             assert is_view == (plane == "local" or mode == "ssgd")
             for name, weight in weights.items():
                 assert np.array_equal(weight, expected[name]), (plane, name)
@@ -268,10 +269,10 @@ def test_without_a_local_socket_it_is_tcp_and_the_log_says_why(
     transport.close()
     assert (transport.name, transport.shares_memory) == ("tcp", False)
     (line,) = [record.getMessage() for record in caplog.records if "is tcp" in record.message]
-    assert "local: no bulk connection to paceline-nobody: " in line
+    assert "local: no data connection to paceline-nobody: " in line
 
 
-def test_without_a_bulk_port_it_is_grpc_and_the_log_says_why(
+def test_without_a_data_port_it_is_grpc_and_the_log_says_why(
     shards: Shards, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "paceline")
@@ -279,7 +280,7 @@ def test_without_a_bulk_port_it_is_grpc_and_the_log_says_why(
     transport.close()
     assert transport.name == "grpc"
     (line,) = [record.getMessage() for record in caplog.records if "is gRPC" in record.message]
-    assert "local: the shard is on another host; tcp: the shard has no bulk port" in line
+    assert "local: the shard is on another host; tcp: the shard has no data port" in line
 
 
 # ----- a connection that is cut
@@ -323,7 +324,7 @@ class Cutter:
             while data := source.recv(1 << 14):
                 sent += len(data)
                 if counts and sent > self._left and self._is_first():
-                    sink.sendall(data[:100])  # What comes through is a piece of a frame.
+                    sink.sendall(data[:100])  # Only a piece of a frame comes through.
                     break
                 sink.sendall(data)
         for end in (source, sink):

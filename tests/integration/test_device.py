@@ -1,6 +1,7 @@
 """The way of a gradient from a device to the shards, with the CPU's memory standing for a GPU's.
 
-What is tested is what a GPU shares with it: checks, torch's encoders, copies, the sending thread.
+The tests cover the parts that a GPU shares with it: checks, torch's encoders, copies, the sending
+thread.
 """
 
 import contextlib

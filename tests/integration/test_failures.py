@@ -1,4 +1,4 @@
-"""Workers that end early, in whatever way, hang nobody; shards of a script's own end with it."""
+"""Workers that end early, in any way, block no other; shards of a script's own end with it."""
 
 import os
 import re

@@ -37,12 +37,12 @@ MODES = {
 RAW = ("none", "none")
 COMPILED_S = 100.0  # Until kernels are, on a machine that has never run them.
 PULLED = ("2bit", "1bit", "topk", "int8")
-# Of gradients and of what is pulled; every compressor meets some mode.
+# Of gradients and of pulled weights; every compressor meets some mode.
 PAIRS = [
     (first, PULLED[number % len(PULLED)])
     for number, first in enumerate(name for name in COMPRESSORS if name != "none")
 ]
-# What is raw is tested for every mode in tests/unit/psworker/test_peek.py.
+# Uncompressed pulls are tested for every mode in tests/unit/psworker/test_peek.py.
 CASES = [
     *((name, PAIRS[number % len(PAIRS)]) for number, name in enumerate(MODES)),
     ("dcasgd", RAW),
@@ -71,7 +71,7 @@ def look(model: Any, optimizer: psworker.DistributedOptimizer, captured: Weights
 
 
 def settle(optimizer: psworker.DistributedOptimizer) -> None:
-    """Waits until nothing is on its way: what comes next does not depend on who is faster."""
+    """Waits until nothing is on its way: the next events do not depend on workers' speeds."""
     exchange = optimizer._table.exchange
     slices = range(len(exchange.layout.slices))
     wait_until(lambda: not exchange.is_busy() and all(map(exchange.has_landed, slices)))

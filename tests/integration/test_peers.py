@@ -355,7 +355,7 @@ def test_shards_keep_the_average_of_the_last_models(
     for name, start, numel in found[0]["names"]:
         expected = mean[start : start + numel]
         assert relative_error(exported[name].ravel(), expected) < 1e-6, name
-        if mode != "adpsgd":  # Whose workers do not wait for each other at their end.
+        if mode != "adpsgd":  # Modes whose workers do not wait for each other at their end.
             assert all(np.array_equal(one["end"][name], exported[name]) for one in found)
 
 

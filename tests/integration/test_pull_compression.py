@@ -36,7 +36,7 @@ def resyncs(optimizer: psworker.DistributedOptimizer) -> int:
 
 
 def train(me: Station, mode: str, options: dict[str, Any], spoil: int = -1) -> dict[str, Any]:
-    """Trains; before step `spoil` one bit of what worker 1 holds is changed."""
+    """Trains; before step `spoil` one bit of worker 1's estimate is changed."""
     model = make_model()
     optimizer = wrap(model, mode=mode, **options)
     during, shown = [], []

@@ -227,7 +227,7 @@ def hold_still(me: Station, mode: str) -> float:
 def test_the_rounding_of_a_bfloat16_model_is_not_taken_for_a_move(
     shards: Shards, mode: str
 ) -> None:
-    """Each round would otherwise pull the shards' weights to what bfloat16 can hold."""
+    """Otherwise each round would round the shards' weights to bfloat16."""
     assert shards.run(hold_still, mode) == [2.0**-9, 2.0**-9]
 
 

@@ -129,7 +129,7 @@ def work_units(
     return weight.detach().numpy().copy(), optimizer.traffic.num_too_late
 
 
-SINGLE, MEAN = 2.0, 1.0  # What a gradient of 2 moves: alone, and in a mean of two.
+SINGLE, MEAN = 2.0, 1.0  # The move by a gradient of 2: alone, and in a mean of two.
 CHANGES = {
     "asgd to ssgd": (("asgd", "ssgd"), ((4, 4), (3, 3)), {0: SINGLE, 4: MEAN}),
     "ssgd to asgd": (("ssgd", "asgd"), ((4, 4), (3, 3)), {0: MEAN, 4: SINGLE}),

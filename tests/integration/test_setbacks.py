@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import psworker
-from psworker.connection.exchange import Exchange
+from pscore.types import SliceSpec
+from psworker.connection.push_maker import PushMaker
 from tests.integration.cluster import Shards, Station
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
@@ -97,7 +98,7 @@ def train(me: Station, fault: Fault | None, options: dict[str, Any], ends: bool)
             if not options.get("overlap"):
                 assert all((residual(optimizer)[name] == spoilt[name]).all() for name in spoilt)
             optimizer.param_groups[0]["lr"] = lr
-            if fault is overflow:  # What was put there for this test.
+            if fault is overflow:  # The value that this test put there.
                 optimizer._table.exchange.load_compressor_state(kept)
             look(model, optimizer)
             if ends:
@@ -168,11 +169,11 @@ def be_refused(me: Station, mode: str, scale: float) -> tuple[int, dict[str, np.
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 0.0)
     scaler.scale(torch.zeros(()))  # From now on it has its scale, which changes no gradient here.
     optimizer = wrap(model, mode=mode, compression="2bit", overlap=False)
-    make = Exchange._make
+    make = PushMaker.make
 
-    def nonsense(self: Exchange, index: int, *args: Any, **options: Any) -> Any:
-        header, payload = make(self, index, *args, **options)
-        header.samples = -1.0 if index == 1 else header.samples
+    def nonsense(maker: PushMaker, spec: SliceSpec, *args: Any, **options: Any) -> Any:
+        header, payload = make(maker, spec, *args, **options)
+        header.samples = -1.0 if spec.index == 1 else header.samples
         return header, payload
 
     for step in range(STEPS):
@@ -180,7 +181,7 @@ def be_refused(me: Station, mode: str, scale: float) -> tuple[int, dict[str, np.
         backward(model, *batch(me.rank, step))
         if step == BAD and me.rank == 0:
             with (
-                mock.patch.object(Exchange, "_make", nonsense),
+                mock.patch.object(PushMaker, "make", nonsense),
                 pytest.raises(psworker.RemoteProtocolError, match="weight of a push is -1"),
             ):
                 step_and_wait(optimizer, scaler)

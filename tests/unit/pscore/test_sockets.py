@@ -1,4 +1,4 @@
-"""Frames on a stream socket: what arrives is what was sent, or an error that says what is wrong."""
+"""Frames on a stream socket: the sent bytes arrive, or an error names the fault."""
 
 import socket
 import struct

@@ -177,7 +177,7 @@ def test_an_asynchronous_mode_asks_when_backward_is_over_for_weights_that_are_ne
 
 
 def test_a_pull_is_not_asked_for_before_the_one_before_it_was_used() -> None:
-    """A delay of one step: what has landed is the base of this step's local update."""
+    """A delay of one step: the pull that has landed is the base of this step's local update."""
     replica, port = make("od(warmup=0, local=sgd)")
     own = grads(replica, 1.0)
     push_all(replica, port, own, in_backward=True)
