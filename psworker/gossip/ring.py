@@ -57,7 +57,7 @@ class Ring(Gossip):
                 total = yield from self._sum(own)
         self._result, self.number = total, self.number + 1
         self.sight.num_exchanges += 1
-        self.model.scatter(total.copy())
+        self.model.scatter(total)
         self.model.update()
 
     def part(self) -> Waits:
