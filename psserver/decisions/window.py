@@ -34,7 +34,7 @@ class Window:
         """Starts before the first round.
 
         Args:
-            length_s: Of the window, in seconds; negative: it adapts.
+            length_s: Length of the window, in seconds; negative: it adapts.
         """
         self.now_s = 0.0
         self._is_timed = False  # Whether a time was heard; after a restart none was.
