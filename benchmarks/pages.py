@@ -317,7 +317,7 @@ def step_hosts() -> str:
             )
         ]
         head = ["mode", "step, ms", "max(compute, bytes / bandwidth), ms", "MB, busiest link"]
-        about = f"{case} (`{run['command']}`, {run['date']}, {run['machine']}):"
+        about = f"{case} ({run['date']}, {run['machine']}):"
         blocks.append(f"{about}\n\n{table(head, rows, 'lrrr')}")
     return "\n\n".join(blocks)
 
