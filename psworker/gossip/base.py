@@ -133,7 +133,7 @@ class Gossip(ABC):
 
         Args:
             rule: The mode.
-            rank: Of this worker.
+            rank: Rank of this worker.
             model: Its model.
             post: Sends to the others.
         """
@@ -173,7 +173,7 @@ class Gossip(ABC):
         Args:
             source: Its rank.
             incarnation: Its incarnation: another process counts its exchanges anew.
-            number: Of the exchange.
+            number: Number of the exchange.
             part: Index of the part of the model.
             values: The snapshot.
         """
