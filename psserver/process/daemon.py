@@ -89,7 +89,7 @@ class Daemon:
         self.plan = plan
         self.code = Exit.OK
         self._loop = asyncio.get_running_loop()
-        self._is_short = False  # Of descriptors: new connections are refused.
+        self._is_short = False  # Whether descriptors are short: connections are refused.
         self._ending = asyncio.Event()
         self.grace_s = plan.grace_s
         self._parent = os.getppid()
@@ -507,6 +507,6 @@ def main(text: str) -> None:
     sys.excepthook = log_crash
     descriptors.raise_limit()
     code = asyncio.run(serve(plan))
-    with contextlib.suppress(OSError):  # Of a full disk.
+    with contextlib.suppress(OSError):  # The disk may be full.
         sys.stderr.flush()
     os._exit(code)  # Without waiting for threads: of slices that are stuck, or connections.
