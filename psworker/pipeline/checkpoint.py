@@ -127,7 +127,7 @@ class Checkpoint:
         """Copies the state of an optimizer's parameters into it.
 
         Args:
-            optimizer: Of a stage; its hyperparameters stay.
+            optimizer: Optimizer of a stage; its hyperparameters stay.
             names: Name in the whole model of each parameter, by `id`.
         """
         whole = optimizer.state_dict()
@@ -147,7 +147,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
     """Returns the state of an optimizer's parameters, as a checkpoint has it.
 
     Args:
-        optimizer: Of a stage.
+        optimizer: Optimizer of a stage.
         names: Name in the whole model of each parameter, by `id`.
 
     Raises:

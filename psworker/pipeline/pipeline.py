@@ -105,15 +105,9 @@ class Pipeline:
         """
         environment = Environment.read()
         rank = environment.rank if rank is None else rank
-        replicas = [number for _, number in plan]
         _require(plan, mode, schedule, stash, minibatches)
         num_workers = num_workers or environment.num_workers
-        if num_workers != sum(replicas) or rank < 0:
-            raise ConfigError(
-                f"the plan has {sum(replicas)} workers, the job {num_workers}, and the "
-                f"rank is {rank}: start as many, with psworker run or torchrun"
-            )
-        self.place = Place.of_rank(rank, replicas)
+        self.place = _place_of(plan, rank, num_workers)
         blocks = chain_of(model, example)
         first, last = _ranges(blocks, plan)[self.place.stage]
         self.module = joined(blocks[first : last + 1])
@@ -331,6 +325,21 @@ class Pipeline:
                 f"awaited from replica {place.replica} of stage {place.stage}; start all again"
             )
         return found
+
+
+def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
+    """Returns the place of a rank.
+
+    Raises:
+        ConfigError: The plan has another number of workers.
+    """
+    replicas = [number for _, number in plan]
+    if num_workers != sum(replicas) or rank < 0:
+        raise ConfigError(
+            f"the plan has {sum(replicas)} workers, the job {num_workers}, and the "
+            f"rank is {rank}: start as many, with psworker run or torchrun"
+        )
+    return Place.of_rank(rank, replicas)
 
 
 def _require(plan: Plan, mode: str, schedule: str, stash: str, minibatches: int | None) -> None:
