@@ -23,6 +23,7 @@ from typer.main import get_command
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import table
+from benchmarks.survival import tables as survival_tables
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
 from psserver.decisions.shard import Shard
@@ -308,6 +309,26 @@ def _met(is_met: bool) -> str:
     return "met" if is_met else "**not met**"
 
 
+def versions() -> str:
+    """Returns a round of two checkouts by turns, from the result file."""
+    path = ROOT / "docs" / "results" / "versions.json"
+    run = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for case in run["cases"]:
+        other, this = (case[name] for name in ("the other", "this one"))
+        rows.append(
+            [
+                PATHS[case["plane"]],
+                f"`{case['case']}`",
+                *(f"{found['median_ms']:.3g} ({found['cpu_ms']:.3g})" for found in (other, this)),
+                f"{100 * (this['median_ms'] / other['median_ms'] - 1):+.1f} %",
+            ]
+        )
+    names = [f"{run[name]}, ms (CPU ms)" for name in ("other", "commit")]
+    about = f"`{run['command']}`, {run['date']}, {run['machine']}:"
+    return f"{about}\n\n" + table(["path", "case", *names, "median round"], rows, "llrrr")
+
+
 # ----- the cost of not overlapping: docs/training.md
 
 
@@ -429,6 +450,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dashboard": dashboard,
     "metrics": metrics,
     "transport": transport,
+    "versions": versions,
     "targets": targets,
     "hosts": hosts,
     "overlap": overlap,
@@ -436,6 +458,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rounds": rounds,
     **tables.TABLES,
     **exchange_tables.BLOCKS,
+    **survival_tables.BLOCKS,
 }
 PAGES = (
     "docs/dashboard.md",
@@ -443,6 +466,7 @@ PAGES = (
     "docs/dataplane.md",
     "docs/links.md",
     "docs/pipelines.md",
+    "docs/recovery.md",
     "docs/reference.md",
     "docs/rules/decentralised.md",
     "docs/rules/overlap.md",

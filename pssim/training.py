@@ -213,6 +213,7 @@ class TrainingWorker(Worker):
         for index in replica.front_first() if plan.push is Role.GRADIENT else ():
             yield from self.wait_for_pulls(replica.land(index))
             replica.push(index, self.grads[index], -1, samples, self.exchange)
+            replica.end_slice(index, self.grads[index], self.exchange)
         if plan.inner:
             self.inner_step(step)
         yield from self.wait_for_pulls(replica.finish(self.grads, self.exchange, samples))

@@ -149,11 +149,11 @@ class Connection:
                 self._return_reserved()
                 incoming = sockets.read_header(self._reader, reserve=self._reserve)
         except AccessError as problem:
-            log("refused", peer, kind="refused at bulk", where="bulk", reason=str(problem))
+            log("refused", peer, kind="refused at a data socket", where="data", reason=str(problem))
         except TransportError as problem:
-            log("bulk connection ended", peer, level=logging.INFO, reason=str(problem))
+            log("data connection ended", peer, level=logging.INFO, reason=str(problem))
         except (DecodeError, LimitError) as problem:
-            log("bulk connection refused", peer, reason=str(problem))
+            log("data connection refused", peer, reason=str(problem))
         finally:
             self._return_reserved()
             self.close()

@@ -61,7 +61,7 @@ def connect(endpoint: Endpoint, *, is_local: bool) -> tls.Stream:
             raise reason from problem
         if isinstance(problem, RemoteProtocolError):
             raise
-        raise TransportError(f"no bulk connection to {where}: {problem}") from problem
+        raise TransportError(f"no data connection to {where}: {problem}") from problem
     return connection
 
 

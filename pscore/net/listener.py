@@ -211,7 +211,7 @@ class Listener:
 
     def _note_refusal(self, reason: str) -> None:
         self._refused_s = time.monotonic()
-        self._service.log("bulk connection refused: too many are open", reason=reason)
+        self._service.log("data connection refused: too many are open", reason=reason)
 
     def _serve(self, accepted: socket.socket) -> None:
         """Serves one connection to its end."""
@@ -223,7 +223,7 @@ class Listener:
                 stream = self._secured(accepted, deadline_s)
             except OSError as problem:
                 self._pending.remove(accepted)
-                event, reason = "bulk handshake failed", str(problem)
+                event, reason = "data handshake failed", str(problem)
                 self._service.log(event, peer, level=logging.INFO, reason=reason)
                 return
             connection = Connection(

@@ -17,12 +17,12 @@ from pscore.errors import (
     JobMismatchError,
     LimitError,
     PacelineError,
-    RemoteProtocolError,
     UnknownJobError,
 )
-from pscore.rules.base import Rule, require_sizes
-from pscore.table_spec import COUNT_MAX, TableSpec
+from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
 from pscore.types import Origin, Pull, Push, Role
+from psserver.decisions import mode_switch
 from psserver.decisions.barriers import Barrier
 from psserver.decisions.job import Job as Job  # Also from here, for those who drive a shard.
 from psserver.decisions.lifetime import Lifetimes, is_repeated
@@ -236,12 +236,8 @@ class Shard:
     def step_aside(self, job: Job, index: int, rank: int, change: ChangeId) -> Actions:
         """Stops waiting for a worker at a table's steps until the mode has been changed."""
         table = job.table(index)
-        if change[-1] > COUNT_MAX:
-            raise RemoteProtocolError(f"worker {rank} is at step {change[-1]}, beyond {COUNT_MAX}")
-        known = table.changed.get(rank, ())
-        if change[:1] == known[:1] and change <= known:
-            return []  # A repeated message that came late.
-        table.participants.aside[rank] = change
+        if not mode_switch.set_aside(table, rank, change):
+            return []
         return self._noted(job, table, lambda clock: clock.recheck())
 
     def change(self, job: Job, index: int, rank: int, rule: Rule) -> Actions | None:
@@ -254,44 +250,17 @@ class Shard:
             LimitError: There is no memory for the steps that the mode leaves open.
         """
         table = job.table(index)
-        aside = table.participants.aside
-        if rank not in aside:
-            if str(rule) != str(table.spec.rule):
-                raise JobMismatchError(
-                    f"job {job.name!r}: this worker changes the mode to {rule}, another one to "
-                    f"{table.spec.rule} "
-                    "in the job"
-                )
+        if mode_switch.is_done(job, table, rank, rule):
             return None
         try:
-            self._check_change(job, table, rule)
+            mode_switch.require_possible(job, table, rule)
+            self._require_memory(job, table, table.memory_under(rule) - table.memory_nbytes)
         except PacelineError:
-            aside.clear()  # The workers continue in the former mode, if they do.
+            table.participants.aside.clear()  # The workers continue in the former mode, if they do.
             raise
-        table.changed |= aside
         actions = self._noted(job, table, lambda clock: clock.change(rule))
-        table.former, table.epoch = table.spec.rule, table.epoch + 1
-        # All continue from the newest version, and from the largest step of any worker.
-        clock = max((max(clock.version, 0) for clock in table.clocks.values()), default=0)
-        step = max((step for *_, step in filter(None, aside.values())), default=0)
-        table.spec = replace(table.spec, rule=rule, origin=Origin(clock, step))
-        aside.clear()
+        mode_switch.switch(table, rule)
         return actions
-
-    def _check_change(self, job: Job, table: Table, rule: Rule) -> None:
-        if rule.outer_optimizer != table.spec.rule.outer_optimizer:
-            raise ConfigError(
-                f"{table.spec.rule} cannot become {rule} while it runs: the shards run another "
-                "optimizer then"
-            )
-        require_sizes(rule, job.membership.num_workers, job.membership.min_workers)
-        others = [who for who in job.membership.expected() if who not in table.participants.aside]
-        if others:
-            raise RemoteProtocolError(
-                f"job {job.name!r}: the mode is to be changed to {rule}, but "
-                f"{job.membership.describe(others[0])} has not stepped aside for it"
-            )
-        self._require_memory(job, table, table.memory_under(rule) - table.memory_nbytes)
 
     def _noted(
         self, job: Job, table: Table, decide: Callable[[SliceClock], list[Action]]

@@ -155,7 +155,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         cluster: str,
         instance: int,
         drain: Callable[[float], None],
-        bulk: Listener | None = None,
+        data: Listener | None = None,
         set_aside: Callable[[str], str] = lambda _: "",
     ) -> None:
         """Serves `engine`.
@@ -165,7 +165,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             cluster: Name that all shards of one start share.
             instance: Random number of this start of this shard.
             drain: Called with the seconds of grace when somebody asks the shard to stop.
-            bulk: The bulk data plane, if this shard has one.
+            data: The listener of data sockets, if this shard has one.
             set_aside: Called with the name of a job that was forgotten; moves its checkpoints
                 aside, and returns where they are, or nothing if there are none.
         """
@@ -174,7 +174,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._cluster = cluster
         self._instance = instance
         self._drain = drain
-        self._bulk = bulk
+        self._data = data
         self._process = psutil.Process()
         self._status = SharedView(self._make_status)
         self.closed = ""  # Why workers cannot join yet; empty if they can.
@@ -191,8 +191,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             protocol=wire.PROTOCOL,
             version=metadata.version("paceline"),
             instance=self._instance,
-            bulk_port=0 if self._bulk is None else self._bulk.port,
-            bulk_local="" if self._bulk is None else self._bulk.local,
+            bulk_port=0 if self._data is None else self._data.port,
+            bulk_local="" if self._data is None else self._data.local,
             now_s=time.time(),
         )
 

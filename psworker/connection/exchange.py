@@ -9,15 +9,13 @@ again, and with shared memory the shard reads it in place.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from pscore.errors import GradientError
 from pscore.net import wire
 from pscore.partition import Layout
 from pscore.pb.ps.v1 import data_pb2
@@ -26,13 +24,14 @@ from pscore.table_spec import TableSpec
 from pscore.types import FloatArray, Push, Role
 from psworker.compression.pull_estimate import PulledEstimate
 from psworker.connection.answer_wait import AnswerWait
-from psworker.connection.headers import pull_header, push_header, upload_header
+from psworker.connection.headers import pull_header, upload_header
 from psworker.connection.missed import Missed
 from psworker.connection.payloads import Payloads
+from psworker.connection.push_maker import Made, PushMaker
 from psworker.connection.residuals import Residuals
 from psworker.connection.session import Session
 from psworker.connection.shared_grads import SharedGrads
-from psworker.connection.trace import note_payload, note_pull, note_push
+from psworker.connection.trace import note_pull, note_push
 from psworker.connection.traffic import Traffic, pulled_nbytes
 from psworker.model.device import is_on_device
 from psworker.replica.ports import PullBuffer
@@ -80,7 +79,6 @@ class Exchange:
         self.session, self.spec, self.layout = session, spec, spec.layout()
         own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
         self.traffic, self.missed = Traffic(), Missed(len(own))
-        self._counting = threading.Lock()  # Several threads make pushes.
         self._timeline = session.timeline
         self._num_changes = 0  # Of the mode.
         self.table, self.origin = session.define(spec)
@@ -92,6 +90,9 @@ class Exchange:
         self._pulled_steps: dict[int, int] = {}  # The steps that the last pulls wait for.
         self.answers = AnswerWait(session, spec.name, self.layout, self._raise_failed)
         self.payloads = Payloads(memory, spec.compressor, self.grads, self._key, own)
+        self._maker = PushMaker(
+            payloads=self.payloads, traffic=self.traffic, timeline=self._timeline
+        )
         places = session, self.table, self.layout
         self._residuals = Residuals(*places, self.payloads.feedback, self._pushes)
 
@@ -115,8 +116,9 @@ class Exchange:
         compressor = self.spec.compressor.name if feedback is not None and not flush else ""
         sender = self._sender()  # Now: this worker may have rejoined when the push leaves.
 
-        def make() -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
-            return self._make(index, push, sender, payload, compressor, shared=shared)
+        def make() -> Made:
+            spec = self.layout.slices[index]
+            return self._maker.make(spec, push, sender, payload, compressor, shared=shared)
 
         call = PushCall(make=make, slice=index, is_shared=shared, waits=is_on_device(grad))
         if self._timeline is not None:
@@ -313,34 +315,6 @@ class Exchange:
             worker=session.rank,
             incarnation=session.incarnation,
         )
-
-    def _make(
-        self,
-        index: int,
-        push: Push,
-        sender: data_pb2.Sender,
-        payload: Callable[[], memoryview],
-        compressor: str,
-        *,
-        shared: bool,
-    ) -> tuple[data_pb2.PushHeader, Sequence[memoryview]]:
-        """Returns header and payload of one push."""
-        spec = self.layout.slices[index]
-        header = push_header(spec, push, sender, compressor, shared=shared)
-        begin_ns = 0 if self._timeline is None else self._timeline.now_ns()
-        try:
-            data = payload()
-        except GradientError as problem:  # Found after the copy from a device; the step still ends.
-            self.payloads.refuse(problem)
-            header.present, header.compressor = wire.pack_bits(0, len(spec.segments)), ""
-            header.shared = header.may_wait = False
-            return header, ()
-        if self._timeline is not None and compressor:
-            note_payload(self._timeline, begin_ns, index, push, data.nbytes, compressor)
-        with self._counting:
-            self.traffic.num_pushes += 1
-            self.traffic.pushed_nbytes += data.nbytes if push.present else 0
-        return header, () if shared or push.present == 0 else (data,)
 
 
 def _is_answered(push: Future[data_pb2.PushReply]) -> bool:

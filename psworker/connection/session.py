@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Sequence
 
-from pscore.errors import ShardMapError, StateLostError
 from pscore.net.credentials import ANYONE, Credentials
 from pscore.observe.timeline import Timeline
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec, plugin_to_proto
 from pscore.types import Origin
+from psworker.connection.barrier_wait import wait_at_barrier
+from psworker.connection.declare import declare
 from psworker.connection.group_joining import GroupJoining
 from psworker.connection.heartbeats import Heartbeats
 from psworker.connection.joining import Joining, Member
@@ -24,17 +24,6 @@ from psworker.connection.shard_link import Link
 from psworker.group.local_group import LocalGroup
 
 log = logging.getLogger("paceline")
-BARRIER_WAIT_MS = 5_000
-
-
-def _without_weights(address: str, job: str, table: str, step: int | None) -> StateLostError:
-    known = "" if step is None else f"; other shards have them at step {step}"
-    return StateLostError(
-        f"the shard at {address} is without the weights of {table!r} of job {job!r}: it was "
-        f"started again, or the job was forgotten there{known}. Restore a checkpoint with "
-        f"`psserver restore DIR --job {job}`, or run `psserver forget {job}` to start over; with "
-        "--state-dir shards keep what they have"
-    )
 
 
 class Session:
@@ -163,23 +152,10 @@ class Session:
             JobMismatchError: The job's table of this name is a different one; names the difference.
             StateLostError: A shard does not know a table that was declared before.
         """
-        name, table = spec.name, spec.to_proto()
         request = pb.DefineRequest(
-            job=self.job, worker=self.rank, incarnation=self.incarnation, table=table
+            job=self.job, worker=self.rank, incarnation=self.incarnation, table=spec.to_proto()
         )
-        tables, origins = set(), []
-        for link in self.links:
-            reply = link.call(link.control.Define, request)
-            tables.add(reply.table)
-            origins.append((reply.clock, reply.step))
-            step = self._joining.known.progress.get(name)
-            if (again and reply.created) or (step is not None and not reply.has_weights):
-                raise _without_weights(link.address, self.job, name, step)
-        if len(tables) != 1:
-            raise ShardMapError(
-                f"table {name!r} has different numbers on different shards: {tables}"
-            )
-        return int(tables.pop()), Origin(*max(origins))  # A shard may have no slice of the table.
+        return declare(self.links, request, self._joining.known.progress, again=again)
 
     def step_aside(self, table: int, number: int, step: int) -> None:
         """Asks the shards not to wait for this worker's pushes until mode change `number` is done.
@@ -244,23 +220,15 @@ class Session:
         """Waits for the other workers, and returns the maximum of their values."""
         number = self._joining.known.rounds.get(name, 0)
         self._joining.known.rounds[name] = number + 1
-        link = self.links[0]
         request = pb.BarrierRequest(
             job=self.job,
             worker=self.rank,
             incarnation=self.incarnation,
             name=name,
             round=number,
-            wait_ms=BARRIER_WAIT_MS,
             value=value,
         )
-        started_s = time.monotonic()
-        while not (reply := link.call(link.control.Barrier, request)).done:
-            waited_s = time.monotonic() - started_s
-            log.warning(
-                "worker %d has waited %.0f s for %s", self.rank, waited_s, reply.waiting_for
-            )
-        return float(reply.value)
+        return wait_at_barrier(self.links[0], request)
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
         """Reports this worker to the directory of a table's peers, on the first shard.

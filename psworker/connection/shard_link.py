@@ -109,7 +109,7 @@ class Link:
         if self._transport is not None:
             self._transport.close()
         self._transport = choose(
-            data_plane, self.address, self._endpoint, self.patience, self.credentials
+            data_plane, self.address, self.endpoint, self.patience, self.credentials
         )
 
     @property
@@ -130,8 +130,8 @@ class Link:
             self._transport.close()
         self._channel.close()
 
-    def _endpoint(self) -> Endpoint:
-        """Asks the shard where its bulk data plane listens."""
+    def endpoint(self) -> Endpoint:
+        """Returns the place of the shard's data sockets, which it asks the shard for."""
         reply = self.call(self.control.Describe, pb.DescribeRequest())
         self._check(reply.instance)
         host = self.address.rpartition(":")[0].strip("[]")

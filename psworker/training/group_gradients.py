@@ -170,11 +170,14 @@ class GroupGradients(Gradients):
             if index not in self._sums:
                 self._start_sum(index, self._samples_here)
         try:
+            for index in self._pushed:
+                self._end_slice(index)
             for index in self._replica.front_first():
                 if index not in self._pushed:
                     self._sums[index].wait()
                     self._divide(index)
                     self._push(index)
+                    self._end_slice(index)
         finally:
             self._await_sums()
 

@@ -8,7 +8,6 @@ brings the weights for the next forward pass into the model.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,16 +23,14 @@ from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
 from pscore.rules import parse_mode
 from pscore.rules.base import Rule, require_sizes
-from pscore.table_spec import TableSpec
-from pscore.types import TensorSpec
-from psworker.compression.error_feedback import choose
 from psworker.connection.left_out import LeftOut
 from psworker.job import context
 from psworker.job.grouping import Choice
-from psworker.model.flat import describe, trained
+from psworker.model.flat import trained
 from psworker.model.sharded import require_possible
 from psworker.training import clipping, growth, handover, scaling
 from psworker.training.buffers import Buffers
+from psworker.training.declaration import Declaration
 from psworker.training.figures import Figures
 from psworker.training.global_weights import global_weights
 from psworker.training.gradients import Gradients
@@ -43,8 +40,8 @@ from psworker.training.overlap import Overlap
 from psworker.training.peer_step import use_local_steps
 from psworker.training.progress import require_weight
 from psworker.training.recovery import Recovery
+from psworker.training.saved_state import SavedState
 from psworker.training.sharded_gradients import group_gradients
-from psworker.training.state_dict import read_state, restore, torch_state
 from psworker.training.steps import Steps
 from psworker.training.table import TrainingTable
 from psworker.training.worker_steps import choose_optimizer
@@ -54,7 +51,7 @@ TABLE = "model"
 _open: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
 
 
-class DistributedOptimizer(Figures, torch.optim.Optimizer):
+class DistributedOptimizer(Figures, SavedState):
     """A torch optimizer whose steps are made by parameter-server shards.
 
     It joins the job when it is made, and brings rank 0's weights into the model.
@@ -123,10 +120,16 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         """Joins the job, and brings rank 0's weights into the model."""
         samples = require_weight(samples)
         rule = parse_mode(mode)
-        compressors = parse_compressor(compression), parse_pull_compressor(pull_compression)
-        plugin = choose_optimizer(optimizer, rule, optimizer_on, is_raw=compressors[1].is_raw)
-        self._named = list(named_parameters)
-        names, parameters, groups = trained(optimizer, self._named)
+        self._declaration = Declaration(
+            named=list(named_parameters),
+            compressor=parse_compressor(compression),
+            pull_compressor=parse_pull_compressor(pull_compression),
+            min_nbytes=compress_min_nbytes,
+            exclude=compress_exclude,
+        )
+        is_raw = self._declaration.pull_compressor.is_raw
+        plugin = choose_optimizer(optimizer, rule, optimizer_on, is_raw=is_raw)
+        names, parameters, _ = trained(optimizer, self._declaration.named)
         early = Overlap(overlap, names, has_views=gradient_as_bucket_view)
         require_possible(names, parameters, model, overlap=early.is_wanted)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -135,18 +138,8 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
         self._context = context.join(**where)  # type: ignore[arg-type]
         session = self._context.session
         _replace_others(parameters)
-        self._choice = compressors, compress_min_nbytes, compress_exclude
         name = growth.newest(self._context.table_name(TABLE), session.known_tables)
-        spec = TableSpec(
-            name=name,
-            tensors=_choose(names, parameters, groups, *self._choice),
-            num_shards=len(session.links),
-            rule=rule,
-            compressor=compressors[0],
-            optimizer=plugin.name,
-            num_groups=len(self.param_groups),
-            pull_compressor=compressors[1],
-        )
+        spec = self._declaration.spec(name, self, rule, plugin, len(session.links))
         with growth.explained(name):
             made = session, spec, parameters, plugin, early.has_views, model
             table = TrainingTable(*made, samples=samples)
@@ -279,34 +272,7 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
                 self._table.flat.scatter_weights()
             self._table.local_step.close()
 
-    # ----- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the shards' optimizer state in torch's format, and this worker's own.
-
-        The usual keys hold what `torch.optim` keeps there, so that a plain optimizer can load it;
-        `paceline` holds the step, the mode and the residuals of error feedback.
-        """
-        inner = self._inner.state_dict()["state"] if self._runs_inner else None
-        plain = super().state_dict()
-        return torch_state(self._table, self._recovery, self.param_groups, plain, inner)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the shards' optimizer state and the model's weights on all workers.
-
-        Every worker calls it, after it has loaded the model's weights; rank 0's go to the shards.
-
-        Raises:
-            ConfigError: The state is of another model or optimizer.
-        """
-        with self._recovery.guard():
-            loaded = read_state(self._table, self.param_groups, state_dict)
-            plain = {"state": {}, "param_groups": state_dict["param_groups"]}
-            super().load_state_dict(plain)
-            if self._runs_inner:
-                self._inner.load_state_dict({**plain, "state": state_dict["state"]})
-            self._inner.param_groups = self.param_groups
-            restore(self._table, loaded)
+    # ----- groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, as torch does; every worker calls it, between the same two steps.
@@ -334,11 +300,6 @@ class DistributedOptimizer(Figures, torch.optim.Optimizer):
     def _set_hyper(self) -> bool:
         """Sets the hyper-parameters of the next push; returns whether they have changed."""
         return self._table.set_hyper(self.param_groups)
-
-    @property
-    def _runs_inner(self) -> bool:
-        """Whether this worker runs the wrapped optimizer."""
-        return bool(self.rule.outer_optimizer) or self._table.means is not None
 
     def _grow_if_thawed(self) -> None:
         if growth.is_thawed(self._frozen):
@@ -433,18 +394,12 @@ def _replace_table(
         plugin: The optimizer that the shards run.
     """
     former, gradients = wrapper._table, wrapper._gradients
-    names, parameters, groups = trained(wrapper, wrapper._named)
+    names, parameters, _ = trained(wrapper, wrapper._declaration.named)
     early = Overlap(gradients.overlap.is_wanted, names, has_views=gradients.overlap.has_views)
     gradients.unwatch()
     former.session.left_out.pop(former.exchange.table, None)
-    spec = dataclasses.replace(
-        former.exchange.spec,
-        name=growth.next_name(former.name),
-        tensors=_choose(names, parameters, groups, *wrapper._choice),
-        num_groups=len(wrapper.param_groups),
-        rule=rule,
-        optimizer=plugin.name,
-    )
+    name, num_shards = growth.next_name(former.name), len(former.session.links)
+    spec = wrapper._declaration.spec(name, wrapper, rule, plugin, num_shards)
     table = TrainingTable(
         *(former.session, spec, parameters, plugin, early.has_views),
         samples=wrapper.samples,
@@ -454,19 +409,6 @@ def _replace_table(
     with wrapper._recovery.guard():
         growth.take_over(former, table, kept, wrapper.param_groups)
     wrapper._gradients.watch(wrapper._recovery.hook)
-
-
-def _choose(
-    names: Sequence[str],
-    parameters: Sequence[torch.nn.Parameter],
-    groups: Sequence[int],
-    compressors: tuple[Compressor, Compressor],
-    min_nbytes: int,
-    exclude: Sequence[str],
-) -> tuple[TensorSpec, ...]:
-    """Returns the declarations of parameters, with those marked that may be compressed."""
-    described = describe(list(zip(names, parameters, strict=True)), groups)
-    return tuple(choose(described, *compressors, min_nbytes=min_nbytes, exclude=exclude))
 
 
 def _frozen(

@@ -27,7 +27,8 @@ from psworker.group.local_group import LocalGroup
 from psworker.model.sharded import find_routes, make_flat
 from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
-from psworker.replica.replica import OF_ROUNDS, Replica
+from psworker.replica.replica import Replica
+from psworker.replica.slice_ends import OF_ROUNDS
 from psworker.training.local_step import LocalStep
 from psworker.training.parts import Parts, own_slices, refuse_in_group
 from psworker.training.progress import Progress
@@ -342,5 +343,5 @@ class TrainingTable:
         if self.rule.outer_optimizer and self.flat.has_casts:
             before = self.flat.weights.clone()
             self.flat.gather_weights()
-            self.replica.shift_origin(self.flat.weights - before)
+            self.replica.round.shift(self.flat.weights - before)
         self.flat.note_weights()

@@ -66,17 +66,20 @@ def test_the_table_of_threads_is_that_of_the_code() -> None:
     assert made or not patterns
 
 
+def makes_lock(node: ast.AST) -> bool:
+    """Returns whether a node makes a lock: `threading.Lock()`, `default_factory=threading.Lock`."""
+    made = node.func if isinstance(node, ast.Call) else None
+    if isinstance(node, ast.keyword) and node.arg == "default_factory":
+        made = node.value
+    kinds = [f"threading.{kind}" for kind in ("Lock", "RLock", "Condition", "Semaphore")]
+    return made is not None and ast.unparse(made) in kinds
+
+
 def test_every_lock_stands_in_the_table() -> None:
     page = section("Threads and locks").partition("| lock | file |")[2]
     shown = sorted(re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \|", page, re.MULTILINE))
-    code = [
-        name(path)
-        for path in modules(*PACKAGES)
-        for node in ast.walk(parse(path))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("threading.")
-        if called(node) in ("Lock", "RLock", "Condition", "Semaphore")
-    ]
-    assert sorted(set(shown)) == sorted(set(code))
+    code = {p for p in modules(*PACKAGES) if any(map(makes_lock, ast.walk(parse(p))))}
+    assert sorted(set(shown)) == sorted(map(name, code))
 
 
 def test_a_thread_without_a_name_is_found() -> None:

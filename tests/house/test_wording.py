@@ -30,10 +30,6 @@ HEADLESS = re.compile(
 )
 
 
-# In docstrings, comments and names of tests; each may only fall.
-OPENINGS_IN_TESTS, HEADLESS_IN_TESTS, NAMES_IN_TESTS = 0, 141, 6
-
-
 def docstrings(path: Path) -> Iterator[str]:
     """Yields the docstrings of a file, each in one line."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -82,23 +78,19 @@ def headless(package: str) -> list[str]:
 
 
 OUTSIDE = ("benchmarks", "examples", "scripts")
+PLACES = (*PACKAGES, *OUTSIDE, "tests")
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, *OUTSIDE])
+@pytest.mark.parametrize("package", PLACES)
 def test_a_docstring_begins_with_an_ordinary_verb(package: str) -> None:
     found = openings(package)
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, *OUTSIDE])
+@pytest.mark.parametrize("package", PLACES)
 def test_a_clause_has_a_noun_before_who_and_what(package: str) -> None:
     found = headless(package)
     assert not found, "\n".join(found)
-
-
-def test_such_docstrings_become_fewer_in_tests() -> None:
-    assert len(openings("tests")) <= OPENINGS_IN_TESTS
-    assert len(headless("tests")) <= HEADLESS_IN_TESTS
 
 
 PRIVATE = re.compile(
@@ -129,7 +121,7 @@ def test_a_name_of_a_test_begins_with_a_subject() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and re.match(r"test_(?:who|whom|whose|whoever|what|whatever)_", node.name)
     ]
-    assert len(found) <= NAMES_IN_TESTS, "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

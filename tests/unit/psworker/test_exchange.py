@@ -21,6 +21,7 @@ from pscore.table_spec import TableSpec
 from pscore.types import Origin, Push, Role, TensorSpec, Verdict
 from psworker.connection.exchange import Exchange
 from psworker.connection.pace import Pace
+from psworker.connection.push_maker import PushMaker
 from psworker.replica.ports import PullBuffer
 from psworker.transports import PullCall, PushCall
 
@@ -422,19 +423,19 @@ def test_a_restart_forgets_what_was_under_way_and_declares_again() -> None:
 def test_a_gradient_that_turns_out_to_be_no_number_is_pushed_as_absent_and_told_once() -> None:
     """As on a device, whose gradient is looked at when it has arrived: the step still ends."""
     exchange, _ = make("2bit")
+    spec = exchange.layout.slices[0]
+    maker = PushMaker(payloads=exchange.payloads, traffic=exchange.traffic, timeline=None)
 
     def payload() -> memoryview:
         raise GradientError("gradient of 'weight' holds NaN")
 
-    header, parts = exchange._make(0, a_push(), exchange._sender(), payload, "2bit", shared=True)
-    num_segments = len(exchange.layout.slices[0].segments)
-    assert wire.unpack_bits(header.present, num_segments) == 0
-    assert (header.compressor, header.shared, header.may_wait, list(parts)) == (
-        "",
-        False,
-        False,
-        [],
-    )
+    sender = data_pb2.Sender(job="test")
+    header, parts = maker.make(spec, a_push(), sender, payload, "2bit", shared=True)
+    assert wire.unpack_bits(header.present, len(spec.segments)) == 0
+    assert (header.compressor, list(parts)) == ("", [])
+    assert not header.shared
+    assert not header.may_wait
+    assert exchange.traffic.num_pushes == 0
     with pytest.raises(GradientError, match="holds NaN"):
         exchange.payloads.raise_refused()
     exchange.payloads.raise_refused()
@@ -446,12 +447,12 @@ def test_a_gradient_without_room_is_refused_before_anything_is_sent() -> None:
     numel = exchange.layout.numel
     exchange.load_compressor_state({"residual": np.full(numel, 3e38, np.float32)})
     with pytest.raises(GradientError, match="beyond float32"):
-        exchange.payloads.require_room(grads, lambda index: -1)
+        exchange.payloads.require_room(dict(enumerate(grads)), lambda index: -1)
     with pytest.raises(GradientError, match="beyond float32"):
         exchange.push(0, a_push(), grads[0], compress=True)
     assert not session.planes[0].pushes
     assert (exchange.compressor_state()["residual"] == np.float32(3e38)).all()
     # Without a gradient there is nothing to add.
-    exchange.payloads.require_room(grads, lambda index: 0)
+    exchange.payloads.require_room(dict(enumerate(grads)), lambda index: 0)
     exchange.push(0, a_push(), -grads[0], compress=True)
     assert len(session.planes[0].pushes) == 1

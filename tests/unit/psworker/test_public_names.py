@@ -10,7 +10,7 @@ import pytest
 
 import psworker
 import psworker.training.modes  # A module does not take the place of a name.
-from psworker.training import figures, optimizer
+from psworker.training import figures, optimizer, saved_state
 
 # Beside those of `torch.optim.Optimizer`.
 OURS = {
@@ -29,6 +29,11 @@ OURS = {
     "steps",
     "traffic",
 }
+PARTS = (
+    (optimizer, "DistributedOptimizer"),
+    (figures, "Figures"),
+    (saved_state, "SavedState"),
+)
 OF_TORCH = {"add_param_group", "load_state_dict", "state_dict", "step", "zero_grad"}
 
 
@@ -45,7 +50,7 @@ def names_of(tree: ast.ClassDef) -> set[str]:
 
 def test_the_optimizer_shows_only_what_a_user_may_call() -> None:
     found = set()
-    for module, name in ((optimizer, "DistributedOptimizer"), (figures, "Figures")):
+    for module, name in PARTS:
         tree = ast.parse(Path(str(module.__file__)).read_text())
         (its,) = [i for i in tree.body if isinstance(i, ast.ClassDef) and i.name == name]
         found |= names_of(its)
@@ -53,7 +58,7 @@ def test_the_optimizer_shows_only_what_a_user_may_call() -> None:
 
 
 def imports_for_a_type_checker() -> Iterator[tuple[str, str]]:
-    """Yields module and name of what `psworker` imports for a type checker only."""
+    """Yields module and name of each import of `psworker` for a type checker only."""
     tree = ast.parse(Path(psworker.__file__).read_text())
     for block in (item for item in tree.body if isinstance(item, ast.If)):
         for item in block.body:

@@ -1,0 +1,69 @@
+"""The declarations of a wrapper's tables: which tensors, which compressors, which optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pscore.compressors.base import Compressor
+from pscore.optimizers.base import Optimizer
+from pscore.rules.base import Rule
+from pscore.table_spec import TableSpec
+from psworker.compression.error_feedback import choose
+from psworker.model.flat import describe, trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """The arguments of a wrapper with which each of its tables is declared.
+
+    Attributes:
+        named: All named parameters of the model.
+        compressor: The compressor of pushes.
+        pull_compressor: The compressor of the pulls that training uses.
+        min_nbytes: Smaller parameters are not compressed; in bytes of float32.
+        exclude: Names or patterns of more parameters to leave out.
+    """
+
+    named: Sequence[tuple[str, torch.nn.Parameter]]
+    compressor: Compressor
+    pull_compressor: Compressor
+    min_nbytes: int
+    exclude: Sequence[str]
+
+    def spec(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        rule: Rule,
+        plugin: Optimizer,
+        num_shards: int,
+    ) -> TableSpec:
+        """Returns the declaration of a table of the parameters that are trained now.
+
+        Args:
+            name: Name of the table.
+            optimizer: The optimizer whose groups hold the parameters.
+            rule: The mode.
+            plugin: The optimizer that the shards run.
+            num_shards: Number of shards.
+
+        Raises:
+            ConfigError: A parameter has no name, or there is nothing to train.
+        """
+        names, parameters, groups = trained(optimizer, self.named)
+        described = describe(list(zip(names, parameters, strict=True)), groups)
+        compressors = self.compressor, self.pull_compressor
+        marked = choose(described, *compressors, min_nbytes=self.min_nbytes, exclude=self.exclude)
+        return TableSpec(
+            name=name,
+            tensors=tuple(marked),
+            num_shards=num_shards,
+            rule=rule,
+            compressor=self.compressor,
+            optimizer=plugin.name,
+            num_groups=len(optimizer.param_groups),
+            pull_compressor=self.pull_compressor,
+        )
