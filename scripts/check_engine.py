@@ -25,12 +25,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from scripts.engine import IMAGE, ROOT, CheckError, Project, SecondHost, run, tail, wait
 
 PAGE = ROOT / "docs" / "deploy.md"
-BEGIN, END = "<!-- begin deploy-check -->\n", "<!-- end deploy-check -->"
+BEGIN, END = "<!-- log of deploy/check -->\n", "<!-- end of the log -->"
 BASE = ["docker-compose.yml"]
 SERVERS = "shard0:7070,shard1:7070"
 PAIR = 2  # Shards and workers of a job here.
@@ -41,7 +42,7 @@ PORTS = {"PORT": "17470", "DATA_PORT": "17570", "METRICS_PORT": "17670"}
 
 
 class Log:
-    """What was seen, line by line, on the terminal and for the page."""
+    """Lines about what the checks see, on the terminal and for the page."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -294,7 +295,7 @@ def two_hosts(log: Log) -> None:
                 raise CheckError(f"a connection without TLS is answered: {answer!r}")
             log.say("      a connection without TLS is closed without an answer")
             for name in wait("workers", lambda: b.names("worker")):
-                wait("the end of a worker", lambda name=name: ended(b, name), 240)  # type: ignore[misc]
+                wait("the end of a worker", partial(ended, b, name))
             at = a.job("shard", "mnist")["step"]
             log.say(f"      both workers reached the end, step {at}, exit status 0")
 
@@ -335,7 +336,7 @@ def swarm(log: Log) -> None:
             run("docker", *words, env=env)
         for count in (2, 4, 2):
             run("docker", "service", "scale", "--detach", f"{name}_worker={count}")
-            wait(f"{count} workers", lambda count=count: swarm_live(name) == count, 120)  # type: ignore[misc]
+            wait(f"{count} workers", partial(has_swarm_workers, name, count))
             log.say(f"      {count} workers of {name}_worker are live")
     except CheckError:
         log.say(tail(run("docker", "stack", "ps", "--no-trunc", name, check=False)))
@@ -463,6 +464,11 @@ def ended(project: Project, name: str) -> bool:
             f"{name} ended with {state['ExitCode']}: {tail(project.docker('logs', name))}"
         )
     return bool(state["Status"] == "exited")
+
+
+def has_swarm_workers(name: str, count: int) -> bool:
+    """Returns whether the stack's job has so many live workers."""
+    return swarm_live(name) == count
 
 
 def swarm_live(name: str) -> int:
