@@ -1,7 +1,7 @@
 """Checks the image, docker-compose.yml, deploy/compose and deploy/stack.yml with a real engine.
 
     deploy/check            # all checks; exit code 1 if one fails
-    deploy/check --write    # also writes what it saw into docs/deploy.md
+    deploy/check --write    # also writes its log into docs/deploy.md
 
 Needs Docker and compose, 6 GiB of disk, about 8 minutes; root to kill a container's process from
 outside, and for the check of two hosts, with `ip` and `nsenter`: the second host is a network
@@ -42,7 +42,7 @@ PORTS = {"PORT": "17470", "DATA_PORT": "17570", "METRICS_PORT": "17670"}
 
 
 class Log:
-    """Lines about what the checks see, on the terminal and for the page."""
+    """Lines of the checks, for the terminal and for the page."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -57,7 +57,7 @@ class Log:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Says whether what happens inside went well."""
+        """Says whether the code inside raised no error."""
         try:
             yield
         except (CheckError, subprocess.CalledProcessError, OSError, ValueError) as problem:
@@ -356,7 +356,7 @@ SECTIONS: dict[str, Callable[[Log], None]] = {
 }
 
 
-# ----- what they ask
+# ----- questions to containers
 
 
 def prometheus_image(log: Log) -> str:
@@ -409,7 +409,7 @@ def check_containers(log: Log, project: Project) -> None:
 
 
 def spoken_plainly(host: str) -> bytes:
-    """Returns what a shard answers to the first bytes of HTTP/2 without TLS."""
+    """Returns the answer of a shard to the first bytes of HTTP/2 without TLS."""
     with socket.create_connection((host, int(PORTS["PORT"])), timeout=5) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
         try:
