@@ -130,7 +130,7 @@ def work(shapes: list[list[int]], compute_s: float, port: list[str]) -> None:
     """Runs one worker: trains once for each line of standard input, which is a run's JSON.
 
     Args:
-        shapes: Of the parameters.
+        shapes: Shapes of the parameters.
         compute_s: Seconds of a step.
         port: Device and namespace of the switch's end of this host's link.
     """
@@ -262,9 +262,9 @@ class Hosts:
         """Returns the step time in ms and the busiest link's MB per step of one mode.
 
         Args:
-            name: Of the mode.
+            name: Name of the mode.
             mode: The mode; its rule is `ddp_gloo` for torch's DistributedDataParallel.
-            rounds: Of five steps each; the median round counts.
+            rounds: Number of rounds, of five steps each; the median round counts.
         """
         self._num_runs += 1
         for rank, worker in enumerate(self._workers):
@@ -327,10 +327,10 @@ def measure_case(
     """Measures modes beside DDP on the same links, and prints a table.
 
     Args:
-        name: Of the case, as printed.
+        name: Name of the case, as printed.
         case: Hosts and model.
         modes: By name.
-        rounds: Of five steps each.
+        rounds: Number of rounds, of five steps each.
         draw: Where to draw the use of the links, with the case's name in the file's.
 
     Returns:

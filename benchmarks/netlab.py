@@ -62,8 +62,8 @@ class Lab:
 
         Args:
             num_hosts: Hosts on one switch.
-            rate: Of each link, each way, as tc writes it: `100mbit`.
-            delay: Of each link, each way: `1ms`.
+            rate: Rate of each link, each way, as tc writes it: `100mbit`.
+            delay: Delay of each link, each way: `1ms`.
             has_bridge: Whether the kernel connects the ports; else a program has to (`relay.py`).
         """
         self._has_bridge = has_bridge

@@ -26,7 +26,7 @@ SLICE_NUMEL_FINE = 1 << 17  # 512 KiB of float32: overlap alone makes no slice s
 SLICE_NUMEL_MIN = 1 << 12  # Below 16 KiB a message costs more than its bytes.
 SLICES_PER_SHARD = 6  # At least, of a model that is large enough: see `_cuts`.
 TENSORS_MAX = 1 << 17
-NUMEL_MAX = 1 << 36  # Of one model: 256 GiB of weights, planned as 65536 slices.
+NUMEL_MAX = 1 << 36  # Most elements of one model: 256 GiB of weights, planned as 65536 slices.
 DIMENSIONS_MAX = 64  # As in torch.
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,7 +37,7 @@ class Layout:
 
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]  # Start of each tensor in the flat vector, in elements.
-    numel: int  # Of the flat vector, gaps included.
+    numel: int  # Elements of the flat vector, gaps included.
     num_shards: int
     slices: tuple[SliceSpec, ...]
     fingerprint: str

@@ -37,7 +37,7 @@ from pssim.worker import Program
 from psworker.replica.slice_ends import OF_ROUNDS
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-LIMIT_S = 600.0  # Of virtual time; a job takes a few seconds, and a dead worker a lease.
+LIMIT_S = 600.0  # Seconds of virtual time; a job takes a few seconds, and a dead worker a lease.
 LEASE_S = 3.0
 TICK_S = 0.5
 LOOK_S = 0.05

@@ -213,6 +213,10 @@ class SecondHost:
     def __exit__(self, *_: object) -> None:
         self._daemon.terminate()
         self._daemon.wait(60)
+        # The engine leaves a mount behind, which would keep the namespace and the link.
+        for mount in (self._folder / "exec" / "netns").glob("*"):
+            run("umount", "--lazy", str(mount), check=False)
+        run("ip", "link", "del", f"{self._name}a", check=False)
         run("ip", "netns", "del", self._name)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -88,7 +88,7 @@ def _use(connection: socket.socket, usual: bytes) -> None:
 class _Entry:
     connection: weakref.ref[socket.socket]
     usual: bytes
-    until_s: float  # Of the monotonic clock.
+    until_s: float  # A time of the monotonic clock.
 
     def is_decided(self) -> bool:
         """Returns whether there is nothing more to look for; makes the choice then."""

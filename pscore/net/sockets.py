@@ -268,7 +268,8 @@ def read_header(
         connection: The stream, or its reader.
         header_nbytes_max: A longer header is refused.
         payload_nbytes_max: A longer payload is refused.
-        deadline_s: Of the monotonic clock, for the whole header, even if it comes byte by byte.
+        deadline_s: Deadline by the monotonic clock, for the whole header, even if it comes byte by
+            byte.
         reserve: Called with the header's length before memory is taken for it; may raise.
 
     Raises:

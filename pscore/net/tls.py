@@ -178,7 +178,7 @@ def secure(
         connection: A connected socket, which is detached.
         context: The certificates.
         host: The server's name, which its certificate must have; None: this side is the server.
-        deadline_s: Of the monotonic clock; None: `HANDSHAKE_TIMEOUT_S` from now.
+        deadline_s: Deadline by the monotonic clock; None: `HANDSHAKE_TIMEOUT_S` from now.
 
     Raises:
         OSError: The handshake failed, or the deadline has passed.

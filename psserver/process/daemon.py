@@ -89,7 +89,7 @@ class Daemon:
         self.plan = plan
         self.code = Exit.OK
         self._loop = asyncio.get_running_loop()
-        self._is_short = False  # Of descriptors: new connections are refused.
+        self._is_short = False  # Whether descriptors are short: connections are refused.
         self._ending = asyncio.Event()
         self.grace_s = plan.grace_s
         self._parent = os.getppid()

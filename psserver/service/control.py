@@ -40,7 +40,7 @@ from psserver.service.pace import pace_of, pace_to_proto
 from psserver.service.peers import peer_of, peer_report, peer_to_proto, report_to_proto
 from psserver.service.shared_view import SharedView
 
-TEXT_LENGTH_MAX = 512  # Of texts from workers: their waits, their reasons for leaving.
+TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
 PLANE_LENGTH_MAX = 16
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
@@ -164,7 +164,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             engine: The shard.
             cluster: Name that all shards of one start share.
             instance: Random number of this start of this shard.
-            drain: Called with the seconds of grace when somebody asks the shard to stop.
+            drain: Called with the seconds of grace when a client asks the shard to stop.
             data: The listener of data sockets, if this shard has one.
             set_aside: Called with the name of a job that was forgotten; moves its checkpoints
                 aside, and returns where they are, or nothing if there are none.

@@ -23,7 +23,7 @@ from pscore.types import FloatArray
 from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
 
 CHUNK, SUM, RESULT, COPY = 1, 2, 3, 4  # Kinds of messages.
-PARTS = 4  # Of a chunk that goes around: while one is added, the link has the others.
+PARTS = 4  # Parts of a chunk that goes around: while one is added, the link has the others.
 PART_NUMEL_MIN = 1 << 14  # 64 KiB of float32: below that a message costs more than its bytes.
 PART_NUMEL_MAX = 1 << 18  # 1 MiB of float32: it is still in the cache when it is passed on.
 
@@ -57,7 +57,7 @@ class Ring(Gossip):
                 total = yield from self._sum(own)
         self._result, self.number = total, self.number + 1
         self.sight.num_exchanges += 1
-        self.model.scatter(total.copy())
+        self.model.scatter(total)
         self.model.update()
 
     def part(self) -> Waits:

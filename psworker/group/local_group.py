@@ -17,7 +17,7 @@ from pscore import errors
 from pscore.errors import GroupError, PacelineError
 from psworker.group.watch import Watch, host_name
 
-NUMBERS = torch.float64  # Of the small collectives.
+NUMBERS = torch.float64  # Type of the numbers in small collectives.
 
 
 class Pending:

@@ -51,7 +51,7 @@ class TrainingTable:
 
     Attributes:
         name: The table's name at the shards.
-        layout: Where each parameter lies, and which shard has which slice.
+        layout: The place of each parameter in the flat vector, and the shard of each slice.
         optimizer: The optimizer that the shards run.
         exchange: Pushes and pulls of the table.
         flat: The model as flat memory.
