@@ -50,6 +50,14 @@ class Layout:
 def make_layout(tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
     """Returns the layout of `tensors` over `num_shards`.
 
+    The flat vector begins with the last tensor, and each shard has a part of about equal size:
+
+    >>> weight = TensorSpec(name="weight", shape=(1000, 20), dtype="float32")
+    >>> bias = TensorSpec(name="bias", shape=(20,), dtype="float32")
+    >>> layout = make_layout([weight, bias], num_shards=2)
+    >>> [(part.shard, part.start, part.stop) for part in layout.slices]
+    [(0, 0, 10016), (1, 10016, 20032)]
+
     Raises:
         ConfigError: There are no tensors, two of one name, or one that no shard accepts.
     """

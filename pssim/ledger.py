@@ -51,7 +51,7 @@ class SliceBook:
         self.entered: dict[Identity, int] = {}  # The version that each push is first in.
         self.accepted: dict[tuple[int, int], Identity] = {}  # By worker and step, the last one.
         self.weights = [start]  # Weights of each version.
-        self.estimates: dict[int, FloatArray] = {}  # Of versions whose pulls were compressed.
+        self.estimates: dict[int, FloatArray] = {}  # By version, if pulls are compressed.
         self.is_exact = True  # Every update so far was a plain subtraction of a mean.
         self.counts = np.zeros(len(spec.segments), dtype=np.int64)
         self.lead_max = 0  # Steps that an accepted push was beyond the newest update.

@@ -507,6 +507,6 @@ def main(text: str) -> None:
     sys.excepthook = log_crash
     descriptors.raise_limit()
     code = asyncio.run(serve(plan))
-    with contextlib.suppress(OSError):  # Of a full disk.
+    with contextlib.suppress(OSError):  # The disk may be full.
         sys.stderr.flush()
     os._exit(code)  # Without waiting for threads: of slices that are stuck, or connections.

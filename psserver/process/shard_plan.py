@@ -38,7 +38,7 @@ class ShardPlan:
     state_dir: str | None = None
     checkpoint_dir: str | None = None  # Folder of checkpoints that are loaded at the start.
     loading_s: float = 0.0  # Time that this may take, beyond that of a start without any.
-    # Of all shards, in order, where shard 0 brings the others what it has loaded; else empty.
+    # Addresses of all shards, in order, if shard 0 sends the others their parts; else empty.
     addresses: list[str] = field(default_factory=list)
     trust: Trust = field(default_factory=Trust)
     journal_dir: str | None = None  # Where the journals are; None: nowhere.

@@ -171,7 +171,7 @@ class Pairs(Gossip):
         edges = [e for e in self._graph(members, self.number) if e.taker == self.rank]
         if not edges:
             return
-        # Of several neighbours one after the other.
+        # Several neighbours take turns.
         partner = edges[self.number // self._every % len(edges)].giver
         with self.model.lock:
             self._number += 1

@@ -188,7 +188,7 @@ class LocalGroup:
         with self.watch.waits():
             try:
                 call()
-            except RuntimeError as problem:  # Of torch's backends.
+            except RuntimeError as problem:  # Torch's backends raise it.
                 raise GroupError(self.watch.explain(str(problem))) from problem
 
     def _run(self, collective: Callable[..., Any], tensor: torch.Tensor, **how: int) -> None:
