@@ -71,11 +71,11 @@ class Project:
         """Starts nothing.
 
         Args:
-            name: Of the project.
+            name: Name of the project.
             files: Compose files, below the root of the repository.
             servers: Addresses of the shards.
             host: The engine; empty: that of DOCKER_HOST.
-            variables: For the files.
+            variables: Variables of the files.
         """
         self.name = name
         self.servers = servers
