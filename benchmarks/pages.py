@@ -148,6 +148,7 @@ def dashboard() -> str:
 RESULTS = ROOT / "docs" / "results" / "transport.jsonl"
 DASHBOARD = ROOT / "docs" / "results" / "dashboard.json"
 HOSTS = ROOT / "docs" / "results" / "hosts.json"
+STEP_HOSTS = ROOT / "docs" / "results" / "step_hosts.json"
 PATHS = {"local": "shared memory", "tcp": "TCP", "grpc": "gRPC"}
 
 
@@ -305,6 +306,22 @@ def hosts() -> str:
     return f"{figures['date']}, {figures['machine']}.\n\n" + table(head, rows, "llrr")
 
 
+def step_hosts() -> str:
+    """Returns the table of ResNet-50's size on several hosts, by the place of the shards."""
+    blocks = []
+    for case, run in json.loads(STEP_HOSTS.read_text(encoding="utf-8")).items():
+        rows = [
+            [f"`{mode}`", f"{step_ms:.0f}", f"{run['bound_ms'][mode]:.0f}", f"{link_mb:.0f}"]
+            for (mode, step_ms), link_mb in zip(
+                run["step_ms"].items(), run["link_mb"].values(), strict=True
+            )
+        ]
+        head = ["mode", "step, ms", "max(compute, bytes / bandwidth), ms", "MB, busiest link"]
+        about = f"{case} ({run['date']}, {run['machine']}):"
+        blocks.append(f"{about}\n\n{table(head, rows, 'lrrr')}")
+    return "\n\n".join(blocks)
+
+
 def _met(is_met: bool) -> str:
     return "met" if is_met else "**not met**"
 
@@ -453,6 +470,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "targets": targets,
     "hosts": hosts,
+    "step hosts": step_hosts,
     "overlap": overlap,
     "pipeline": pipeline,
     "rounds": rounds,

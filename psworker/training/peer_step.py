@@ -191,7 +191,7 @@ class PeerStep(AloneStep):
             if is_plain(parameter.grad, parameter.numel()):  # Without memory for the mean.
                 np.divide(summed, weight, out=parameter.grad.numpy())
             else:
-                parameter.grad.copy_(torch.from_numpy(summed / weight))
+                parameter.grad.copy_(torch.from_numpy(np.asarray(summed / weight)))
 
     @property
     def _number(self) -> int:
