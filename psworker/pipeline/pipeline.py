@@ -112,16 +112,12 @@ class Pipeline:
         first, last = _ranges(blocks, plan)[self.place.stage]
         self.module = joined(blocks[first : last + 1])
         self._names = names_of(model, self.module)
-        found = _read(resume)
-        if found is not None:
-            found.load_weights(model)
+        found = _read(resume, model)
         job, addresses = job or environment.job, parse_servers(servers) or environment.servers
         if not addresses:
             raise ConfigError("a pipeline needs shards: psserver start, and PACELINE_SERVERS")
         self._stage_job = {"job": f"{job}.s{self.place.stage}", "servers": list(addresses)}
-        self.optimizer = self._make_optimizer(optimizer, mode)
-        if found is not None:
-            found.load_optimizer(self.optimizer, self._parameter_names())
+        self.optimizer = self._make_optimizer(optimizer, mode, found)
         self._versions = _versions(self.place, schedule, stash, minibatches)
         self._loss = loss
         self.losses: dict[int, float] = {}
@@ -237,21 +233,26 @@ class Pipeline:
         return self.place.replica == 0
 
     def _make_optimizer(
-        self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], mode: str
+        self,
+        make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        mode: str,
+        saved: Checkpoint | None,
     ) -> torch.optim.Optimizer:
         named = [(self._names[n], p) for n, p in self.module.named_parameters() if p.requires_grad]
         made = make([parameter for _, parameter in named])
         for group in made.param_groups:
             group["lr"] *= self.place.num_replicas / self.place.replicas[0]
-        if self.place.num_replicas == 1:
-            return made
-        context.join(
-            **self._stage_job,  # type: ignore[arg-type]
-            rank=self.place.replica,
-            num_workers=self.place.num_replicas,
-            local_group=None,
-        )
-        return DistributedOptimizer(made, named, mode=mode)
+        if self.place.num_replicas > 1:
+            context.join(
+                **self._stage_job,  # type: ignore[arg-type]
+                rank=self.place.replica,
+                num_workers=self.place.num_replicas,
+                local_group=None,
+            )
+            made = DistributedOptimizer(made, named, mode=mode)
+        if saved is not None:
+            saved.load_optimizer(made, self._parameter_names())
+        return made
 
     def _declare(self, plan: Plan, first: int) -> int:
         """Returns the table whose directory lists the workers; another plan or begin is refused."""
@@ -366,8 +367,12 @@ def _require(plan: Plan, mode: str, schedule: str, stash: str, minibatches: int 
         raise ConfigError("minibatches has no effect but with schedule='2bw'")
 
 
-def _read(folder: str | Path | None) -> Checkpoint | None:
-    """Returns the newest good checkpoint, if there is one; logs the problems of newer ones."""
+def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
+    """Loads the newest good checkpoint into a model, if there is one, and returns it.
+
+    Raises:
+        ConfigError: None of those that are there can be read, or it is of another model.
+    """
     if folder is None:
         return None
     found, problems = Checkpoint.newest(Path(folder))
@@ -375,6 +380,8 @@ def _read(folder: str | Path | None) -> Checkpoint | None:
         log.warning("a checkpoint is left out: %s", problem)
     if found is None and problems:
         raise ConfigError(f"no checkpoint in {folder} can be read: {problems[0]}")
+    if found is not None:
+        found.load_weights(model)
     return found
 
 
