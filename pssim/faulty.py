@@ -34,12 +34,13 @@ from pssim.ledger import Ledger, SliceBook
 from pssim.network import FaultyNetwork, Loop, Message, Network, StuckError
 from pssim.shard import Decision, Respond, Result, SimulatedShard
 from pssim.worker import Program
-from psworker.replica.replica import OF_ROUNDS
+from psworker.replica.slice_ends import OF_ROUNDS
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-LIMIT_S = 600.0  # Of virtual time; a job takes a few seconds, and a dead worker a lease.
+LIMIT_S = 600.0  # Seconds of virtual time; a job takes a few seconds, and a dead worker a lease.
 LEASE_S = 3.0
 TICK_S = 0.5
+WINDOW_TICK_S = 0.05
 LOOK_S = 0.05
 PULL_WAIT_S = 1.0
 RETRY_S = 0.7
@@ -333,6 +334,9 @@ class FaultyWorker(BookedWorker):
                 yield 0.0
         # The first slice leaves when backward is over; until then it reads those of the others.
         assert torch.equal(self.replica.weights[self.layout.slices[0].stop :], weights)
+        if plan.push is Role.GRADIENT:
+            for index in self.replica.front_first()[::2]:  # `finish` ends the others.
+                self.replica.end_slice(index, self.grads[index], self.exchange)
         if plan.inner:
             for spec in self.layout.slices:
                 self.replica.weights[spec.start : spec.stop] -= self.grads[spec.index]
@@ -533,6 +537,8 @@ class FaultyCluster(Cluster):
             worker.start()
         for shard in self.shards:
             self.loop.after(TICK_S, partial(self._tick, shard))
+            if self.case.rule.counts_late:
+                self.loop.after(WINDOW_TICK_S, partial(self._tick_windows, shard))
         for at_s in self.case.captures_s:
             self.loop.after(at_s, partial(self.captures.begin, self.shards))
         if self.case.captures_s:
@@ -573,6 +579,12 @@ class FaultyCluster(Cluster):
         self.check(shard)
         if not shard.is_over or shard.engine.requests.waiting:
             self.loop.after(TICK_S, partial(self._tick, shard))
+
+    def _tick_windows(self, shard: SimulatedShard) -> None:
+        shard.engine.tick_windows()
+        self.check(shard)
+        if not shard.is_over:
+            self.loop.after(WINDOW_TICK_S, partial(self._tick_windows, shard))
 
     def _look(self) -> None:
         """Looks at the checkpoints while a worker trains."""

@@ -50,8 +50,8 @@ class SliceBook:
         self.sent: dict[Identity, Sent] = {}
         self.entered: dict[Identity, int] = {}  # The version that each push is first in.
         self.accepted: dict[tuple[int, int], Identity] = {}  # By worker and step, the last one.
-        self.weights = [start]  # Of each version.
-        self.estimates: dict[int, FloatArray] = {}  # Of versions whose pulls were compressed.
+        self.weights = [start]  # Weights of each version.
+        self.estimates: dict[int, FloatArray] = {}  # By version, if pulls are compressed.
         self.is_exact = True  # Every update so far was a plain subtraction of a mean.
         self.counts = np.zeros(len(spec.segments), dtype=np.int64)
         self.lead_max = 0  # Steps that an accepted push was beyond the newest update.
@@ -83,9 +83,9 @@ class SliceBook:
         assert not former, f"push {identity} is counted twice"
         sent, rule = self.sent[identity], self.case.rule
         if rule.by_step:
-            assert action.open_step == identity[1], (
-                f"push {identity} entered step {action.open_step}"
-            )
+            is_late = rule.counts_late and identity[1] < self.version
+            step = self.version if is_late else identity[1]
+            assert action.open_step == step, f"push {identity} entered step {action.open_step}"
             weight = sent.samples
         else:
             weight = rule.scale(self.version - sent.base_version)
@@ -111,6 +111,8 @@ class SliceBook:
         identities = self._open.pop(action.open_step)
         if self.case.rule.by_step:
             steps = {step for _, step, _ in identities}
+            if self.case.rule.counts_late:  # `added` has checked the late ones.
+                steps = {max(step, self.version) for step in steps}
             assert steps == {self.version}, f"steps {steps} in the update of step {self.version}"
         for identity in identities:
             self.entered[identity] = action.version
@@ -181,6 +183,8 @@ class SliceBook:
             assert version >= clock or clock == 0
         if rule.fan_in(*[self.case.num_workers] * 2) > 1 and not rule.by_step:
             return  # An own gradient may still wait for company.
+        if rule.counts_late:
+            return  # An own move that came late is in the next update.
         for identity, sent in self.sent.items():
             owner, step, life = identity
             is_own = owner == worker and life == incarnation and step < clock
@@ -219,9 +223,9 @@ class SliceBook:
 
     def _check_units(self, left: FloatArray) -> None:
         """To the unit, from the answers to workers alone: each element has one owner."""
-        steps: dict[int, float] = {}
-        for identity in self.entered:
-            steps[identity[1]] = steps.get(identity[1], 0.0) + self.sent[identity].samples
+        totals: dict[int, float] = {}
+        for identity, version in self.entered.items():
+            totals[version] = totals.get(version, 0.0) + self.sent[identity].samples
         moved = self.weights[0] - left
         is_single = self.case.rule.fan_in(*[self.case.num_workers] * 2) == 1
         for identity, sent in self.sent.items():
@@ -231,7 +235,7 @@ class SliceBook:
                 if identity not in self.entered:
                     expected = 0.0
                 elif self.case.rule.by_step:
-                    expected = float(unit[element]) * sent.samples / steps[identity[1]]
+                    expected = float(unit[element]) * sent.samples / totals[self.entered[identity]]
                 elif is_single:
                     expected = float(unit[element]) * self._share(sent, identity)
                 else:
@@ -250,7 +254,7 @@ class Ledger:
 
     books: dict[int, SliceBook] = field(default_factory=dict)
     came_back: set[int] = field(default_factory=set)  # Their clocks have jumped over steps.
-    min_workers: int = 0  # Of an elastic job.
+    min_workers: int = 0  # Minimum of an elastic job.
     stepped: set[Stepped] = field(default_factory=set)  # Steps that ended without an error.
 
     def whole(self, *, may_be_late: bool) -> None:

@@ -33,6 +33,7 @@ from psworker.compression.error_feedback import choose
 from psworker.model.flat import FlatModel, describe
 
 RAW = NoCompression()
+WINDOW_TICK_S = 1e-3
 Gradient = Callable[[nn.Module, int, int], float]  # Model, rank, step: backward; returns the loss.
 # Cluster, rank, the step that has just ended, its loss.
 OnStep = Callable[["TrainingCluster", int, int, float], None]
@@ -82,13 +83,13 @@ class TrainingJob:
         num_workers: Workers.
         num_shards: Shards.
         steps: Steps of each worker.
-        compressor: Of pushes.
-        pull_compressor: Of pulls.
+        compressor: Compressor of pushes.
+        pull_compressor: Compressor of pulls.
         compress_min_nbytes: Smaller tensors are not compressed.
         link: Link of each worker and shard.
         compute: Computing time.
         samples: Weight of a worker's step in the mean of its step; None: 1.
-        seed: Of the computing times.
+        seed: Seed of the computing times.
         on_step: Called after each step of each worker.
     """
 
@@ -213,6 +214,7 @@ class TrainingWorker(Worker):
         for index in replica.front_first() if plan.push is Role.GRADIENT else ():
             yield from self.wait_for_pulls(replica.land(index))
             replica.push(index, self.grads[index], -1, samples, self.exchange)
+            replica.end_slice(index, self.grads[index], self.exchange)
         if plan.inner:
             self.inner_step(step)
         yield from self.wait_for_pulls(replica.finish(self.grads, self.exchange, samples))
@@ -296,6 +298,8 @@ class TrainingCluster(Cluster):
         """
         for worker in self.workers:
             self.loop.after(0.0, worker.resume)
+        if self.job.rule.counts_late:
+            self.loop.after(WINDOW_TICK_S, self._tick_windows)
         with quiet():
             is_over = self.loop.run(until_s)
         self.require_sound()
@@ -303,6 +307,12 @@ class TrainingCluster(Cluster):
         if is_over and waiting and not self.loop.is_stopped:
             raise RuntimeError(f"workers {waiting} wait for ever at {self.now_s} s")
         return self
+
+    def _tick_windows(self) -> None:
+        for shard in self.shards:
+            shard.engine.tick_windows()
+        if not all(worker.is_over for worker in self.workers):
+            self.loop.after(WINDOW_TICK_S, self._tick_windows)
 
     def require_sound(self) -> None:
         """Raises a shard's error, which only a bug can cause."""

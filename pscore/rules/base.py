@@ -141,6 +141,23 @@ class Rule(ABC):
         """Returns how many steps beyond the newest update a push may be; more waits (in steps)."""
         return UNBOUNDED
 
+    def least(self, num_expected: int, num_workers: int) -> int:
+        """Returns how many workers have to be in before the window of a step begins.
+
+        A step with `fan_in` pushes closes at once. The arguments are those of `fan_in`.
+        """
+        return self.fan_in(num_expected, num_workers)
+
+    @property
+    def counts_late(self) -> bool:
+        """Whether a push whose step has closed enters the step that is open."""
+        return False
+
+    @property
+    def window_s(self) -> float:
+        """Seconds that a step with its least number of workers stays open; negative: it adapts."""
+        return 0.0
+
     def scale(self, staleness: int) -> float:
         """Returns the factor on a gradient that is `staleness` updates old."""
         return 1.0
@@ -211,7 +228,7 @@ def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
 
     Args:
         rule: The rule.
-        num_workers: Of the job; the most of an elastic one.
+        num_workers: Number of workers of the job; the most of an elastic one.
         min_workers: The least of an elastic job; 0: it is not elastic.
     """
     rule.require_workers(num_workers)

@@ -42,6 +42,10 @@ class DiLoCo(LocalSGD):
         mix: `blend`: weight of the worker's own weights when the answer lands, 0 to 1.
         control: `mirror`: part of the lasting difference between a worker's moves and their mean
             that is taken out of its guess, 0 to 1; for unlike data.
+        quorum: K, workers with which a round may close once its window is over; a later move
+            enters the next round. 0: a round waits for all of them.
+        window: Seconds that a round with its quorum waits for the others; -1 follows the spread
+            of their arrivals, up to a quarter of a round.
         outer_lr: Learning rate of the rounds, without unit: 1 is the whole way to the mean.
         outer_momentum: m, momentum over the rounds, 0 to below 1.
         nesterov: Whether that momentum is Nesterov's.

@@ -17,7 +17,8 @@ Differs from the paper: workers send the difference to the weights of the last p
 weights, so that a round can be weighed, compressed, or given to another outer optimizer. The
 warm-up is no different program, as it is in post-local SGD, but rounds of one step. With `backup`
 a round takes the first N of N + b workers (as arXiv:1604.00981 does for single steps); a later
-push is dropped, and its worker continues from the newest weights. With `overlap` a worker starts
+push is dropped, and its worker continues from the newest weights. With `quorum` such a push enters
+the round that is open (pscore/rules/quorum.py). With `overlap` a worker starts
 its next round without the answer to the last one, which lands `delay` steps into it
 (pscore/overlaps); nothing changes for the shards.
 """
@@ -33,7 +34,7 @@ from pscore.errors import ConfigError
 from pscore.overlaps import NONE, OVERLAPS, make_overlap
 from pscore.plugins import require_one_of, require_range
 from pscore.rules.base import Plan
-from pscore.rules.ssgd import WithBackup
+from pscore.rules.quorum import ADAPTIVE, WithQuorum
 from pscore.types import Role
 
 STEPS_MAX = 1_000_000
@@ -44,7 +45,7 @@ CAREFUL_BITS = 4.0  # An element: with fewer, most of a move waits in the residu
 
 
 @dataclass(frozen=True)
-class LocalSGD(WithBackup):
+class LocalSGD(WithQuorum):
     """Local SGD.
 
     Attributes:
@@ -59,6 +60,10 @@ class LocalSGD(WithBackup):
         mix: `blend`: weight of the worker's own weights when the answer lands, 0 to 1.
         control: `mirror`: part of the lasting difference between a worker's moves and their mean
             that is taken out of its guess, 0 to 1; for unlike data.
+        quorum: K, workers with which a round may close once its window is over; a later move
+            enters the next round. 0: a round waits for all of them.
+        window: Seconds that a round with its quorum waits for the others; -1 follows the spread
+            of their arrivals, up to a quarter of a round.
     """
 
     steps: int = 8
@@ -68,6 +73,8 @@ class LocalSGD(WithBackup):
     delay: int = AUTOMATIC
     mix: float = 0.5
     control: float = 0.0
+    quorum: int = 0
+    window: float = ADAPTIVE
 
     name: ClassVar[str] = "local"
     source: ClassVar[str] = "Stich, arXiv:1805.09767"
@@ -91,6 +98,11 @@ class LocalSGD(WithBackup):
             raise ConfigError(
                 f"{self.name}.overlap is {self.overlap!r}, which needs every worker's move in "
                 f"every round: {self.name}.backup must be 0, is {self.backup}"
+            )
+        if overlap is not None and overlap.takes_all and self.quorum:
+            raise ConfigError(
+                f"{self.name}.overlap is {self.overlap!r}, which needs every worker's move in "
+                f"every round: {self.name}.quorum must be 0, is {self.quorum}"
             )
 
     @property

@@ -88,7 +88,7 @@ def run_top(found: Found, job: str | None, *, once: bool) -> None:
 
     Args:
         found: The shards.
-        job: Show only this job; None: all in which somebody trains.
+        job: Show only this job; None: all with live workers.
         once: Show it once, a second after the start, and end.
 
     Raises:

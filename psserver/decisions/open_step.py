@@ -17,7 +17,8 @@ class OpenStep:
     key: int  # The step, or 0 in an asynchronous mode. Invariant: its key in `open_steps`.
     # By rank: counted, not yet added. Invariant: no rank of `added`, each under its own rank.
     held: dict[int, tuple[Push, Token]] = field(default_factory=dict)
-    # Added, each with its weight in the mean. Invariant: one push a worker, but if asynchronous.
+    # Added, each with its weight in the mean. Invariant: in a mode by step one push of each worker
+    # and step, all of this step or, where late pushes count, also of earlier ones.
     added: list[tuple[Push, float]] = field(default_factory=list)
 
     # Workers of an asynchronous mode whose push was left out, as others have ended.
@@ -47,19 +48,26 @@ class OpenStep:
             token=token, open_step=self.key, push=push, weight=weight * factor, is_first=is_first
         )
 
-    def fill(self, ranks: Sequence[int], fan_in: int, *, is_weighted: bool) -> list[Action]:
-        """Adds held pushes: in the order of the ranks if the step waits for all of them.
+    @property
+    def num_in(self) -> int:
+        """Workers whose push is added."""
+        return len({push.worker for push, _ in self.added})
+
+    def fill(
+        self, ranks: Sequence[int], fan_in: int, *, in_order: bool, is_weighted: bool
+    ) -> list[Action]:
+        """Adds held pushes.
 
         Args:
             ranks: All workers whose push is in or expected, in order.
-            fan_in: Pushes that the step takes.
+            fan_in: Workers that the step takes a push of.
+            in_order: Whether in the order of the ranks: the step waits for all of them.
             is_weighted: Whether each gradient has its number of samples as weight.
         """
-        in_order = fan_in >= len(ranks)
         added = {push.worker for push, _ in self.added}
         actions: list[Action] = []
         for rank in ranks if in_order else list(self.held):
-            if rank in self.held and len(self.added) < fan_in:
+            if rank in self.held and self.num_in < fan_in:
                 push, token = self.held.pop(rank)
                 actions.append(self.add(push, token, push.samples if is_weighted else 1.0))
             elif in_order and rank not in added:
@@ -69,7 +77,8 @@ class OpenStep:
     def update(self, version: int) -> Update:
         """Returns the order to make `version` by the weighted mean of all that was added."""
         assert not self.held, f"step {self.key} closed without {sorted(self.held)}"
-        first = min((push for push, _ in self.added), key=lambda push: push.worker)
+        # Of the newest step: late pushes may be of the warm-up.
+        first = min((push for push, _ in self.added), key=lambda push: (-push.step, push.worker))
         assert first.hyper is not None
         total = sum(weight for _, weight in self.added)
         present = 0
@@ -89,5 +98,7 @@ class OpenStep:
         assert all(push.worker == rank for rank, (push, _) in self.held.items())
         if by_step:
             pushes = [push for push, _ in (*self.held.values(), *self.added)]
-            assert len(self.ranks()) == len(pushes), f"two pushes of a worker in step {self.key}"
-            assert all(push.step == self.key for push in pushes)
+            named = {(push.worker, push.step) for push in pushes}
+            assert len(named) == len(pushes), f"a push is in step {self.key} twice"
+            assert all(push.step <= self.key for push in pushes)
+            assert all(push.step == self.key for push, _ in self.held.values())

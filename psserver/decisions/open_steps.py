@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pscore.rules.base import Rule
+from pscore.rules.base import UNBOUNDED, Rule
 from pscore.types import Push
 from psserver.decisions.open_step import OpenStep
 from psserver.decisions.orders import Action, Add, Hold
@@ -49,14 +49,14 @@ class OpenSteps:
         open_step = self.steps.get(push.step, OpenStep(push.step))
         workers = self._workers
         expected = open_step.ranks().union(workers.expected(push.step), [push.worker])
-        if workers.fan_in(self.rule, len(expected)) < len(expected):
+        if workers.least(self.rule, len(expected)) < len(expected):
             return True  # Gradients are added in the order of their arrival.
         return parking.admits(push, open_step, expected)
 
     def collect(self, push: Push, token: Token) -> list[Action] | None:
         """Mode by step: returns the orders for a push of an open step; None if the step is full."""
         open_step = self.steps.get(push.step, OpenStep(push.step))
-        if self._is_full(open_step, push.worker):
+        if not self.rule.counts_late and self._is_full(open_step, push.worker):
             return None
         self.steps[push.step] = open_step
         open_step.held[push.worker] = (push, token)
@@ -64,6 +64,11 @@ class OpenSteps:
         if push.worker in open_step.held:
             actions.append(Hold(token=token, push=push))
         return actions
+
+    def join(self, push: Push, token: Token, version: int) -> Add:
+        """Mode by step: adds a push whose step has closed to the open step, `version`."""
+        open_step = self.steps.setdefault(version, OpenStep(version))
+        return open_step.add(push, token, push.samples)
 
     def arrive(self, push: Push, token: Token, version: int) -> Add:
         """Asynchronous mode: adds a push on arrival.
@@ -83,9 +88,12 @@ class OpenSteps:
         """Mode by step: adds the held pushes of a step whose turn has come."""
         open_step, workers = self.steps[step], self._workers
         ranks = sorted(open_step.ranks() | set(workers.expected(step)))
-        is_alone = len(ranks) == 1 and not workers.participants.is_elastic  # Else others may join.
-        fan_in = workers.fan_in(self.rule, len(ranks))
-        return open_step.fill(ranks, fan_in, is_weighted=not is_alone)
+        # Else others may join, or an own late push is in already.
+        is_alone = len(ranks) == 1 and not (workers.participants.is_elastic or open_step.added)
+        fan_in, least = workers.fan_in(self.rule, len(ranks)), workers.least(self.rule, len(ranks))
+        if self.rule.counts_late:
+            fan_in = UNBOUNDED  # A worker may be in with a late push, and with this step's.
+        return open_step.fill(ranks, fan_in, in_order=least >= len(ranks), is_weighted=not is_alone)
 
     # ----- full steps
 
@@ -93,6 +101,14 @@ class OpenSteps:
         """Mode by step: returns whether `step` can be closed."""
         open_step = self.steps.get(step)
         return open_step is not None and bool(open_step.added) and self._is_full(open_step)
+
+    def has_quorum(self, step: int) -> bool:
+        """Mode by step: returns whether the window of `step` may begin."""
+        open_step = self.steps.get(step)
+        if open_step is None or open_step.held or not open_step.added:
+            return False
+        num_expected = len(open_step.ranks().union(self._workers.expected(step)))
+        return open_step.num_in >= self._workers.least(self.rule, num_expected)
 
     def has_arrivals(self) -> bool:
         """Asynchronous mode: returns whether as many pushes are added as one update takes."""
@@ -106,7 +122,7 @@ class OpenSteps:
         """Returns whether as many pushes are added as a step takes."""
         workers = self._workers
         num_expected = len(open_step.ranks().union(others, workers.expected(open_step.key)))
-        return len(open_step.added) >= workers.fan_in(self.rule, num_expected)
+        return open_step.num_in >= workers.fan_in(self.rule, num_expected)
 
     # ----- state
 
@@ -135,6 +151,8 @@ class OpenSteps:
             assert key == open_step.key
             assert key in keys, f"step {key} is open at version {version}"
             open_step.check_invariants(by_step=by_step)
-            for rank in open_step.ranks() if by_step else ():
-                assert key in self._workers.counted[rank]
-                assert (key, rank) not in parking
+            pushes = [push for push, _ in (*open_step.held.values(), *open_step.added)]
+            for push in pushes if by_step else ():
+                assert self.rule.counts_late or push.step == key
+                assert push.step in self._workers.counted[push.worker]
+                assert (push.step, push.worker) not in parking

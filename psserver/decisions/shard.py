@@ -276,11 +276,13 @@ class Shard:
 
     # ----- pushes, pulls, barriers
 
-    def decide_push(self, job: Job, address: Address, push: Push, token: Token) -> Actions:
+    def decide_push(
+        self, job: Job, address: Address, push: Push, token: Token, now_s: float = 0.0
+    ) -> Actions:
         """Decides on one push (`SliceClock.push`)."""
         table = job.table(address.table)
         clock = table.clock(address.slice)
-        actions = clock.push(push, token)
+        actions = clock.push(push, token, now_s)
         if push.role is Role.STATE:  # The step is that of the state.
             table.spec = replace(table.spec, origin=Origin(clock.progress(), push.step))
         job.counters.num_pushes += 1
@@ -307,10 +309,8 @@ class Shard:
         """Returns what a barrier waits for, as text; empty if it is open."""
         members = job.membership
         missing = barrier.missing(members.expected(), is_short=members.is_short)
-        if barrier.is_open:
-            return ""
         who = ", ".join(members.describe(rank) for rank in missing[:4]) or members.shortage()
-        return f"{who} at barrier {name!r}"
+        return "" if barrier.is_open else f"{who} at barrier {name!r}"
 
     def recheck(self, job: Job) -> Actions:
         """Decides again on every slice of a job, after its membership has changed."""
@@ -332,6 +332,19 @@ def require_name(what: str, name: str) -> None:
             f"{what} name {name[:NAME_LENGTH_MAX]!a} must have 1..{NAME_LENGTH_MAX} "
             "characters, all of them printable (no line ends, no escape sequences)"
         )
+
+
+def close_windows(job: Job, now_s: float) -> Actions:
+    """Closes the rounds of a job whose windows are over at a time, in seconds."""
+    actions = [
+        (Address(job.name, table.index, index), action)
+        for table in job.tables.values()
+        if table.spec.rule.counts_late
+        for index, clock in table.clocks.items()
+        for action in clock.tick(now_s)
+    ]
+    _count(job, [action for _, action in actions])
+    return actions
 
 
 def _count(job: Job, actions: Sequence[Action]) -> None:

@@ -4,14 +4,16 @@ Theory of operation. A `SliceClock` is a state machine without I/O, threads or a
 goes in, actions come out (orders.py), in the order in which they must be executed for this slice.
 It holds no numbers of the model. Its driver keeps the payloads under the tokens that it passed in,
 executes the actions of one slice one after the other, and may work on many slices at once. An
-answer to a pull stands in the same order behind the update that it waits for, so "decided" and
-"done" need not be told apart in here.
+answer to a pull comes in that order behind the update that it waits for, so "decided" and "done"
+are the same here.
 
 A push is counted once: by (worker, step), even if it arrives twice or late. In a mode that
 collects by step, each open step collects its own pushes (open_steps.py). Gradients are added in the
 order of the ranks, so that the sum has the same bits in every run; one that arrives before a lower
 rank's is held, and acknowledged all the same. Steps close in order, and closing step t makes
-version t+1. In an asynchronous mode there is one collection, and it closes after `fan_in` arrivals.
+version t+1. With a quorum a step may close when its window is over (window.py), of which `tick`
+tells the time; a push that comes later enters the step that is open. In an asynchronous mode there
+is one collection, and it closes after `fan_in` arrivals.
 
 A push is parked (parking.py), neither counted nor acknowledged, if it is too far ahead, if an
 elastic job has too few workers, or if it may wait for the others of its step. No step waits for a
@@ -30,6 +32,7 @@ from psserver.decisions.open_step import OpenStep
 from psserver.decisions.orders import Acknowledge, Action, Answer, Load, Skip
 from psserver.decisions.progress import Progress, Token
 from psserver.decisions.slice_state import SliceState
+from psserver.decisions.window import Window
 
 AHEAD_MAX = 4096  # Steps received from a worker while an earlier one is missing.
 
@@ -39,8 +42,13 @@ class SliceClock(SliceState):
 
     # ----- messages
 
-    def push(self, push: Push, token: Token) -> list[Action]:
+    def push(self, push: Push, token: Token, now_s: float = 0.0) -> list[Action]:
         """Decides on one push.
+
+        Args:
+            push: The push.
+            token: Its token.
+            now_s: The time, in seconds; only windows ask for it.
 
         Raises:
             RemoteProtocolError: There are no weights yet, the push claims a version to come, or too
@@ -57,6 +65,7 @@ class SliceClock(SliceState):
                 f"worker {push.worker} pushed step {push.step} on version {push.base_version}, "
                 f"the newest is {self.version}"
             )
+        self.window.tick(now_s)
         counted = self._workers.counted.setdefault(push.worker, Progress())
         if push.step in counted:
             late = push.step in counted.late
@@ -72,6 +81,12 @@ class SliceClock(SliceState):
                 f"{counted.clock} have arrived and others between them have not"
             )
         return self._count(push, token) + self._proceed()
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Hears the time, in seconds: closes a step whose window is over."""
+        self.window.tick(now_s)
+        is_due = self._open.rule.counts_late and self.version in self._open.steps
+        return self._proceed() if is_due else []
 
     def pull(self, pull: Pull, token: Token) -> list[Action]:
         """Decides on one pull: it is answered now, or by the actions of a later message."""
@@ -174,6 +189,7 @@ class SliceClock(SliceState):
             self.version = max(self.version, key)
             actions.append(self._close(key))
         self._open.rule = rule
+        self.window = Window(rule.window_s)
         self.parking.clear()
         self._workers.restart(max(self.version, 0))
         return actions + self._answers()
@@ -202,6 +218,11 @@ class SliceClock(SliceState):
         self.staleness[push.worker] = self.version - push.base_version
         if not self._open.rule.by_step:
             return self._arrive(push, token)
+        if self._open.rule.counts_late:
+            self.window.arrived(push.step, self.version)
+            if push.step < self.version:
+                joined = self._open.join(push, token, self.version)
+                return [joined, self._acknowledge(token, Verdict.ACCEPTED)]
         actions = None if push.step < self.version else self._open.collect(push, token)
         if actions is None:
             counted.add_late(push.step)
@@ -239,11 +260,19 @@ class SliceClock(SliceState):
         actions: list[Action] = []
         by_step = self._open.rule.by_step
         while self.version >= 0 and not self._workers.is_short:
-            if by_step and self._open.is_complete(self.version):
+            if by_step and self._may_close():
                 actions.append(self._close(self.version))
             elif not (self._unpark(actions) or self._skip(actions)):
                 break
         return actions + self._answers()
+
+    def _may_close(self) -> bool:
+        """Returns whether all are in the open step, or its quorum is and its window is over."""
+        step = self.version
+        if self._open.is_complete(step):
+            return True
+        is_window = self._open.rule.counts_late and self._open.has_quorum(step)
+        return is_window and self.window.is_over(step)
 
     def _unpark(self, actions: list[Action]) -> bool:
         """Counts the parked pushes that have room now; returns whether there were any."""
@@ -268,6 +297,8 @@ class SliceClock(SliceState):
     def _close(self, key: int) -> Action:
         """Turns an open step into one update by the weighted mean of its pushes."""
         open_step = self._open.steps.pop(key)
+        if self._open.rule.counts_late:
+            self.window.close(self.version)
         self._advance(self.version + 1)
         return open_step.update(self.version)
 

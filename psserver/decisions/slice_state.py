@@ -10,6 +10,7 @@ from psserver.decisions.participants import Participants
 from psserver.decisions.progress import Progress
 from psserver.decisions.slice_workers import SliceWorkers
 from psserver.decisions.waiting_pulls import WaitingPulls
+from psserver.decisions.window import Window
 
 
 class SliceState:
@@ -28,13 +29,14 @@ class SliceState:
         rule.require_workers(participants.num_workers)
         # Updates decided; -1 until the initial weights are here. Invariant: never falls.
         self.version = -1
-        # Of each worker's newest push, in updates. Invariant: not negative.
+        # Staleness of each worker's newest push, in updates. Invariant: not negative.
         self.staleness: dict[int, int] = {}
         # Pushes not counted. Invariant: empty without weights.
         self.parking = Parking()
         self._workers = SliceWorkers(participants)
         self._open = OpenSteps(rule, self._workers)
         self._pulls = WaitingPulls()
+        self.window = Window(rule.window_s)  # Of the open step.
         # When the job began, or its present life. Invariant: not above `version`, but for a version
         # of 0 before there are weights.
         self._first_version = 0
@@ -76,6 +78,11 @@ class SliceState:
         return self._workers.clock_max()
 
     # ----- for people and tests
+
+    def ranks_in(self) -> list[int]:
+        """Returns the ranks whose push is in the open step, in order."""
+        open_step = self._open.steps.get(max(self.version, 0))
+        return [] if open_step is None else sorted(open_step.ranks())
 
     @property
     def is_short(self) -> bool:

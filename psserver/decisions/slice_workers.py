@@ -45,6 +45,14 @@ class SliceWorkers:
             num_expected, num_expected if everyone.is_elastic else everyone.num_workers
         )
 
+    def least(self, rule: Rule, num_expected: int) -> int:
+        """Returns how many workers have to be in before a step's window begins."""
+        num_expected = max(1, num_expected)
+        everyone = self.participants
+        return rule.least(
+            num_expected, num_expected if everyone.is_elastic else everyone.num_workers
+        )
+
     # ----- progress
 
     def clock(self, worker: int) -> int:

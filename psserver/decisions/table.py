@@ -90,7 +90,16 @@ class Table:
         step, ranks = clock.missing()
         who = ", ".join(membership.describe(rank) for rank in ranks[:NAMED_MAX])
         more = f" and {len(ranks) - NAMED_MAX} more" if len(ranks) > NAMED_MAX else ""
-        return f"step {step} of {who or 'nobody'}{more}, at {where}"
+        return f"step {step} of {who or 'nobody'}{more}, at {where}{self._quorum(clock)}"
+
+    def _quorum(self, clock: SliceClock) -> str:
+        """Returns how far the open round of a slice is, as text; empty without a quorum."""
+        if not self.spec.rule.counts_late:
+            return ""
+        left_s, num_in = clock.window.left_s(max(clock.version, 0)), len(clock.ranks_in())
+        if left_s is None:
+            return f" ({num_in} in, which is no quorum)"
+        return f" ({num_in} in, the window is over in {left_s:.2f} s)"
 
     def check_invariants(self) -> None:
         """Asserts what the comments at the fields say, for tests and the simulator."""

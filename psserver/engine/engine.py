@@ -22,7 +22,7 @@ from pscore.rules.base import Rule
 from pscore.table_spec import TableSpec
 from pscore.types import FloatArray
 from psserver.decisions.membership import Member
-from psserver.decisions.shard import Actions, Job, Shard
+from psserver.decisions.shard import Actions, Job, Shard, close_windows
 from psserver.decisions.table import Table
 from psserver.durability.journal_dir import JournalDir
 from psserver.durability.recovery import JobRecorder, Recovery, TableMemory
@@ -308,6 +308,15 @@ class Engine:
                     table.seal_quiet()
             self.requests.put_off()
             return lost
+
+    def tick_windows(self) -> None:
+        """Closes the rounds whose windows are over; the owner calls it many times a second."""
+        with self.lock:
+            now_s = self.now()
+            for job in self.jobs.values():
+                actions = close_windows(job.job, now_s)
+                if actions:
+                    self.requests.execute(job, actions)
 
     # ----- views
 

@@ -58,7 +58,7 @@ class HeartbeatView:
     residual_requests: tuple[ResidualRequest, ...]
     live: tuple[int, ...]  # Ranks.
     uneven: str  # The worker that leaves out steps of others; empty if none does.
-    epochs: dict[int, int]  # Of the directory of each table whose workers meet.
+    epochs: dict[int, int]  # Epoch of the directory of each table whose workers meet.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,7 @@ class WorkerView:
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers.
     pace: Pace = NO_PACE
     waited_for_s: float = 0.0  # Seconds in which others waited for it.
+    data_plane: str = ""  # Between it and this shard; empty: it has not said yet.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,16 @@ class TableView:
     version_max: int
     waiting_for: str
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundView:
+    """The open round of a table whose rounds may close with a quorum, in its furthest slice."""
+
+    table: str
+    num_in: int  # Workers whose move is in.
+    window_s: float
+    num_late: int  # Moves that entered a later round than theirs, since the process began.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +142,11 @@ class JobView:
     memory_nbytes: int
     raw_pushed_nbytes: int  # The pushed bytes, if none had been compressed.
     raw_pulled_nbytes: int
-    open_steps: int  # Of the slice with most.
+    open_steps: int  # Open steps of the slice with most.
     num_lost: int
     has_checkpoint: bool  # Whether this process has given its part of a whole one.
     checkpoint_age_s: float  # Since then, or since this process has the job.
+    rounds: tuple[RoundView, ...] = ()  # Of tables whose rounds have a quorum.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +155,7 @@ class ShardView:
 
     jobs: tuple[JobView, ...]
     lost: tuple[tuple[str, str], ...]  # Jobs whose numbers cannot be used, each with the reason.
-    under_way_nbytes: int  # Of pushes and answers that wait.
+    under_way_nbytes: int  # Bytes of pushes and answers that wait.
     num_recoveries: int  # Processes of this shard that have continued jobs from journals.
 
 
@@ -189,7 +201,24 @@ def view_of(job: Job, waits: Waits, now_s: float, saves: Saves) -> JobView:
         num_lost=job.membership.num_lost,
         has_checkpoint=saves.has_any,
         checkpoint_age_s=now_s - saves.since_s,
+        rounds=_rounds(job),
     )
+
+
+def _rounds(job: Job) -> tuple[RoundView, ...]:
+    found = []
+    for name, table in job.tables.items():
+        if table.spec.rule.counts_late and table.clocks:
+            clock = max(table.clocks.values(), key=lambda clock: clock.version)
+            found.append(
+                RoundView(
+                    table=name,
+                    num_in=len(clock.ranks_in()),
+                    window_s=clock.window.length_s,
+                    num_late=max(clock.window.num_late for clock in table.clocks.values()),
+                )
+            )
+    return tuple(found)
 
 
 def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
@@ -212,6 +241,7 @@ def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
             peers=member.peers,
             pace=member.pace,
             waited_for_s=waits.waited_for_s.get(member.rank, 0.0),
+            data_plane=member.data_plane,
         )
         for _, member in sorted(job.membership.members.items())
     )

@@ -65,6 +65,7 @@ from psserver.service.refusals import ErrorInterceptor
 log = structlog.get_logger()
 
 TICK_S = 1.0
+WINDOW_TICK_S = 0.02  # The grain of the windows of rounds with a quorum.
 BRING_S_MIN, BRING_S_MAX = 0.2, 10.0  # Pauses before another attempt.
 QUIET_S = 0.3  # No queue at work for so long: an open request then waits for others.
 POLL_S = 0.05
@@ -89,7 +90,7 @@ class Daemon:
         self.plan = plan
         self.code = Exit.OK
         self._loop = asyncio.get_running_loop()
-        self._is_short = False  # Of descriptors: new connections are refused.
+        self._is_short = False  # Whether descriptors are short: connections are refused.
         self._ending = asyncio.Event()
         self.grace_s = plan.grace_s
         self._parent = os.getppid()
@@ -193,10 +194,13 @@ class Daemon:
         self._watch()
         ticking = asyncio.create_task(self._tick())
         ticking.add_done_callback(self._check)
+        closing = asyncio.create_task(self._tick_windows())
+        closing.add_done_callback(self._check)
         bringing = asyncio.create_task(self._bring())
         bringing.add_done_callback(self._check)
         await self._ending.wait()
         ticking.cancel()
+        closing.cancel()
         bringing.cancel()
         if self.code is not Exit.BUG:
             await self.end()
@@ -267,6 +271,11 @@ class Daemon:
             # A process that the parent forked may keep our standard input open after its death.
             if os.getppid() != self._parent:
                 self._ending.set()
+
+    async def _tick_windows(self) -> None:
+        while True:
+            await asyncio.sleep(WINDOW_TICK_S)
+            self.engine.tick_windows()
 
     async def check_readiness(self) -> None:
         """Sets the health service, and logs a change: whether new connections can be accepted."""
@@ -507,6 +516,6 @@ def main(text: str) -> None:
     sys.excepthook = log_crash
     descriptors.raise_limit()
     code = asyncio.run(serve(plan))
-    with contextlib.suppress(OSError):  # Of a full disk.
+    with contextlib.suppress(OSError):  # The disk may be full.
         sys.stderr.flush()
     os._exit(code)  # Without waiting for threads: of slices that are stuck, or connections.

@@ -13,7 +13,7 @@ from psserver.exits import CommandError, Exit
 
 ENDED = 2  # The place of ended jobs in the list.
 ADDED = {"tokens", "tokens_per_s"}  # Reported values that add up over the workers.
-WIDTH = 200  # Of tables outside of a terminal, in columns.
+WIDTH = 200  # Width of tables outside of a terminal, in columns.
 LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
 
 
@@ -23,7 +23,8 @@ def combine(
     """Returns the answers of all shards, of which one at least has answered, as a JSON value.
 
     Bytes and counts are added up over the shards; a worker's step, staleness and silence are the
-    largest that any shard has seen; versions are the oldest and newest of any slice.
+    largest that any shard has seen; its data planes are one for each shard that it has reported to;
+    versions are the oldest and newest of any slice.
     """
     answered = {
         address: answer
@@ -108,6 +109,7 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "peers": [_peers(report) for worker in seen for report in worker.peers],
         "pace": _pace(seen),
         "waited_for_s": round(max(worker.waited_for_s for worker in seen), 1),
+        "data_planes": [worker.data_plane for worker in seen if worker.data_plane],
     }
 
 
@@ -170,7 +172,7 @@ def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
 
 
 def show(status: dict[str, Any]) -> None:
-    """Prints the picture as tables: jobs in which somebody trains first, ended ones in a line."""
+    """Prints the picture as tables: jobs with live workers first, ended ones in a line."""
     from rich.console import Console
 
     # A file or a pipe has no width; there nothing is cut off.
@@ -236,7 +238,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
             f"job {job['name']} (workers: {least}{job['num_workers']}, "
             f"pushes: {job['num_pushes']} of {in_bytes(job['pushed_nbytes'])}, "
             f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})",
-            ("worker", "host", "process", "state", "step", "staleness", "heard", *reports),
+            ("worker", "host", "process", "state", "step", "staleness", "plane", "heard", *reports),
             (
                 (
                     w["rank"],
@@ -245,6 +247,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
                     w["state"],
                     w["step"],
                     w["staleness"],
+                    ", ".join(dict.fromkeys(w["data_planes"])),
                     f"{in_time(w['last_heard_s'])} ago",
                     *([_values(w["reported"])] if reports else []),
                 )

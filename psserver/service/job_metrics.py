@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from psserver.decisions.membership import Presence
-from psserver.engine.views import JobView, ShardView, WorkerView
+from psserver.engine.views import JobView, RoundView, ShardView, WorkerView
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -23,6 +23,7 @@ LIVE = Presence.LIVE.value
 def job_metrics(shard: ShardView) -> Iterator[Metric]:
     """Yields the metrics of jobs and workers."""
     yield from _of_jobs(shard)
+    yield from _of_rounds([(job.name, round_) for job in shard.jobs for round_ in job.rounds])
     workers = [(job.name, worker) for job in shard.jobs for worker in job.workers]
     live = [(name, worker) for name, worker in workers if worker.state == LIVE]
     yield from _of_workers(live)
@@ -83,6 +84,29 @@ def _of_jobs(shard: ShardView) -> Iterator[Metric]:
     for job in shard.jobs:
         lost.add_metric([job.name], job.num_lost)
     yield lost
+
+
+def _of_rounds(rounds: list[tuple[str, RoundView]]) -> Iterator[Metric]:
+    """Yields workers in, window and late moves of each table whose rounds have a quorum."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    labels = ["job", "table"]
+    inside = GaugeMetricFamily(
+        "paceline_round_workers_in", "Workers whose move is in the open round.", labels=labels
+    )
+    window = GaugeMetricFamily(
+        "paceline_round_window_seconds",
+        "Seconds that a round with its quorum waits for the other workers.",
+        labels=labels,
+    )
+    late = CounterMetricFamily(
+        "paceline_round_late_moves", "Moves that entered a later round than theirs.", labels=labels
+    )
+    for job, round_ in rounds:
+        inside.add_metric([job, round_.table], round_.num_in)
+        window.add_metric([job, round_.table], round_.window_s)
+        late.add_metric([job, round_.table], round_.num_late)
+    yield from (inside, window, late)
 
 
 def _of_workers(live: list[tuple[str, WorkerView]]) -> Iterator[Metric]:

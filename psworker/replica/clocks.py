@@ -16,8 +16,8 @@ class Clocks:
         counts: For each slice, one more than the `step` of its last push on the wire: pushes made
             so far, or more where steps have closed without this worker. Replaced or changed only
             by this class.
-        limit: The next push of the whole group, where several processes are one worker; None: not
-            known yet, or this process is the worker.
+        limit: The next push of all slices, where several processes are one worker, or once pulls of
+            the step under way have begun to be applied; None: not known yet, or not fixed yet.
     """
 
     def __init__(
@@ -79,6 +79,11 @@ class Clocks:
     def oldest_version(self, count: int) -> int:
         """Returns the oldest version that has the first `count` pushes of this worker in it."""
         return self.rule.min_version(count - 1) if count else 0
+
+    def fix(self) -> None:
+        """Fixes the step of the next push, in a mode by step, until `pushed` counts it."""
+        if self.rule.by_step and self.limit is None:
+            self.limit = self.next_of_all()
 
     def pushed(self) -> None:
         """Counts one push of every slice."""

@@ -8,7 +8,6 @@ real shards; the simulator drives many replicas in one thread.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -23,8 +22,7 @@ from psworker.replica.ports import PullBuffer, PushPull
 from psworker.replica.pulls import Pulls, Waits
 from psworker.replica.pushes import Pushes
 from psworker.replica.rounds import Round, not_finite
-
-OF_ROUNDS = (Role.DELTA, Role.MODEL)  # Pushes that end a round.
+from psworker.replica.slice_ends import OF_ROUNDS, SliceEnds
 
 
 class Replica:
@@ -41,7 +39,8 @@ class Replica:
         local: The slices of these weights, and their local update.
         parts: The slices, by index.
         clocks: The pushes of each slice.
-        is_ending: Whether `finish` has begun to end a step, and has not ended it.
+        round: The open round, in a mode that has rounds.
+        is_ending: Whether `finish` or `end_slice` has begun to end a step, and it is not over.
     """
 
     def __init__(
@@ -76,13 +75,12 @@ class Replica:
         self.local = LocalWeights(layout, rule, optimizer, num_groups, weights, num_workers)
         self.parts = self.local.parts
         self.clocks = Clocks(rule, self.parts, self.own)
-        places = [itertools.count() for _ in range(layout.num_shards)]
-        self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
-        self._round = Round(layout, weights, role=_role(rule))
+        self.round = Round(layout, weights, role=_role(rule))
         for index, part in enumerate(self.parts):
-            part.origin = self._round.origin(index)
+            part.origin = self.round.origin(index)
         self._pushes = Pushes(rank, self.clocks, self.parts)
-        self._pulls = Pulls(self.local, self.clocks, self._round)
+        self._pulls = Pulls(self.local, self.clocks, self.round)
+        self._ends = SliceEnds(layout, self.local, self.clocks, self._pulls)
 
     # ----- one step
 
@@ -124,7 +122,7 @@ class Replica:
         assert self._pulls.has_landed(index)
         self._pushes.send(index, plan, Role.GRADIENT, grad, present, samples, push_pull)
         is_time = self.rule.by_step or not in_backward
-        if plan.pulls(self._places[index]) and index not in self._pulls and is_time:
+        if self._ends.is_pulled(index, plan) and index not in self._pulls and is_time:
             with_state = self.local.wants_state(self.rule, self.step)
             self._pulls.send_early(index, push_pull, with_state=with_state, in_use=in_backward)
 
@@ -132,6 +130,17 @@ class Replica:
         """Waits until an earlier step's pull of a slice has landed; does not apply it yet."""
         if not self._pulls.has_landed(index):
             yield index
+
+    def end_slice(self, index: int, grad: torch.Tensor, push_pull: PushPull) -> None:
+        """Ends the step of a slice that has been pushed, if the mode waits for no pull of the step.
+
+        It is the slice's part of `finish`, as soon as backward is over: its next weights come while
+        this worker waits for earlier pulls of other slices, so that links stay busy.
+        """
+        plan = self.plan()
+        if plan.push is Role.GRADIENT and not plan.block:
+            self.is_ending = True
+            self._ends.end_early(index, self.step, plan, grad, push_pull)
 
     def finish(
         self, grads: Sequence[torch.Tensor], push_pull: PushPull, samples: float = 1.0
@@ -152,28 +161,22 @@ class Replica:
         """
         plan, self.is_ending = self.plan(), True
         if plan.inner:
-            self._round.add_step(samples)
+            self.round.add_step(samples)
         if plan.push is Role.GRADIENT:
             self.clocks.pushed()
         # A pull that only a later step waits for must have landed when its slice is pushed again,
-        # and backward, which decides when that is, ends with the front. Unless it was sent along
-        # with the push, it is sent as soon as the previous one has been applied, so that the
-        # connection from the shard is never idle.
-        with_state = plan.pull and self.local.wants_state(self.rule, self.step)
+        # and backward, which decides when that is, ends with the front.
         order = self.front_first() if plan.block else self.own
-        for index in order:
+        for index in [index for index in order if index not in self._ends]:
             if plan.lands:
                 yield from self.land(index)
-                self._pulls.apply(index)
-            if plan.local and not plan.inner:
-                self.local.update(index, self.step, grads[index])
-            if plan.pulls(self._places[index]) and plan.push not in OF_ROUNDS:
-                self._pulls.send(index, push_pull, with_state=with_state)
+            self._ends.end(index, self.step, plan, grads[index], push_pull)
         if plan.push in OF_ROUNDS:
             self._push_round(grads, push_pull)
             if plan.pull:
                 self._pull_round(plan, order, grads, push_pull)
         self._pulls.early.clear()
+        self._ends.clear()
         self.step += 1
         if plan.block:
             yield from self.settle()
@@ -186,17 +189,9 @@ class Replica:
             grads: Memory for the moves, as for `finish`.
             push_pull: Sends them.
         """
-        if self.num_inner or self._round.role is Role.MODEL:
-            self._round.is_last = True
+        if self.num_inner or self.round.role is Role.MODEL:
+            self.round.is_last = True
             self._push_round(grads, push_pull)
-
-    def follow(self) -> None:
-        """Records the weights of the slices that others of the group have pulled."""
-        self._round.follow(self.own)
-
-    def shift_origin(self, change: torch.Tensor) -> None:
-        """Shifts the start of the round by `(layout.numel,)`: a model's rounding is no move."""
-        self._round.shift(change)
 
     def fetch(self, min_version: int | None, push_pull: PushPull) -> Waits:
         """Pulls the exact global weights, regardless of the plan.
@@ -207,7 +202,7 @@ class Replica:
         """
         self.abandon()
         yield from self.settle()
-        self._round.begin()
+        self.round.begin()
         for index in self.front_first():
             self._pulls.fetch(index, push_pull, min_version)
         yield from self.settle()
@@ -241,14 +236,15 @@ class Replica:
     def restart(self) -> None:
         """Starts again in the same job and step; the next pulls bring weights and clocks."""
         self._pulls.restart()
+        self._ends.clear()
         self.clocks.restart(self.rule)
-        self._round.begin()
+        self.round.begin()
         self.is_ending = False
         self.local.restart()
 
     def change(self, rule: Rule) -> None:
         """Continues under another rule at the same step; its pulls bring weights and clocks."""
-        assert self._round.role is _role(rule)
+        assert self.round.role is _role(rule)
         self.rule = rule
         self.local.change(rule)
         self.restart()
@@ -287,7 +283,7 @@ class Replica:
     @property
     def num_inner(self) -> int:
         """Steps of the user's own optimizer since the last pull."""
-        return self._round.num_inner
+        return self.round.num_inner
 
     @property
     def next_push(self) -> int:
@@ -297,7 +293,7 @@ class Replica:
     @property
     def drifts(self) -> bool:
         """Whether the weights here differ from those of the shards between two pulls."""
-        return self.local.local_update is not None or self._round.role is not None
+        return self.local.local_update is not None or self.round.role is not None
 
     def front_first(self) -> Sequence[int]:
         """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
@@ -317,15 +313,15 @@ class Replica:
 
     def _push_round(self, values: Sequence[torch.Tensor], push_pull: PushPull) -> None:
         """Pushes the moves of the weights, or the weights, weighted by the mean of samples."""
-        bad = self._round.write(self.parts, values)
+        bad = self.round.write(self.parts, values)
         if bad is not None:
             self.is_ending = False
             raise not_finite(bad, self.step)
-        plan, samples, role = self.plan(), self._round.mean_samples, self._round.pushed_role
+        plan, samples, role = self.plan(), self.round.mean_samples, self.round.pushed_role
         for index in self.front_first():
             self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
         self.clocks.pushed()
-        self._round.begin()
+        self.round.begin()
 
 
 def _role(rule: Rule) -> Role | None:

@@ -113,6 +113,17 @@ def test_no_word_is_a_metaphor_that_only_we_know() -> None:
     assert not found
 
 
+@pytest.mark.parametrize("package", PLACES)
+def test_the_description_of_an_argument_is_a_noun_phrase(package: str) -> None:
+    """`rank: Of the worker.` has no noun; `rank: Rank of the worker.` has one."""
+    found = [
+        f"{name(path)}: {text}"
+        for path in modules(package)
+        for text in re.findall(r"^ +\w+: Of .*$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_a_name_of_a_test_begins_with_a_subject() -> None:
     found = [
         f"{name(path)}: {node.name}"

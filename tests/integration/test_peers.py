@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import psworker
 from psworker.peers import peers
 from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
+from tests.inside import gossip_of, peers_of, table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 from tests.integration.command import Command, eventually
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
@@ -126,7 +127,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
     optimizer = psworker.DistributedOptimizer(
         sgd(model.parameters()), named_parameters=model.named_parameters(), mode=mode
     )
-    peers = optimizer._table.local_step._peers  # type: ignore[attr-defined]
+    peers = peers_of(optimizer)
     losses, models = [], {}
     for step in itertools.count():
         if dies and step == DIES_AT:
@@ -135,7 +136,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
         optimizer.zero_grad()
         losses.append(backward(model, *batch(0, 0)))
         optimizer.step()
-        models[peers.gossip.number] = weights_of(model)
+        models[gossip_of(optimizer).number] = weights_of(model)
         time.sleep(0.01)  # For exchanges that no step waits for.
         if is_new and step >= MORE and peers.report().num_exchanges:
             me.tell()
@@ -259,7 +260,7 @@ def change_modes(me: Station) -> dict[str, Any]:
     optimizer.load_state_dict(optimizer.state_dict())
     starts.append(copy_of(model))
     losses += go(me, model, optimizer, range(step + 2, step + 4))
-    step = optimizer._table.local_step._peers.gossip.number
+    step = gossip_of(optimizer).number
     psworker.shutdown()
     return {"starts": starts, "losses": losses, "step": step, "end": copy_of(model)}
 
@@ -354,8 +355,8 @@ def end_with_last_models(me: Station, mode: str) -> dict[str, Any]:
     """Trains 7 steps; returns the last model as one vector, and the weights after the end."""
     model, optimizer = begin(mode)
     go(me, model, optimizer, range(7 if me.rank else 6 + mode.startswith("adpsgd")))
-    table = optimizer._table
-    gossip, flat, layout = table.local_step._peers.gossip, table.flat.weights, table.layout
+    table = table_of(optimizer)
+    gossip, flat, layout = gossip_of(optimizer), table.flat.weights, table.layout
     last = flat.numpy().copy()
     psworker.shutdown()
     if mode.startswith("adpsgd"):  # Others may have offered theirs meanwhile.

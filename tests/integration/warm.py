@@ -59,7 +59,7 @@ class Popen(subprocess.Popen[Any]):
             words: The arguments of `python` on a command line: `-m module`, `-c code` or a path,
             and
                 the arguments.
-            options: Of `subprocess.Popen`, of which it takes those for standard streams, text,
+            options: Options of `subprocess.Popen`; it takes those for standard streams, text,
                 `cwd`, `env`, `start_new_session` and `process_group`.
         """
         super().__init__([sys.executable, *map(str, words)], **options)

@@ -1,0 +1,90 @@
+"""Rounds with a quorum through real shards: a learner and a shard are killed, and nobody stops."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+import psworker
+from tests.integration.cluster import Station, Worker
+from tests.integration.command import Command
+
+MODE = "diloco(steps=2, quorum=2, window=0.1)"
+LEASE_S, DEADLINE_S = 60, 60.0
+WHILE_S = 0.5  # Several windows.
+
+
+def learn(me: Station) -> int:
+    """Trains until it is told to end; tells the time and the clock of each round."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(8, 8)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = psworker.DistributedOptimizer(
+        inner, model.named_parameters(), mode=MODE, samples=4.0
+    )
+    rounds = 0
+    while not me.is_told():
+        for _ in range(2):
+            inputs = torch.randn(4, 8)
+            optimizer.zero_grad()
+            (model(inputs) - inputs).square().mean().backward()
+            optimizer.step()
+        rounds += 1
+        me.tell((time.monotonic(), optimizer.clock))
+    assert all(bool(torch.isfinite(weight).all()) for weight in model.parameters())
+    psworker.shutdown()
+    return rounds
+
+
+def learner(servers: str, rank: int, restart: int = 0) -> Worker:
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "3",
+        "PACELINE_SERVERS": servers,
+        "PACELINE_JOB": "quorum",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+    }
+    return Worker(learn, rank, (), environment)
+
+
+def after(each: Worker, since_s: float) -> int:
+    """Returns a worker's clock at its first round that ends after a time, long before the lease."""
+    while True:
+        at_s, clock = each.hear(LEASE_S / 2)
+        if at_s > since_s:
+            return int(clock)
+
+
+def test_a_killed_learner_and_a_killed_shard_stop_nobody(tmp_path: Path) -> None:
+    """The lease is far longer than the test: without a quorum the others would wait for it."""
+    command = Command(tmp_path)
+    options = ("--shards", 2, "--port", 0, "--metrics-port", 0, "--lease-s", LEASE_S)
+    with command.spawn("start", *options) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("PACELINE_SERVERS=")
+        (found,) = command.folder.glob("paceline/*/run.json")
+        run = json.loads(found.read_text())
+        servers = ",".join(run["addresses"])
+        learners = [learner(servers, rank) for rank in range(3)]
+        try:
+            for each in learners:
+                each.hear(DEADLINE_S)
+            learners[2].kill()
+            since_s = time.monotonic() + WHILE_S
+            for each in learners[:2]:
+                after(each, since_s)
+            os.kill(int(run["shards"][0]["pid"]), signal.SIGKILL)
+            since_s = time.monotonic() + WHILE_S
+            clocks = [after(each, since_s) for each in learners[:2]]
+            learners[2].close()
+            learners[2] = learner(servers, 2, restart=1)
+            assert after(learners[2], 0.0) >= min(clocks)  # It begins where the others are.
+            for each in learners:
+                each.tell("end")
+            assert all(each.result(DEADLINE_S) > 0 for each in learners)
+        finally:
+            for each in learners:
+                each.close()

@@ -1,0 +1,182 @@
+"""Rounds with a quorum and a window: every decision of a slice, with the time as an argument."""
+
+import numpy as np
+
+from pscore.rules import DiLoCo, LocalSGD
+from pscore.types import Push
+from psserver.decisions.window import FIRST_S, Window
+from tests.unit.psserver.bench import Bench, words
+
+FIXED = LocalSGD(quorum=2, window=1.0)
+
+
+class Timed(Bench):
+    """A slice whose pushes come at a time."""
+
+    def at(self, now_s: float, worker: int, step: int, samples: float = 1.0) -> list[str]:
+        push = Push(
+            worker=worker,
+            step=step,
+            base_version=min(step, self.clock.version),
+            samples=samples,
+            hyper=np.array([[0.5]]),
+        )
+        done = words(self.clock.push(push, f"{worker}@{step}", now_s))
+        self.clock.check_invariants()
+        return done
+
+    def tick(self, now_s: float) -> list[str]:
+        done = words(self.clock.tick(now_s))
+        self.clock.check_invariants()
+        return done
+
+
+def test_a_round_closes_with_its_quorum_when_the_window_is_over() -> None:
+    bench = Timed(FIXED, 3)
+    assert bench.at(0.0, 2, 0) == ["set 2@0 x1 in 0", "ack 2@0 ACCEPTED v0"]
+    assert bench.tick(50.0) == []  # One is not a quorum.
+    assert bench.at(50.0, 0, 0) == ["add 0@0 x1 in 0", "ack 0@0 ACCEPTED v0"]
+    assert bench.tick(50.9) == []
+    assert bench.tick(51.0) == ["update 0 x0.5 -> v1"]
+
+
+def test_a_round_with_everybody_in_does_not_wait_for_its_window() -> None:
+    bench = Timed(FIXED, 3)
+    bench.at(0.0, 0, 0)
+    bench.at(0.0, 1, 0)
+    assert bench.at(0.1, 2, 0)[-1] == "update 0 x0.333333 -> v1"
+
+
+def test_a_late_move_enters_the_open_round_with_its_weight() -> None:
+    """2 of 3 with weights 1 and 3; then the late one with weight 4 joins round 1."""
+    bench = Timed(LocalSGD(quorum=2, window=0.0), 3)
+    bench.at(0.0, 0, 0, samples=1.0)
+    assert bench.at(0.0, 1, 0, samples=3.0) == [
+        "add 1@0 x3 in 0",
+        "ack 1@0 ACCEPTED v0",
+        "update 0 x0.25 -> v1",
+    ]
+    assert bench.at(5.0, 2, 0, samples=4.0) == ["set 2@0 x4 in 1", "ack 2@0 ACCEPTED v1"]
+    assert bench.at(5.0, 2, 0, samples=4.0) == ["ack 2@0 DUPLICATE v1"]
+    assert bench.at(6.0, 0, 1, samples=1.0)[-1] == "update 1 x0.2 -> v2"
+    assert bench.clock.window.num_late == 1
+
+
+def test_a_worker_may_be_in_twice_and_counts_as_one() -> None:
+    bench = Timed(LocalSGD(quorum=2, window=0.0), 3)
+    bench.at(0.0, 0, 0)
+    bench.at(0.0, 1, 0)
+    bench.at(1.0, 2, 0)
+    assert bench.at(2.0, 2, 1) == ["add 2@1 x1 in 1", "ack 2@1 ACCEPTED v1"]
+    assert bench.at(3.0, 1, 1)[-1] == "update 1 x0.333333 -> v2"
+
+
+def test_the_newest_rounds_hyper_parameters_are_used() -> None:
+    bench = Timed(LocalSGD(quorum=1, window=0.0), 2)
+    bench.at(0.0, 1, 0)
+    old = Push(worker=0, step=0, base_version=0, hyper=np.array([[9.0]]))
+    clock = bench.clock
+    clock.push(old, "old", 1.0)  # Alone in round 1 with K = 1: it closes with its own.
+    bench.expected.append(2)
+    assert clock.version == 2
+
+
+def test_a_quorum_of_all_decides_as_without() -> None:
+    plain, quorum = Timed(LocalSGD(), 3), Timed(LocalSGD(quorum=3, window=0.0), 3)
+    for step, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 2, 0)]):
+        for worker in order:
+            assert plain.at(float(step), worker, step) == quorum.at(float(step), worker, step)
+
+
+def test_one_worker_decides_as_without() -> None:
+    plain, quorum = Timed(DiLoCo(), 1), Timed(DiLoCo(quorum=1), 1)
+    for step in range(3):
+        assert plain.at(0.0, 0, step, 3.0) == quorum.at(0.0, 0, step, 3.0)
+
+
+def test_workers_that_leave_make_the_quorum_smaller() -> None:
+    bench = Timed(LocalSGD(quorum=3, window=100.0), 4)
+    bench.at(0.0, 0, 0)
+    bench.leave(2)
+    assert bench.leave(3) == []
+    assert bench.at(1.0, 1, 0)[-1] == "update 0 x0.5 -> v1"
+
+
+def test_the_last_late_move_of_a_job_closes_its_round() -> None:
+    bench = Timed(LocalSGD(quorum=1, window=0.0), 2)
+    bench.at(0.0, 0, 0)
+    bench.leave(0)
+    assert bench.at(9.0, 1, 0) == [
+        "set 1@0 x1 in 1",
+        "ack 1@0 ACCEPTED v1",
+        "update 1 x1 -> v2",
+    ]
+
+
+def test_after_a_restart_the_window_begins_with_the_first_tick() -> None:
+    bench, new = Timed(FIXED, 3), Timed(FIXED, 3, loaded=False)
+    bench.at(1000.0, 0, 0)
+    bench.at(1000.0, 1, 0)
+    resumed = new.clock.resume(0, bench.clock.counted, bench.clock.open_steps)
+    assert resumed == []
+    assert new.tick(5.0) == []
+    assert new.tick(5.9) == []
+    assert new.tick(6.0) == ["update 0 x0.5 -> v1"]
+
+
+# ----- the window's length, by hand
+
+
+def closed(window: Window, step: int, at_s: float, *lates: float) -> None:
+    """Makes one round: its quorum at `at_s`, then others; the last one closes it."""
+    window.tick(at_s)
+    window.is_over(step)
+    for late_s in lates:
+        window.tick(at_s + late_s)
+        window.arrived(step, step)
+    window.close(step)
+
+
+def test_an_adaptive_window_follows_the_spread_of_arrivals() -> None:
+    """Closes at 0, 40 and 80: rounds of 40 s. Spreads 2 (rises at once), 2 - 2 / 4 = 1.5."""
+    window = Window(-1.0)
+    assert window.length_s == FIRST_S
+    closed(window, 0, 0.0)
+    assert window.length_s == FIRST_S
+    closed(window, 1, 38.0, 1.0, 2.0)
+    assert window.length_s == 3.0
+    closed(window, 2, 80.0)
+    assert window.length_s == 1.5 * 1.5
+
+
+def test_a_window_is_at_most_a_quarter_of_a_round() -> None:
+    window = Window(-1.0)
+    closed(window, 0, 0.0)
+    closed(window, 1, 32.0, 8.0)  # 1.5 * 8 = 12 would be more than 40 / 4.
+    assert window.length_s == 10.0
+
+
+def test_a_worker_that_is_very_late_is_not_waited_for() -> None:
+    window = Window(-1.0)
+    closed(window, 0, 0.0)
+    closed(window, 1, 40.0)
+    window.tick(60.0)
+    window.arrived(1, 2)  # 20 s behind the quorum of its round: half a round.
+    closed(window, 2, 80.0)
+    assert window.length_s == 0.0
+    assert window.num_late == 1
+    window.tick(84.0)
+    window.arrived(2, 3)  # 4 s: late, and soon enough for the next window.
+    closed(window, 3, 120.0)
+    assert window.length_s == 6.0
+
+
+def test_a_fixed_window_does_not_change() -> None:
+    window = Window(7.0)
+    closed(window, 0, 0.0, 1.0)
+    closed(window, 1, 40.0, 6.0)
+    assert window.length_s == 7.0
+    window.tick(80.0)
+    assert not window.is_over(2)
+    window.tick(85.0)
+    assert window.left_s(2) == 2.0
