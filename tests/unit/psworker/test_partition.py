@@ -66,7 +66,8 @@ def brute_force(layers: list[Layer], workers: int, link: float, cost: str, limit
             a_out = own[-1].output_nbytes if number + 1 < len(replicas) else 0
             depth = (workers - 1 - sum(replicas[:number])) // m  # w_s; one version more.
             held = sum(item.held_nbytes for item in own)
-            if (depth + 1) * (w + held) + w > limit:
+            is_idle = not w and len(own) < len(layers)  # A stage without anything to train.
+            if is_idle or (depth + 1) * (w + held) + w > limit:
                 slowest = math.inf
                 break
             if cost == "ring":
@@ -138,7 +139,8 @@ def nested(
                 a = layers[first + cuts[n] - 1].output_nbytes if n else 0
                 a += own[-1].output_nbytes if n + 1 < len(replicas) else 0
                 depth = (total - 1 - ahead) // (m * copies) + 1
-                if depth * (w + sum(item.held_nbytes for item in own)) + w > limit:
+                is_idle = not w and len(own) < len(layers)
+                if is_idle or depth * (w + sum(item.held_nbytes for item in own)) + w > limit:
                     slowest = math.inf
                     break
                 slowest = max(slowest, time_of(sum(i.compute_s for i in own), w, a, m, near))
@@ -254,6 +256,22 @@ def test_a_uniform_chain_on_fast_links_is_one_stage() -> None:
     assert found is not None
     assert found.name == "4"
     assert found.seconds == pytest.approx(20)
+
+
+def test_layers_without_parameters_are_no_stage_of_their_own() -> None:
+    # 10 s each: a stage of the middle one alone would make three stages of 10 s.
+    layers = [
+        layer(0, 10, output=1, weights=1000),
+        layer(1, 10, output=1),
+        layer(2, 10, weights=1000),
+    ]
+    found = Partitioner(layers, [Level(3, 1.0)], Shards(num_shards=3)).best_pipeline()
+    assert found is not None
+    assert len(found.stages) == 2
+    untrained = [layer(0, 10, output=1), layer(1, 10)]
+    alone = Partitioner(untrained, [Level(2, 1.0)], Shards(num_shards=2)).best()
+    assert alone is not None
+    assert alone.name == "2"
 
 
 def test_the_versions_of_each_stage_are_those_of_the_schedule() -> None:
