@@ -42,7 +42,7 @@ from benchmarks.hosts import PORT
 from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
 from psworker.pipeline.costs import Shards
-from psworker.pipeline.partition import Level, Partition, Partitioner
+from psworker.pipeline.partition import Level, Partition, with_idle
 from psworker.pipeline.profile import Layer, Profile, read_profile
 from psworker.pipeline.verdict import compare
 
@@ -289,7 +289,7 @@ def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
     """Returns the best pipeline at a bandwidth, and the verdict on it."""
     levels = [Level(NUM_WORKERS, link.bytes_per_s)]
     cost = Shards(hides=False, num_shards=NUM_WORKERS)
-    found = Partitioner(profile.layers, levels, cost).best_pipeline()
+    found = with_idle(profile.layers, levels, cost, is_cut=True)
     assert found is not None
     verdict = compare(profile, levels, cost)
     return found, ("pipeline: " if verdict.is_pipeline else "do not pipeline: ") + verdict.reason

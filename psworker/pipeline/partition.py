@@ -351,3 +351,32 @@ class Partitioner:
         table = self._table(level - 1, first, replicas, before)
         place = level - 1, first, replicas, before
         return self._stages(place, table[1][last, units], last, units)
+
+
+def with_idle(
+    layers: Sequence[Layer],
+    levels: Sequence[Level],
+    cost: Cost,
+    memory: Memory | None = None,
+    *,
+    is_cut: bool = False,
+) -> Partition | None:
+    """Returns the fastest partition on at most the given units of the outer level, of fewest units.
+
+    Slow links can make a worker more cost more than it brings: it stays idle.
+
+    Args:
+        layers: The model.
+        levels: Workers of a machine first, then machines.
+        cost: Cost of a stage.
+        memory: Memory of a worker; None: no limit.
+        is_cut: Whether there must be two stages or more.
+    """
+    fastest: Partition | None = None
+    for units in range(1, levels[-1].units + 1):
+        outer = Level(units, levels[-1].bandwidth)
+        partitioner = Partitioner(layers, [*levels[:-1], outer], cost, memory)
+        found = partitioner.best_pipeline() if is_cut else partitioner.best()
+        if found and (fastest is None or found.seconds < fastest.seconds * LESS):
+            fastest = found
+    return fastest

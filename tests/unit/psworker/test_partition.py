@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 from pscore.errors import ConfigError
 from psworker.pipeline.costs import Cost, Load, Ring, Shards
-from psworker.pipeline.partition import Level, Memory, Partition, Partitioner, in_flight
+from psworker.pipeline.partition import (
+    Level,
+    Memory,
+    Partition,
+    Partitioner,
+    in_flight,
+    with_idle,
+)
 from psworker.pipeline.profile import Layer, Profile, read_profile
 from psworker.pipeline.verdict import compare
 
@@ -104,7 +111,10 @@ def test_no_plan_is_faster(
     layers = [layer(i, c, a, w) for i, (c, a, w) in enumerate(numbers)]
     found = Partitioner(layers, [Level(workers, link)], cost_of(cost, workers), Memory(limit))
     best = found.best()
-    expected = brute_force(layers, workers, link, cost, limit)
+    idle = with_idle(layers, [Level(workers, link)], cost_of(cost, workers), Memory(limit))
+    fewer = [brute_force(layers, n + 1, link, cost, limit) for n in range(workers)]
+    assert (math.inf if idle is None else idle.seconds) == pytest.approx(min(fewer))
+    expected = fewer[-1]
     if best is None:
         assert math.isinf(expected)
         return
@@ -235,6 +245,15 @@ def test_hidden_traffic_leaves_a_pipeline_of_vgg16_no_gain_but_on_slow_links() -
     assert slow.is_pipeline
     assert slow.data_parallel_s / slow.pipeline_s > 4
     assert slow.moved_nbytes < 0.2 * slow.data_parallel_nbytes
+
+
+def test_a_pipeline_that_is_no_faster_than_one_worker_is_not_advised() -> None:
+    # At 100 Mbit/s all traffic costs more than it brings; the convolutions are 99 % of the time.
+    found = compare(profile("vgg16"), [Level(4, GBIT / 10)], Shards(num_shards=4, hides=False))
+    assert found.partition is not None
+    assert found.partition.name == "1-1"  # Two workers stay idle: four take 1-3, which is slower.
+    assert not found.is_pipeline
+    assert "one worker alone takes 672.5 ms and moves nothing" in found.reason
 
 
 # ----- by hand
