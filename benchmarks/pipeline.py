@@ -42,7 +42,7 @@ from benchmarks.hosts import PORT
 from benchmarks.links import link_use
 from benchmarks.netlab import Lab, available, bits_per_s
 from psworker.pipeline.costs import Shards
-from psworker.pipeline.partition import Level, Partition, Partitioner
+from psworker.pipeline.partition import Level, Partition, with_idle
 from psworker.pipeline.profile import Layer, Profile, read_profile
 from psworker.pipeline.verdict import compare
 
@@ -280,26 +280,16 @@ class Hosts:
         }
 
 
-def stages_of(profile: Profile, partition: Partition) -> list[tuple[str, int]]:
-    """Returns each stage's last layer and replicas; one without parameters joins the one before.
-
-    The partitioner gives such stages workers that it has no use for.
-    """
-    stages: list[tuple[str, int]] = []
-    for stage in partition.stages:
-        layers = profile.layers[stage.first : stage.last + 1]
-        if stages and not any(layer.parameter_nbytes for layer in layers):
-            stages[-1] = str(stage.last), stages[-1][1]
-        else:
-            stages.append((str(stage.last), stage.replicas))
-    return stages
+def stages_of(partition: Partition) -> list[tuple[str, int]]:
+    """Returns each stage's last layer and replicas."""
+    return [(str(stage.last), stage.replicas) for stage in partition.stages]
 
 
 def plan_for(profile: Profile, link: Link) -> tuple[Partition, str]:
     """Returns the best pipeline at a bandwidth, and the verdict on it."""
     levels = [Level(NUM_WORKERS, link.bytes_per_s)]
     cost = Shards(hides=False, num_shards=NUM_WORKERS)
-    found = Partitioner(profile.layers, levels, cost).best_pipeline()
+    found = with_idle(profile.layers, levels, cost, is_cut=True)
     assert found is not None
     verdict = compare(profile, levels, cost)
     return found, ("pipeline: " if verdict.is_pipeline else "do not pipeline: ") + verdict.reason
@@ -312,7 +302,7 @@ def measure_link(
     partition, verdict = plan_for(profile, link)
     print(f"{link.rate}: {verdict}", flush=True)
     hosts.use(link)
-    plan = stages_of(profile, partition)
+    plan = stages_of(partition)
     figures: dict[str, Any] = {}
     sent: dict[str, float] = {}
     for name in (*modes, PIPELINE):

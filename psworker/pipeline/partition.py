@@ -11,7 +11,8 @@ a replica of a stage of the outer level is then a pipeline of the inner one (`A`
 the place of the computing in `T`).
 
 Differs from the paper: bytes of an edge are charged to the links of both its stages, and the memory
-limit uses the exact number of minibatches in flight, which depends on the workers before a stage.
+limit uses the exact number of minibatches in flight, which depends on the workers before a stage;
+layers without parameters are no stage of their own.
 """
 
 from __future__ import annotations
@@ -251,14 +252,14 @@ class Partitioner:
         is_first: bool,
         is_last: bool,
     ) -> float:
-        """Returns the seconds of one stage; infinite if it does not fit into memory."""
+        """Returns the seconds of one stage; infinite if it has no parameters or is too large."""
         first, last = layers
         if level:
             inner = self._table(level - 1, first, outer * units, before)[1]
             inner_s = inner.get((last, self._levels[level - 1].units), _NEVER).seconds
         else:
             inner_s = self._compute[last + 1] - self._compute[first]
-            if not self._fits(first, last, outer * units, before):
+            if not self._trains(first, last) or not self._fits(first, last, outer * units, before):
                 return math.inf
         if math.isinf(inner_s):
             return math.inf
@@ -286,6 +287,14 @@ class Partitioner:
             replicas=units,
             bandwidth=level.bandwidth,
         )
+
+    def _trains(self, first: int, last: int) -> bool:
+        """Returns whether a stage has parameters; `psworker.Pipeline` refuses one without.
+
+        The whole chain is one stage in any case: data parallelism.
+        """
+        is_whole = first == 0 and last + 1 == len(self._layers)
+        return is_whole or self._weights[last + 1] > self._weights[first]
 
     def _fits(self, first: int, last: int, replicas: int, before: int) -> bool:
         if math.isinf(self._memory.limit_nbytes):
@@ -342,3 +351,32 @@ class Partitioner:
         table = self._table(level - 1, first, replicas, before)
         place = level - 1, first, replicas, before
         return self._stages(place, table[1][last, units], last, units)
+
+
+def with_idle(
+    layers: Sequence[Layer],
+    levels: Sequence[Level],
+    cost: Cost,
+    memory: Memory | None = None,
+    *,
+    is_cut: bool = False,
+) -> Partition | None:
+    """Returns the fastest partition on at most the given units of the outer level, of fewest units.
+
+    Slow links can make a worker more cost more than it brings: it stays idle.
+
+    Args:
+        layers: The model.
+        levels: Workers of a machine first, then machines.
+        cost: Cost of a stage.
+        memory: Memory of a worker; None: no limit.
+        is_cut: Whether there must be two stages or more.
+    """
+    fastest: Partition | None = None
+    for units in range(1, levels[-1].units + 1):
+        outer = Level(units, levels[-1].bandwidth)
+        partitioner = Partitioner(layers, [*levels[:-1], outer], cost, memory)
+        found = partitioner.best_pipeline() if is_cut else partitioner.best()
+        if found and (fastest is None or found.seconds < fastest.seconds * LESS):
+            fastest = found
+    return fastest

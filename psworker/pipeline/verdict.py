@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from psworker.pipeline.costs import Cost
-from psworker.pipeline.partition import Level, Memory, Partition, Partitioner, Stage
+from psworker.pipeline.partition import (
+    Level,
+    Memory,
+    Partition,
+    Partitioner,
+    Stage,
+    with_idle,
+)
 from psworker.pipeline.profile import Layer, Profile
 
 GAIN_MIN = 1.1  # Predictions are good to a tenth: a smaller gain is none.
@@ -45,9 +52,13 @@ def compare(
     """
     memory = memory or Memory()
     found = Partitioner(profile.layers, levels, cost, memory)
-    best = found.best()
+    best = with_idle(profile.layers, levels, cost, memory)
     alone_s, alone = found.data_parallel()
-    shown = best if best is not None and len(best.stages) > 1 else found.best_pipeline()
+    shown = (
+        best
+        if best is not None and len(best.stages) > 1
+        else (with_idle(profile.layers, levels, cost, memory, is_cut=True))
+    )
     stages = () if shown is None else shown.stages
     activations = 2 * sum(profile.layers[stage.last].output_nbytes for stage in stages[:-1])
     sync = sum(cost.sync_nbytes(found.load(stage)) for stage in stages)
@@ -98,11 +109,24 @@ def _judge(
             f"data parallelism needs {size(stage.memory_nbytes)} of {size(limit)} of a worker; "
             f"{pipeline}"
         )
+    one_s = sum(layer.compute_s for layer in layers)
+    if one_s < alone_s and one_s / shown.seconds < GAIN_MIN and _fits_one(layers, limit):
+        return False, (
+            f"one worker alone takes {ms(one_s)} and moves nothing; {traffic}; the best pipeline, "
+            f"{pipeline}: no gain over one worker"
+        )
     gain = alone_s / shown.seconds
     if gain < GAIN_MIN:
         compared = f"only {gain:.2f} times as fast" if gain > 1 else "not faster"
         return False, f"{traffic}; the best pipeline, {pipeline}: {compared}"
     return True, f"{pipeline}; {traffic}: {gain:.2f} times as fast"
+
+
+def _fits_one(layers: Sequence[Layer], limit: float) -> bool:
+    """Returns whether a worker has room for the whole model, without the optimizer's state."""
+    weights = sum(layer.parameter_nbytes for layer in layers)
+    held = sum(layer.held_nbytes for layer in layers)
+    return Memory().stage_nbytes(weights, held, versions=1, replicas=1) <= limit
 
 
 def ms(seconds: float) -> str:

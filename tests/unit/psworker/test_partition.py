@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 from pscore.errors import ConfigError
 from psworker.pipeline.costs import Cost, Load, Ring, Shards
-from psworker.pipeline.partition import Level, Memory, Partition, Partitioner, in_flight
+from psworker.pipeline.partition import (
+    Level,
+    Memory,
+    Partition,
+    Partitioner,
+    in_flight,
+    with_idle,
+)
 from psworker.pipeline.profile import Layer, Profile, read_profile
 from psworker.pipeline.verdict import compare
 
@@ -66,7 +73,8 @@ def brute_force(layers: list[Layer], workers: int, link: float, cost: str, limit
             a_out = own[-1].output_nbytes if number + 1 < len(replicas) else 0
             depth = (workers - 1 - sum(replicas[:number])) // m  # w_s; one version more.
             held = sum(item.held_nbytes for item in own)
-            if (depth + 1) * (w + held) + w > limit:
+            is_idle = not w and len(own) < len(layers)  # A stage without anything to train.
+            if is_idle or (depth + 1) * (w + held) + w > limit:
                 slowest = math.inf
                 break
             if cost == "ring":
@@ -103,7 +111,10 @@ def test_no_plan_is_faster(
     layers = [layer(i, c, a, w) for i, (c, a, w) in enumerate(numbers)]
     found = Partitioner(layers, [Level(workers, link)], cost_of(cost, workers), Memory(limit))
     best = found.best()
-    expected = brute_force(layers, workers, link, cost, limit)
+    idle = with_idle(layers, [Level(workers, link)], cost_of(cost, workers), Memory(limit))
+    fewer = [brute_force(layers, n + 1, link, cost, limit) for n in range(workers)]
+    assert (math.inf if idle is None else idle.seconds) == pytest.approx(min(fewer))
+    expected = fewer[-1]
     if best is None:
         assert math.isinf(expected)
         return
@@ -138,7 +149,8 @@ def nested(
                 a = layers[first + cuts[n] - 1].output_nbytes if n else 0
                 a += own[-1].output_nbytes if n + 1 < len(replicas) else 0
                 depth = (total - 1 - ahead) // (m * copies) + 1
-                if depth * (w + sum(item.held_nbytes for item in own)) + w > limit:
+                is_idle = not w and len(own) < len(layers)
+                if is_idle or depth * (w + sum(item.held_nbytes for item in own)) + w > limit:
                     slowest = math.inf
                     break
                 slowest = max(slowest, time_of(sum(i.compute_s for i in own), w, a, m, near))
@@ -235,6 +247,15 @@ def test_hidden_traffic_leaves_a_pipeline_of_vgg16_no_gain_but_on_slow_links() -
     assert slow.moved_nbytes < 0.2 * slow.data_parallel_nbytes
 
 
+def test_a_pipeline_that_is_no_faster_than_one_worker_is_not_advised() -> None:
+    # At 100 Mbit/s all traffic costs more than it brings; the convolutions are 99 % of the time.
+    found = compare(profile("vgg16"), [Level(4, GBIT / 10)], Shards(num_shards=4, hides=False))
+    assert found.partition is not None
+    assert found.partition.name == "1-1"  # Two workers stay idle: four take 1-3, which is slower.
+    assert not found.is_pipeline
+    assert "one worker alone takes 672.5 ms and moves nothing" in found.reason
+
+
 # ----- by hand
 
 
@@ -254,6 +275,22 @@ def test_a_uniform_chain_on_fast_links_is_one_stage() -> None:
     assert found is not None
     assert found.name == "4"
     assert found.seconds == pytest.approx(20)
+
+
+def test_layers_without_parameters_are_no_stage_of_their_own() -> None:
+    # 10 s each: a stage of the middle one alone would make three stages of 10 s.
+    layers = [
+        layer(0, 10, output=1, weights=1000),
+        layer(1, 10, output=1),
+        layer(2, 10, weights=1000),
+    ]
+    found = Partitioner(layers, [Level(3, 1.0)], Shards(num_shards=3)).best_pipeline()
+    assert found is not None
+    assert len(found.stages) == 2
+    untrained = [layer(0, 10, output=1), layer(1, 10)]
+    alone = Partitioner(untrained, [Level(2, 1.0)], Shards(num_shards=2)).best()
+    assert alone is not None
+    assert alone.name == "2"
 
 
 def test_the_versions_of_each_stage_are_those_of_the_schedule() -> None:
