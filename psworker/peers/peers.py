@@ -291,10 +291,10 @@ class Peers:
 
         def ask() -> bool:
             nonlocal awaited, delay_s
-            peer = control_pb2.Peer()
-            peer.CopyFrom(self._own)
-            peer.position, peer.parts = wanted.position, wanted.parts
-            peer.stays = wanted.stays
+            peer = control_pb2.Peer(
+                position=wanted.position, parts=wanted.parts, stays=wanted.stays
+            )
+            peer.MergeFrom(self._own)
             request = control_pb2.MeetRequest(
                 table=self.table,
                 epoch=self.epoch,
