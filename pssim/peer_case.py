@@ -21,7 +21,7 @@ from pscore.graphs import GRAPHS, graph_of
 from pscore.rules import parse_mode
 from pscore.rules.decentralised import Decentralised
 from pscore.types import FloatArray
-from pssim.peers import LEASE_S, PeerWorld, StuckError, Trouble
+from pssim.peers import PeerWorld, StuckError, Trouble
 
 Array = npt.NDArray[np.float64]
 NUMEL, LR = 5, 0.1
@@ -148,7 +148,7 @@ def _require(case: PeerCase, world: PeerWorld, starts: Array) -> None:
     _require_once(world)
     is_whole = not case.trouble.kills
     if case.rule.gossip == "ring":
-        _require_same_bits(case, world)
+        _require_same_bits(world)
     if is_whole and case.is_still:
         scale = np.abs(starts).max() * case.num
         if np.abs(models.sum(axis=0) - starts.sum(axis=0)).max() > TOLERANCE * scale:
@@ -159,16 +159,9 @@ def _require(case: PeerCase, world: PeerWorld, starts: Array) -> None:
                 raise AssertionError(f"models are {_spread(models):g} apart, at most {bound:g}")
 
 
-def _require_same_bits(case: PeerCase, world: PeerWorld) -> None:
-    """Raises an AssertionError if all-reduce has left different models.
-
-    A worker that ends passes the last result on; if another dies meanwhile, for the second time in
-    the run, the rest may make that round anew. Then those that are left must agree.
-    """
+def _require_same_bits(world: PeerWorld) -> None:
+    """Raises an AssertionError if all-reduce has left different models."""
     living = [worker for worker in world.workers if not worker.is_dead]
-    if len(case.trouble.kills) > 1:
-        last_s = max(worker.finished_s[-1] for worker in living)
-        living = [worker for worker in living if last_s - worker.finished_s[-1] < LEASE_S]
     if len({worker.weights.numpy().tobytes() for worker in living}) != 1:
         raise AssertionError("all-reduce has left different bits")
 

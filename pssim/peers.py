@@ -271,18 +271,17 @@ class SimulatedPeer:
             port=1,
             position=wanted.position,
             parts=wanted.parts,
+            stays=wanted.stays,
         )
         if wanted.parts and not wanted.waits:
             directory.part(self.rank, self.incarnation)
             self._resume([])
             return True
         for _ in range(2):  # The second time under the epoch of the first answer.
-            directory.arrive(peer, self.epoch, self.world.expected())
+            directory.arrive(peer, self.epoch, self.world.expected(), self.since)
             self.epoch = directory.epoch
         self.peers = {one.rank: one.incarnation for one in directory.members()}
         self.met |= self.peers
-        if wanted.waits and directory.newest != directory.epoch:
-            return False
         gatherings = [
             Gathering(
                 meeting.epoch,
@@ -291,6 +290,9 @@ class SimulatedPeer:
             )
             for meeting in directory.since(self.since)
         ]
+        has_left = any(self.rank in found.leaving for found in gatherings)
+        if wanted.waits and not has_left and directory.newest != directory.epoch:
+            return False
         self.since = directory.newest
         self._resume(gatherings)
         return True

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pscore.errors import LimitError
 
@@ -32,6 +32,7 @@ class Peer:
     certificate: bytes = b""  # PEM; empty: without TLS.
     position: int = -1  # Steps or rounds behind it; -1: it has just come.
     parts: bool = False  # It exchanges nothing after the next meeting.
+    stays: bool = False  # It parts only where no other is behind it.
 
     @property
     def endpoint(self) -> tuple[int, str, int, str, bytes]:
@@ -86,7 +87,13 @@ class Directory:
             self._begin_epoch()
 
     def arrive(
-        self, peer: Peer, epoch: int, expected: Iterable[int], *, is_short: bool = False
+        self,
+        peer: Peer,
+        epoch: int,
+        expected: Iterable[int],
+        since: int = 0,
+        *,
+        is_short: bool = False,
     ) -> list[int]:
         """Records that a worker has stopped under an epoch, or that it is new.
 
@@ -94,6 +101,7 @@ class Directory:
             peer: The worker, which is live.
             epoch: The epoch that it knows; another than the newest is not counted.
             expected: Ranks that take part or have yet to join.
+            since: Epoch of the last meeting that it knows.
             is_short: Whether the job waits for more workers than those: then no worker meets.
 
         Returns:
@@ -113,6 +121,8 @@ class Directory:
             self.peers[peer.rank] = peer
             self._parted.discard(peer.incarnation)
             self._begin_epoch()
+        elif peer.parts and self.has_met and since == self.newest:
+            self._begin_epoch()  # It stayed in that meeting, and asks again.
         elif epoch == self.epoch and peer.rank not in self._stopped:
             self.peers[peer.rank] = peer
             self._stopped.add(peer.rank)
@@ -133,8 +143,13 @@ class Directory:
         """Returns the ranks that have yet to stop; records the meeting if there are none."""
         missing = [rank for rank in expected if rank not in self._stopped]
         if not (missing or is_short) and self.newest != self.epoch:
-            self._meetings.append(Meeting(self.epoch, self.members()))
-            for peer in self.members():
+            last = min((p.position for p in self.members() if p.position >= 0), default=0)
+            there = tuple(
+                replace(peer, parts=peer.parts and not (peer.stays and peer.position > last))
+                for peer in self.members()
+            )
+            self._meetings.append(Meeting(self.epoch, there))
+            for peer in there:
                 if peer.parts:
                     self._parted.add(peer.incarnation)
                     del self.peers[peer.rank]

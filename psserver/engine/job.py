@@ -281,7 +281,7 @@ class RunningJob:
             expected = [
                 rank for rank in members.expected() if not directory.has_parted(live.get(rank, 0))
             ]
-            missing = directory.arrive(peer, epoch, expected, is_short=is_short)
+            missing = directory.arrive(peer, epoch, expected, since, is_short=is_short)
             awaited = ", ".join(members.describe(rank) for rank in missing[:NAMED_MAX])
             if not (awaited or directory.has_met):
                 awaited = members.shortage()

@@ -22,6 +22,7 @@ def peer_of(peer: pb.Peer) -> Peer:
         certificate=peer.certificate,
         position=peer.position,
         parts=peer.parts,
+        stays=peer.stays,
     )
 
 

@@ -43,6 +43,7 @@ class Meet(NamedTuple):
     position: int  # Steps or rounds behind this worker; -1: it has just come.
     waits: bool = True  # Else it only learns the members.
     parts: bool = False  # This worker exchanges nothing any more.
+    stays: bool = False  # But others that are behind it may need its last result.
 
 
 class Gathering(NamedTuple):

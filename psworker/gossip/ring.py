@@ -8,7 +8,7 @@ bytes, and the same bits as shards that add in that order.
 
 A round that a change of the members interrupts is given up by everybody and made again among those
 who live, with the gradients that each still has. If somebody had ended it already, its result
-stands, and the others get it from that worker.
+stands, and the others get it from that worker, which does not part before they have it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from pscore.types import FloatArray
 from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
 
-CHUNK, SUM, RESULT, COPY = 1, 2, 3, 4  # Kinds of messages.
+CHUNK, SUM, RESULT, COPY, TAKEN = 1, 2, 3, 4, 5  # Kinds of messages.
 PARTS = 4  # Parts of a chunk that goes around: while one is added, the link has the others.
 PART_NUMEL_MIN = 1 << 14  # 64 KiB of float32: below that a message costs more than its bytes.
 PART_NUMEL_MAX = 1 << 18  # 1 MiB of float32: it is still in the cache when it is passed on.
@@ -42,6 +42,7 @@ class Ring(Gossip):
         """Meets the others."""
         self._in_order = self.rule.arguments()["order"] == "ranks"
         self._members: list[int] = []
+        self._behind: list[int] = []  # Ranks that need the last result, as of the last meeting.
         self._epoch = 0
         self._result: FloatArray | None = None  # Of the last round, for those who have yet to end.
         yield from self._meet(-1)
@@ -61,8 +62,17 @@ class Ring(Gossip):
         self.model.update()
 
     def part(self) -> Waits:
-        """Meets the others once more: some may need the result of the last round."""
-        yield from self._meet(self.number, parts=True)
+        """Meets the others until none is behind this worker's last round.
+
+        A worker that parts stays until all others have the result of that round. Else they might
+        make the round again without it, when another one dies, and get other bits.
+        """
+        while self.rank in self._members:
+            yield from self._meet(self.number, parts=True)
+            for rank in self._behind:
+                tag = Tag(TAKEN, self.number - 1, 0, self._epoch)
+                if (yield Want(rank, tag)) is None:
+                    break  # The members have changed.
 
     def meet(self) -> Waits:
         """Meets the others between two rounds; nobody has ended one that this worker has not."""
@@ -174,7 +184,7 @@ class Ring(Gossip):
 
     def _meet(self, position: int, *, parts: bool = False) -> Steps[FloatArray | None]:
         """Meets the others; returns the result of this round if somebody has ended it."""
-        gatherings: list[Gathering] = yield Meet(position, parts=parts)
+        gatherings: list[Gathering] = yield Meet(position, parts=parts, stays=parts)
         # Others may have met again behind the meeting in which this worker has parted.
         own = next(found for found in reversed(gatherings) if self.rank in found.positions)
         epoch, positions, leaving = own
@@ -182,6 +192,7 @@ class Ring(Gossip):
         self._epoch, self._members = epoch, [rank for rank in positions if rank not in leaving]
         if position < 0:
             self.number = max(self.model.first_step, last)
+        self._behind = [rank for rank, other in positions.items() if 0 <= other < last]
         holder = min(rank for rank, other in positions.items() if other == last)
         if holder == self.rank:
             self._help(positions, last)
@@ -192,17 +203,18 @@ class Ring(Gossip):
         if came is None:
             return (yield from self._meet(position, parts=parts))
         if kind == RESULT:
+            for rank in (rank for rank, other in positions.items() if other == last):
+                self.post.give(rank, Tag(TAKEN, position, 0, self._epoch), came[:0])
             return came
         self.model.unpack(came)
         return None
 
     def _help(self, positions: dict[int, int], last: int) -> None:
         """Sends the last result to those who have yet to end it, and the model to newcomers."""
-        behind = {rank for rank, other in positions.items() if 0 <= other < last}
         new = {rank for rank, other in positions.items() if other < 0 <= last}
-        if behind:
+        if self._behind:
             assert self._result is not None
-            self._give_whole(behind, RESULT, last - 1, self._result)
+            self._give_whole(set(self._behind), RESULT, last - 1, self._result)
         if new:
             self._give_whole(new, COPY, 0, self.model.pack())
 

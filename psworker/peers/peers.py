@@ -291,9 +291,10 @@ class Peers:
 
         def ask() -> bool:
             nonlocal awaited, delay_s
-            peer = control_pb2.Peer()
-            peer.CopyFrom(self._own)
-            peer.position, peer.parts = wanted.position, wanted.parts
+            peer = control_pb2.Peer(
+                position=wanted.position, parts=wanted.parts, stays=wanted.stays
+            )
+            peer.MergeFrom(self._own)
             request = control_pb2.MeetRequest(
                 table=self.table,
                 epoch=self.epoch,
@@ -310,6 +311,8 @@ class Peers:
                 leaving = frozenset(one.rank for one in meeting.peers if one.parts)
                 gatherings.append(Gathering(meeting.epoch, positions, leaving))
                 self._since = meeting.epoch
+            if any(self._session.rank in found.leaving for found in gatherings):
+                return True  # If the others die now, nobody meets again.
             if self._since == self.epoch or not (wanted.waits or request.epoch != self.epoch):
                 return True
             time.sleep(delay_s)

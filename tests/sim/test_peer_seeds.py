@@ -12,6 +12,7 @@ import pytest
 
 from pscore.graphs import GRAPHS
 from pssim import peer_case
+from pssim.peers import Trouble
 from psworker.gossip.pairs import Pairs
 
 SEEDS, PARTS = 160, 4
@@ -70,3 +71,34 @@ def test_a_case_notices_a_graph_that_does_not_contract(monkeypatch: pytest.Monke
     monkeypatch.setattr(peer_case, "_spread", lambda models: float(np.abs(models).max()) + 1.0)
     with pytest.raises(AssertionError, match="apart, at most"):
         peer_case.check(case)
+
+
+def test_a_worker_that_parts_stays_until_the_others_have_its_last_result() -> None:
+    """Rank 3 dies in the only round; others end it, and rank 0 dies while they pass it on."""
+    trouble = Trouble(lost=0.3, kills={0: 2.286260695230574, 3: 1.9851325088759406})
+    case = peer_case.PeerCase(
+        seed=3226,
+        mode="allreduce(order=ranks)",
+        num=6,
+        steps=1,
+        is_still=False,
+        trouble=trouble,
+        compute_s=(0.02, 0.13, 0.02, 0.13, 0.1, 0.02),
+        latency_s=0.4,
+    )
+    peer_case.check(case)
+
+
+def test_a_worker_parts_while_all_others_die() -> None:
+    """Seed 5769: it had left at a meeting, and nobody was there for the next one."""
+    case = peer_case.PeerCase(
+        seed=5769,
+        mode="dpsgd(graph='exp_static', order=awc)",
+        num=3,
+        steps=3,
+        is_still=False,
+        trouble=Trouble(kills={2: 2.589320044157584, 0: 1.6555244252057109}),
+        compute_s=(0.5, 0.02, 0.5),
+        latency_s=0.05,
+    )
+    peer_case.check(case)

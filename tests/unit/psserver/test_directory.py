@@ -1,5 +1,7 @@
 """The directory of peers after its shard was restarted: workers know a later epoch than it does."""
 
+from dataclasses import replace
+
 from psserver.decisions.directory import Directory, Peer
 
 
@@ -26,3 +28,24 @@ def test_a_worker_that_parts_from_a_new_directory_is_not_waited_for() -> None:
     assert directory.has_parted(2)
     directory.arrive(peer(0), 5, [0])
     assert directory.arrive(peer(0), directory.epoch, [0]) == []
+
+
+def test_a_worker_that_stays_parts_once_no_other_is_behind_it() -> None:
+    directory = Directory()
+    done = replace(peer(0, 8), parts=True, stays=True)
+
+    def meet(last: int) -> list[bool]:
+        since = directory.newest
+        for one in (done, peer(1, last), done, peer(1, last)):
+            directory.arrive(one, directory.epoch, [0, 1], since)
+        (meeting,) = directory.since(since)
+        return [one.parts for one in meeting.peers]
+
+    assert meet(7) == [False, False]
+    assert sorted(directory.peers) == [0, 1]
+    epoch = directory.epoch
+    directory.arrive(peer(1, 7), epoch, [0, 1], epoch)  # Its question for the answer again.
+    assert directory.epoch == epoch
+    assert meet(8) == [True, False]
+    assert sorted(directory.peers) == [1]
+    assert directory.has_parted(done.incarnation)

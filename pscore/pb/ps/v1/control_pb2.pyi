@@ -375,7 +375,7 @@ class BarrierReply(_message.Message):
     def __init__(self, done: bool = ..., waiting_for: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("rank", "incarnation", "host", "port", "local", "certificate", "position", "parts")
+    __slots__ = ("rank", "incarnation", "host", "port", "local", "certificate", "position", "parts", "stays")
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +384,7 @@ class Peer(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     incarnation: int
     host: str
@@ -392,7 +393,8 @@ class Peer(_message.Message):
     certificate: bytes
     position: int
     parts: bool
-    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., local: _Optional[str] = ..., certificate: _Optional[bytes] = ..., position: _Optional[int] = ..., parts: bool = ...) -> None: ...
+    stays: bool
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., local: _Optional[str] = ..., certificate: _Optional[bytes] = ..., position: _Optional[int] = ..., parts: bool = ..., stays: bool = ...) -> None: ...
 
 class MeetRequest(_message.Message):
     __slots__ = ("job", "table", "epoch", "peer", "since", "parts")
