@@ -12,8 +12,14 @@ The columns of P sum to 1, so the sums of all x and of all w stay; its rows need
 start. Where the rows sum to 1 too, w stays 1, and sgp is `dpsgd` with the order "adapt, then
 combine".
 
-Differs from the paper: the graph is made anew when workers come or go. Any optimizer makes the move
-v_i at z_i.
+With `late=1` (overlap SGP there, messages at most one step late) shares travel while the next
+gradient is computed:
+
+                (x_j, w_j) <- P_jj (x_j, w_j) + sum_i P_ji (x_i, w_i) of the step before
+
+Differs from the paper: with `late=1` every message is one step late, also where it has come in
+time, so the result does not depend on the network. The graph is made anew when workers come or go.
+Any optimizer makes the move v_i at z_i.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pscore.graphs import directed_graph_of
+from pscore.plugins import require_range
 from pscore.rules.decentralised import Warmed
 
 
@@ -32,11 +39,13 @@ class SGP(Warmed):
     Attributes:
         graph: Name of a graph, as in `dpsgd`, or edges of one way: `"0>1 1>2 2>0"`, each from the
             sender to the receiver.
+        late: 1: what is sent in a step is added in the next one; 0: in the same one.
         average_every: Steps from one average on the shards to the next.
         warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.
     """
 
     graph: str = "exp"
+    late: int = 0
     average_every: int = 50
     warmup: int = 0
 
@@ -52,3 +61,4 @@ class SGP(Warmed):
         """
         super().__post_init__()
         directed_graph_of(self.graph)
+        require_range("sgp.late", self.late, 0, 1)

@@ -92,16 +92,16 @@ class Mixing(Gossip):
         """Whether this step mixes the models behind the optimizers' steps."""
         return self._combines or self.number < self._warmup
 
-    def _edges(self) -> list[Edge]:
-        """Returns the edges of this step, under the members that it belongs to."""
+    def _edges(self, step: int) -> list[Edge]:
+        """Returns the edges of a step, under the members that it belongs to."""
         graphs = reversed(self._graphs)
-        members = next(found for first, found in graphs if first <= self.number)
-        graph = GRAPHS["complete"] if self.number < self._warmup else self._graph
-        return graph(members, self.number)
+        members = next(found for first, found in graphs if first <= step)
+        graph = GRAPHS["complete"] if step < self._warmup else self._graph
+        return graph(members, step)
 
-    def _is_gone(self, rank: int) -> bool:
-        """Returns whether a worker does not make this step."""
-        return rank not in self._live or self.number < self._joined.get(rank, 0)
+    def _is_gone(self, rank: int, step: int) -> bool:
+        """Returns whether a worker does not make a step."""
+        return rank not in self._live or step < self._joined.get(rank, 0)
 
     def _combine(self, taken: list[tuple[int, float, torch.Tensor]]) -> None:
         """Replaces the model by the mix: that of the lowest rank plus weighted differences to it.
@@ -123,8 +123,9 @@ class Mixing(Gossip):
         """Sends the present model to those who take it at the present step."""
         weights = self.model.weights
         self._before = weights.clone()
-        takers = [edge.taker for edge in self._edges() if edge.giver == self.rank]
-        takers = [taker for taker in takers if not self._is_gone(taker)]
+        edges = self._edges(self.number)
+        takers = [edge.taker for edge in edges if edge.giver == self.rank]
+        takers = [taker for taker in takers if not self._is_gone(taker, self.number)]
         values = to_host(weights) if takers else None
         for taker in takers:
             assert values is not None
@@ -138,21 +139,21 @@ class Mixing(Gossip):
     def _take(self) -> Steps[list[tuple[int, float, torch.Tensor]]]:
         """Waits for the neighbours' models; returns rank, weight and model of each that came."""
         taken = []
-        for edge in [edge for edge in self._edges() if edge.taker == self.rank]:
-            values = yield from self._model_of(edge.giver, len(self.model.weights))
+        for edge in [edge for edge in self._edges(self.number) if edge.taker == self.rank]:
+            values = yield from self._model_of(edge.giver, self.number, len(self.model.weights))
             if values is not None:
                 taken.append((edge.giver, edge.weight, on_device_of(self.model.weights, values)))
                 self.sight.partner = edge.giver
                 self.sight.num_exchanges += 1
         return taken
 
-    def _model_of(self, giver: int, numel: int) -> Steps[FloatArray | None]:
-        """Waits for one neighbour's array, `(numel,)`; returns None if it is gone."""
+    def _model_of(self, giver: int, step: int, numel: int) -> Steps[FloatArray | None]:
+        """Waits for one neighbour's array of a step, `(numel,)`; returns None if it is gone."""
         values: FloatArray = torch.empty(numel).numpy()
         for index, part in enumerate(parts_of(len(values))):
             while True:
-                is_gone = self._is_gone(giver)  # It may have given its model before.
-                found = yield Want(giver, Tag(MODEL, self.number, index), waits=not is_gone)
+                is_gone = self._is_gone(giver, step)  # It may have given its model before.
+                found = yield Want(giver, Tag(MODEL, step, index), waits=not is_gone)
                 if found is not None:
                     values[part] = found
                     break

@@ -3,6 +3,9 @@
 A worker sends a share of its model and of its weight to each taker, and keeps the rest of both; it
 trains on their quotient. Shares add up to 1 whoever is there, so nothing is lost but the mass of
 workers that are: a quotient stays a mean of models. Members change as in `dpsgd` (mixing.py).
+
+With `late=1` what is sent in one step is added in the next one, so that it travels while a gradient
+is computed. What is under way belongs to the sums of masses and weights too.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ class PushSum(Mixing):
     def start(self) -> Waits:
         """Meets the others, with a weight of 1."""
         self.weight, self.mass = 1.0, self.model.weights.clone()
+        self._late = int(self.rule.arguments()["late"])
         yield from super().start()
+        self._added = self._whole = self.number
 
     def begin(self) -> None:
         """Starts with a weight of 1 from weights that were replaced, by the average of all."""
@@ -44,31 +49,54 @@ class PushSum(Mixing):
             yield from self._meet(self.number)
         self.model.update()
         self._move()
-        edges = self._edges()
-        shares = {edge.taker: edge.weight for edge in edges if edge.giver == self.rank}
-        shares = {taker: share for taker, share in shares.items() if not self._is_gone(taker)}
-        for taker, share in sorted(shares.items()):
-            values = to_host(self.mass * share)
-            self._send(taker, np.append(values, np.float32(self.weight * share)))
-        own = 1.0 - sum(shares.values())
-        terms = [(self.rank, self.mass * own, self.weight * own)]
-        for giver in sorted(edge.giver for edge in edges if edge.taker == self.rank):
-            came = yield from self._model_of(giver, len(self.mass) + 1)
-            if came is not None:
-                terms.append((giver, on_device_of(self.mass, came[:-1]), float(came[-1])))
-                self.sight.partner = giver
-                self.sight.num_exchanges += 1
-        if len(terms) > 1 or shares:
-            self._add_up(terms)
+        kept = self._share()
+        late = self._late if self.number >= self._warmup else 0
+        yield from self._take_until(self.number + 1 - late, kept)
         self._before = self.model.weights.clone()
         self.number += 1
+
+    def part(self) -> Waits:
+        """Adds what is under way to this worker, then meets the others once more."""
+        yield from self._take_until(self.number, 1.0)
+        yield from super().part()
 
     # ----- inside
 
     def _read_graph(self) -> Graph:
         return directed_graph_of(str(self.rule.arguments()["graph"]))
 
+    def _share(self) -> float:
+        """Sends shares of the mass and the weight; returns the share that stays."""
+        edges = [edge for edge in self._edges(self.number) if edge.giver == self.rank]
+        edges = [edge for edge in edges if not self._is_gone(edge.taker, self.number)]
+        for edge in sorted(edges):
+            values = to_host(self.mass * edge.weight)
+            self._send(edge.taker, np.append(values, np.float32(self.weight * edge.weight)))
+        return 1.0 - sum(edge.weight for edge in edges)
+
+    def _take_until(self, end: int, kept: float) -> Waits:
+        """Adds the shares that were sent to this worker in the steps before `end`.
+
+        Args:
+            end: A step; those before it that have been added are not added again.
+            kept: The share of this worker's mass that is still its own.
+        """
+        terms = [(self.rank, self.mass * kept, self.weight * kept)]
+        while self._added < end:
+            step, self._added = self._added, self._added + 1
+            takes = [edge for edge in self._edges(step) if edge.taker == self.rank]
+            for giver in sorted(edge.giver for edge in takes):
+                came = yield from self._model_of(giver, step, len(self.mass) + 1)
+                if came is None or step < self._whole:
+                    continue
+                terms.append((giver, on_device_of(self.mass, came[:-1]), float(came[-1])))
+                self.sight.partner = giver
+                self.sight.num_exchanges += 1
+        if len(terms) > 1 or kept != 1.0:
+            self._add_up(terms)
+
     def _reset(self) -> None:
+        self._whole = self.number  # Shares of before are of the weights that were replaced.
         self.weight, self.mass = 1.0, self.model.weights.clone()
         self._before = self.model.weights.clone()
 

@@ -68,7 +68,7 @@ def test_synchronous_modes_without_a_server_are_synchronous_sgd(shards: Shards) 
 
 def test_one_worker_is_the_plain_optimizer_to_the_bit(shards: Shards) -> None:
     pairs = ("adpsgd", "adpsgd(exchange=atomic)")
-    modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", *pairs, "sgp")
+    modes = ("allreduce", "dpsgd", "dpsgd(order=atc, graph=ring)", *pairs, "sgp", "sgp(late=1)")
     (results,) = shards.run(train_in, modes, new_job(), num_workers=1)
     model = make_model()
     optimizer = sgd(model.parameters())

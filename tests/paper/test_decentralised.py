@@ -131,6 +131,51 @@ def test_sgp_comes_to_the_mean_over_edges_of_one_way() -> None:
     assert max(weights) > 1.2
 
 
+def late_sgp(graph: str, num: int, steps: int, warmup: int) -> Array:
+    """Returns the models of sgp whose shares are added one step after they were sent."""
+    x, w = np.tile(START.astype(np.float64), (num, 1)), np.ones((num, 1))
+    way_x, way_w = np.zeros_like(x), np.zeros_like(w)
+    for step in range(steps):
+        z = x / w
+        x = x - LR * np.stack([gradient(rank, step, z[rank]) for rank in range(num)])
+        if step < warmup:
+            x = np.tile(x.mean(axis=0), (num, 1))
+            continue
+        pushed = pushing(graph, num, step)
+        own = np.diag(np.diag(pushed))
+        x, way_x = own @ x + way_x, (pushed - own) @ x
+        w, way_w = own @ w + way_w, (pushed - own) @ w
+    return (x + way_x) / (w + way_w)  # A worker that ends adds what is under way to it.
+
+
+@pytest.mark.parametrize(("graph", "warmup"), [("exp", 0), ("ring", 4), (ONE_WAY, 0), (ONE_WAY, 3)])
+def test_late_sgp_follows_its_formula_whatever_the_network_does(graph: str, warmup: int) -> None:
+    trouble = Trouble(lost=0.2, twice=0.2)
+    mode = f"sgp(graph='{graph}', late=1, warmup={warmup})"
+    found = world(mode, 5, trouble=trouble, seed=4).run()
+    assert close(models(found), late_sgp(graph, 5, 12, warmup))
+    assert not close(models(found), sgp(graph, 5, 12), 1e-3)
+
+
+def test_late_sgp_loses_no_mass_and_comes_to_the_mean() -> None:
+    given = starts(5)
+    mode = f"sgp(graph='{ONE_WAY}', late=1)"
+    found = world(mode, 5, 120, gradient=still, starts=given, trouble=Trouble(lost=0.2)).run()
+    assert close(models(found), np.tile(np.mean(given, axis=0), (5, 1)), 1e-5)
+    gossips = [worker.gossip for worker in found.workers]
+    weights = [gossip.weight for gossip in gossips if isinstance(gossip, PushSum)]
+    assert sum(weights) == pytest.approx(5, abs=1e-5)
+
+
+def test_late_sgp_hides_the_time_of_messages() -> None:
+    """In simulated time: a message takes up to as long as a gradient."""
+    ended = {}
+    for late in (0, 1):
+        found = world(f"sgp(late={late})", 4, 30, latency_s=0.1).run()
+        ended[late] = max(worker.finished_s[-1] for worker in found.workers)
+    assert ended[1] < 0.8 * ended[0]
+
+
 def test_sgp_by_hand() -> None:
     """Worker 0 sends half of (0.9, 1) to worker 1, which sends nothing."""
 
@@ -341,6 +386,7 @@ KILLED = (
     *("allreduce", "allreduce(order=ranks)", "adpsgd", "adpsgd(max_behind=2)"),
     *("adpsgd(exchange=atomic)", "adpsgd(exchange=atomic, graph=ring, every=2, warmup=4)"),
     *("dpsgd(warmup=4)", "adpsgd(warmup=4)"),
+    *("sgp(late=1)", "sgp(graph=ring, late=1, warmup=3)"),
     *("sgp", "sgp(graph=ring)", "sgp(graph='0>1 1>2 2>3 3>4 4>5 5>0 0>3')"),
     *(f"dpsgd(graph={g}, order={o})" for g, o in itertools.product(sorted(GRAPHS), ("awc", "atc"))),
 )
