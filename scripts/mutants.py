@@ -295,7 +295,7 @@ MUTANTS = (
     ),
     Mutant(
         "decentralised",
-        "what is late is added one step later",
+        "a late share is added one step later",
         "psworker/gossip/push_sum.py",
         "self._take_until(self.number + 1 - late, kept)",
         "self._take_until(self.number + 1, kept)",

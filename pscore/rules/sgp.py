@@ -39,7 +39,7 @@ class SGP(Warmed):
     Attributes:
         graph: Name of a graph, as in `dpsgd`, or edges of one way: `"0>1 1>2 2>0"`, each from the
             sender to the receiver.
-        late: 1: what is sent in a step is added in the next one; 0: in the same one.
+        late: Steps from sending a share to adding it, 0 or 1.
         average_every: Steps from one average on the shards to the next.
         warmup: Steps with the mean of all models, which stay equal, before the mode's own begin.
     """

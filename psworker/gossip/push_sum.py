@@ -4,8 +4,8 @@ A worker sends a share of its model and of its weight to each taker, and keeps t
 trains on their quotient. Shares add up to 1 whoever is there, so nothing is lost but the mass of
 workers that are: a quotient stays a mean of models. Members change as in `dpsgd` (mixing.py).
 
-With `late=1` what is sent in one step is added in the next one, so that it travels while a gradient
-is computed. What is under way belongs to the sums of masses and weights too.
+With `late=1` a share that is sent in one step is added in the next one, so that it travels while a
+gradient is computed. Shares under way belong to the sums of masses and weights too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PushSum(Mixing):
         self.number += 1
 
     def part(self) -> Waits:
-        """Adds what is under way to this worker, then meets the others once more."""
+        """Adds the shares under way to this worker, then meets the others once more."""
         yield from self._take_until(self.number, 1.0)
         yield from super().part()
 
