@@ -288,13 +288,6 @@ MUTANTS = (
     ),
     Mutant(
         "decentralised",
-        "an atomic exchange ends before the next step",
-        "psworker/gossip/pairs.py",
-        "self._open if self._is_atomic else self._is_late()",
-        "self._is_late()",
-    ),
-    Mutant(
-        "decentralised",
         "a late share is added one step later",
         "psworker/gossip/push_sum.py",
         "self._take_until(self.number + 1 - late, kept)",
