@@ -42,6 +42,9 @@ class DiLoCo(LocalSGD):
         mix: `blend`: weight of the worker's own weights when the answer lands, 0 to 1.
         control: `mirror`: part of the lasting difference between a worker's moves and their mean
             that is taken out of its guess, 0 to 1; for unlike data.
+        fragments: p, parts of the model whose rounds end in turn, 1 to `steps`; 1: all at once.
+        pattern: The division into fragments: `sequential`, neighbouring layers with about as many
+            bytes each; `strided`, each p-th slice.
         outer_lr: Learning rate of the rounds, without unit: 1 is the whole way to the mean.
         outer_momentum: m, momentum over the rounds, 0 to below 1.
         nesterov: Whether that momentum is Nesterov's.
