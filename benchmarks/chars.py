@@ -64,7 +64,7 @@ class Text:
         length: Characters of a row.
         rows: Rows of one worker in one step.
         num_parts: Workers with a part of the text each (unlike data); 1: all draw from all of it.
-        seed: Of the model and of the rows.
+        seed: Seed of the model and of the rows.
     """
 
     path: Path = PART

@@ -11,7 +11,8 @@ LeNet on Fashion-MNIST at equal samples, with simulated workers (`exchanges/lear
 takes one seed and the 10,000 images of the repository. `--results` keeps the figures of the parts
 that were run, beside those of other runs, for the tables of docs/rules/decentralised.md.
 
-`--links` measures step times on slow links beside torch's DDP over Gloo (`exchanges/links.py`).
+`--links` measures step times on slow links beside torch's DDP over Gloo (`exchanges/links.py`);
+figures of other `--nets` and `--workers` stay in the result file, so that it may take several runs.
 `--kills` kills workers of `adpsgd` and `allreduce` all the time (`exchanges/kills.py`), and ends
 with 1 if one waits longer than a lease, an exchange is applied twice, or the loss does not fall.
 """
@@ -77,6 +78,8 @@ def keep(path: Path, figures: dict[str, Any]) -> None:
         "machine": kit.machine(),
     }
     for part, values in figures.items():
+        if part == "links":
+            values = links.joined(known.get(part, {}).get("figures", ()), values)
         known[part] = about | {"figures": values}
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 

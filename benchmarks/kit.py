@@ -255,10 +255,10 @@ def machine() -> str:
     )
 
 
-def commit() -> str:
-    """Returns the commit of this checkout, with a `+` if its files differ from it."""
+def commit(folder: Path = ROOT) -> str:
+    """Returns the commit of a checkout, with a `+` if its files differ from it."""
     words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 

@@ -24,6 +24,7 @@ from benchmarks import fragments
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import table
+from benchmarks.survival import tables as survival_tables
 from psserver import exits as psserver_exits
 from psserver.commands import cli as psserver_cli
 from psserver.decisions.shard import Shard
@@ -148,6 +149,7 @@ def dashboard() -> str:
 RESULTS = ROOT / "docs" / "results" / "transport.jsonl"
 DASHBOARD = ROOT / "docs" / "results" / "dashboard.json"
 HOSTS = ROOT / "docs" / "results" / "hosts.json"
+STEP_HOSTS = ROOT / "docs" / "results" / "step_hosts.json"
 PATHS = {"local": "shared memory", "tcp": "TCP", "grpc": "gRPC"}
 
 
@@ -305,8 +307,44 @@ def hosts() -> str:
     return f"{figures['date']}, {figures['machine']}.\n\n" + table(head, rows, "llrr")
 
 
+def step_hosts() -> str:
+    """Returns the table of ResNet-50's size on several hosts, by the place of the shards."""
+    blocks = []
+    for case, run in json.loads(STEP_HOSTS.read_text(encoding="utf-8")).items():
+        rows = [
+            [f"`{mode}`", f"{step_ms:.0f}", f"{run['bound_ms'][mode]:.0f}", f"{link_mb:.0f}"]
+            for (mode, step_ms), link_mb in zip(
+                run["step_ms"].items(), run["link_mb"].values(), strict=True
+            )
+        ]
+        head = ["mode", "step, ms", "max(compute, bytes / bandwidth), ms", "MB, busiest link"]
+        about = f"{case} ({run['date']}, {run['machine']}):"
+        blocks.append(f"{about}\n\n{table(head, rows, 'lrrr')}")
+    return "\n\n".join(blocks)
+
+
 def _met(is_met: bool) -> str:
     return "met" if is_met else "**not met**"
+
+
+def versions() -> str:
+    """Returns a round of two checkouts by turns, from the result file."""
+    path = ROOT / "docs" / "results" / "versions.json"
+    run = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for case in run["cases"]:
+        other, this = (case[name] for name in ("the other", "this one"))
+        rows.append(
+            [
+                PATHS[case["plane"]],
+                f"`{case['case']}`",
+                *(f"{found['median_ms']:.3g} ({found['cpu_ms']:.3g})" for found in (other, this)),
+                f"{100 * (this['median_ms'] / other['median_ms'] - 1):+.1f} %",
+            ]
+        )
+    names = [f"{run[name]}, ms (CPU ms)" for name in ("other", "commit")]
+    about = f"`{run['command']}`, {run['date']}, {run['machine']}:"
+    return f"{about}\n\n" + table(["path", "case", *names, "median round"], rows, "llrrr")
 
 
 # ----- the cost of not overlapping: docs/training.md
@@ -440,14 +478,17 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dashboard": dashboard,
     "metrics": metrics,
     "transport": transport,
+    "versions": versions,
     "targets": targets,
     "hosts": hosts,
+    "step hosts": step_hosts,
     "overlap": overlap,
     "pipeline": pipeline,
     "rounds": rounds,
     "fragments": fragment_bytes,
     **tables.TABLES,
     **exchange_tables.BLOCKS,
+    **survival_tables.BLOCKS,
 }
 PAGES = (
     "docs/dashboard.md",
@@ -455,6 +496,7 @@ PAGES = (
     "docs/dataplane.md",
     "docs/links.md",
     "docs/pipelines.md",
+    "docs/recovery.md",
     "docs/reference.md",
     "docs/rules/decentralised.md",
     "docs/rules/fragments.md",

@@ -1,6 +1,7 @@
 """A kill loop under load: seconds to recovery, and the exact number of lost and double pushes.
 
     python -m benchmarks.recovery --seconds 60 --json
+    python -m benchmarks.recovery --seconds 600 --results docs/results/recovery.json
     python -m benchmarks.recovery --seconds 600 --mode ssgd --json
     python -m benchmarks.recovery --seconds 90 --numel 100000000 --workers 2 --kinds shard --json
 
@@ -21,8 +22,10 @@ fault a minute; else it is what one fault of the loop costs, spread over a minut
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import random
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -216,6 +219,8 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "double": found.double,
         "torn": found.torn,
         "partial": found.partial,
+        "open_in": found.open_in,
+        "open_out": found.open_out,
         "rolled_back": found.rolled_back,
         "healthy_ended": len(outcome.bystanders),
         "status_answers": outcome.num_status,
@@ -247,6 +252,8 @@ def main() -> None:
     parser.add_argument("--no-disk", action="store_true", help="without a disk that can be full")
     parser.add_argument("--shard-option", action="append", default=[], help="of psserver start")
     parser.add_argument("--out", type=Path, default=Path("docs/plots"), help="folder of the plot")
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="add the figures here")
+    parser.add_argument("--name", default="all faults", help="of this run in the result file")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     setup = Setup(
@@ -264,8 +271,20 @@ def main() -> None:
     bars = {kind: summary(outcome.faults, kind)["median"] for kind in FAULTS}
     bars = {kind: value for kind, value in bars.items() if value is not None}
     kit.plot_bars(args.out / "recovery.png", "recovery, median", "seconds", bars)
+    found = figures(outcome)
+    if args.results is not None:
+        about = {
+            "command": f"python -m benchmarks.recovery {shlex.join(sys.argv[1:])}",
+            "date": datetime.date.today().isoformat(),
+            "commit": kit.commit(),
+            "machine": kit.machine(),
+            "setup": {name: getattr(args, name) for name in ("mode", "workers", "shards", "numel")},
+        }
+        runs = json.loads(args.results.read_text()) if args.results.exists() else {}
+        runs[args.name] = about | found
+        args.results.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     if args.json:
-        print(json.dumps(figures(outcome)))
+        print(json.dumps(found))
     sys.exit(0 if outcome.proof.is_exact and not outcome.bystanders else 1)
 
 

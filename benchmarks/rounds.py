@@ -68,8 +68,8 @@ class Setting:
         form: One of `FORMS`, or `SPARSE`.
         length: H, steps.
         delay: Steps after which an answer lands; -1: a fifth of H.
-        control: Of `mirror`.
-        steps: Of each worker.
+        control: Factor of `mirror`.
+        steps: Steps of each worker.
         unlike: Whether each worker draws from its own part of the text.
         data: The text.
     """

@@ -89,7 +89,8 @@ def own_nbytes(pid: int, grad_nbytes: int, *, maps_weights: bool = False) -> int
 
     Args:
         pid: The process.
-        grad_nbytes: Of the gradients: a segment as long, up to a page, is a worker's; a longer one
+        grad_nbytes: Bytes of the gradients: a segment as long, up to a page, is a worker's; a
+            longer one
             has a shard's weights, which are kept twice.
         maps_weights: Whether it is a worker, which maps these; else a shard, which maps those.
     """

@@ -10,7 +10,8 @@ first, on the same link, both ways at once. The comparison:
              one after the other: the end of the last one
 
 With `--hosts 4` four hosts have a worker and a shard each, or with `--shards 2` the shards have two
-hosts of their own. Then `benchmarks.hosts` measures, beside DDP over Gloo, against `hidden` only.
+hosts of their own. Then `benchmarks.hosts` measures, beside DDP over Gloo, against `hidden` only;
+`--results FILE.json` keeps the figures, beside those of other shards, for docs/links.md.
 
 Step times are means over whole rounds of k = 5 steps. By default compute takes as long as bytes.
 """
@@ -18,6 +19,7 @@ Step times are means over whole rounds of k = 5 steps. By default compute takes 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import socket
 import sys
@@ -248,7 +250,7 @@ def measure_rate(rate: str, options: argparse.Namespace) -> tuple[list[list[Any]
 
 def measure_hosts(options: argparse.Namespace) -> None:
     """Measures several workers, each on a host of its own, beside DDP over Gloo."""
-    figures = {}
+    figures: dict[str, Any] = {}
     shapes = kit.resnet50_shapes()
     for rate in options.rates.split(","):
         link_s = 4 * kit.numel_of(shapes) / (bits_per_s(rate) / 8)
@@ -260,9 +262,23 @@ def measure_hosts(options: argparse.Namespace) -> None:
             compute_s=options.compute_s or link_s,
         )
         modes = {name: hosts.Mode(*MODES[name]) for name in options.modes.split(",")}
-        figures[rate] = hosts.measure_case(rate, case, modes, options.rounds)
+        figures[str(case)] = hosts.measure_case(rate, case, modes, options.rounds)
+    if options.results is not None:
+        keep(options.results, figures)
     if options.json:
         print(json.dumps(figures))
+
+
+def keep(path: Path, figures: dict[str, Any]) -> None:
+    """Writes figures by case to a result file, where those of other cases stay."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    about = {
+        "command": f"python -m {MODULE} {' '.join(sys.argv[1:])}",
+        "date": datetime.date.today().isoformat(),
+        "machine": kit.machine(),
+    }
+    known |= {case: about | found for case, found in figures.items()}
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -279,6 +295,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--shards", type=int, default=0, help="on hosts of their own; 0: one on each worker's host"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE.json", help="with --hosts: keep the figures here"
     )
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the plot")
     options = parser.parse_args()

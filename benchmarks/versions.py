@@ -1,4 +1,4 @@
-"""Two checkouts by turns: `python -m benchmarks.versions FOLDER [--plane tcp] [--case flat]`.
+"""Two checkouts by turns: `python -m benchmarks.versions FOLDER [--planes tcp] [--cases flat]`.
 
 Measures another version of Paceline, checked out in FOLDER, in the round of
 `benchmarks.transport`, beside this one and plain sockets. This hardware is noisy, so the versions
@@ -8,8 +8,10 @@ take turns, and their medians are compared within one run.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 from benchmarks import kit, transport
 
 HERE = Path(__file__).resolve().parents[1]
+Figures = dict[str, dict[str, float]]
 ROUND = """
 import json, sys
 from benchmarks import transport
@@ -47,40 +50,65 @@ def measure(folder: Path, what: list[Any]) -> tuple[list[float], float]:
     return times_s, cpu_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the other version is checked out")
-    parser.add_argument("--plane", default="tcp", help="local, tcp or grpc")
-    parser.add_argument("--case", default="flat", choices=list(transport.SUFFIXES))
-    parser.add_argument("--num", type=int, default=1, help="workers, and as many shards")
-    parser.add_argument("--rounds", type=int, default=12, help="of each, per turn")
-    parser.add_argument("--turns", type=int, default=4)
-    options = parser.parse_args()
-    folder = options.folder.resolve()
-    if not (folder / "benchmarks" / "transport.py").is_file():
-        raise SystemExit(f"{folder} is no checkout of Paceline: it has no benchmarks/transport.py")
-    what = [options.plane, options.case, options.num, options.rounds]
+def compare(folder: Path, plane: str, case: str, num: int, rounds: int, turns: int) -> Figures:
+    """Returns the milliseconds of a round and of its CPU time, of both versions and of sockets."""
+    what = [plane, case, num, rounds]
     measures = {
         "the other": lambda: measure(folder, what),
         "this one": lambda: measure(HERE, what),
-        "plain TCP sockets, 1x1": lambda: transport.measure_socket(options.case, options.rounds),
+        "plain TCP sockets, 1x1": lambda: transport.measure_socket(case, rounds),
     }
     times_s: dict[str, list[float]] = {name: [] for name in measures}
     cpu_s: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(options.turns):
+    for _ in range(turns):
         for name, one in measures.items():
             times, cpu = one()
             times_s[name] += times
             cpu_s[name].append(cpu)
+    found = {
+        name: {
+            "median_ms": round(1e3 * kit.median(times), 3),
+            "best_ms": round(1e3 * min(times), 3),
+            "cpu_ms": round(1e3 * kit.median(cpu_s[name]), 3),
+        }
+        for name, times in times_s.items()
+    }
     kit.show(
-        f"{options.plane} {options.case} {options.num}x{options.num}, "
-        f"{options.rounds * options.turns} rounds each by turns",
+        f"{plane} {case} {num}x{num}, {rounds * turns} rounds each by turns",
         ["version", "median ms", "best ms", "CPU ms"],
-        [
-            [name, 1e3 * kit.median(times), 1e3 * min(times), 1e3 * kit.median(cpu_s[name])]
-            for name, times in times_s.items()
-        ],
+        [[name, *row.values()] for name, row in found.items()],
     )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the other version is checked out")
+    parser.add_argument("--planes", nargs="+", default=["tcp"], help="local, tcp, grpc")
+    parser.add_argument("--cases", nargs="+", default=["flat"], choices=list(transport.SUFFIXES))
+    parser.add_argument("--num", type=int, default=1, help="workers, and as many shards")
+    parser.add_argument("--rounds", type=int, default=12, help="of each, per turn")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--results", type=Path, metavar="FILE.json", help="write the figures here")
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    if not (folder / "benchmarks" / "transport.py").is_file():
+        raise SystemExit(f"{folder} is no checkout of Paceline: it has no benchmarks/transport.py")
+    cases = [
+        {"plane": plane, "case": case, "workers": options.num}
+        | compare(folder, plane, case, options.num, options.rounds, options.turns)
+        for plane in options.planes
+        for case in options.cases
+    ]
+    if options.results is not None:
+        about = {
+            "command": f"python -m benchmarks.versions {shlex.join(sys.argv[1:])}",
+            "date": datetime.date.today().isoformat(),
+            "commit": kit.commit(),
+            "other": kit.commit(folder),
+            "machine": kit.machine(),
+        }
+        options.results.write_text(json.dumps(about | {"cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 from pscore.text import printable
 
 DEBUG = "PACELINE_DEBUG"  # A variable, so that the processes that a command starts have it too.
-WIDTH_MAX = 240  # Of help, in columns; less where the terminal has less.
+WIDTH_MAX = 240  # Largest width of help, in columns; less where the terminal has less.
 INTERRUPTED = 130  # As in a shell: 128 and the number of SIGINT.
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH_MAX}
 
@@ -40,7 +40,7 @@ def run(app: Any, name: str) -> None:
 
     Args:
         app: With all of its commands.
-        name: Of the program.
+        name: Name of the program.
     """
     for group in (app, *(entry.typer_instance for entry in app.registered_groups)):
         for command in group.registered_commands:  # Whole sentences, where typer cuts them off.
@@ -60,7 +60,7 @@ def importing(name: str) -> Iterator[None]:
     Modules that are being imported catch KeyboardInterrupt, or make an ImportError of it.
 
     Args:
-        name: Of the program.
+        name: Name of the program.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -19,7 +19,7 @@
     |   `-- StateLostError          a shard has lost the job's weights
     |-- GroupError                  another process of this worker's group has ended
     `-- TransportError              the network or the peer's process failed; a retry may help
-        `-- ServerUnavailableError  nobody answers at this address
+        `-- ServerUnavailableError  no process answers at this address
 
 The table from these classes to gRPC status codes is in `rpc.py`; this module imports nothing.
 """

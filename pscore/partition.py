@@ -26,7 +26,7 @@ SLICE_NUMEL_FINE = 1 << 17  # 512 KiB of float32: overlap alone makes no slice s
 SLICE_NUMEL_MIN = 1 << 12  # Below 16 KiB a message costs more than its bytes.
 SLICES_PER_SHARD = 6  # At least, of a model that is large enough: see `_cuts`.
 TENSORS_MAX = 1 << 17
-NUMEL_MAX = 1 << 36  # Of one model: 256 GiB of weights, planned as 65536 slices.
+NUMEL_MAX = 1 << 36  # Most elements of one model: 256 GiB of weights, planned as 65536 slices.
 DIMENSIONS_MAX = 64  # As in torch.
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,7 +37,7 @@ class Layout:
 
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]  # Start of each tensor in the flat vector, in elements.
-    numel: int  # Of the flat vector, gaps included.
+    numel: int  # Elements of the flat vector, gaps included.
     num_shards: int
     slices: tuple[SliceSpec, ...]
     fingerprint: str
@@ -49,6 +49,14 @@ class Layout:
 
 def make_layout(tensors: Sequence[TensorSpec], num_shards: int) -> Layout:
     """Returns the layout of `tensors` over `num_shards`.
+
+    The flat vector begins with the last tensor, and each shard has a part of about equal size:
+
+    >>> weight = TensorSpec(name="weight", shape=(1000, 20), dtype="float32")
+    >>> bias = TensorSpec(name="bias", shape=(20,), dtype="float32")
+    >>> layout = make_layout([weight, bias], num_shards=2)
+    >>> [(part.shard, part.start, part.stop) for part in layout.slices]
+    [(0, 0, 10016), (1, 10016, 20032)]
 
     Raises:
         ConfigError: There are no tensors, two of one name, or one that no shard accepts.

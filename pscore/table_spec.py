@@ -36,7 +36,7 @@ class TableSpec:
     tensors: tuple[TensorSpec, ...]
     num_shards: int
     rule: Rule
-    compressor: Compressor  # Of pushes.
+    compressor: Compressor  # Compressor of pushes.
     optimizer: str  # Name of the shards' optimizer.
     num_groups: int  # Parameter groups.
     pull_compressor: Compressor = RAW

@@ -60,7 +60,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """The part of one tensor that lies in one slice; all offsets in elements."""
+    """The part of one tensor in one slice; all offsets in elements."""
 
     tensor: int  # Index into the table's tensors.
     group: int  # Parameter group: the row of the hyper-parameters that applies.

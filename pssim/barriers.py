@@ -18,7 +18,7 @@ from pssim.network import NO_FAULTS, Faults, FaultyNetwork, Loop, Message, Stuck
 from pssim.shard import JOB, SimulatedShard
 
 NAME = "round"
-LIMIT_S = 300.0  # Of virtual time.
+LIMIT_S = 300.0  # Seconds of virtual time.
 LEASE_S = 3.0
 DEATH = 0.2  # Probability that a worker falls silent.
 TICK_S = 0.5
@@ -96,7 +96,7 @@ class BarrierLedger:
         assert largest == given, f"round {number} gave {given}, and {largest} to worker {rank}"
         least = max(values[other] for other in [rank, *expected])
         assert largest >= least, f"round {number} gave {largest}, and {least} was brought"
-        assert largest in values.values(), f"nobody brought {largest} to round {number}"
+        assert largest in values.values(), f"no worker brought {largest} to round {number}"
 
 
 class BarrierWorker:

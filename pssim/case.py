@@ -22,7 +22,7 @@ from pssim.network import NO_FAULTS, Cut, Faults
 STEPS_MAX = 8
 WORKERS_MAX = 4
 RAW = NoCompression()
-NUMEL = 64  # Of a slice: one element for each worker and step, and more.
+NUMEL = 64  # Elements of a slice: one element for each worker and step, and more.
 ONE_SLICE = ((NUMEL,),)
 # Four slices: with two segments, with one, with parts of two tensors, and the rest of a tensor.
 SHAPES = ((96,), (4, 8), (64,), (16,), (48,))
@@ -57,13 +57,13 @@ CHOICES: dict[str, Sequence[Any]] = {
 class Case:
     """One simulated job."""
 
-    seed: int  # Of the network.
+    seed: int  # Seed of the network.
     rule: Rule
     compressor: Compressor = RAW
     pull_compressor: Compressor = RAW
     num_shards: int = 2
-    steps: tuple[int, ...]  # Of each worker; one with fewer leaves early.
-    compute_s: tuple[float, ...]  # Of each worker and step.
+    steps: tuple[int, ...]  # Steps of each worker; one with fewer leaves early.
+    compute_s: tuple[float, ...]  # Computing time of each worker and step.
     begins_s: float = 0.0  # No worker computes before.
     is_steady: bool = False  # Steps take exactly that, not half of it to one and a half.
     dies_s: tuple[float | None, ...]  # When each worker falls silent, after its first step began.
@@ -73,7 +73,7 @@ class Case:
     cuts: tuple[Cut, ...] = ()
     crashes: tuple[tuple[int, float], ...] = ()  # Which shard is killed, and when in seconds.
     shapes: tuple[tuple[int, ...], ...] = SHAPES
-    min_workers: int = 0  # Of an elastic job.
+    min_workers: int = 0  # Minimum of an elastic job.
     comes_s: tuple[float, ...] = ()  # When each worker starts; empty: all at once.
     shares: tuple[bool, ...] = ()  # Whether a worker's gradients are in memory that the shards map.
     captures_s: tuple[float, ...] = ()  # When a checkpoint of all shards is begun.
@@ -141,7 +141,7 @@ def draw(name: str, seed: int) -> Case:
 def draw_elastic(name: str, seed: int) -> Case:
     """Returns a case like `draw`'s whose workers come and go, and which needs some at a time.
 
-    Rank 0 stays until all have come: a job that nobody is left in is over. As many as the job
+    Rank 0 stays until all have come: a job without workers is over. As many as the job
     needs come back whenever they die, and so does who is lost.
     """
     rng, case = random.Random(f"elastic {name} {seed}"), draw(name, seed)
@@ -192,7 +192,7 @@ def draw_captures(name: str, seed: int) -> Case:
 
 
 def draw_shares(num_workers: int, rng: random.Random) -> tuple[bool, ...]:
-    """Returns which workers are on the shards' host: nobody, everybody, or some."""
+    """Returns which workers are on the shards' host: none, all, or some."""
     share = rng.choice((0.0, 0.5, 1.0))
     return tuple(rng.random() < share for _ in range(num_workers))
 

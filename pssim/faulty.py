@@ -34,10 +34,10 @@ from pssim.ledger import Ledger, SliceBook
 from pssim.network import FaultyNetwork, Loop, Message, Network, StuckError
 from pssim.shard import Decision, Respond, Result, SimulatedShard
 from pssim.worker import Program
-from psworker.replica.replica import OF_ROUNDS
+from psworker.replica.slice_ends import OF_ROUNDS
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-LIMIT_S = 600.0  # Of virtual time; a job takes a few seconds, and a dead worker a lease.
+LIMIT_S = 600.0  # Seconds of virtual time; a job takes a few seconds, and a dead worker a lease.
 LEASE_S = 3.0
 TICK_S = 0.5
 LOOK_S = 0.05
@@ -335,6 +335,9 @@ class FaultyWorker(BookedWorker):
                 yield 0.0
         # The first slice leaves when backward is over; until then it reads those of the others.
         assert torch.equal(self.replica.weights[self.layout.slices[0].stop :], weights)
+        if plan.push is Role.GRADIENT:
+            for index in self.replica.front_first()[::2]:  # `finish` ends the others.
+                self.replica.end_slice(index, self.grads[index], self.exchange)
         if plan.inner:
             for spec in self.layout.slices:
                 self.replica.weights[spec.start : spec.stop] -= self.grads[spec.index]

@@ -50,8 +50,8 @@ class SliceBook:
         self.sent: dict[Identity, Sent] = {}
         self.entered: dict[Identity, int] = {}  # The version that each push is first in.
         self.accepted: dict[tuple[int, int], Identity] = {}  # By worker and step, the last one.
-        self.weights = [start]  # Of each version.
-        self.estimates: dict[int, FloatArray] = {}  # Of versions whose pulls were compressed.
+        self.weights = [start]  # Weights of each version.
+        self.estimates: dict[int, FloatArray] = {}  # By version, if pulls are compressed.
         self.is_exact = True  # Every update so far was a plain subtraction of a mean.
         self.counts = np.zeros(len(spec.segments), dtype=np.int64)
         self.lead_max = 0  # Steps that an accepted push was beyond the newest update.
@@ -250,7 +250,7 @@ class Ledger:
 
     books: dict[int, SliceBook] = field(default_factory=dict)
     came_back: set[int] = field(default_factory=set)  # Their clocks have jumped over steps.
-    min_workers: int = 0  # Of an elastic job.
+    min_workers: int = 0  # Minimum of an elastic job.
     # Steps that ended without an error, with the slices that they pushed.
     stepped: dict[Stepped, set[int]] = field(default_factory=dict)
 

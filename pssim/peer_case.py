@@ -33,10 +33,10 @@ class PeerCase:
     """A drawn case.
 
     Attributes:
-        seed: Of everything.
+        seed: Seed of everything.
         mode: As `mode=` takes it.
         num: Workers.
-        steps: Of each.
+        steps: Steps of each.
         is_still: Whether gradients are 0.
         trouble: Faults of the network, and kills.
         compute_s: Seconds of each worker's gradient.

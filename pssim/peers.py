@@ -57,7 +57,7 @@ class Entry:
             by the answer), `read` or `write` (the optimizer's move is added).
         rank: The worker.
         other: The other worker of an exchange.
-        number: Of the exchange; the step of a read or write.
+        number: Number of the exchange; the step of a read or write.
     """
 
     what: str
@@ -84,7 +84,7 @@ class SimulatedPeer:
         self.epoch = self.since = self.heard_epoch = 0
         self.is_dead = self.has_ended = False
         self.finished_s: list[float] = []
-        self.spans: list[tuple[float, float]] = []  # Of its gradients.
+        self.spans: list[tuple[float, float]] = []  # Times of its gradients.
         self.path: list[FloatArray] = []
         self.mailbox: dict[tuple[int, Tag], FloatArray] = {}
         self.taken: set[tuple[int, Tag]] = set()
@@ -333,7 +333,7 @@ class PeerWorld:
             steps: Steps of each.
             lr: Learning rate, or that of each step.
             make_optimizer: Makes each worker's optimizer; plain SGD if left out.
-            seed: Of all randomness.
+            seed: Seed of all randomness.
             compute_s: Seconds of each worker's gradient; None: 0.1 for all.
             latency_s: Longest time of a message; each takes a random part of it.
             trouble: Faults; None: none.

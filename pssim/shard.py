@@ -45,7 +45,8 @@ class Sender:
     Attributes:
         worker: Rank.
         step: Step of a push on the wire, clock of a pull.
-        incarnation: Of the worker; None for a push that an earlier process has acknowledged.
+        incarnation: Incarnation of the worker; None for a push that an earlier process has
+            acknowledged.
         role: Role of a push.
     """
 

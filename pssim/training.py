@@ -82,13 +82,13 @@ class TrainingJob:
         num_workers: Workers.
         num_shards: Shards.
         steps: Steps of each worker.
-        compressor: Of pushes.
-        pull_compressor: Of pulls.
+        compressor: Compressor of pushes.
+        pull_compressor: Compressor of pulls.
         compress_min_nbytes: Smaller tensors are not compressed.
         link: Link of each worker and shard.
         compute: Computing time.
         samples: Weight of a worker's step in the mean of its step; None: 1.
-        seed: Of the computing times.
+        seed: Seed of the computing times.
         on_step: Called after each step of each worker.
     """
 
@@ -213,6 +213,7 @@ class TrainingWorker(Worker):
         for index in replica.front_first() if plan.push is Role.GRADIENT else ():
             yield from self.wait_for_pulls(replica.land(index))
             replica.push(index, self.grads[index], -1, samples, self.exchange)
+            replica.end_slice(index, self.grads[index], self.exchange)
         if plan.inner:
             self.inner_step(step)
         yield from self.wait_for_pulls(replica.finish(self.grads, self.exchange, samples))

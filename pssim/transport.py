@@ -17,7 +17,7 @@ from psworker.transports.base import PullCall, PushCall, Transport
 if TYPE_CHECKING:
     from pssim.worker import Worker
 
-PULL_WAIT_S = 1.0  # A pull that cannot be answered by then is told why, if the shard ticks.
+PULL_WAIT_S = 1.0  # A pull that cannot be answered by then gets the reason, if the shard ticks.
 
 
 def is_load(header: data_pb2.PushHeader) -> bool:

@@ -28,7 +28,7 @@ from psworker.connection.session import Session
 from psworker.replica.replica import Replica
 from psworker.transports.base import PullCall
 
-REQUEST_NBYTES = 64  # Of a pull's request, and of the header before a payload.
+REQUEST_NBYTES = 64  # Bytes of a pull's request, and of the header before a payload.
 Condition: TypeAlias = Callable[[], bool]
 Program: TypeAlias = Generator[Condition | float, None, None]
 
@@ -44,7 +44,7 @@ class Worker:
         exchange: Its pushes and pulls.
         is_over: Whether its program has ended.
         waits_for: Description of the last thing that it waited for.
-        pushes: Replies to the pushes that nobody has waited for, by slice.
+        pushes: Replies to the pushes that have not been waited for, by slice.
         pull_wait_s: Seconds after which a pull is answered without weights.
         pushed_nbytes: Bytes sent to the shards, with the headers of the messages.
         pulled_nbytes: Bytes that the shards have sent.

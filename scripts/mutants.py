@@ -211,8 +211,8 @@ MUTANTS = (
         "decentralised",
         "sums go around the ring",
         "psworker/gossip/ring.py",
-        "total[chunks[added]] += came",
-        "total[chunks[added]] = came",
+        "came += own[part]",
+        "came += 0",
     ),
     Mutant(
         "decentralised",

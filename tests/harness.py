@@ -1,8 +1,8 @@
 """One table of a job whose events happen in a random order, drawn from a seed.
 
 Messages of one worker about one slice arrive in the order in which they were sent, as on a
-connection; everything else is interleaved at random. What happened, in the order in which the
-shard decided it, is in `log`, so that a model of the equations can follow the same history.
+connection; everything else is interleaved at random. The events, in the order of the shard's
+decisions, are in `log`, so that a model of the equations can follow the same history.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Worker(TrainingWorker):
     def __init__(self, cluster: Cluster, rank: int, model: nn.Module) -> None:
         super().__init__(cluster, rank, model)
         self.seen: list[npt.NDArray[np.float32]] = []  # Weights of each step's gradient.
-        self.looked = np.zeros(NUMEL, np.float32)  # What the last look has shown.
+        self.looked = np.zeros(NUMEL, np.float32)  # The weights of the last look.
 
     @property
     def is_done(self) -> bool:
@@ -254,7 +254,7 @@ class Cluster(TrainingCluster):
         self.loop.speeds = speeds
 
     def decided(self, decision: Decision) -> None:
-        """Called with what the shard decides."""
+        """Called with the shard's decisions."""
         if not self._has_begun:
             return
         self.shard.most_open = max(self.shard.most_open, len(decision.clock.open_steps))

@@ -48,12 +48,12 @@ class Step(NamedTuple):
     """The report of a worker after each step.
 
     Attributes:
-        number: Of the step or round, counted alike by all.
-        loss: Of its images.
+        number: Number of the step or round, counted alike by all.
+        loss: Loss function of its images.
         waited_s: Seconds since its step before; of the first since it met the others.
         num_exchanges: Exchanges or rounds that it has applied.
         num_twice: Those that it has applied more than once.
-        check: Of the bits of the model; 0 where models differ.
+        check: Check of the bits of the model; 0 where models differ.
     """
 
     number: int

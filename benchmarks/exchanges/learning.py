@@ -43,9 +43,9 @@ class Learned:
 
     Attributes:
         mode: As `mode=` takes it.
-        seed: Of the weights, the order of the images and the simulation.
-        steps: Of each worker.
-        accuracy: Of the mean model, on all test images.
+        seed: Seed of the weights, the order of the images and the simulation.
+        steps: Steps of each worker.
+        accuracy: Accuracy of the mean model, on all test images.
         consensus: Relative distance of a model to the mean at half of the run; 0 with shards.
         cpu_s: CPU seconds of the run.
     """
@@ -71,7 +71,7 @@ def learn(mode: str, task: tasks.Task, steps: int) -> Learned:
     Args:
         mode: As `mode=` takes it.
         task: Model and images.
-        steps: Of each worker.
+        steps: Steps of each worker.
     """
     rule, started_s = parse_mode(mode), time.process_time()
     if isinstance(rule, Decentralised):

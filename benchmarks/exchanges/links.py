@@ -241,6 +241,19 @@ def measure(nets: Sequence[str], nums: Sequence[int], num_steps: int) -> list[di
     ]
 
 
+def joined(
+    former: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Returns the figures of a run, with those of former runs for other nets and workers."""
+
+    def key(one: Mapping[str, Any]) -> tuple[str, int]:
+        return one["net"], one["workers"]
+
+    new = {key(one) for one in found}
+    every = [one for one in former if key(one) not in new] + list(found)
+    return sorted(every, key=lambda one: (list(NETS).index(one["net"]), one["workers"]))
+
+
 def _best(made: Net, name: str, num: int, mode: str, num_steps: int) -> Measured:
     """Returns the better one of the runs of a mode."""
     steps = num_steps * (NUM_FREE if mode == "adpsgd" else 1)

@@ -23,7 +23,7 @@ class SimulatedModel(torch.nn.Module):
         """Fills parameters with zeros.
 
         Args:
-            shapes: Of the parameters.
+            shapes: Shapes of the parameters.
             compute_s: Seconds of forward and backward together.
         """
         super().__init__()

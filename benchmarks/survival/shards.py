@@ -30,7 +30,7 @@ class Shards:
 
     Attributes:
         host: Address on which they listen.
-        addresses: Of the shards, once they have started.
+        addresses: Addresses of the shards, once they have started.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Shards:
             state: Their `--state-dir`.
             flags: More flags of `psserver start`.
             host: Address to listen on.
-            port: Of shard 0.
+            port: Port of shard 0.
             prefix: Words in front of each command, such as those that enter a namespace.
         """
         self.host, self.folder, self.prefix = host, folder, list(prefix)

@@ -55,8 +55,11 @@ def make_compressor(name: str, arguments: Mapping[str, Any]) -> Compressor:
 def parse_compressor(text: str | Compressor) -> Compressor:
     """Returns the compressor that `text` describes: `none`, `fp16` or `2bit(threshold=0.004)`.
 
+    >>> str(parse_compressor("topk(ratio=0.001)"))
+    "topk(ratio=0.001, select='exact')"
+
     Raises:
-        ConfigError: The text is not of that form, or names nothing there is.
+        ConfigError: The text does not have that form, or there is no such compressor or argument.
     """
     if isinstance(text, Compressor):
         return text

@@ -108,8 +108,8 @@ class Compressor(ABC):
             grad: `(numel,) float32`, finite; not changed.
             state: The arrays of `state_names`, changed in place unless an error is raised.
             out: `(>= payload_nbytes_max(numel),) uint8`, aligned to 8 bytes.
-            seed: Of this (job, worker, slice, step), 64 bits, for compressors that draw.
-            step: Of the worker, for compressors whose ratio is warmed up.
+            seed: Seed of this (job, worker, slice, step), 64 bits, for compressors that draw.
+            step: Step of the worker, for compressors whose ratio is warmed up.
 
         Raises:
             GradientError: Gradient plus residual is too large for float32.

@@ -54,7 +54,7 @@ class DGC(Compressor):
 
     Attributes:
         ratio: Share of the elements that are sent after the warm-up.
-        momentum: Of the velocity.
+        momentum: Momentum of the velocity.
         nesterov: Whether it is Nesterov's.
         clip: Largest norm of a slice's gradient; 0 does not clip.
         warmup: Steps until the ratio is reached.

@@ -41,8 +41,8 @@ def fill(start: int, low: np.uint32, high: np.uint32, words: np.ndarray) -> None
 
     Args:
         start: Number of the first element.
-        low: Of the seed.
-        high: Of the seed.
+        low: Lower half of the seed.
+        high: Upper half of the seed.
         words: `(count,) uint32`; as `uint16` it is the noise of each element.
     """
     first = uint32(start // 2)

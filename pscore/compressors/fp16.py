@@ -26,7 +26,7 @@ from pscore.errors import DecodeError
 from pscore.memory.kernels import kernel, read_only
 from pscore.types import ByteArray, FloatArray
 
-MAX_BITS = uint32(0x477FE000)  # Of 65504, the largest half, in float32.
+MAX_BITS = uint32(0x477FE000)  # Bits of 65504, the largest half, in float32.
 SMALL = np.float32(2.0**-14)  # The smallest normal half.
 NORMAL_MIN = uint32(113 << 23)  # Its bits.
 HALF_ULP = np.float32(0.5)  # Its last bit is the last bit of a subnormal half: 2^-24.

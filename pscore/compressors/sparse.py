@@ -52,7 +52,7 @@ def stride(numel: int) -> int:
 
 
 def sample_rank(k: int, numel: int) -> int:
-    """Returns which largest of the sample stands for the k-th largest of all."""
+    """Returns the rank in a sample that corresponds to the k-th largest of all."""
     num_samples = -(-numel // stride(numel))
     return min(num_samples, -(-k * num_samples // numel))
 

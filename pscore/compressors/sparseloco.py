@@ -45,7 +45,7 @@ from pscore.types import ByteArray, FloatArray
 CHUNK = 4096
 INDEX_BITS = 12
 LEVELS = 2  # Magnitudes of a chunk.
-HEAD_NBYTES = 4 * LEVELS  # Of a chunk.
+HEAD_NBYTES = 4 * LEVELS  # Bytes of a chunk.
 
 
 def num_chunks(numel: int) -> int:

@@ -42,7 +42,7 @@ from pscore.plugins import require_range
 from pscore.types import ByteArray, FloatArray
 
 THRESHOLD_MAX = 1e30
-FACTOR = 2.0  # Of a block's root mean square.
+FACTOR = 2.0  # Multiple of a block's root mean square.
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ class Encoder(ABC):
         """Allocates payload and state, once.
 
         Args:
-            compressor: Of the slice's pushes.
+            compressor: Compressor of the slice's pushes.
             numel: Elements of the slice.
-            device: Of gradients and state.
+            device: Device of gradients and state.
         """
         self.compressor = compressor
         self.numel = numel
@@ -52,8 +52,8 @@ class Encoder(ABC):
 
         Args:
             grad: `(numel,) float32` on the device; not changed.
-            seed: Of this (job, worker, slice, step), for compressors that draw.
-            step: Of the worker.
+            seed: Seed of this (job, worker, slice, step), for compressors that draw.
+            step: Step of the worker.
             refused: `(1,) int32` on the device: where it is not 0, the gradient is no number and
                 the state stays as it is. The payload is then none.
         """

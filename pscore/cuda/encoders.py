@@ -48,7 +48,7 @@ class KernelEncoder(Encoder):
         Args:
             compressor: One that `can_encode`.
             numel: Elements of the slice.
-            device: Of gradients and state.
+            device: Device of gradients and state.
             launch: Starts kernels.
         """
         super().__init__(compressor, numel, device)

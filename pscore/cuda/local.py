@@ -64,7 +64,7 @@ class DeviceKernels:
             before: The weights before the last local step.
             factors: alpha, beta and lr_scale.
             inverse: `(num_groups,)`, 1 / D.
-            columns: Of weight decay and of maximize; -1 for none.
+            columns: Columns of weight decay and of maximize; -1 for none.
         """
         alpha, beta, lr_scale = factors
         for index, (start, n, row) in _numbered(part.segments, part.active, part.hyper):
@@ -125,7 +125,7 @@ class DeviceKernels:
             grad: `(numel,) float32`.
             arrays: `w_old` and the mean square.
             factors: Control, decay of the mean square, and lr_scale.
-            columns: Of weight decay and of maximize; -1 for none.
+            columns: Columns of weight decay and of maximize; -1 for none.
             is_adaptive: The form.
         """
         old, square = arrays

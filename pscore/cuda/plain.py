@@ -47,7 +47,7 @@ class TorchEncoder(Encoder):
         Args:
             compressor: One of those in `FORMS`.
             numel: Elements of the slice.
-            device: Of gradients and state.
+            device: Device of gradients and state.
         """
         super().__init__(compressor, numel, device)
         self._num_blocks = blocks.num_blocks(numel)
@@ -354,7 +354,7 @@ def _sparseloco(encoder: TorchEncoder, grad: Tensor, seed: int, step: int) -> No
     behind = num_chunks(n) * CHUNK - n
     x = torch.nn.functional.pad(u, (0, behind)).view(-1, CHUNK)
     places, is_real = _largest_of_chunks(x, n, compressor.k)
-    # A column of zeros stands for the elements that a short chunk lacks.
+    # A column of zeros replaces the elements that a short chunk lacks.
     chosen = torch.nn.functional.pad(x, (0, 1)).gather(1, places)
     levels, is_high = _levels_of_chunks(chosen, is_real)
     sent = torch.where(is_high, levels[:, 1:], levels[:, :1])

@@ -87,7 +87,7 @@ class LocalSlice:
     hyper: HyperArray  # (num_groups, num_hyper) float64; replaced at each step.
     active: IntArray  # (num_segments,) int64; replaced at each step.
     counts: IntArray  # (num_segments,) int64: optimizer steps the weights have had.
-    version: int = -1  # Of the newest pull that has landed; -1 before the first.
+    version: int = -1  # Version of the newest pull that has landed; -1 before the first.
     past: list[HyperArray] = field(default_factory=list)  # Of the local updates since that pull.
     num_made: int = 0  # Local updates since the worker began, or came back.
     state: dict[str, Any] = field(default_factory=dict)  # Of the local update, tensors by name.

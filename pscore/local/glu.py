@@ -83,7 +83,7 @@ class GLU(LocalUpdate):
         scale = self.lr_scale
         if part.num_made < self.local_warmup:
             scale *= (part.num_made + 1) / self.local_warmup
-        inverse = self._inverse(part)
+        inverse = self.inverse(part)
         if part.weights.device.type == "cpu":
             _update(
                 part.weights.numpy(),
@@ -119,7 +119,7 @@ class GLU(LocalUpdate):
             last.copy_(weights)
             weights.add_(direction, alpha=-lr)
 
-    def _inverse(self, part: LocalSlice) -> FloatArray:
+    def inverse(self, part: LocalSlice) -> FloatArray:
         """Returns 1 / D of each group; 0 while the rate has been 0."""
         divisors = np.full(len(part.hyper), self.divisor)
         if not self.divisor:

@@ -8,7 +8,7 @@ import os
 class Descriptor:
     """The owner of one file descriptor."""
 
-    fd: int = -1  # Of an object whose `__init__` failed: nothing to close.
+    fd: int = -1  # Descriptor of an object whose `__init__` failed: nothing to close.
 
     def __init__(self, fd: int) -> None:
         """Owns an open descriptor from now on."""

@@ -123,7 +123,7 @@ def move(source: FloatArray, target: FloatArray) -> None:
 
 @kernel
 def move_idle(source: FloatArray, target: FloatArray, bounds: IntArray, active: IntArray) -> None:
-    """Copies all that lies outside of the active segments of a slice; for other kernels.
+    """Copies the inactive segments of a slice; for other kernels.
 
     Args:
         source: `(numel,) float32`.

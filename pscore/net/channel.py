@@ -51,7 +51,7 @@ class FrameChannel(Generic[C]):
                 failed attempts itself; if it raises a `PacelineError`, the channel ends with that.
             on_reply: Reads the payload of a reply and completes its call, on the reading thread.
                 It returns None, or a further request of the same call.
-            name: Of the thread, and of the point at which faults strike.
+            name: Name of the thread, and of the point at which faults strike.
         """
         self._connect = connect
         self._on_reply = on_reply

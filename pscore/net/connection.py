@@ -44,7 +44,7 @@ class FrameHandler(Protocol):
 
         Raises:
             PacelineError: The request is refused. The connection reads the rest of its payload,
-                tells the peer, and continues.
+                sends the error to the peer, and continues.
         """
 
     def on_refused(self, envelope: pb.Envelope) -> None:
@@ -122,7 +122,7 @@ class Connection:
         self._peer = peer
         self._on_admitted = on_admitted
         self._unknown = unknown
-        self._reserved_nbytes = 0  # Of `unknown`, for the header that is being read.
+        self._reserved_nbytes = 0  # Bytes of `unknown`, for the header that is being read.
         self._reader = sockets.ReadAhead(stream)
         self._queue = SendQueue(
             stream, service.budget, service.queued_nbytes_min, self._note_overflow
@@ -137,7 +137,8 @@ class Connection:
         """Reads frames until the peer closes, or sends bytes that are no frame.
 
         Args:
-            deadline_s: Of the monotonic clock, for the first message; None: `HELLO_TIMEOUT_S`.
+            deadline_s: Deadline by the monotonic clock, for the first message; None:
+                `HELLO_TIMEOUT_S`.
         """
         if deadline_s is None:
             deadline_s = time.monotonic() + HELLO_TIMEOUT_S
@@ -149,11 +150,11 @@ class Connection:
                 self._return_reserved()
                 incoming = sockets.read_header(self._reader, reserve=self._reserve)
         except AccessError as problem:
-            log("refused", peer, kind="refused at bulk", where="bulk", reason=str(problem))
+            log("refused", peer, kind="refused at a data socket", where="data", reason=str(problem))
         except TransportError as problem:
-            log("bulk connection ended", peer, level=logging.INFO, reason=str(problem))
+            log("data connection ended", peer, level=logging.INFO, reason=str(problem))
         except (DecodeError, LimitError) as problem:
-            log("bulk connection refused", peer, reason=str(problem))
+            log("data connection refused", peer, reason=str(problem))
         finally:
             self._return_reserved()
             self.close()

@@ -26,7 +26,7 @@ import grpc
 from pscore.errors import ConfigError
 from pscore.net.rpc import CHANNEL_OPTIONS
 
-TOKEN_KEY = "paceline-token"  # Of the metadata of a gRPC call.
+TOKEN_KEY = "paceline-token"  # Key of the metadata of a gRPC call.
 EVERY = "*"  # Stands for all jobs, and control.
 TOKENS_MAX = 1024
 FILE_NBYTES_MAX = 1 << 19

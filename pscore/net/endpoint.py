@@ -32,7 +32,7 @@ class Endpoint:
     port: int  # TCP; 0: none.
     local: str  # Name of the abstract Unix socket; empty if the listener is on another host.
     token: str = field(default="", repr=False)
-    tls: ssl.SSLContext | None = None  # Of the TCP port.
+    tls: ssl.SSLContext | None = None  # TLS context of the TCP port.
 
 
 def connect(endpoint: Endpoint, *, is_local: bool) -> tls.Stream:
@@ -61,7 +61,7 @@ def connect(endpoint: Endpoint, *, is_local: bool) -> tls.Stream:
             raise reason from problem
         if isinstance(problem, RemoteProtocolError):
             raise
-        raise TransportError(f"no bulk connection to {where}: {problem}") from problem
+        raise TransportError(f"no data connection to {where}: {problem}") from problem
     return connection
 
 

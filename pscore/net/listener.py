@@ -30,7 +30,7 @@ from pscore.net.endpoint import peer_user
 CONNECTIONS_MAX = 4096
 PENDING_MAX = 256  # Connections before their first message.
 PENDING_SHARE = 4  # They get at most one of so many descriptors.
-UNKNOWN_NBYTES = 32 << 20  # Of long headers from all peers that are not known yet.
+UNKNOWN_NBYTES = 32 << 20  # Bytes of long headers from all peers that are not known yet.
 RECOVERED_S = 3.0  # Without a refusal for lack of resources; then the listener is well again.
 PAUSE_S = 0.1
 STOP_TIMEOUT_S = 1.0  # For the threads of all connections together.
@@ -211,7 +211,7 @@ class Listener:
 
     def _note_refusal(self, reason: str) -> None:
         self._refused_s = time.monotonic()
-        self._service.log("bulk connection refused: too many are open", reason=reason)
+        self._service.log("data connection refused: too many are open", reason=reason)
 
     def _serve(self, accepted: socket.socket) -> None:
         """Serves one connection to its end."""
@@ -223,7 +223,7 @@ class Listener:
                 stream = self._secured(accepted, deadline_s)
             except OSError as problem:
                 self._pending.remove(accepted)
-                event, reason = "bulk handshake failed", str(problem)
+                event, reason = "data handshake failed", str(problem)
                 self._service.log(event, peer, level=logging.INFO, reason=reason)
                 return
             connection = Connection(

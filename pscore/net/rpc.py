@@ -27,7 +27,7 @@ MESSAGE_NBYTES_MAX = 80 << 20  # More than the largest frame (wire.py).
 REQUEST_NBYTES_MAX = 24 << 20
 CONNECTIONS_MAX = 4096  # Of gRPC on one shard; fewer where there are few file descriptors.
 DATA_SERVICE = "ps.v1.Data"
-SENDER_KEY = "paceline-sender-bin"  # Of the metadata of a push or pull: its `Sender`.
+SENDER_KEY = "paceline-sender-bin"  # Key of the metadata of a push or pull: its `Sender`.
 ERROR_KEY = "paceline-error"
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (

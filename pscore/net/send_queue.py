@@ -1,7 +1,7 @@
 """The sending half of a connection that must never wait for its peer.
 
 A short frame is sent by the thread that has it, as far as the peer takes it at once. The rest of
-it, and long frames, are left to a thread of the connection: a slow reader delays nobody else, and
+it, and long frames, are left to a thread of the connection: a slow reader delays no other peer, and
 one core can receive while another sends.
 """
 

@@ -6,17 +6,16 @@ both and is compared after the last byte has come.
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import xxhash
 
 from pscore.errors import DamagedError, DecodeError, TransportError
+from pscore.net import congestion
 from pscore.net.tls import Stream, TLSSocket
 from pscore.net.wire import (
     CHECKED,
@@ -31,11 +30,6 @@ AHEAD_NBYTES = 1 << 12  # A few dozen frames without a payload.
 CLOSED_S = 5.0  # Interval at which a waiting reader checks that its connection is still open.
 SOCKET_NBYTES = 4 << 20  # Kernel buffers of a Unix socket, as far as granted.
 SAME_HOST_NBYTES = 512 << 10  # Kernel buffers of TCP within one host: they fit into the cache.
-UNPACED = b"reno"  # Part of every Linux, and by default open to every user.
-PACED = b"bbr"  # Begin of the names of congestion controls that pace.
-NEAR_US = 5000  # Longest round trip, in microseconds, within a data centre with some load.
-CONGESTION_NBYTES = 16
-RTT_OFFSET = 68  # Of `tcpi_rtt` in the kernel's `struct tcp_info`.
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
@@ -49,7 +43,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, bytes]:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=256)
-    return listener, _defer_pacing(listener)
+    return listener, congestion.defer_pacing(listener)
 
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
@@ -64,11 +58,11 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     ):
         connection = socket.socket(family, kind, protocol)
         try:
-            congestion = _defer_pacing(connection)
+            usual = congestion.defer_pacing(connection)
             connection.settimeout(timeout_s)
             connection.connect(address)
             connection.settimeout(None)
-            tune(connection, congestion)
+            tune(connection, usual)
             return connection
         except OSError as error:
             connection.close()
@@ -76,67 +70,26 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     raise problem
 
 
-def tune(connection: socket.socket, congestion: bytes = b"") -> None:
-    """Sets the options of a bulk connection: no delay for small frames, and the sizes of buffers.
+def tune(connection: socket.socket, usual: bytes = b"") -> None:
+    """Sets the options of a data connection: no delay for small frames, and the sizes of buffers.
 
     TCP adapts its buffers to the bytes under way; a size set here is an upper limit. Between two
     processes of one host there is no latency to hide, and small buffers are faster.
 
-    A host has several such connections, which send in bursts. When one of them pauses, a window
-    lets the others use its share at once. A paced rate (BBR) needs many round trips to rise: on
-    four hosts links were idle for a fifth of the time (docs/notes/dataplane.md). So within a data
-    centre a paced congestion control is left out, unless the route of the connection asks for it.
-
     Args:
         connection: TCP, or a Unix socket.
-        congestion: The system's congestion control, for a connection to another host.
+        usual: The system's congestion control, for a connection to another host.
     """
     nbytes = SOCKET_NBYTES
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if not is_within_host(connection):
-            if congestion.startswith(PACED) and _rtt_us(connection) <= NEAR_US:
-                return
-            if congestion and _congestion(connection) == UNPACED:  # Else its route has its own.
-                with contextlib.suppress(OSError):  # Only root may choose it.
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion)
+            congestion.choose(connection, usual)
             return
         nbytes = SAME_HOST_NBYTES
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, nbytes)
-
-
-def _defer_pacing(endpoint: socket.socket) -> bytes:
-    """Selects a congestion control without pacing, until `tune` knows the host of the peer.
-
-    With pacing (BBR) the kernel sets a timer for each packet, which is useless work between two
-    processes of one host. It cannot be undone: a connection that was made with it is paced to its
-    end.
-
-    Returns:
-        The system's own choice; empty if the system allows no other.
-    """
-    try:
-        usual = _congestion(endpoint)
-        endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, UNPACED)
-    except OSError:
-        return b""
-    return usual
-
-
-def _congestion(endpoint: socket.socket) -> bytes:
-    name = endpoint.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NBYTES)
-    return name.rstrip(b"\0")
-
-
-def _rtt_us(connection: socket.socket) -> int:
-    """Returns the round-trip time that the kernel has measured so far, in microseconds."""
-    try:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RTT_OFFSET + 4)
-    except OSError:
-        return sys.maxsize
-    return int.from_bytes(info[RTT_OFFSET:], sys.byteorder)
 
 
 def is_within_host(connection: Stream) -> bool:
@@ -315,7 +268,8 @@ def read_header(
         connection: The stream, or its reader.
         header_nbytes_max: A longer header is refused.
         payload_nbytes_max: A longer payload is refused.
-        deadline_s: Of the monotonic clock, for the whole header, even if it comes byte by byte.
+        deadline_s: Deadline by the monotonic clock, for the whole header, even if it comes byte by
+            byte.
         reserve: Called with the header's length before memory is taken for it; may raise.
 
     Raises:

@@ -1,6 +1,6 @@
 """TLS for stream sockets, with readable reasons when a handshake fails.
 
-Python's SSLSocket must not be read by one thread while another writes, which bulk connections do
+Python's SSLSocket must not be read by one thread while another writes, which data connections do
 all the time. `TLSSocket` holds a lock on OpenSSL's state for at most one record (16 KiB), and waits
 for the network without it.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pscore.errors import ConfigError, TLSError
+from pscore.net import congestion
 from pscore.net.credentials import Credentials
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -177,12 +178,13 @@ def secure(
         connection: A connected socket, which is detached.
         context: The certificates.
         host: The server's name, which its certificate must have; None: this side is the server.
-        deadline_s: Of the monotonic clock; None: `HANDSHAKE_TIMEOUT_S` from now.
+        deadline_s: Deadline by the monotonic clock; None: `HANDSHAKE_TIMEOUT_S` from now.
 
     Raises:
         OSError: The handshake failed, or the deadline has passed.
     """
     deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S if deadline_s is None else deadline_s
+    usual = congestion.FOLLOWED.take(connection)
     wrapped = context.wrap_socket(
         connection,
         server_side=host is None,
@@ -194,6 +196,7 @@ def secure(
         while True:
             try:
                 wrapped.do_handshake()
+                congestion.choose(wrapped, usual)
                 return TLSSocket(wrapped)
             except ssl.SSLWantReadError:
                 event = select.POLLIN

@@ -93,7 +93,7 @@ def examine(
         if reply is not None:
             replies[address] = reply
             findings += judge_version(address, reply)
-            findings += bulk_port(address, reply)
+            findings += data_port(address, reply)
     findings += judge_order(addresses, replies)
     if job is not None and len(replies) == len(addresses):
         findings += look_at_job(addresses, credentials, job, fingerprint)
@@ -193,16 +193,16 @@ def judge_order(addresses: Sequence[str], replies: dict[str, pb.DescribeReply]) 
     return [good("order", "all", listed)]
 
 
-def bulk_port(address: str, reply: pb.DescribeReply) -> list[Finding]:
+def data_port(address: str, reply: pb.DescribeReply) -> list[Finding]:
     """Checks that the fast data plane can be reached."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         socket.create_connection((host, reply.bulk_port), tls.PROBE_TIMEOUT_S).close()
     except OSError as problem:
         do = "open that port in the firewall; until then data goes over gRPC, which is slower"
-        what = f"bulk port {reply.bulk_port} cannot be reached: {problem}"
-        return [doubtful("bulk port", address, what, do)]
-    return [good("bulk port", address, f"port {reply.bulk_port} can be reached")]
+        what = f"data port {reply.bulk_port} cannot be reached: {problem}"
+        return [doubtful("data port", address, what, do)]
+    return [good("data port", address, f"port {reply.bulk_port} can be reached")]
 
 
 # ----- certificates

@@ -30,7 +30,7 @@ from pscore.errors import ConfigError
 from pscore.observe.boot import boot_id
 
 log = logging.getLogger("paceline")
-SPANS_MAX = 100_000  # Of a process: about 20 MB of JSON.
+SPANS_MAX = 100_000  # Most spans of a process: about 20 MB of JSON.
 TRACK_TID = 1 << 20  # Above the numbers of threads, which count from 1.
 
 Span = tuple[str, int, int, int, str, Mapping[str, Any]]  # Name, begin, end, thread, track, args.
@@ -138,7 +138,7 @@ def join(paths: Sequence[Path], out: Path) -> list[str]:
     Raises:
         ConfigError: A file is not a timeline, or `out` cannot be written.
     """
-    offsets: dict[str, int] = {}  # Of each host's monotonic clock.
+    offsets: dict[str, int] = {}  # Offset of each host's monotonic clock.
     events: list[dict[str, Any]] = []
     lines = []
     traces = [_read(path) for path in paths]

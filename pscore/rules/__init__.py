@@ -73,8 +73,13 @@ def make_rule(name: str, arguments: Mapping[str, Any]) -> Rule:
 def parse_mode(text: str | Rule) -> Rule:
     """Returns the rule that `text` describes: `ssgd` or `ssd(steps=5, warmup=100, local="glu")`.
 
+    >>> parse_mode("ssd(steps=8)").name
+    'ssd'
+    >>> str(parse_mode("ssp(bound=2)"))
+    'ssp(bound=2)'
+
     Raises:
-        ConfigError: The text is not of that form, or names no rule or argument there is.
+        ConfigError: The text does not have that form, or there is no such rule or argument.
     """
     if isinstance(text, Rule):
         return text

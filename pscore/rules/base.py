@@ -221,7 +221,7 @@ def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
 
     Args:
         rule: The rule.
-        num_workers: Of the job; the most of an elastic one.
+        num_workers: Number of workers of the job; the most of an elastic one.
         min_workers: The least of an elastic job; 0: it is not elastic.
     """
     rule.require_workers(num_workers)

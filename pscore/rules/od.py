@@ -73,4 +73,4 @@ class OD(Synchronous):
 
     def local_update(self) -> Any:
         """Returns the local update with this rule's arguments."""
-        return make_local_update(self.local, {**self.arguments(), "steps": 1})  # Of each pull.
+        return make_local_update(self.local, {**self.arguments(), "steps": 1})  # One for each pull.

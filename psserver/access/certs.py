@@ -156,7 +156,7 @@ def _common(name: str) -> x509.Name:
 
 
 def _name(host: str) -> x509.GeneralName:
-    """Returns a host as it stands in a certificate.
+    """Returns a host in the form that a certificate uses.
 
     Raises:
         ConfigError: It is neither a name nor an address.

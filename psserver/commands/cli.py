@@ -29,13 +29,38 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Settings and where they come from.", no_args_is_help=True)
+config_app = typer.Typer(help="Show the settings and their origins.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 Port = Annotated[int | None, typer.Option(help="Port of shard 0 [7070]; 0 takes free ports.")]
 StateDir = Annotated[
     Path | None,
-    typer.Option(help="Directory of run file and logs; if given, of journals and checkpoints."),
+    typer.Option(
+        help="Directory for run file and logs; if given, also for journals and checkpoints."
+    ),
+]
+Cluster = Annotated[
+    str | None, typer.Option(help="Name shared by the shards of one cluster [a new one].")
+]
+DataPort = Annotated[int | None, typer.Option(help="Port of shard 0's data sockets [a free one].")]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Run in the background; return when all are ready.")
+]
+ShardAddresses = Annotated[
+    str | None,
+    typer.Option(
+        help="Addresses of all shards in order; checkpoints with --shard-index need them."
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads of each shard for numeric work [cores/shards].")
+]
+LeaseS = Annotated[
+    float | None, typer.Option(help="Seconds of silence until a worker is lost [10].")
+]
+GraceS = Annotated[float | None, typer.Option(help="Seconds to finish requests at the end [10].")]
+MemoryMb = Annotated[
+    int | None, typer.Option(help="MiB for the tables of each shard [the host's memory].")
 ]
 Config = Annotated[Path | None, typer.Option(help="TOML file with [server], [metrics], [log].")]
 Servers = Annotated[
@@ -76,31 +101,24 @@ def start(
     shard_index: Annotated[
         int | None, typer.Option(help="Start only this one; needs --cluster.")
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="Name that shards which belong together share [a new one].")
-    ] = None,
+    cluster: Cluster = None,
     port: Port = None,
-    data_port: Annotated[int | None, typer.Option(help="Of shard 0's data sockets [free].")] = None,
+    data_port: DataPort = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once all are ready.")] = False,
+    detach: Detach = False,
     state_dir: StateDir = None,
     checkpoint_s: Annotated[
         float | None, typer.Option(help="Seconds between checkpoints in --state-dir [300].")
     ] = None,
-    shard_addresses: Annotated[
-        str | None,
-        typer.Option(help="Of all shards, in order; for checkpoints with --shard-index."),
-    ] = None,
+    shard_addresses: ShardAddresses = None,
     snapshot_s: Annotated[str | None, typer.Option(hidden=True)] = None,
     durability: Annotated[
         str | None, typer.Option(help="journal: a killed shard loses nothing; or memory [journal].")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of a shard [cores/shards].")] = None,
-    lease_s: Annotated[float | None, typer.Option(help="Silent seconds of a lost worker.")] = None,
-    grace_s: Annotated[float | None, typer.Option(help="Seconds for requests under way.")] = None,
-    memory_mb: Annotated[
-        int | None, typer.Option(help="MiB of each shard for tables [the host's memory].")
-    ] = None,
+    threads: Threads = None,
+    lease_s: LeaseS = None,
+    grace_s: GraceS = None,
+    memory_mb: MemoryMb = None,
     keep_ended_s: Annotated[
         float | None, typer.Option(help="Seconds that an ended job is kept [3600].")
     ] = None,
@@ -114,7 +132,7 @@ def start(
         bool | None, typer.Option(help="Start shards that die again [--restart].")
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the shards.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of that certificate.")] = None,
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="Ask clients for a certificate that this CA has signed.")
     ] = None,
@@ -122,7 +140,8 @@ def start(
         Path | None, typer.Option(help="A token for everything, or lines: job token.")
     ] = None,
     insecure: Annotated[
-        bool | None, typer.Option("--insecure", help="Listen elsewhere without TLS and tokens.")
+        bool | None,
+        typer.Option("--insecure", help="Listen beyond loopback without TLS and tokens."),
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of the metrics page [port+1000]; 0 is off.")
@@ -175,9 +194,9 @@ def dashboard(
         str, typer.Option(help="Address of the page, host:port.", metavar="HOST:PORT")
     ] = "127.0.0.1:8090",
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate of the page.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of that certificate.")] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen elsewhere without TLS and token.")
+        bool, typer.Option("--insecure", help="Listen beyond loopback without TLS and token.")
     ] = False,
     port: Port = None,
     state_dir: StateDir = None,
@@ -195,13 +214,13 @@ def top(
     *,
     job: Annotated[str | None, typer.Option(help="Show only this job.")] = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Print it once, after two looks, and end.")
+        bool, typer.Option("--once", help="Print it once and exit; takes about a second.")
     ] = False,
     port: Port = None,
     state_dir: StateDir = None,
     servers: Servers = None,
 ) -> None:
-    """Show in the terminal what the dashboard shows, once a second."""
+    """Show the dashboard's figures in the terminal, and update them every second."""
     from psserver.commands.dashboard import run_top
     from psserver.commands.find import find
 
@@ -243,7 +262,7 @@ def forget(
     state_dir: StateDir = None,
     servers: Servers = None,
 ) -> None:
-    """Throw away a job and all that the shards keep of it; its checkpoints are moved aside."""
+    """Delete a job and its state on the shards; its checkpoints are moved aside."""
     from psserver.commands.find import find
     from psserver.remote import jobs as lister
     from psserver.remote.status import in_bytes
@@ -345,7 +364,7 @@ def embedded(
     lease_s: Annotated[float, typer.Option(envvar="PACELINE_LEASE_S", min=0.5, max=3600.0)] = 10.0,
     log_level: Annotated[str, typer.Option(envvar="PACELINE_LOG_LEVEL")] = "error",
     token: Annotated[
-        bool, typer.Option("--token", help="Path of the file that holds the token.")
+        bool, typer.Option("--token", help="Make a token, in a file that only this user can read.")
     ] = False,
 ) -> None:
     """Start shards that end when standard input does; print their addresses as JSON."""
@@ -369,7 +388,7 @@ def checkpoint(
     state_dir: StateDir = None,
     servers: Servers = None,
 ) -> None:
-    """Write a job as it is at one step of all shards; training continues meanwhile."""
+    """Write a checkpoint: one step of a job on all shards; training continues meanwhile."""
     from psserver.commands.find import find
     from psserver.remote.checkpoint import capture
     from psserver.remote.checkpoint_files import write
@@ -401,7 +420,7 @@ def restore(
     state_dir: StateDir = None,
     servers: Servers = None,
 ) -> None:
-    """Make a job of a checkpoint, on any number of shards; workers then join it."""
+    """Create a job from a checkpoint, on any number of shards; workers then join it."""
     from psserver.commands.find import find
     from psserver.remote import checkpoint as shards
     from psserver.remote.checkpoint_files import read
@@ -421,7 +440,7 @@ def restore(
 @app.command()
 def export(
     *,
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="model.safetensors")],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: model.safetensors.")],
     job: Job = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="A checkpoint [the running job].")
@@ -473,7 +492,7 @@ def certs(
         list[str] | None, typer.Option(help="Name or address of a shard; may be repeated.")
     ] = None,
     days: Annotated[int, typer.Option(help="Days until they expire.", min=1, max=3650)] = 365,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Make a CA for development, certificates for shards and clients, and a token."""
     from psserver.access import certs as maker
@@ -505,7 +524,7 @@ def doctor(
 
 @app.command()
 def rules(*, as_json: AsJson = False) -> None:
-    """List the modes there are, with their arguments and sources."""
+    """List the modes with their arguments and sources."""
     from psserver.commands import listing
 
     sys.stdout.write(listing.rules(as_json=as_json))

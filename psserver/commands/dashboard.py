@@ -88,8 +88,8 @@ def run_top(found: Found, job: str | None, *, once: bool) -> None:
 
     Args:
         found: The shards.
-        job: Show only this job; None: all in which somebody trains.
-        once: Show it once, after two looks, and end.
+        job: Show only this job; None: all with live workers.
+        once: Show it once, a second after the start, and end.
 
     Raises:
         CommandError: No shard answers.

@@ -25,7 +25,7 @@ class Found:
 
     addresses: list[str]
     run: Run | None  # Known if they were started on this machine by this user.
-    credentials: Credentials  # Of the connection.
+    credentials: Credentials  # Credentials of the connection.
 
 
 def find(servers: str | None, port: int | None, state_dir: Path | None) -> Found:

@@ -15,7 +15,7 @@ from psserver.process.run_dir import Run, RunDirectory
 
 POLL_S = 0.2
 STAMP = re.compile(r'^(?:\{.*?"timestamp": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)')
-TAIL_NBYTES_MAX = 8 << 20  # Of each file.
+TAIL_NBYTES_MAX = 8 << 20  # Most bytes of each file.
 
 
 def files(run: Run, shard: int | None) -> list[Path]:
@@ -40,7 +40,7 @@ def last_files(directory: RunDirectory, port: int | None, shard: int | None) -> 
     """Returns the log files of the last run on this machine, which has ended.
 
     Args:
-        directory: Of the runs.
+        directory: Run directory of the runs.
         port: Only of runs with this port of shard 0.
         shard: Only this shard's log.
 

@@ -18,8 +18,8 @@ FINE_MAX = 900  # Rows of a second.
 COARSE = 15  # Rows that become one.
 COARSE_MAX = 6 * 3600 // COARSE
 EVENTS_MAX = 300
-JOBS_MAX = 16  # Jobs with rows; of more, those in which nobody trains are left out first.
-WINDOW_S = 10.0  # Of the shares and means of each worker: several heartbeats.
+JOBS_MAX = 16  # Jobs with rows; of more, those without live workers are left out first.
+WINDOW_S = 10.0  # Seconds of the shares and means of each worker: several heartbeats.
 # A row of a job, after its time: seconds since 1970.
 COLUMNS = (
     "step", "steps_per_s", "loss", "tokens_per_s", "pushed_per_s", "pulled_per_s",
@@ -49,7 +49,7 @@ class History:
 
         Args:
             now_s: Seconds since 1970.
-            status: Of `psserver.remote.status.combine`; None: no shard has answered.
+            status: Status of `psserver.remote.status.combine`; None: no shard has answered.
         """
         with self._lock:
             self._now_s = now_s

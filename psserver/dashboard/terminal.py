@@ -25,7 +25,7 @@ def picture(view: dict[str, Any], job: str | None = None) -> RenderableType:
 
     Args:
         view: The view.
-        job: Show only this job; None: all in which somebody trains, else the newest.
+        job: Show only this job; None: all with live workers, else the newest.
     """
     status = view["status"]
     if status is None:

@@ -29,8 +29,8 @@ class Asker:
         """Connects when it is first asked.
 
         Args:
-            addresses: Of all shards, in their order.
-            credentials: Of the connections.
+            addresses: Addresses of all shards, in their order.
+            credentials: Credentials of the connections.
         """
         self.addresses = list(addresses)
         self._credentials = credentials

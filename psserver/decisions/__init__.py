@@ -18,7 +18,7 @@ The driver of a `Shard` (the engine, the simulator) has these duties:
 3. Execute the actions (orders.py) of one slice one after the other, in the order in which they were
    returned. Those of different slices may be executed at once.
 4. With a journal, write each change of a slice before executing an `Acknowledge` or `Answer` that
-   follows it: everything that a worker has been told outlives the process.
+   follows it: every answer that a worker has received outlives the process.
 5. Free the sender's memory only at its `Acknowledge`. `Hold` says that the payload must be copied
    out of borrowed memory before that.
 6. Execute the actions that `decide_join`, `decide_leave`, `tick`, `step_aside` and `change` return

@@ -35,7 +35,7 @@ class Peer:
 
     @property
     def endpoint(self) -> tuple[int, str, int, str, bytes]:
-        """The part that tells one process from another."""
+        """The part that distinguishes one process from another."""
         return self.incarnation, self.host, self.port, self.local, self.certificate
 
 
@@ -94,7 +94,7 @@ class Directory:
             peer: The worker, which is live.
             epoch: The epoch that it knows; another than the newest is not counted.
             expected: Ranks that take part or have yet to join.
-            is_short: Whether the job waits for more workers than those: then nobody meets.
+            is_short: Whether the job waits for more workers than those: then no worker meets.
 
         Returns:
             The ranks that have yet to stop; empty once the newest epoch has met.

@@ -50,14 +50,14 @@ class Life:
     is_restored: bool = False  # From a checkpoint, at any step.
     over_s: float | None = None  # Time at which it was first seen to be over.
     news: str = ""  # For each worker, when it joins for the first time.
-    told: dict[int, int] = field(default_factory=dict)  # By rank: the incarnation that was told.
+    told: dict[int, int] = field(default_factory=dict)  # By rank: the incarnation that got it.
 
     def news_for(self, rank: int, incarnation: int) -> str:
         """Returns the news for a worker that joins; empty if its rank has had them before.
 
         Args:
-            rank: Of the worker.
-            incarnation: Of the worker: a join that is sent twice is answered twice.
+            rank: Rank of the worker.
+            incarnation: Incarnation of the worker: a join that is sent twice is answered twice.
         """
         return self.news if self.told.setdefault(rank, incarnation) == incarnation else ""
 

@@ -33,7 +33,7 @@ class Lifetimes:
         """Starts without jobs.
 
         Args:
-            index: Of the shard, for messages.
+            index: Index of the shard, for messages.
             limits: Bounds on memory and on the time that ended jobs are kept.
         """
         self.jobs: dict[str, Job] = {}

@@ -24,7 +24,7 @@ class Limits:
         is_kept: Whether tables outlive the process: then they need memory for state and sums twice.
         keep_ended_s: How long a job that has ended is kept, in seconds.
         under_way_nbytes: Payloads that are being received or wait for their turn, and answers that
-            wait for slow readers; those of the bulk data plane.
+            wait for slow readers; those of the socket data plane.
     """
 
     memory_nbytes: int | None = None

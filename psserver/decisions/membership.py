@@ -25,7 +25,7 @@ from psserver.decisions.directory import PeerReport
 from psserver.decisions.pace import NO_PACE, Pace
 
 WORKERS_MAX = 4096
-SUSPECT_SHARE = 0.4  # Of a lease: the time of two heartbeats.
+SUSPECT_SHARE = 0.4  # Share of a lease: the time of two heartbeats.
 SPENT_MAX = 32  # Former incarnations that are remembered of each rank.
 
 
@@ -90,7 +90,7 @@ class Member:
     left_out: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reported: dict[str, float] = field(default_factory=dict)  # By name, of its training.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers, one report a table.
-    pace: Pace = NO_PACE  # Of its newest heartbeat.
+    pace: Pace = NO_PACE  # Pace of its newest heartbeat.
 
 
 class Membership:
@@ -100,7 +100,7 @@ class Membership:
         """Starts without workers.
 
         Args:
-            num_workers: Of the job; the most of an elastic one.
+            num_workers: Number of workers of the job; the most of an elastic one.
             lease_s: Seconds of silence after which a worker is declared lost.
             min_workers: The least of an elastic job; 0: the job is not elastic.
 

@@ -49,12 +49,12 @@ class Update:
     scale: float
     present: int  # Bit i: segment i has a gradient; -1 for all.
     hyper: HyperArray
-    version: int  # Of the weights after it.
+    version: int  # Version of the weights after it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """Give the weights as they are another version: nobody pushes the steps in between."""
+    """Give the unchanged weights another version: no worker pushes the steps in between."""
 
     former: int  # Their version before.
     version: int

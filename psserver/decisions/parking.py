@@ -5,10 +5,10 @@ A push is parked for one of three reasons:
 - It is too far ahead of the version. The worker gets no acknowledgement and so it waits: this is
   back-pressure, and costs the shard no memory.
 - An elastic job has fewer workers than it needs. Nothing is counted meanwhile.
-- It may wait (`Push.may_wait`): its gradient lies in memory shared with the worker, and the worker
+- It may wait (`Push.may_wait`): its gradient is in memory shared with the worker, and the worker
   needs that memory again only after it has the weights of this step. Such pushes are counted
   together, once all that the step expects have arrived. Their gradients are then added in one pass
-  over memory, from where they lie; the shard needs neither a sum nor copies of the gradients that
+  over memory, in place; the shard needs neither a sum nor copies of the gradients that
   arrived before a lower rank's.
 
 The third reason bounds memory. Counting these pushes on arrival would mean to copy each one that

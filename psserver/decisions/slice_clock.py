@@ -4,8 +4,8 @@ Theory of operation. A `SliceClock` is a state machine without I/O, threads or a
 goes in, actions come out (orders.py), in the order in which they must be executed for this slice.
 It holds no numbers of the model. Its driver keeps the payloads under the tokens that it passed in,
 executes the actions of one slice one after the other, and may work on many slices at once. An
-answer to a pull stands in the same order behind the update that it waits for, so "decided" and
-"done" need not be told apart in here.
+answer to a pull comes in that order behind the update that it waits for, so "decided" and "done"
+are the same here.
 
 A push is counted once: by (worker, step), even if it arrives twice or late. In a mode that
 collects by step, each open step collects its own pushes (open_steps.py). Gradients are added in the

@@ -28,7 +28,7 @@ class SliceState:
         rule.require_workers(participants.num_workers)
         # Updates decided; -1 until the initial weights are here. Invariant: never falls.
         self.version = -1
-        # Of each worker's newest push, in updates. Invariant: not negative.
+        # Staleness of each worker's newest push, in updates. Invariant: not negative.
         self.staleness: dict[int, int] = {}
         # Pushes not counted. Invariant: empty without weights.
         self.parking = Parking()

@@ -53,7 +53,7 @@ STAMP, LOCK, JOB, ARENA, RESIDUALS, LOST = (
     "stamp.json", "lock", "job.json", "arena", "residuals", "lost.json",
 )  # fmt: skip
 SHM = Path("/dev/shm")
-BLOCK_NBYTES = 512  # Of `st_blocks`, on every file system.
+BLOCK_NBYTES = 512  # Unit of `st_blocks`, on every file system.
 
 
 class JobJournal:
@@ -263,7 +263,7 @@ class JournalDir:
         return sorted(self.folder.glob("*/"), reverse=True)
 
     def give_up(self, folder: Path, problem: Exception) -> tuple[str, str, str]:
-        """Leaves out a job that cannot be resumed; the new instance tells its workers.
+        """Skips a job that cannot be resumed; the new instance reports that to its workers.
 
         Returns:
             A digest of its name, its name or else the digest, and the reason; the reason is empty

@@ -7,8 +7,8 @@
                versions of all buffers once more, int64 (num_slices, 2)
 
 Small files are hashed. Weights change with every update, at the speed of memory, so they are not:
-the seal ties the file to its job, its length shows that nothing is cut off, and the versions, which
-stand at its begin and again at its end, must be those that the journal's records name. So a file
+the seal ties the file to its job, its length shows that nothing is cut off, and the versions at its
+start and at its end must be those of the journal's records. So a file
 that is missing, empty, cut, of another job or of another time is refused, and so is a copy that was
 made while updates continued. Bits that flip within the numbers are noticed where a slice was quiet
 (`SliceJournal.seal`).
@@ -49,8 +49,8 @@ class WeightsFile:
 
         Args:
             path: The file; a new one replaces a former one.
-            nbytes: Of the segment.
-            num_slices: Of the table on this shard.
+            nbytes: Bytes of the segment.
+            num_slices: Number of slices of the table on this shard.
             seal: Number of the job's journal.
             is_new: Whether the file is made.
 

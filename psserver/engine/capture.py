@@ -45,7 +45,7 @@ class CaptureView:
     Attributes:
         state: Its progress.
         missing: Ranks whose residuals are missing.
-        version_min: Of the table's slices now.
+        version_min: Smallest version of the table's slices now.
         version_max: Likewise.
         waiting_for: The table's longest wait.
         by_step: Whether the table's slices have steps in common.
@@ -87,9 +87,9 @@ class TableCapture:
         self._table = table.table
         self._version = version
         self._engine_lock = lock
-        self._lock = threading.Lock()  # Of `slices` and `_state`.
+        self._lock = threading.Lock()  # Lock of `slices` and `_state`.
         self._state = CaptureState.WAITING
-        self._step = 0  # Of training, at the copied version.
+        self._step = 0  # Step of training, at the copied version.
         self._about: dict[int, dict[str, Any]] = {}  # By slice.
         self._scheduled: dict[int, AtVersion] = {}  # By slice.
         self._residuals: ResidualCollection | None = None
@@ -211,7 +211,7 @@ def capture(
 
     Args:
         engine: The shard.
-        name: Of the job.
+        name: Name of the job.
         table: Its name.
         version: Wanted of all slices; -1: that of each slice now.
         weights_only: Whether residuals are left out.

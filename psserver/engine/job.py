@@ -62,10 +62,10 @@ class Request:
     reply: Reply
     payload: Payload | None = None
     release: Callable[[], None] | None = None  # Frees the payload's memory.
-    step: int = -1  # Of a push of a gradient.
+    step: int = -1  # Step of a push of a gradient.
     is_shared: bool = False  # Payload in the worker's segment, or answer in the shard's.
     held: int | None = None  # Fingerprint of the worker's estimate, in a compressed pull.
-    deadline_s: float = 0.0  # Of a pull: the answer then says what it waits for.
+    deadline_s: float = 0.0  # Deadline of a pull: the answer then says what it waits for.
     taken_s: float = 0.0  # Time at which a queue began with the payload.
 
 
@@ -82,7 +82,7 @@ class RunningTable:
     """A table at run time."""
 
     table: Table
-    weights: Segment  # Of all slices, as workers of this host map them.
+    weights: Segment  # Weights of all slices, as workers of this host map them.
     queues: Mapping[int, SliceQueue]  # By slice.
     shared_grads: dict[int, FloatArray] = field(default_factory=dict)  # `(numel,)`, by rank.
     _at_version: dict[int, list[AtVersion]] = field(default_factory=dict)  # By slice.
@@ -233,12 +233,12 @@ class RunningJob:
         """Records the report of a worker, and returns the state of the job for it.
 
         Args:
-            rank: Of the worker.
+            rank: Rank of the worker.
             waiting_for: The shard that does not answer it; empty if none.
             left_out: By table: steps, count and first step of its pushes that came too late.
             reported: Values of its training, by name.
             peers: Its last exchanges with peers.
-            pace: Of its steps and waits; None: it reports it to another shard.
+            pace: Pace of its steps and waits; None: it reports it to another shard.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)

@@ -34,7 +34,7 @@ from psserver.slices.base import Payload, Store
 from psserver.slices.pool import Buffer
 
 RAW = NoCompression()
-STEPS_MAX = 1 << 48  # Of a job.
+STEPS_MAX = 1 << 48  # Most steps of a job.
 VERDICTS = {verdict: data_pb2.Verdict.Name(int(verdict)) for verdict in Verdict}
 LOADS = (Role.WEIGHTS, Role.STATE)
 
@@ -85,7 +85,7 @@ class Requests:
 
         Args:
             header: The push.
-            data: `(nbytes,) uint8`, its payload; empty if it lies in shared memory.
+            data: `(nbytes,) uint8`, its payload; empty if it is in shared memory.
             reply: Sends the answer.
             release: Called when the payload is no longer needed.
             here: This thread may execute the work.

@@ -26,7 +26,7 @@ from psserver.decisions.progress import Progress
 from psserver.decisions.shard import Address, Job
 from psserver.decisions.table import Table
 
-PREFIX = "worker"  # Of a residual's name in checkpoints and journals: `worker.RANK.ARRAY`.
+PREFIX = "worker"  # Begin of a residual's name in checkpoints and journals: `worker.RANK.ARRAY`.
 NAME = re.compile(PREFIX + r"\.(0|[1-9][0-9]{0,3})\.([a-z_]+)")  # With rank and array.
 Arrays = dict[str, FloatArray]  # A compressor's state of one slice, each `(numel,) float32`.
 
@@ -180,7 +180,7 @@ class Residuals:
 
         Args:
             table: The table.
-            index: Of the slice.
+            index: Index of the slice.
             name: As in `ResidualCollection.named`.
             array: `(numel,) float32`.
             first: The first step that is pushed after the restore.

@@ -19,7 +19,7 @@ class RestoredTable:
     """This shard's part of a table in a checkpoint."""
 
     spec: TableSpec
-    version: int  # Of all slices.
+    version: int  # Version of all slices.
     clock: int  # First step of the workers; in an asynchronous mode not the version.
     slices: Mapping[int, dict[str, np.ndarray]]  # Arrays by their names in the checkpoint.
 

@@ -58,7 +58,7 @@ class HeartbeatView:
     residual_requests: tuple[ResidualRequest, ...]
     live: tuple[int, ...]  # Ranks.
     uneven: str  # The worker that leaves out steps of others; empty if none does.
-    epochs: dict[int, int]  # Of the directory of each table whose workers meet.
+    epochs: dict[int, int]  # Epoch of the directory of each table whose workers meet.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class JobView:
     memory_nbytes: int
     raw_pushed_nbytes: int  # The pushed bytes, if none had been compressed.
     raw_pulled_nbytes: int
-    open_steps: int  # Of the slice with most.
+    open_steps: int  # Open steps of the slice with most.
     num_lost: int
     has_checkpoint: bool  # Whether this process has given its part of a whole one.
     checkpoint_age_s: float  # Since then, or since this process has the job.
@@ -144,7 +144,7 @@ class ShardView:
 
     jobs: tuple[JobView, ...]
     lost: tuple[tuple[str, str], ...]  # Jobs whose numbers cannot be used, each with the reason.
-    under_way_nbytes: int  # Of pushes and answers that wait.
+    under_way_nbytes: int  # Bytes of pushes and answers that wait.
     num_recoveries: int  # Processes of this shard that have continued jobs from journals.
 
 

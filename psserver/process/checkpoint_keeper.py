@@ -32,7 +32,7 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
         self._is_ending = threading.Event()
-        self._lock = threading.Lock()  # Of `_process`, the one that runs, and of its input.
+        self._lock = threading.Lock()  # Lock of `_process`, the one that runs, and of its input.
 
     def start(self, plan: Callable[[], str]) -> None:
         """Starts the process, unless it runs already; `plan` returns its plan."""
@@ -62,7 +62,7 @@ class Keeper:
         self.close()
 
     def close(self) -> None:
-        """Ends the process at once; again is of no effect."""
+        """Ends the process at once; a second call does nothing."""
         with self._lock:
             self._is_ending.set()
             if self._process is not None:

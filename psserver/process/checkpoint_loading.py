@@ -33,7 +33,7 @@ def load(engine: Engine, folder: Path, journals: Path | None) -> dict[str, Check
 
     Args:
         engine: The shard; it does not listen yet.
-        folder: Of the checkpoints.
+        folder: Folder of the checkpoints.
         journals: Where the shard keeps its journals, if it does.
 
     Raises:

@@ -89,7 +89,7 @@ class Daemon:
         self.plan = plan
         self.code = Exit.OK
         self._loop = asyncio.get_running_loop()
-        self._is_short = False  # Of descriptors: new connections are refused.
+        self._is_short = False  # Whether descriptors are short: connections are refused.
         self._ending = asyncio.Event()
         self.grace_s = plan.grace_s
         self._parent = os.getppid()
@@ -107,7 +107,7 @@ class Daemon:
         )
         self._authorizer = plan.trust.authorizer()
         self._instance = secrets.randbits(63)
-        self._bulk: Listener | None = None
+        self._data: Listener | None = None
         self._to_bring: dict[str, Checkpoint] = {}  # Loaded jobs that other shards may lack.
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._page = MetricsPage(
@@ -132,7 +132,7 @@ class Daemon:
             self.plan.cluster,
             self._instance,
             self.drain,
-            self._bulk,
+            self._data,
             partial(_set_aside, self.plan.checkpoint_dir),
         )
         if self._to_bring:
@@ -142,8 +142,8 @@ class Daemon:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
-    def _make_bulk(self) -> Listener:
-        """Binds the bulk data plane to its port; workers learn it from this shard.
+    def _make_listener(self) -> Listener:
+        """Binds the data sockets to their port; workers learn it from this shard.
 
         Raises:
             CommandError: The host is not one of this machine, or the port is taken.
@@ -170,7 +170,7 @@ class Daemon:
             CommandError: A port cannot be bound; the message names it and the reason.
         """
         self._restore()
-        self._bulk = self._make_bulk()
+        self._data = self._make_listener()
         self._server = self._make_server()
         port = self._bind()
         metrics_port = None
@@ -184,7 +184,7 @@ class Daemon:
         for name in NAMES:
             await self._health.set(name, STATUS.SERVING)
         await self._server.start()
-        self._bulk.start()
+        self._data.start()
         log.info("shard ready", address=join_address(self.plan.host, port))
         return Ready(port=port, metrics_port=metrics_port)
 
@@ -270,8 +270,8 @@ class Daemon:
 
     async def check_readiness(self) -> None:
         """Sets the health service, and logs a change: whether new connections can be accepted."""
-        bulk_is_well = self._bulk is None or self._bulk.is_well
-        is_short = not (bulk_is_well and descriptors.are_there_any())
+        data_is_well = self._data is None or self._data.is_well
+        is_short = not (data_is_well and descriptors.are_there_any())
         if is_short == self._is_short or self._ending.is_set():
             return
         self._is_short = is_short
@@ -342,9 +342,9 @@ class Daemon:
         self.close()
 
     def close(self) -> None:
-        """Ends the bulk connections."""
-        if self._bulk is not None:
-            self._bulk.stop()
+        """Ends the data connections."""
+        if self._data is not None:
+            self._data.stop()
 
 
 def folder_name(plan: ShardPlan) -> str:
@@ -507,6 +507,6 @@ def main(text: str) -> None:
     sys.excepthook = log_crash
     descriptors.raise_limit()
     code = asyncio.run(serve(plan))
-    with contextlib.suppress(OSError):  # Of a full disk.
+    with contextlib.suppress(OSError):  # The disk may be full.
         sys.stderr.flush()
     os._exit(code)  # Without waiting for threads: of slices that are stuck, or connections.

@@ -37,7 +37,7 @@ class EmbeddedServers:
         ]
 
     def stop(self) -> None:
-        """Ends the shards; again is of no effect."""
+        """Ends the shards; a second call does nothing."""
         shards, self._shards = self._shards, []
         stop(shards, GRACE_S)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class ServiceManager:
     """The service manager that has started this process, if one has."""
 
-    address: str = ""  # Of its datagram socket; empty: none listens.
+    address: str = ""  # Address of its datagram socket; empty: none listens.
     watchdog_s: float = 0.0  # Silence after which it restarts the service; 0: never.
 
     @staticmethod

@@ -43,7 +43,7 @@ class ShardRun:
 class Run:
     """One `psserver start` that runs on this machine."""
 
-    pid: int  # Of the supervisor.
+    pid: int  # Process number of the supervisor.
     began: str  # When that process began (pscore/observe/boot.py): process numbers are used again.
     cluster: str
     host: str
@@ -127,7 +127,7 @@ class RunDirectory:
                 folder.rmdir()
 
     def _require_ours(self) -> None:
-        """Raises an OSError if somebody else owns or can change the default directory."""
+        """Raises an OSError if another user owns or can change the default directory."""
         about = self.path.lstat()
         if not self._is_private:
             return

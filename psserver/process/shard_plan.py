@@ -27,7 +27,7 @@ class ShardPlan:
     host: str
     port: int  # 0: any free one.
     metrics_port: int | None  # None: no metrics page; 0: any free port.
-    data_port: int = 0  # Of the data sockets; 0: any free port.
+    data_port: int = 0  # Port of the data sockets; 0: any free port.
     num_threads: int
     lease_s: float
     grace_s: float
@@ -36,9 +36,9 @@ class ShardPlan:
     log_file: str | None = None  # Standard error, if that is a file that is turned over.
     log_max_mb: int = 0  # Its size in MiB at that; 0: never.
     state_dir: str | None = None
-    checkpoint_dir: str | None = None  # Of checkpoints that are loaded at the start.
+    checkpoint_dir: str | None = None  # Folder of checkpoints that are loaded at the start.
     loading_s: float = 0.0  # Time that this may take, beyond that of a start without any.
-    # Of all shards, in order, where shard 0 brings the others what it has loaded; else empty.
+    # Addresses of all shards, in order, if shard 0 sends the others their parts; else empty.
     addresses: list[str] = field(default_factory=list)
     trust: Trust = field(default_factory=Trust)
     journal_dir: str | None = None  # Where the journals are; None: nowhere.
@@ -75,7 +75,7 @@ class ShardPlan:
 class SchedulePlan:
     """Everything that the process which takes scheduled checkpoints has to know."""
 
-    addresses: list[str]  # Of all shards, in order.
+    addresses: list[str]  # Addresses of all shards, in order.
     folder: str
     every_s: float
     token_file: str | None

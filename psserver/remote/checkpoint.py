@@ -77,7 +77,7 @@ def capture(
     """Returns a job as it is at one step.
 
     Args:
-        addresses: Of all shards, in order.
+        addresses: Addresses of all shards, in order.
         credentials: With the token for everything.
         job: Its name; may be left out if there is one only.
         weights_only: Leave the optimizer's state and the mode's memory out.
@@ -191,8 +191,8 @@ def _require_weights(state: TableState, job: str) -> None:
 def _capture_at(shards: Shards, request: pb.CaptureRequest, gone: int) -> list[pb.CaptureReply]:
     """Requests a copy at one version from all shards; returns when they have it, or one cannot.
 
-    Returns too if no worker pushes, unless the version that all have is `gone`: one worker stands
-    still, and others have pushed the step that it has not, so their residuals of before are gone.
+    Also returns if no worker pushes, unless the version that all have is `gone`: one worker has
+    stopped, and others have pushed the step that it has not, so their earlier residuals are gone.
 
     Raises:
         CommandError: Workers do not send their residuals, or do not continue.
@@ -290,7 +290,7 @@ def restore(
     """Makes a job of a checkpoint, on any number of shards; workers then join it.
 
     Args:
-        addresses: Of all shards, in order.
+        addresses: Addresses of all shards, in order.
         credentials: With the token for everything.
         checkpoint: The checkpoint that was read.
         job: Name of the job to make.
@@ -318,10 +318,10 @@ def preparation(name: str, checkpoint: Checkpoint, job: str, num_shards: int) ->
     """Returns the message that declares a job to each of its shards.
 
     Args:
-        name: Of this delivery.
+        name: Name of this delivery.
         checkpoint: The checkpoint that is delivered.
         job: Name of the job to make.
-        num_shards: Of the cluster.
+        num_shards: Number of shards of the cluster.
     """
     return pb.PrepareRequest(
         job=job,

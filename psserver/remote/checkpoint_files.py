@@ -68,7 +68,7 @@ class TableState:
     """One table of a job, whole."""
 
     spec: TableSpec
-    version: int  # Of all slices; -1 if they have none in common.
+    version: int  # Version of all slices; -1 if they have none in common.
     slices: dict[str, Any]  # By index: version, and steps of each worker.
     counts: list[int]  # Optimizer steps of each tensor.
     arrays: Mapping[str, Tensors]  # By array and tensor.
@@ -102,7 +102,7 @@ class Checkpoint:
 
     job: str
     num_workers: int
-    min_workers: int = 0  # Of an elastic job (`Membership`).
+    min_workers: int = 0  # Minimum of an elastic job (`Membership`).
     is_finished: bool = False  # The job had ended.
     tables: list[TableState] = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class Found:
     problem: str = ""  # Why the manifest cannot be read.
 
     def may_be_of(self, job: str) -> bool:
-        """Returns whether this is a checkpoint of a job, as far as can be told."""
+        """Returns whether this is a checkpoint of a job, judged by its manifest alone."""
         if self.job is not None:
             return self.job == job
         name = NAME.fullmatch(self.path.name)
@@ -161,7 +161,7 @@ def set_aside(folder: Path, job: str) -> Path | None:
     """Moves the checkpoints of a job to where no start looks for them, and deletes none.
 
     Args:
-        folder: Of the checkpoints.
+        folder: Folder of the checkpoints.
         job: Its name.
 
     Returns:

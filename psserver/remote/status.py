@@ -13,7 +13,7 @@ from psserver.exits import CommandError, Exit
 
 ENDED = 2  # The place of ended jobs in the list.
 ADDED = {"tokens", "tokens_per_s"}  # Reported values that add up over the workers.
-WIDTH = 200  # Of tables outside of a terminal, in columns.
+WIDTH = 200  # Width of tables outside of a terminal, in columns.
 LISTED_MAX = 8  # Tables shown of one job; a user of the low-level interface may have thousands.
 
 
@@ -174,7 +174,7 @@ def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
 
 
 def show(status: dict[str, Any]) -> None:
-    """Prints the picture as tables: jobs in which somebody trains first, ended ones in a line."""
+    """Prints the picture as tables: jobs with live workers first, ended ones in a line."""
     from rich.console import Console
 
     # A file or a pipe has no width; there nothing is cut off.

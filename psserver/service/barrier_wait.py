@@ -26,9 +26,9 @@ async def wait_at_barrier(
     Args:
         job: The worker's job.
         now: The engine's clock, in seconds.
-        name: Of the barrier.
-        number: Of the round.
-        rank: Of the worker.
+        name: Name of the barrier.
+        number: Number of the round.
+        rank: Rank of the worker.
         wait_s: The longest wait, in seconds; at most `WAIT_S_MAX`.
         value: The worker's number; all workers get the largest of a round.
     """

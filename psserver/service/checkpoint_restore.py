@@ -25,7 +25,7 @@ from psserver.engine.restore import RestoredTable, require_free, restore
 
 UPLOADS_MAX = 8
 NAME_LENGTH_MAX = 256
-VERSION_MAX = 1 << 48  # Of a slice, far beyond any run.
+VERSION_MAX = 1 << 48  # Largest version of a slice, far beyond any run.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class DeclaredTable:
     """The declaration of one table."""
 
     spec: TableSpec
-    version: int  # Of all slices.
+    version: int  # Version of all slices.
     clock: int  # First step of the workers; in an asynchronous mode not the version.
     counts: list[int]  # Optimizer steps of each tensor.
     arrays: frozenset[str]  # By their names in `SliceStore.restore`.

@@ -1,6 +1,7 @@
 """The checkpoint service: numbers of a job out of a shard, and back into a new job.
 
-Copies (engine/capture.py) stay until they are released or nobody has asked for them for a minute;
+Copies (engine/capture.py) stay until they are released or no client has asked for them for a
+minute;
 uploads (checkpoint_restore.py) likewise.
 """
 

@@ -40,7 +40,7 @@ from psserver.service.pace import pace_of, pace_to_proto
 from psserver.service.peers import peer_of, peer_report, peer_to_proto, report_to_proto
 from psserver.service.shared_view import SharedView
 
-TEXT_LENGTH_MAX = 512  # Of texts from workers: their waits, their reasons for leaving.
+TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         cluster: str,
         instance: int,
         drain: Callable[[float], None],
-        bulk: Listener | None = None,
+        data: Listener | None = None,
         set_aside: Callable[[str], str] = lambda _: "",
     ) -> None:
         """Serves `engine`.
@@ -163,8 +163,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             engine: The shard.
             cluster: Name that all shards of one start share.
             instance: Random number of this start of this shard.
-            drain: Called with the seconds of grace when somebody asks the shard to stop.
-            bulk: The bulk data plane, if this shard has one.
+            drain: Called with the seconds of grace when a client asks the shard to stop.
+            data: The listener of data sockets, if this shard has one.
             set_aside: Called with the name of a job that was forgotten; moves its checkpoints
                 aside, and returns where they are, or nothing if there are none.
         """
@@ -173,7 +173,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._cluster = cluster
         self._instance = instance
         self._drain = drain
-        self._bulk = bulk
+        self._data = data
         self._process = psutil.Process()
         self._status = SharedView(self._make_status)
         self.closed = ""  # Why workers cannot join yet; empty if they can.
@@ -190,8 +190,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             protocol=wire.PROTOCOL,
             version=metadata.version("paceline"),
             instance=self._instance,
-            bulk_port=0 if self._bulk is None else self._bulk.port,
-            bulk_local="" if self._bulk is None else self._bulk.local,
+            bulk_port=0 if self._data is None else self._data.port,
+            bulk_local="" if self._data is None else self._data.local,
             now_s=time.time(),
         )
 

@@ -125,7 +125,7 @@ class DataHandler:
             return
         incoming.read_into()  # There is no payload. Reading to the end verifies the checksum.
         if kind != "pull":
-            raise DecodeError(f"bulk frame with {kind!r} in it")
+            raise DecodeError(f"data frame with {kind!r} in it")
         self._grant.require(envelope.pull.sender.job)
         wait_s = min(envelope.pull.wait_ms / 1000, WAIT_S_MAX)
         self._requests.on_pull(envelope.pull, SocketReply(self._connection, envelope.id), wait_s)

@@ -131,7 +131,7 @@ class ShardCollector:
 def _requests(counters: Counters) -> Iterator[Metric]:
     """Yields the pushes and pulls of each job; those of ended ones are counted under no name.
 
-    So there are as many series as jobs in which somebody trains, and no sum ever falls.
+    So there are as many series as jobs with live workers, and no sum ever falls.
     """
     from prometheus_client.core import CounterMetricFamily
 

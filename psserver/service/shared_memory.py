@@ -21,7 +21,7 @@ from psserver.access.authorizer import Authorizer
 from psserver.engine.engine import Engine
 from psserver.logs import setup
 
-ATTACH_SUFFIX = ".attach"  # Of the Unix socket's name.
+ATTACH_SUFFIX = ".attach"  # Suffix of the Unix socket's name.
 ATTACH_NBYTES_MAX = 1 << 16
 
 

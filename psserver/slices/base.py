@@ -39,8 +39,8 @@ WeightedGrad = tuple[Add, Payload]  # One gradient of a sum; the order holds its
 class Observer:
     """Sees the stages of a store's orders begin and end; this one ignores them.
 
-    A stage lasts as long as the context that is returned for it. A publication lies within the
-    step that it ends.
+    A stage lasts as long as the context that is returned for it. A publication is part of the step
+    that it ends.
     """
 
     def adding(self, grads: Sequence[WeightedGrad]) -> AbstractContextManager[None]:

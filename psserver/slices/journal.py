@@ -32,7 +32,7 @@ from psserver.slices.pool import NUMBERS, ArenaPool, Cell, Pool
 log = structlog.get_logger()
 ROOT_NUMEL = 8
 ROOT_NBYTES = 8 * ROOT_NUMEL
-ROOM_NBYTES = 1024  # Of a half at first.
+ROOM_NBYTES = 1024  # Bytes of a half at first.
 ACTIVE = 0
 NONE_YET, NONE_MORE = -1, -2
 PLACE, ROOM, LENGTH = 1, 2, 3  # Of half 0; of half 1 three further on.
@@ -55,11 +55,11 @@ class SliceJournal:
         """Begins at a root of zeros, or resumes from the records of a killed process.
 
         Args:
-            arena: Where all of it lies.
+            arena: The mapped file that holds it.
             root: Place of the root, `ROOT_NBYTES` long.
             numel: Elements of the slice.
             payload_nbytes_max: Bytes of the longest payload.
-            num_segments: Of the slice.
+            num_segments: Number of segments of the slice.
 
         Raises:
             ValueError: The root or its record is damaged.
@@ -70,7 +70,7 @@ class SliceJournal:
         self._num_segments = num_segments
         self._heap = Pool(numel, payload_nbytes_max)
         self._is_on = True
-        self._number = -1  # Of the record that counts.
+        self._number = -1  # Number of the record that counts.
         self.pool = ArenaPool(arena, numel, payload_nbytes_max)
         self.record = state_pb2.SliceRecord(version=-1)
         if not self._root[PLACE]:
@@ -250,7 +250,7 @@ class SliceJournal:
         self._root[3 * half + ROOM] = nbytes
 
     def _half(self, half: int, nbytes: int) -> ByteArray:
-        """Returns where the record in a half lies, `(nbytes,) uint8`."""
+        """Returns the memory of the record in a half, `(nbytes,) uint8`."""
         place = int(self._root[3 * half + PLACE])
         return self._arena.bytes_at(place, MARK_NBYTES + nbytes)[MARK_NBYTES:]
 

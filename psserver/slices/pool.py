@@ -11,7 +11,7 @@ import numpy as np
 from pscore.types import ByteArray, FloatArray
 from psserver.slices.arena import Arena
 
-NUMBERS = (1, 2)  # Of the buffers of a slice in the segment that workers map.
+NUMBERS = (1, 2)  # Numbers of the buffers of a slice in the segment that workers map.
 
 
 class Cell:
@@ -54,7 +54,7 @@ class Pool:
     """Cells of one size that are given and taken; on the heap.
 
     Attributes:
-        places: Of all cells, in use or free; each 0 on the heap.
+        places: Places of all cells, in use or free; each 0 on the heap.
     """
 
     def __init__(self, numel: int, nbytes: int) -> None:

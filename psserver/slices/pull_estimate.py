@@ -26,16 +26,16 @@ class Estimate:
 
     Attributes:
         values: `(numel,) float32`, X.
-        fingerprint: Of `values`.
+        fingerprint: Fingerprint of `values`.
     """
 
     def __init__(self, compressor: Compressor, weights: FloatArray, version: int) -> None:
         """Starts at the weights themselves.
 
         Args:
-            compressor: Of the deltas.
+            compressor: Compressor of the deltas.
             weights: `(numel,) float32`; copied.
-            version: Of these weights, in updates.
+            version: Version of these weights, in updates.
         """
         self.values = weights.copy()
         self.fingerprint = fingerprint(self.values)
@@ -58,7 +58,8 @@ class Estimate:
 
         Args:
             weights: `(numel,) float32`.
-            version: Of these weights: at one that it has followed already it stays as it is.
+            version: Version of these weights: at one that it has followed already it stays as it
+                is.
         """
         if version == self._version:
             return

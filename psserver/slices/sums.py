@@ -93,7 +93,7 @@ class Sums:
     def total(self, open_step: int, grads: Sequence[WeightedGrad]) -> Iterator[FloatArray]:
         """Removes an open step's sum and yields it with its last gradients: it is not kept.
 
-        A raw gradient that is alone in its step is no sum, and is read where it lies.
+        A raw gradient that is alone in its step is read in place, without a sum.
 
         Args:
             open_step: The step.
@@ -149,6 +149,6 @@ class Sums:
                 out.fill(0.0)
 
     def _is_raw(self, grads: Sequence[WeightedGrad]) -> bool:
-        """Returns whether each gradient is added as it lies there."""
+        """Returns whether each gradient is added in place, without decoding."""
         is_raw = all(payload.compressor.is_raw and payload.data.nbytes for _, payload in grads)
         return is_raw and not self._rule.compensates

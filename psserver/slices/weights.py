@@ -73,7 +73,7 @@ class Weights:
         """Returns the number of the newest weights' buffer in shared memory, 0 if it is not there.
 
         The caller's worker copies them without a lease. So from the first call on, updates are made
-        in place only where `spare` is told that workers have finished copying.
+        in place only where the caller of `spare` states that workers have finished copying.
         """
         self._is_mapped = True
         return self._newest.number

@@ -59,8 +59,8 @@ NAMES = (
 )
 CACHE_NUMEL = 1 << 24  # 64 MiB of float32: more than most caches hold.
 ROUNDS_MIN, ROUNDS_MAX, BUDGET_S = 3, 15, 1.0
-WORTH = 0.1  # Of an uncompressed step: less than that is not worth a compressor.
-NEARLY = 0.8  # Of the best saving: then the mildest of them is advised.
+WORTH = 0.1  # Share of an uncompressed step: less than that is not worth a compressor.
+NEARLY = 0.8  # Share of the best saving: then the mildest of them is advised.
 MS = 1e3
 
 
@@ -154,7 +154,8 @@ def measure_cost(compressor: Compressor, numel: int, num_slices: int) -> Cost:
     Args:
         compressor: Which one.
         numel: Elements of a slice.
-        num_slices: Of the model; so many are worked on in turn, as far as that leaves the cache.
+        num_slices: Number of slices of the model; so many are worked on in turn, as far as that
+            leaves the cache.
     """
     count = max(1, min(num_slices, CACHE_NUMEL // numel))
     drawn = np.random.default_rng(0).standard_normal(count * numel, dtype=np.float32)
@@ -413,9 +414,9 @@ def make_report(
         shapes: Names and shapes of its trained parameters, in order.
         wire: The link between one worker and one shard.
         names: Compressors as `compression=` takes them, the mildest first.
-        num_workers: Of the job.
-        num_shards: Of the job.
-        compute_s: Of a step, in seconds, that hides as much of its pushes and pulls.
+        num_workers: Number of workers of the job.
+        num_shards: Number of shards of the job.
+        compute_s: Computing time of a step, in seconds, that hides as much of its pushes and pulls.
         min_nbytes: Smaller parameters are not compressed, in bytes of float32.
         cost_of: Measures one compressor on slices of so many elements, so many of them.
 

@@ -103,15 +103,19 @@ def run(
     ] = None,
     on_failure: Annotated[
         OnFailure | None,
-        typer.Option(help="Action when a worker fails [stop; continue if elastic]."),
+        typer.Option(
+            help="Stop the other workers if one fails, or not [stop; continue if elastic]."
+        ),
     ] = None,
     grace_s: Annotated[
-        float, typer.Option(help="Seconds between the request to end and the kill.")
+        float, typer.Option(help="Seconds until workers that were told to end are killed.")
     ] = 10.0,
     prefix: Annotated[bool, typer.Option(help="Prefix each line with the rank.")] = True,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print failures only.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only messages about failures.")
+    ] = False,
 ) -> None:
-    """Start workers on this machine; without any server address, shards too."""
+    """Start workers on this machine, and shards too if no address of a server is given."""
     addresses = _addresses(servers)
     if addresses and shards is not None:
         raise ConfigError(
@@ -150,18 +154,18 @@ def modes(*, as_json: AsJson = False) -> None:
 def demo(
     *,
     as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON instead of a table.")
+        bool, typer.Option("--json", help="Print one line of JSON at the end instead of a table.")
     ] = False,
     data: Annotated[
         Path | None, typer.Option(help="Folder of Fashion-MNIST's files [examples/data].")
     ] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the images.", min=1)] = 5,
+    epochs: Annotated[int, typer.Option(help="Number of passes over the images.", min=1)] = 5,
     modes: Annotated[
         str, typer.Option(help="Modes to train in, separated by commas.")
     ] = "ssgd, asgd, ssd(steps=5, warmup=50)",
     out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("paceline-demo"),
-    workers: Annotated[int, typer.Option(help="Worker processes.", min=1, max=64)] = 2,
-    shards: Annotated[int, typer.Option(help="Shard processes.", min=1, max=64)] = 2,
+    workers: Annotated[int, typer.Option(help="Number of worker processes.", min=1, max=64)] = 2,
+    shards: Annotated[int, typer.Option(help="Number of shard processes.", min=1, max=64)] = 2,
     images: Annotated[
         int | None, typer.Option(help="Number of images to train on [all].", min=1)
     ] = None,
@@ -190,20 +194,22 @@ AsPipeline = Annotated[
 ]
 Bandwidth = Annotated[
     str | None,
-    typer.Option(help="With --pipeline: of a worker's link, as 1gbit; 100gbit,10gbit."),
+    typer.Option(help="With --pipeline: bandwidth of links: 1gbit, or by level 100gbit,10gbit."),
 ]
 Machines = Annotated[
-    int | None, typer.Option(help="With --pipeline: machines of the workers [1].", min=1)
+    int | None, typer.Option(help="With --pipeline: number of machines [1].", min=1)
 ]
 MemoryLimit = Annotated[
-    str | None, typer.Option(help="With --pipeline: limit of a worker, as 16g.")
+    str | None, typer.Option(help="With --pipeline: memory limit of a worker, such as 16g.")
 ]
 Input = Annotated[
     str | None,
-    typer.Option("--input", help="With --pipeline: a minibatch, as 8x3x224x224, 4x1024:50257."),
+    typer.Option(
+        "--input", help="With --pipeline: shape of a minibatch: 8x3x224x224, 4x1024:50257."
+    ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="With --pipeline: cpu, cuda, ... to measure on [cpu].")
+    str | None, typer.Option(help="With --pipeline: device to measure on: cpu, cuda, ... [cpu].")
 ]
 Sync = Annotated[
     str | None,
@@ -232,7 +238,7 @@ def plan(
             max=4096,
         ),
     ] = None,
-    mode: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "ssgd",
+    mode: Annotated[str, typer.Option(help="Mode, as in DistributedOptimizer.")] = "ssgd",
     compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     pull_compression: Annotated[str, typer.Option(help="As in DistributedOptimizer.")] = "none",
     optimizer: Annotated[
@@ -242,7 +248,7 @@ def plan(
         int, typer.Option(help="Number of workers of the job.", min=1, max=1 << 20)
     ] = 2,
     tokens: Annotated[
-        int, typer.Option(help="Tokens, or samples, of a worker's step.", min=0, max=1 << 40)
+        int, typer.Option(help="Tokens (or samples) in a worker's step.", min=0, max=1 << 40)
     ] = 0,
     pipeline: AsPipeline = False,
     bandwidth: Bandwidth = None,
@@ -254,7 +260,7 @@ def plan(
     save_profile: SaveProfile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show slices, shards, bytes, or the stages of a pipeline, without any server."""
+    """Show slices, shards and bytes of a model, or the stages of a pipeline; needs no server."""
     with commandline.importing(PROGRAM):
         from psworker.commands import model_plan, pipeline_plan
 
@@ -284,7 +290,9 @@ def compressors(
     *,
     model: Annotated[
         str,
-        typer.Argument(help="A model by name, as resnet50, or module:factory of a torch module."),
+        typer.Argument(
+            help="Name of a model, such as resnet50, or module:factory of a torch module."
+        ),
     ],
     servers: Annotated[
         str | None,
@@ -348,15 +356,15 @@ def doctor(
         str | None, typer.Option(help="Addresses, host:port,... [PACELINE_SERVERS].")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(envvar="PACELINE_JOB", help="Check this job too.")
+        str | None, typer.Option(envvar="PACELINE_JOB", help="Also check this job.")
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Compare its model with one by name, as resnet50, or module:factory."),
+        typer.Option(help="Compare its model with this one: resnet50, ..., or module:factory."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Diagnose the path to the shards; exit with 1 if something is wrong."""
+    """Check the connection to the shards; exit with 1 if there is a problem."""
     with commandline.importing(PROGRAM):
         from pscore.observe import doctor as doc
         from psworker.commands.doctor import examine

@@ -34,7 +34,7 @@ class Job:
     rule: Rule
     compressor: Compressor
     pull_compressor: Compressor
-    optimizer: Optimizer  # Of the shards.
+    optimizer: Optimizer  # Optimizer of the shards.
 
 
 def parse_job(mode: str, compression: str, pull_compression: str, optimizer: str) -> Job:
@@ -101,9 +101,9 @@ def make_report(
         shapes: Names and shapes of its trained parameters, in order.
         num_shards: Number of shards of the job.
         rule: The mode.
-        compressor: Of its pushes.
+        compressor: Compressor of its pushes.
         optimizer: That the shards run.
-        pull_compressor: Of its pulls.
+        pull_compressor: Compressor of its pulls.
         min_nbytes: Smaller parameters are not compressed, in bytes of float32.
         exclude: Names, or patterns, of more that are not.
         num_workers: Workers of the job, for the bytes of DDP.
@@ -180,7 +180,7 @@ def traffic_of(
     Args:
         numels: Elements of each tensor; all that are large enough are compressed.
         rule: The mode.
-        compressors: Of pushes and of pulls.
+        compressors: Compressors of pushes and of pulls.
         num_state: Arrays of the optimizer's state.
     """
     tensors = [

@@ -18,7 +18,7 @@ from torch import nn
 from pscore.errors import ConfigError
 from psworker.commands.demo.train import LeNet
 
-CLASSES = 1000  # Of ImageNet.
+CLASSES = 1000  # Classes of ImageNet.
 VOCABULARY = 50257
 CONTEXT = 1024
 
@@ -200,7 +200,7 @@ class Known:
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    vocabulary: int = 0  # Of integer inputs; 0: they are float32.
+    vocabulary: int = 0  # Vocabulary of integer inputs; 0: they are float32.
 
 
 IMAGE = (3, 224, 224)
@@ -218,7 +218,7 @@ def make_model(model: str, device: str = "cpu") -> nn.Module:
 
     Args:
         model: One of `MODELS`, or `module:factory`.
-        device: Of its parameters, if it is known by name; `meta`: without memory.
+        device: Device of its parameters, if it is known by name; `meta`: without memory.
 
     Raises:
         ConfigError: There is no such model, or the factory does not return one.

@@ -25,8 +25,8 @@ from psworker.pipeline.verdict import compare, size
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 SYNCS = ("shards", "ring")
-WORKERS_MAX = 64  # Of a plan: its time grows with their square.
-SAMPLES = 8  # Of a minibatch, where nothing is said.
+WORKERS_MAX = 64  # Most workers of a plan: its time grows with their square.
+SAMPLES = 8  # Samples of a minibatch, if none are given.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

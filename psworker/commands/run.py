@@ -85,7 +85,7 @@ class LaunchPlan:
     elastic: tuple[int, int] | None = None  # Minimum and maximum of the job's workers.
     servers: tuple[str, ...] = ()  # Addresses of shards; empty: shards are started for this job.
     num_shards: int = 1  # Shards started for this job.
-    token_file: str = ""  # Of shared shards; else from the environment.
+    token_file: str = ""  # Token file of shared shards; else from the environment.
     master_port: int = 0  # Where rank 0 may open the store of a torch process group.
     job: str
     on_failure: OnFailure = OnFailure.STOP

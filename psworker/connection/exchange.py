@@ -80,7 +80,7 @@ class Exchange:
         own, memory = range(len(self.layout.slices)) if own is None else own, memory or self.layout
         self.traffic, self.missed = Traffic(), Missed(len(own))
         self._timeline = session.timeline
-        self._num_changes = 0  # Of the mode.
+        self._num_changes = 0  # Changes of the mode so far.
         self.table, self.origin = session.define(spec)
         self._shared = SharedGrads(session, memory, self._sender) if share else None
         self.grads = None if self._shared is None else self._shared.array

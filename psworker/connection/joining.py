@@ -24,7 +24,7 @@ RANK_RETRY_S = 0.2
 FORMER_MAX = 32  # Former incarnations of this process that are sent.
 # Barriers that each worker passes once at its start; a late worker passes them alone.
 AT_START = ("begin", "load_state_dict")
-FIRST_TIMEOUT_S = 5.0  # Of each first call: the address may not be a shard's.
+FIRST_TIMEOUT_S = 5.0  # Timeout of each first call: the address may not be a shard's.
 
 
 @dataclass(slots=True)

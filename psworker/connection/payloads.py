@@ -8,7 +8,7 @@ refused, the push is sent as absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
@@ -68,13 +68,15 @@ class Payloads:
             if feedback is not None:
                 feedback.key = self._key(index)
 
-    def require_room(self, grads: Sequence[torch.Tensor], present: Callable[[int], int]) -> None:
-        """Refuses gradients of all slices that cannot be added to the residuals.
+    def require_room(
+        self, grads: Mapping[int, torch.Tensor], present: Callable[[int], int]
+    ) -> None:
+        """Refuses gradients of some slices, by index, that cannot be added to the residuals.
 
         Raises:
             GradientError: A sum is too large for float32; nothing is changed.
         """
-        for index, grad in enumerate(grads):
+        for index, grad in grads.items():
             self._require_room(self._choose(index, present(index)), grad)
 
     def choose(

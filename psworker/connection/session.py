@@ -107,7 +107,7 @@ class Session:
 
     @property
     def incarnation(self) -> int:
-        """Random number that tells this membership from former ones of the same rank."""
+        """Random number that distinguishes this membership from former ones of the same rank."""
         return self._member.incarnation
 
     @property

@@ -43,10 +43,10 @@ class Link:
         self._channel = credentials.channel(address)
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self._transport: Transport | None = None
-        self.instance = 0  # Of the shard's process that this worker has joined; 0 before.
+        self.instance = 0  # Number of the shard's process that this worker has joined; 0 before.
         self.joined_as = (-1, 0)  # Rank and incarnation.
         self.uneven = ""  # Which worker has left out steps, as last reported.
-        self.epochs: dict[int, int] = {}  # Of the peers of each table, as last reported.
+        self.epochs: dict[int, int] = {}  # Epoch of the peers of each table, as last reported.
         self.num_beats = 0  # Heartbeats answered.
         self.waiting_for = ""  # The cause of the job's wait, as last reported.
 
@@ -109,7 +109,7 @@ class Link:
         if self._transport is not None:
             self._transport.close()
         self._transport = choose(
-            data_plane, self.address, self._endpoint, self.patience, self.credentials
+            data_plane, self.address, self.endpoint, self.patience, self.credentials
         )
 
     @property
@@ -125,8 +125,8 @@ class Link:
             self._transport.close()
         self._channel.close()
 
-    def _endpoint(self) -> Endpoint:
-        """Asks the shard where its bulk data plane listens."""
+    def endpoint(self) -> Endpoint:
+        """Returns the place of the shard's data sockets, which it asks the shard for."""
         reply = self.call(self.control.Describe, pb.DescribeRequest())
         self._check(reply.instance)
         host = self.address.rpartition(":")[0].strip("[]")

@@ -80,7 +80,7 @@ class SharedGrads:
         return self._layout.slices[index].shard in self._shards
 
     def holds(self, index: int, grad: torch.Tensor) -> bool:
-        """Returns whether a slice's gradient lies, or will lie, where its shard can read it."""
+        """Returns whether a slice's gradient is, or will be, in memory that its shard can read."""
         if not self.is_mapped(index):
             return False
         home = self.array.ctypes.data + 4 * self._layout.slices[index].start

@@ -18,7 +18,7 @@ class Traffic:
     num_pushes: int = 0
     num_pulls: int = 0
     num_too_late: int = 0
-    num_steps: int = 0  # Of the optimizer, that sent and received these bytes.
+    num_steps: int = 0  # Steps of the optimizer, that sent and received these bytes.
 
 
 def ddp_nbytes(numel: int, num_workers: int) -> float:

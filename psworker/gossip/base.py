@@ -91,7 +91,7 @@ class Model:
         first_step: Steps of training behind it.
         update: Makes a step of the wrapped optimizer on them; does nothing in a step left out.
         gather: Returns this step's gradient times its weight, and further numbers to sum, `(m,)`.
-        scatter: Puts the sum over all workers in the gradients' place.
+        scatter: Puts the sum over all workers in the gradients' place; does not change it.
         pack: Returns the weights and the state of the wrapped optimizer, `(k,)`.
         unpack: Takes over the result of another worker's `pack`.
         lock: Held while the model is mixed; another thread may do so.
@@ -133,7 +133,7 @@ class Gossip(ABC):
 
         Args:
             rule: The mode.
-            rank: Of this worker.
+            rank: Rank of this worker.
             model: Its model.
             post: Sends to the others.
         """
@@ -173,7 +173,7 @@ class Gossip(ABC):
         Args:
             source: Its rank.
             incarnation: Its incarnation: another process counts its exchanges anew.
-            number: Of the exchange.
+            number: Number of the exchange.
             part: Index of the part of the model.
             values: The snapshot.
         """

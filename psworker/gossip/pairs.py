@@ -46,7 +46,7 @@ class Pairs(Gossip):
         self.shared = to_host(self.model.weights)  # The model that pairs mix.
         self._read = self.shared.copy()  # The weights with which the step began.
         self.versions = [0] * len(self._parts)  # Changes of each part of `shared`.
-        self._number = 0  # Of the last exchange begun.
+        self._number = 0  # Number of the last exchange begun.
         self._partner = -1
         self._begun = 0  # Step of the open exchange.
         self._open: dict[int, tuple[FloatArray, int]] = {}  # Snapshot and version, by part.
@@ -171,7 +171,7 @@ class Pairs(Gossip):
         edges = [e for e in self._graph(members, self.number) if e.taker == self.rank]
         if not edges:
             return
-        # Of several neighbours one after the other.
+        # Several neighbours take turns.
         partner = edges[self.number // self._every % len(edges)].giver
         with self.model.lock:
             self._number += 1

@@ -23,6 +23,9 @@ from pscore.types import FloatArray
 from psworker.gossip.base import Gathering, Gossip, Meet, Steps, Tag, Waits, Want, parts_of, sends
 
 CHUNK, SUM, RESULT, COPY = 1, 2, 3, 4  # Kinds of messages.
+PARTS = 4  # Parts of a chunk that goes around: while one is added, the link has the others.
+PART_NUMEL_MIN = 1 << 14  # 64 KiB of float32: below that a message costs more than its bytes.
+PART_NUMEL_MAX = 1 << 18  # 1 MiB of float32: it is still in the cache when it is passed on.
 
 
 class Ring(Gossip):
@@ -54,7 +57,7 @@ class Ring(Gossip):
                 total = yield from self._sum(own)
         self._result, self.number = total, self.number + 1
         self.sight.num_exchanges += 1
-        self.model.scatter(total.copy())
+        self.model.scatter(total)
         self.model.update()
 
     def part(self) -> Waits:
@@ -72,40 +75,42 @@ class Ring(Gossip):
         """Returns the sum over the members; None if the round has to be made again."""
         if len(self._members) == 1:
             return own.copy()
-        total = own.copy()
         place = self._members.index(self.rank)
         chunks = _chunks(len(own), len(self._members))
-        reduce = self._gather_in_order if self._in_order else self._reduce
-        if not (yield from reduce(total, chunks, place)):
+        if not self._in_order:
+            return (yield from self._go_around(own, chunks, place))
+        total = own.copy()
+        if not (yield from self._gather_in_order(total, chunks, place)):
             return None
-        share = self._share_all if self._in_order else self._share
-        return total if (yield from share(total, chunks, place)) else None
+        return total if (yield from self._share_all(total, chunks, place)) else None
 
-    def _reduce(self, total: FloatArray, chunks: Sequence[slice], place: int) -> Steps[bool]:
-        """Adds sums that come around; afterwards the chunk behind this worker's is whole here."""
-        num = len(chunks)
-        to, source = self._members[(place + 1) % num], self._members[place - 1]
-        for hop in range(num - 1):
-            sent, added = (place - hop) % num, (place - hop - 1) % num
-            self._give(to, CHUNK, sent, total[chunks[sent]])
-            came = yield from self._want(source, CHUNK, added, chunks[added])
-            if came is None:
-                return False
-            total[chunks[added]] += came
-        return True
+    def _go_around(
+        self, own: FloatArray, chunks: Sequence[slice], place: int
+    ) -> Steps[FloatArray | None]:
+        """Adds sums that come around, then passes whole chunks around.
 
-    def _share(self, total: FloatArray, chunks: Sequence[slice], place: int) -> Steps[bool]:
-        """Passes whole chunks around."""
-        num = len(chunks)
+        A chunk goes in parts. Each part is added and passed on when it has come, while the others
+        are under way, so that the link is busy from the first hop to the last.
+        """
+        total, num = np.empty_like(own), len(chunks)
         to, source = self._members[(place + 1) % num], self._members[place - 1]
-        for hop in range(num - 1):
-            sent, taken = (place + 1 - hop) % num, (place - hop) % num
-            self._give(to, SUM, sent, total[chunks[sent]])
-            came = yield from self._want(source, SUM, taken, chunks[taken])
-            if came is None:
-                return False
-            total[chunks[taken]] = came
-        return True
+        for index, part in enumerate(_parts(chunks[place])):
+            self._give_part(to, CHUNK, place, index, own[part])
+        for hop in range(2 * (num - 1)):
+            chunk = (place - hop - 1) % num
+            is_sum = hop >= num - 1  # Of all members; before that, of those that it has passed.
+            for index, part in enumerate(_parts(chunks[chunk])):
+                came = yield self._part(source, SUM if is_sum else CHUNK, chunk, index)
+                if came is None:
+                    return None
+                if not is_sum:
+                    came += own[part]
+                if hop >= num - 2:
+                    total[part] = came
+                if hop < 2 * num - 3:
+                    self._give_part(to, SUM if hop >= num - 2 else CHUNK, chunk, index, came)
+        self.sight.partner = source
+        return total
 
     def _gather_in_order(
         self, total: FloatArray, chunks: Sequence[slice], place: int
@@ -143,19 +148,27 @@ class Ring(Gossip):
 
     def _give(self, to: int, kind: int, chunk: int, values: FloatArray) -> None:
         for index, part in enumerate(parts_of(len(values))):
-            tag = Tag(kind, self.number, chunk << 16 | index, self._epoch)
-            self.post.give(to, tag, values[part].copy())
+            self._give_part(to, kind, chunk, index, values[part].copy())
+
+    def _give_part(self, to: int, kind: int, chunk: int, index: int, values: FloatArray) -> None:
+        self.post.give(to, self._tag(kind, chunk, index), values)
 
     def _want(self, source: int, kind: int, chunk: int, place: slice) -> Steps[FloatArray | None]:
         """Waits for a chunk; returns None when the members have changed."""
         values = np.empty(place.stop - place.start, np.float32)
         for index, part in enumerate(parts_of(len(values))):
-            came = yield Want(source, Tag(kind, self.number, chunk << 16 | index, self._epoch))
+            came = yield self._part(source, kind, chunk, index)
             if came is None:
                 return None
             values[part] = came
         self.sight.partner = source
         return values
+
+    def _part(self, source: int, kind: int, chunk: int, index: int) -> Want:
+        return Want(source, self._tag(kind, chunk, index))
+
+    def _tag(self, kind: int, chunk: int, index: int) -> Tag:
+        return Tag(kind, self.number, chunk << 16 | index, self._epoch)
 
     # ----- members
 
@@ -214,3 +227,11 @@ def _chunks(numel: int, num: int) -> list[slice]:
     """Returns `num` chunks of almost one length."""
     bounds = [numel * index // num for index in range(num + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def _parts(chunk: slice) -> list[slice]:
+    """Returns the parts of a chunk that go around one after the other; none of an empty one."""
+    numel = -(-(chunk.stop - chunk.start) // PARTS)
+    numel = min(max(numel, PART_NUMEL_MIN), PART_NUMEL_MAX)
+    starts = range(chunk.start, chunk.stop, numel)
+    return [slice(start, min(start + numel, chunk.stop)) for start in starts]

@@ -17,7 +17,7 @@ from pscore import errors
 from pscore.errors import GroupError, PacelineError
 from psworker.group.watch import Watch, host_name
 
-NUMBERS = torch.float64  # Of the small collectives.
+NUMBERS = torch.float64  # Type of the numbers in small collectives.
 
 
 class Pending:
@@ -188,7 +188,7 @@ class LocalGroup:
         with self.watch.waits():
             try:
                 call()
-            except RuntimeError as problem:  # Of torch's backends.
+            except RuntimeError as problem:  # Torch's backends raise it.
                 raise GroupError(self.watch.explain(str(problem))) from problem
 
     def _run(self, collective: Callable[..., Any], tensor: torch.Tensor, **how: int) -> None:

@@ -1,42 +1,30 @@
 """This process's place in a job, from arguments and environment; it exists once in a process.
 
-Without any server address, shards are started on this machine and end with the job: by this process
-if it is alone, else by the first of the local workers, which writes their addresses into a file for
-the others that only this user can read.
+Without any server address, shards are started on this machine and end with the job
+(local_shards.py).
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import logging
 import os
-import stat
 import sys
-import tempfile
-import time
-import urllib.parse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from pscore.errors import ConfigError, PacelineError, ServerUnavailableError
+from pscore.errors import ConfigError
 from pscore.observe.timeline import open_timeline
-from pscore.pb.ps.v1 import control_pb2 as pb
 from psworker.connection.session import Session
-from psworker.connection.shard_link import Link
 from psworker.group.local_group import LocalGroup
 from psworker.job.environment import Environment, parse_servers
 from psworker.job.grouping import Choice, choose_group
-from psworker.job.own_shards import OwnShards, start_shards
+from psworker.job.local_shards import await_others, find_or_start
+from psworker.job.own_shards import OwnShards
 from psworker.job.phases import Phases
 
 log = logging.getLogger("paceline")
-
-EMBEDDED_TIMEOUT_S = 60.0
-SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
-POLL_S = 0.05
 
 
 class Context:
@@ -89,7 +77,7 @@ class Context:
         self.session.leave(reason, failed=failed)
         if self._shards is not None:
             if self.session.num_workers > 1 and not failed:
-                _await_others(self.session)
+                await_others(self.session)
             self._shards.end()
             self._shards = None
 
@@ -152,13 +140,13 @@ def join(
     addresses = parse_servers(servers) or environment.servers
     shards = None
     if not addresses:
-        addresses, token_file, shards = _embedded(environment)
+        addresses, token_file, shards = find_or_start(environment)
         environment = dataclasses.replace(
             environment, tls_ca="", tls_cert="", tls_key="", token_file=token_file
         )
     group = choose_group(local_group, environment)
     _current = Context(open_session(addresses, environment, group), shards)
-    atexit.register(_at_exit)
+    atexit.register(at_exit)
     return _current
 
 
@@ -250,7 +238,7 @@ def shutdown() -> None:
             context.close()
 
 
-def _at_exit() -> None:
+def at_exit() -> None:
     """Leaves the job when the script ends, so that no worker waits for this one."""
     global _current
     if _current is not None:
@@ -259,108 +247,3 @@ def _at_exit() -> None:
             has_failed = hasattr(sys, "last_value")  # The interpreter has printed an exception.
             how = "failed" if has_failed else "ended"
             context.abandon(f"its process {how}", failed=has_failed)
-
-
-# ----- shards of our own
-
-
-def _embedded(environment: Environment) -> tuple[tuple[str, ...], str, OwnShards | None]:
-    """Returns addresses and token file of shards on this machine, started here or by a sibling.
-
-    Raises:
-        ConfigError: The job has workers on other machines, or the ranks are not known.
-    """
-    if environment.min_workers:
-        raise ConfigError(
-            f"{environment.min_workers} to {environment.num_workers} workers that may join "
-            f"and leave, and "
-            "no server address: start shards with `psserver start` and set "
-            "PACELINE_SERVERS=host:port,..."
-        )
-    if environment.num_groups > 1:
-        raise ConfigError(
-            f"{environment.num_groups} groups, and no server address: start shards with "
-            "`psserver start` and set PACELINE_SERVERS=host:port,... for every group"
-        )
-    if environment.num_workers > environment.local_workers:
-        raise ConfigError(
-            f"{environment.num_workers} workers, {environment.local_workers} of them on this "
-            "machine, and no server address: start shards with `psserver start` and set "
-            "PACELINE_SERVERS=host:port,... on every machine"
-        )
-    if environment.num_workers == 1:
-        shards = start_shards()
-        return shards.addresses, shards.token_file, shards
-    if environment.rank < 0:
-        raise ConfigError(
-            f"{environment.num_workers} workers, but neither a server address nor this worker's "
-            "rank is set: use `psworker run`, torchrun, or set PACELINE_SERVERS"
-        )
-    path = _rendezvous(environment)
-    if environment.local_rank == 0:
-        _sweep(path.parent)
-        shards = dataclasses.replace(start_shards(), rendezvous=path)
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps([shards.addresses, shards.token_file]))
-        draft.replace(path)
-        return shards.addresses, shards.token_file, shards
-    return *_await_addresses(path), None
-
-
-def _rendezvous(environment: Environment) -> Path:
-    """Returns the file in which the first local worker writes the shards' addresses."""
-    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"{folder} must belong to this user, without access for others")
-    launch = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}-{environment.restart}"
-    return folder / f"{urllib.parse.quote(environment.job, safe='')}-{launch}.json"
-
-
-def _sweep(folder: Path) -> None:
-    """Removes the files of launches whose process is gone, since their first worker was killed."""
-    for file in folder.glob("*-*-*-*.json"):
-        launcher = file.stem.rsplit("-", 3)[1]
-        if launcher.isdecimal() and not Path("/proc", launcher).exists():
-            file.unlink(missing_ok=True)
-
-
-def _await_others(session: Session) -> None:
-    """Waits until no other worker needs the shards of this process."""
-    started_s, say_s = time.monotonic(), SAY_AFTER_S
-    first = session.links[0]
-    link = Link(first.address, patience_s=0.0, credentials=first.credentials)
-    try:
-        while True:
-            jobs = link.call(link.control.Status, pb.StatusRequest()).jobs
-            workers = [worker for job in jobs if job.job == session.job for worker in job.workers]
-            live = [str(worker.rank) for worker in workers if worker.state == "live"]
-            waited_s = time.monotonic() - started_s
-            may_come = len(workers) < session.num_workers and waited_s < EMBEDDED_TIMEOUT_S
-            if not live and not may_come:
-                return
-            if waited_s >= say_s:
-                say_s *= 2
-                who = f"worker {', '.join(live)}" if live else "workers that have not joined yet"
-                log.warning(
-                    "worker %d has finished and keeps the shards running for %s", session.rank, who
-                )
-            time.sleep(POLL_S)
-    except PacelineError as error:
-        log.info("the shards have ended before their workers: %s", error)
-    finally:
-        link.close()
-
-
-def _await_addresses(path: Path) -> tuple[tuple[str, ...], str]:
-    deadline_s = time.monotonic() + EMBEDDED_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if path.exists():
-            addresses, token_file = json.loads(path.read_text())
-            return tuple(addresses), token_file
-        time.sleep(POLL_S)
-    raise ServerUnavailableError(
-        f"the first worker on this machine has not started shards within {EMBEDDED_TIMEOUT_S:g} s "
-        f"(no {path})"
-    )

@@ -58,7 +58,7 @@ class Environment:
     restart: int
     data_plane: str
     min_workers: int = 0  # Minimum of an elastic job; 0: the job is not elastic.
-    group: int = -1  # Of the processes that are one worker; -1: torch's ranks decide.
+    group: int = -1  # Number of this local group; -1: torch's ranks decide.
     num_groups: int = 0  # 0: torch's ranks decide.
     # Whether torchrun has started this process; hidden from libraries by psworker.integrations.
     is_torchrun: bool = field(default=False, compare=False)

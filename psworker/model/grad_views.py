@@ -118,7 +118,7 @@ class GradViews:
         """Returns the parameters whose `.grad` is a view of the vector.
 
         When the first views exist, the heap that torch's own gradients used is returned to the
-        system: the allocator would keep free memory that lies below other allocations.
+        system: the allocator would keep free memory below other allocations.
         """
         views = [index for index in self._views if self.has(index)]
         if views and not self._has_trimmed:

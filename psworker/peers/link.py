@@ -28,7 +28,7 @@ OnAnswer = Callable[[FloatArray | None], None]
 class PeerCall:
     """One message under way, and its answer."""
 
-    on_answer: OnAnswer | None = None  # Of an offer; None: the other is busy or gone.
+    on_answer: OnAnswer | None = None  # Callback of an offer; None: the other is busy or gone.
     done: Future[None] = field(default_factory=Future)
 
 
@@ -45,7 +45,7 @@ class PeerLink:
 
         Args:
             peer: The worker, as the directory lists it.
-            token: Of the job.
+            token: Token of the job.
         """
         self.peer = peer
         self.is_over = False

@@ -38,7 +38,7 @@ class Peers:
     Attributes:
         gossip: The state machine that decides what is sent; set by `drive`.
         table: Index of the table.
-        epoch: Of the directory, as this worker knows it; 0: it has not met anyone.
+        epoch: Epoch of the directory, as this worker knows it; 0: it has not met anyone.
         distance: To the last average of all models, relative to the norm of the average.
         has_parted: Whether this worker exchanges nothing any more.
     """

@@ -19,7 +19,7 @@ class Load:
     input_nbytes: float  # Activations received, as many bytes of gradients sent; first stage: 0.
     output_nbytes: float  # The same behind it; last stage: 0.
     replicas: int
-    bandwidth: float  # Of a replica's link, in bytes per second and direction.
+    bandwidth: float  # Bandwidth of a replica's link, in bytes per second and direction.
 
 
 class Cost(Protocol):

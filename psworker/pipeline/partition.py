@@ -42,7 +42,7 @@ class Stage:
     last: int
     replicas: int
     in_flight: int  # Minibatches between their forward and their backward on one replica.
-    memory_nbytes: int  # Of one replica.
+    memory_nbytes: int  # Bytes of one replica.
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Cell:
 
     seconds: float
     cut: int = -1  # -1: it is one stage.
-    units: int = 0  # Of its last stage.
+    units: int = 0  # Units of its last stage.
 
 
 # Cells by last layer and units, where the last stage sends its output on this level, and not.
@@ -121,8 +121,8 @@ class Partitioner:
         Args:
             layers: The model.
             levels: Workers of a machine first, then machines.
-            cost: Of a stage.
-            memory: Of a worker; None: no limit.
+            cost: Cost of a stage.
+            memory: Memory of a worker; None: no limit.
         """
         self._layers = layers
         self._levels = levels
@@ -177,7 +177,7 @@ class Partitioner:
         """Returns the best pipelines of layers from `first` on, by last layer and units.
 
         Args:
-            level: Of the links between the stages.
+            level: Level of the links between the stages.
             first: The first layer.
             outer: How often the outer levels replicate the pipeline.
             before: Workers of the stages before it.

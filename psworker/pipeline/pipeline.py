@@ -42,9 +42,10 @@ class Pipeline:
     Attributes:
         place: Stage and replica of this worker.
         module: The layers of its stage; the parameters hold the newest weights.
-        optimizer: Of its stage, with the learning rate times replicas of the stage over replicas of
+        optimizer: Optimizer of its stage, with the learning rate times replicas of the stage over
+            replicas of
             the first one: stages with more replicas make fewer updates.
-        losses: Of the minibatches whose loss this worker has computed, by number.
+        losses: Losses of the minibatches whose loss this worker has computed, by number.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Pipeline:
             servers: Addresses of the shards; else PACELINE_SERVERS.
             job: Name of the job; else that of the launcher. A stage with replicas is the job
                 `job.s0`, `job.s1`, ...
-            rank: Of this worker; else the launcher's. Those of the first stage come first.
+            rank: Rank of this worker; else the launcher's. Those of the first stage come first.
             num_workers: Workers of all stages; else the launcher's.
 
         Raises:
@@ -121,8 +122,8 @@ class Pipeline:
         """Trains on a minibatch; every worker calls it with the same ones, in the same order.
 
         Args:
-            inputs: Of the first stage, which alone reads it.
-            targets: Of the last stage, which alone reads it.
+            inputs: Inputs of the first stage, which alone reads it.
+            targets: Targets of the last stage, which alone reads it.
 
         Returns:
             The loss, on the worker that has computed it.

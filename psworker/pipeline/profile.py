@@ -34,7 +34,7 @@ class Profile:
 
     model: str
     layers: tuple[Layer, ...]
-    samples: int  # Of a minibatch.
+    samples: int  # Samples of a minibatch.
     device: str
     source: str = ""  # Origin of the numbers, if they were not measured here.
 

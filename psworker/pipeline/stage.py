@@ -40,7 +40,7 @@ class StageReplica:
     """The layers of a stage on one worker.
 
     Attributes:
-        losses: Of the minibatches that this replica has ended, if it has the loss.
+        losses: Losses of the minibatches that this replica has ended, if it has the loss.
         ring: Its weight versions.
     """
 
@@ -49,8 +49,8 @@ class StageReplica:
 
         Args:
             module: The layers; an update writes into their parameters.
-            versions: Of the weights, and the place of the replica.
-            loss: Of the last stage's output and the targets.
+            versions: Versions of the weights, and the place of the replica.
+            loss: Loss function of the last stage's output and the targets.
             send: Sends values to another rank, and does not wait.
         """
         self._module = module
@@ -74,8 +74,8 @@ class StageReplica:
 
         Args:
             minibatch: Its number; nothing happens if it is on another replica.
-            inputs: Of the first stage; others do not read it.
-            targets: Of the last stage; others do not read it.
+            inputs: Inputs of the first stage; others do not read it.
+            targets: Targets of the last stage; others do not read it.
         """
         if not self._place.has(minibatch):
             return

@@ -40,8 +40,8 @@ def compare(
     Args:
         profile: The model.
         levels: Workers of a machine first, then machines.
-        cost: Of a stage.
-        memory: Of a worker; None: no limit.
+        cost: Cost of a stage.
+        memory: Memory of a worker; None: no limit.
     """
     memory = memory or Memory()
     found = Partitioner(profile.layers, levels, cost, memory)

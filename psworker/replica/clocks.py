@@ -22,8 +22,8 @@ class Clocks:
             so far, or more where steps have closed without this worker. Replaced or changed only
             by this class.
         fragments: The fragment of each slice.
-        limit: The next push of the whole group, where several processes are one worker; None: not
-            known yet, or this process is the worker.
+        limit: The next push of all slices, where several processes are one worker, or once pulls of
+            the step under way have begun to be applied; None: not known yet, or not fixed yet.
     """
 
     def __init__(
@@ -177,6 +177,11 @@ class Clocks:
     def oldest_version(self, count: int) -> int:
         """Returns the oldest version that has the first `count` pushes of this worker in it."""
         return self.rule.min_version(count - 1) if count else 0
+
+    def fix(self) -> None:
+        """Fixes the step of the next push, in a mode by step, until `pushed` counts it."""
+        if self.rule.by_step and self.limit is None:
+            self.limit = self.next_of_all()
 
     def up_to(self, fragments: Sequence[int], step: int) -> Sequence[int]:
         """Returns the fragments whose next rounds end before or with those of some `fragments`.

@@ -27,7 +27,7 @@ def push_late(
     """
     ends = replica.rule.step_after(replica.step - replica.num_inner, 1)
     if ends <= step:
-        replica._round.add_step(1.0)
+        replica.round.add_step(1.0)
         replica._push_round([0], values, push_pull)
         replica.step = ends
     return ends <= step
@@ -35,5 +35,5 @@ def push_late(
 
 def continue_at(replica: Replica, step: int, samples: float) -> None:
     """Sets the step of the round under way to that of the other workers."""
-    replica._round.add_step(samples, max(0, step - replica.step))
+    replica.round.add_step(samples, max(0, step - replica.step))
     replica.step = max(step, replica.step)

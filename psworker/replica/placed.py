@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from psworker.replica.ports import PushPull
 from psworker.replica.pulls import Pulls, Waits
 from psworker.replica.pushes import Pushes
 from psworker.replica.rounds import Round
+from psworker.replica.slice_ends import SliceEnds
 
 START = Origin()
 
@@ -32,7 +32,8 @@ class PlacedReplica:
         local: The slices of these weights, and their local update.
         parts: The slices, by index.
         clocks: The pushes of each slice.
-        is_ending: Whether `finish` has begun to end a step, and has not ended it.
+        round: The open round, in a mode that has rounds.
+        is_ending: Whether `finish` or `end_slice` has begun to end a step, and it is not over.
     """
 
     def __init__(
@@ -67,14 +68,13 @@ class PlacedReplica:
         self.local = LocalWeights(layout, rule, optimizer, num_groups, weights, num_workers)
         self.parts = self.local.parts
         self.clocks = Clocks(rule, self.parts, self.own)
-        places = [itertools.count() for _ in range(layout.num_shards)]
-        self._places = [next(places[spec.shard]) for spec in layout.slices]  # In its shard.
-        self._round = Round(layout, weights, role=_role(rule))
-        self._round.divide(self.clocks.num_fragments)
+        self.round = Round(layout, weights, role=_role(rule))
+        self.round.divide(self.clocks.num_fragments)
         for index, part in enumerate(self.parts):
-            part.origin = self._round.origin(index)
+            part.origin = self.round.origin(index)
         self._pushes = Pushes(rank, self.clocks, self.parts)
-        self._pulls = Pulls(self.local, self.clocks, self._round)
+        self._pulls = Pulls(self.local, self.clocks, self.round)
+        self._ends = SliceEnds(layout, self.local, self.clocks, self._pulls)
 
     def front_first(self) -> Sequence[int]:
         """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
@@ -83,7 +83,7 @@ class PlacedReplica:
     @property
     def num_inner(self) -> int:
         """Steps of the user's own optimizer since the last pull."""
-        return self._round.num_inner
+        return self.round.num_inner
 
     @property
     def next_push(self) -> int:
@@ -99,7 +99,7 @@ class PlacedReplica:
         """
         self.abandon()
         yield from self.settle()
-        self._round.begin()
+        self.round.begin()
         for index in self.front_first():
             self._pulls.fetch(index, push_pull, min_version)
         yield from self.settle()
@@ -145,18 +145,19 @@ class PlacedReplica:
     def restart(self) -> None:
         """Starts again in the same job and step; the next pulls bring weights and clocks."""
         self._pulls.restart()
+        self._ends.clear()
         self.clocks.restart(self.rule)
-        self._round.begin()
+        self.round.begin()
         self.is_ending = False
         self.local.restart()
 
     def change(self, rule: Rule) -> None:
         """Continues under another rule at the same step; its pulls bring weights and clocks."""
-        assert self._round.role is _role(rule)
+        assert self.round.role is _role(rule)
         self.rule = rule
         self.local.change(rule)
         self.clocks.restart(rule)
-        self._round.divide(self.clocks.num_fragments)
+        self.round.divide(self.clocks.num_fragments)
         self.restart()
 
     def locate(self, origin: Origin) -> None:
@@ -166,7 +167,7 @@ class PlacedReplica:
             origin: The push and the step from which steps are counted.
         """
         if self.clocks.num_fragments > 1:
-            self.step = self.clocks.step_at(origin, self._round.num_inner_of)
+            self.step = self.clocks.step_at(origin, self.round.num_inner_of)
             return
         num_pushes = max(0, self.next_push - origin.clock)
         self.step = self.rule.step_after(origin.step, num_pushes) + self.num_inner
@@ -174,14 +175,6 @@ class PlacedReplica:
     def settle(self) -> Waits:
         """Waits for all pulls under way, and applies them in the order of arrival."""
         yield from self._pulls.settle()
-
-    def follow(self) -> None:
-        """Records the weights of the slices that others of the group have pulled."""
-        self._round.follow(self.own)
-
-    def shift_origin(self, change: torch.Tensor) -> None:
-        """Shifts the start of the round by `(layout.numel,)`: a model's rounding is no move."""
-        self._round.shift(change)
 
 
 def _role(rule: Rule) -> Role | None:

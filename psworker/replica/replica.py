@@ -18,8 +18,7 @@ from psworker.replica.placed import PlacedReplica
 from psworker.replica.ports import PullBuffer, PushPull
 from psworker.replica.pulls import Waits
 from psworker.replica.rounds import not_finite
-
-OF_ROUNDS = (Role.DELTA, Role.MODEL)  # Pushes that end a round.
+from psworker.replica.slice_ends import OF_ROUNDS
 
 
 class Replica(PlacedReplica):
@@ -27,7 +26,6 @@ class Replica(PlacedReplica):
 
     In a mode whose workers run the user's own optimizer between rounds, the replica's driver makes
     that step on the weights before it calls `finish`; the push then carries the weights' move.
-
     """
 
     # ----- one step
@@ -70,7 +68,7 @@ class Replica(PlacedReplica):
         assert self._pulls.has_landed(index)
         self._pushes.send(index, plan, Role.GRADIENT, grad, present, samples, push_pull)
         is_time = self.rule.by_step or not in_backward
-        if plan.pulls(self._places[index]) and index not in self._pulls and is_time:
+        if self._ends.is_pulled(index, plan) and index not in self._pulls and is_time:
             with_state = self.local.wants_state(self.rule, self.step)
             self._pulls.send_early(index, push_pull, with_state=with_state, in_use=in_backward)
 
@@ -78,6 +76,17 @@ class Replica(PlacedReplica):
         """Waits until an earlier step's pull of a slice has landed; does not apply it yet."""
         if not self._pulls.has_landed(index):
             yield index
+
+    def end_slice(self, index: int, grad: torch.Tensor, push_pull: PushPull) -> None:
+        """Ends the step of a slice that has been pushed, if the mode waits for no pull of the step.
+
+        It is the slice's part of `finish`, as soon as backward is over: its next weights come while
+        this worker waits for earlier pulls of other slices, so that links stay busy.
+        """
+        plan = self.plan()
+        if plan.push is Role.GRADIENT and not plan.block:
+            self.is_ending = True
+            self._ends.end_early(index, self.step, plan, grad, push_pull)
 
     def finish(
         self, grads: Sequence[torch.Tensor], push_pull: PushPull, samples: float = 1.0
@@ -101,29 +110,23 @@ class Replica(PlacedReplica):
         ending = [q for q, plan in enumerate(plans) if plan.push in OF_ROUNDS]
         blocks = any(plan.block for plan in plans)
         if plans[0].inner:
-            self._round.add_step(samples)
+            self.round.add_step(samples)
         if plans[0].push is Role.GRADIENT:
             self.clocks.pushed()
         # A pull that only a later step waits for must have landed when its slice is pushed again,
-        # and backward, which decides when that is, ends with the front. Unless it was sent along
-        # with the push, it is sent as soon as the previous one has been applied, so that the
-        # connection from the shard is never idle.
-        with_state = any(it.pull for it in plans) and self.local.wants_state(self.rule, self.step)
+        # and backward, which decides when that is, ends with the front.
         order = self.front_first() if blocks else self.own
-        for index in order:
+        for index in [index for index in order if index not in self._ends]:
             plan = plans[self.clocks.fragments[index]]
             if plan.lands or plan.push in OF_ROUNDS:
                 yield from self.land(index)
-                self._pulls.apply(index)
-            if plan.local and not plan.inner:
-                self.local.update(index, self.step, grads[index])
-            if plan.pulls(self._places[index]) and plan.push not in OF_ROUNDS:
-                self._pulls.send(index, push_pull, with_state=with_state)
+            self._ends.end(index, self.step, plan, grads[index], push_pull)
         if ending:
             self._push_round(ending, grads, push_pull)
             order = [index for index in order if self.clocks.fragments[index] in ending]
             self._pull_round(plans[ending[0]], order, grads, push_pull)
         self._pulls.early.clear()
+        self._ends.clear()
         self.step += 1
         if blocks:
             yield from self.settle()
@@ -137,10 +140,10 @@ class Replica(PlacedReplica):
             grads: Memory for the moves, as for `finish`.
             push_pull: Sends them.
         """
-        is_model = self._round.role is Role.MODEL
-        ending = [q for q, num in enumerate(self._round.num_inner_of) if num or is_model]
+        is_model = self.round.role is Role.MODEL
+        ending = [q for q, num in enumerate(self.round.num_inner_of) if num or is_model]
         if ending:
-            self._round.is_last = True
+            self.round.is_last = True
             self._push_round(self.clocks.up_to(ending, self.step), grads, push_pull)
 
     def peek(
@@ -164,7 +167,7 @@ class Replica(PlacedReplica):
     @property
     def drifts(self) -> bool:
         """Whether the weights here differ from those of the shards between two pulls."""
-        return self.local.local_update is not None or self._round.role is not None
+        return self.local.local_update is not None or self.round.role is not None
 
     # ----- inside
 
@@ -185,16 +188,16 @@ class Replica(PlacedReplica):
     ) -> None:
         """Pushes the moves of some fragments, or the weights, weighted by the mean of samples."""
         fragments = self.clocks.fragments
-        bad = self._round.write(
+        bad = self.round.write(
             self.parts, values, [i for i in range(len(fragments)) if fragments[i] in ending]
         )
         if bad is not None:
             self.is_ending = False
             raise not_finite(bad, self.step)
-        plan, role = self.plan(), self._round.pushed_role
+        plan, role = self.plan(), self.round.pushed_role
         for index in self.front_first():
             if fragments[index] in ending:
-                samples = self._round.mean_samples(fragments[index])
+                samples = self.round.mean_samples(fragments[index])
                 self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
         self.clocks.pushed(ending)
-        self._round.begin(ending)
+        self.round.begin(ending)

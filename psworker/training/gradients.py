@@ -133,18 +133,20 @@ class Gradients:
 
         With overlap one slice is sent while the next is checked; else all are checked first, so
         that the step can be left out. Slices leave in the order in which their earlier pulls land.
+        Where a step does not wait for its own pulls, each slice's part of it ends at once.
         """
-        if not self.overlap.is_wanted:
-            self._gather(range(len(self._flat.parameters)))
-            plan = self._replica.plan()
-            if plan.compress or plan.flush:
-                self._exchange.payloads.require_room(self._table.grads(), self._flat.present)
-        left = [index for index in self._replica.front_first() if index not in self._pushed]
+        replica, exchange = self._replica, self._exchange
+        left = [index for index in replica.front_first() if index not in self._pushed]
+        if not (self.overlap.is_wanted and replica.plan().block):
+            self._check_all(left)
+        for index in self._pushed:
+            self._end_slice(index)
         while left:
-            index = self._exchange.next_landed(left)
+            index = exchange.next_landed(left)
             left.remove(index)
             self._gather([part.tensor for part in self._table.layout.slices[index].segments])
             self._push(index)
+            self._end_slice(index)
 
     def push_none(self) -> None:
         """Ends the step without a gradient of this worker.
@@ -220,6 +222,22 @@ class Gradients:
         flat, samples = self._flat.grads_of(index), 0.0 if is_empty else self._weight()
         self._replica.push(index, flat, present, samples, self._exchange, in_backward=in_backward)
         self._pushed.add(index)
+
+    def _check_all(self, left: Sequence[int]) -> None:
+        """Refuses a gradient of the slices that are left before the step changes anything.
+
+        Raises:
+            GradientError: One holds NaN or Inf, or cannot be added to its residual.
+        """
+        self._gather(range(len(self._flat.parameters)))
+        plan = self._replica.plan()
+        if plan.compress or plan.flush:
+            grads = {index: self._flat.grads_of(index) for index in left}
+            self._exchange.payloads.require_room(grads, self._flat.present)
+
+    def _end_slice(self, index: int) -> None:
+        """Ends the step of a slice that has left, where the mode allows it; backward is over."""
+        self._replica.end_slice(index, self._flat.grads_of(index), self._exchange)
 
     def _present(self, index: int) -> int:
         """Returns which segments of a slice have a gradient, as `FlatModel.present` does."""

@@ -51,7 +51,7 @@ class GroupGradients(Gradients):
         self._sums: dict[int, Pending] = {}  # By slice, in the order of their start.
         self._problem: GradientError | None = None  # Found during backward.
         self._has_weight = False  # Whether `samples` is that of the step.
-        self._samples_here = 0.0  # Of this process.
+        self._samples_here = 0.0  # Samples of this process.
         self._weights: list[float] = []  # By parameter: samples of the processes that have it.
         super().__init__(table, overlap, begin)
 
@@ -170,11 +170,14 @@ class GroupGradients(Gradients):
             if index not in self._sums:
                 self._start_sum(index, self._samples_here)
         try:
+            for index in self._pushed:
+                self._end_slice(index)
             for index in self._replica.front_first():
                 if index not in self._pushed:
                     self._sums[index].wait()
                     self._divide(index)
                     self._push(index)
+                    self._end_slice(index)
         finally:
             self._await_sums()
 

@@ -50,7 +50,7 @@ class GroupSteps(Steps):
                 table.progress.locate(number)
                 self._gradients.end()
                 self._left_out.ended()
-                # Of a scheduler that was made before the wrapper, which warns without it.
+                # For a scheduler that was made before the wrapper, which warns without it.
                 self._inner._opt_called = True  # type: ignore[attr-defined]
             else:
                 recovery.come_back()

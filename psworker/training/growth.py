@@ -4,7 +4,7 @@ The layout of a table is fixed. So the workers meet, and continue with another t
 parameters that are to be trained now: `model+1` after `model`. Rank 0 uploads to it the global
 weights, the optimizer's state and the step of the former table, and every worker keeps its
 residuals. No gradient is lost, and the weights are those of a plain optimizer whose group was added
-at that step. The former table stays on the shards until the job ends, and nobody pushes to it.
+at that step. The former table stays on the shards until the job ends, and no worker pushes to it.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def hand_over(
     All workers call it.
 
     Args:
-        former: The former table, which nobody pushes to any more.
-        recovery: Of that table.
+        former: The former table, to which no worker pushes any more.
+        recovery: Recovery of that table.
         kept: The result of `growth.leave`.
         inner: The wrapped optimizer.
         groups: The parameter groups.

@@ -228,7 +228,7 @@ class DistributedOptimizer(Figures, SavedState):
     def no_sync(self) -> Iterator[None]:
         """Context manager: backward only adds to each `.grad`, as in `no_sync` of DDP.
 
-        With `overlap=True` no gradient leaves inside; the last backward of a step stands outside.
+        With `overlap=True` no gradient leaves inside; the last backward of a step must be outside.
         Without it gradients leave at `step`, and the context changes nothing.
         """
         former, gradients = self._gradients.accumulates, self._gradients

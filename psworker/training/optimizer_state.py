@@ -27,7 +27,7 @@ def unpack(
     """Overwrites an optimizer's state with the result of `pack` for another one.
 
     Args:
-        optimizer: Of the same class, with parameters of the same shapes.
+        optimizer: Optimizer of the same class, with parameters of the same shapes.
         values: The vector; empty: the other optimizer has no state.
         parameters: The trained parameters, whose values may change.
 

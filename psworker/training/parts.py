@@ -135,4 +135,4 @@ class Parts:
             for spec in self._layout.slices
         ]:
             copy.wait()
-        self._replica.follow()
+        self._replica.round.follow(self._replica.own)

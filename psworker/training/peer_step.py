@@ -18,7 +18,8 @@ from pscore.types import FloatArray
 from psworker.connection.trace import local_update
 from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Model
-from psworker.model.finite import not_finite
+from psworker.model.finite import is_finite_sum, not_finite
+from psworker.model.grad_views import is_plain
 from psworker.peers.peers import Peers
 from psworker.training.local_step import LocalStep
 from psworker.training.optimizer_state import pack, unpack
@@ -141,7 +142,9 @@ class PeerStep(AloneStep):
         flat = self._table.flat
         for index, parameter in enumerate(flat.parameters):
             grad = parameter.grad
-            if grad is not None and not bool(torch.isfinite(grad).all()):
+            if grad is None or is_finite_sum(grad):
+                continue  # Much faster than looking at each element.
+            if not bool(torch.isfinite(grad).all()):
                 raise not_finite(flat.layout.tensors[index].name, grad, self._number)
 
     # ----- Model
@@ -173,14 +176,22 @@ class PeerStep(AloneStep):
         if weight <= 0:
             return
         self._skips = False  # The others' gradients count here too.
-        mean = torch.from_numpy(total[:numel] / weight).to(flat.device)
+        is_here = flat.device.type == "cpu"
+        mean = None if is_here else torch.from_numpy(total[:numel] / weight).to(flat.device)
         for index, parameter in enumerate(flat.parameters):
             if total[numel + 1 + index] == 0:
                 parameter.grad = None
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.copy_(flat.state_view(mean, index))
+            if mean is not None:
+                parameter.grad.copy_(flat.state_view(mean, index))
+                continue
+            summed = flat.state_view(total, index).numpy()
+            if is_plain(parameter.grad, parameter.numel()):  # Without memory for the mean.
+                np.divide(summed, weight, out=parameter.grad.numpy())
+            else:
+                parameter.grad.copy_(torch.from_numpy(np.asarray(summed / weight)))
 
     @property
     def _number(self) -> int:

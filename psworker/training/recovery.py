@@ -160,7 +160,7 @@ class Recovery:
             with self.guard():
                 return self._table.peek(num_state)
         except (ReplacedError, UnknownJobError):
-            if self._gradients.have_left:  # `step` rejoins at its end.
+            if self._gradients.have_left:  # `step` rejoins before it returns.
                 raise
             with self.guard():
                 return self._table.peek(num_state)

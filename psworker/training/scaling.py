@@ -23,7 +23,7 @@ from psworker.connection.session import Session
 if TYPE_CHECKING:
     from pscore.rules.base import Rule
 
-ARGUMENT = "grad_scaler"  # Of `step`: a scaler looks for it in the signature.
+ARGUMENT = "grad_scaler"  # Argument of `step`: a scaler looks for it in the signature.
 
 # torch prefers to set two attributes, but these cannot change the scaler's finding.
 warnings.filterwarnings(
@@ -66,7 +66,7 @@ def unscale(optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
 
 
 def takes_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement of `step` with the argument that tells a scaler to pass itself.
+    """Returns a replacement of `step` with the argument in which a scaler passes itself.
 
     Accelerate replaces `step` around each call by a function with `*args` and `**kwargs` alone.
     """

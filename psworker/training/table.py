@@ -27,7 +27,8 @@ from psworker.group.local_group import LocalGroup
 from psworker.model.sharded import find_routes, make_flat
 from psworker.replica.late import continue_at, push_late
 from psworker.replica.ports import PullBuffer
-from psworker.replica.replica import OF_ROUNDS, Replica
+from psworker.replica.replica import Replica
+from psworker.replica.slice_ends import OF_ROUNDS
 from psworker.training.local_step import LocalStep
 from psworker.training.parts import Parts, own_slices, refuse_in_group
 from psworker.training.progress import Progress
@@ -50,7 +51,7 @@ class TrainingTable:
 
     Attributes:
         name: The table's name at the shards.
-        layout: Where each parameter lies, and which shard has which slice.
+        layout: The place of each parameter in the flat vector, and the shard of each slice.
         optimizer: The optimizer that the shards run.
         exchange: Pushes and pulls of the table.
         flat: The model as flat memory.
@@ -215,10 +216,7 @@ class TrainingTable:
         self._start_local_step()
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
-        """Continues from a state, with its steps and samples, that rank 0 has uploaded.
-
-        All workers call it, and wait for rank 0 at `barrier`.
-        """
+        """Continues from a state, with its steps, that rank 0 has uploaded; all wait for it."""
         self.session.barrier(barrier)
         self.exchange.ask_origin()
         if self.rule.outer_optimizer:
@@ -344,5 +342,5 @@ class TrainingTable:
         if self.rule.outer_optimizer and self.flat.has_casts:
             before = self.flat.weights.clone()
             self.flat.gather_weights()
-            self.replica.shift_origin(self.flat.weights - before)
+            self.replica.round.shift(self.flat.weights - before)
         self.flat.note_weights()

@@ -74,7 +74,7 @@ def _obstacle(endpoint: Endpoint, *, is_local: bool) -> str | None:
     if is_local and not keeps_order():
         return f"this host is {platform.machine()}, and shared memory needs x86-64"
     if not is_local and not endpoint.port:
-        return "the shard has no bulk port"
+        return "the shard has no data port"
     try:
         connect(endpoint, is_local=is_local).close()
     except TransportError as problem:

@@ -32,7 +32,7 @@ from psworker.transports.base import PullCall
 from psworker.transports.retry import RetryPolicy
 from psworker.transports.socket_base import SocketTransport
 
-ATTACH_SUFFIX = ".attach"  # Of the Unix socket's name.
+ATTACH_SUFFIX = ".attach"  # Suffix of the Unix socket's name.
 ATTACHED_NBYTES_MAX = 1 << 16
 
 

@@ -1,4 +1,4 @@
-"""A shard that lets in only who has a certificate and a token, and what it takes to knock."""
+"""A shard that admits only peers with a certificate and a token, and the attempts to connect."""
 
 import datetime
 import socket
@@ -80,7 +80,7 @@ class Fortress:
         return {name: str(value) for name, value in variables.items()}
 
     def endpoint(self, token: str = "", **changes: Any) -> Endpoint:
-        """Returns where the bulk data plane listens, for a bearer of `token`."""
+        """Returns where the data sockets listen, for a bearer of `token`."""
         insider = Link(self.address, patience_s=5.0, credentials=self.credentials(EVERYTHING))
         reply = insider.call(insider.control.Describe, pb.DescribeRequest())
         insider.close()
@@ -94,7 +94,7 @@ class Fortress:
         return replace(found, **changes)
 
     def knock(self, **changes: Any) -> socket.socket:
-        """Returns a plain connection to the bulk port."""
+        """Returns a plain connection to the data port."""
         where = self.endpoint(**changes)
         return socket.create_connection((where.host, where.port), 20.0)
 

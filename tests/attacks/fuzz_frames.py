@@ -1,4 +1,4 @@
-"""A coverage-guided fuzzer on what a shard decodes: `make fuzz`. Needs the extra `fuzz`.
+"""A coverage-guided fuzzer of a shard's decoders: `make fuzz`. Needs the extra `fuzz`.
 
     python -m tests.attacks.fuzz_frames -runs=1000000
 
@@ -27,7 +27,7 @@ from psserver.service import data_socket
 from tests.attacks.target import Target, resealed, seeds
 from tests.unit.psserver.front import Front
 
-# What guides it. Not whole packages: traced functions cannot be compiled by Numba.
+# The code that guides it. Not whole packages: traced functions cannot be compiled by Numba.
 GUIDES = (
     wire,
     sockets,

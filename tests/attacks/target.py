@@ -1,4 +1,4 @@
-"""A shard that is sent anything: what a fuzzer calls, and what it begins from.
+"""A shard that is sent anything: a fuzzer's entry point, and its first inputs.
 
 Everything behind the socket is the daemon's own: the connection, the decoder, the requests, the
 clocks and the stores of three tables, two of them compressed.
@@ -25,7 +25,7 @@ TABLES = (("ssgd", "none"), ("asgd", "topk"), ("asgd", "2bit"))
 
 
 class Stream(socket.socket):
-    """A peer that has sent `data` and closed its end; what it is answered is kept."""
+    """A peer that has sent `data` and closed its end; the answers are kept."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -47,7 +47,7 @@ def strong(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 
 @pytest.fixture
 def stronghold(strong: Fortress) -> Iterator[Fortress]:
-    """The shard; whatever a test does, the other job's next step works."""
+    """The shard; after each test the next step of the other job works."""
     yield strong
     assert psutil.pid_exists(strong.pid)
     strong.still_works()
@@ -115,7 +115,7 @@ def test_commands_say_what_is_missing_and_health_needs_no_token(
 
 @pytest.mark.parametrize("is_local", [False, True])
 @pytest.mark.parametrize(("token", "message"), BAD)
-def test_a_bulk_connection_needs_a_token(
+def test_a_data_connection_needs_a_token(
     stronghold: Fortress, token: str, message: str, is_local: bool
 ) -> None:
     with pytest.raises(AccessError, match=message):
@@ -123,7 +123,7 @@ def test_a_bulk_connection_needs_a_token(
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_a_bulk_connection_of_one_job_reads_and_writes_no_other(
+def test_a_data_connection_of_one_job_reads_and_writes_no_other(
     stronghold: Fortress, is_local: bool
 ) -> None:
     sender = data_pb2.Sender(job="train", worker=0, incarnation=7)
@@ -210,7 +210,7 @@ def quiet_receive(connection: socket.socket) -> bytes:
 
 
 def test_a_peer_without_tls_is_disconnected(stronghold: Fortress) -> None:
-    with pytest.raises(TransportError, match="no bulk connection to 127"):
+    with pytest.raises(TransportError, match="no data connection to 127"):
         connect(stronghold.endpoint(TRAIN, tls=None), is_local=False)
 
 

@@ -1,4 +1,4 @@
-"""The bulk data plane: frames on a stream, where a lie costs at most its own connection.
+"""The socket data plane: frames on a stream, where a lie costs at most its own connection.
 
 A connection is served in the test's own thread: everything that the peer sends is in the socket
 before, and its end is closed, so that nothing waits.

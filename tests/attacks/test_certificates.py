@@ -49,7 +49,7 @@ NOT_TAKEN = "does not accept this side's certificate .*; set PACELINE_TLS_CERT a
 TAKEN_FROM = NOT_TAKEN.replace(
     ".*", r".* \(valid from 20..-..-.. ..:.. to 20..-..-.. ..:.. UTC by the clock there\)"
 )
-CUT = "|no bulk connection to"  # The reason may be lost where both sides speak at once.
+CUT = "|no data connection to"  # The reason may be lost where both sides speak at once.
 
 
 def good(folder: Path) -> Path:
@@ -153,7 +153,7 @@ def test_a_worker_with_tls_is_told_that_the_shard_has_none(tmp_path: Path) -> No
         describe(run["addresses"][0], client(files))
 
 
-# ----- the bulk port, in this process
+# ----- the data port, in this process
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def listening(front: Front, files: Path, tokens: Path | None) -> Iterator[Listen
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_the_bulk_port_is_not_believed_either(tmp_path: Path, name: str) -> None:
+def test_the_data_port_is_not_believed_either(tmp_path: Path, name: str) -> None:
     make, message = SHARDS[name]
     files = make(tmp_path)
     trusted = certificates(tmp_path, "other") if name == "another CA" else files
@@ -261,7 +261,7 @@ def tls_pair(folder: Path) -> tuple[tls.TLSSocket, tls.TLSSocket]:
 
 
 def test_a_tls_connection_is_written_and_read_at_once(tmp_path: Path) -> None:
-    """As the bulk plane does all the time: two threads, megabytes in both directions."""
+    """As the data sockets does all the time: two threads, megabytes in both directions."""
     near, far = tls_pair(tmp_path)
     payload = bytes(range(256)) * (1 << 15)  # 8 MiB, in either direction.
     threads = [

@@ -20,7 +20,7 @@ from tests.unit.psserver.front import JOB, Context, Front, Refused, play
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 COST_NBYTES_MAX = 32 << 20  # Of a refused declaration; the longest here has 65537 tensors.
-SECONDS_MAX = 5.0  # Far above what any refusal takes, far below a plan for what was declared.
+SECONDS_MAX = 5.0  # Far above what any refusal takes, far below a plan for the declared table.
 
 
 def tensor(*shape: int, name: str = "w", dtype: str = "float32", group: int = 0) -> pb.Tensor:
@@ -88,7 +88,7 @@ def test_tensors_that_no_shard_serves_are_refused(tensors: list[pb.Tensor]) -> N
 def test_a_model_larger_than_the_memory_of_the_host_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is within the limits of a plan; what it would cost is compared with what is left."""
+    """It is within the limits of a plan; its cost is compared with the memory left."""
     left = SimpleNamespace(available=1 << 20)
     monkeypatch.setattr("psserver.engine.host_memory.psutil.virtual_memory", lambda: left)
 

@@ -34,7 +34,7 @@ WAIT_S = 20.0
 
 @dataclass
 class Small:
-    """A shard with few descriptors, which asks for a token; and what its launcher knows of it."""
+    """A shard with few descriptors, which asks for a token, and its description by its launcher."""
 
     process: psutil.Process
     address: str
@@ -107,7 +107,7 @@ def test_more_strangers_than_descriptors_end_nothing(small: Small, plane: str) -
 
 
 def test_headers_and_pushes_of_strangers_take_bounded_memory(tmp_path: Path) -> None:
-    """On loopback, where no token is asked for: what a stranger declares is not memory yet."""
+    """On loopback, where no token is needed: a stranger's declaration takes no memory yet."""
     command = Command(tmp_path)
     with command.detached() as run:
         (address,) = run["addresses"]

@@ -1,4 +1,4 @@
-"""Bytes that are not exactly a frame: each bit flip, each truncation, lies, and what they cost."""
+"""Bytes that are not exactly a frame: bit flips, truncation, false sizes, and their cost."""
 
 import random
 import struct
@@ -17,7 +17,7 @@ COST_NBYTES_MAX = 1 << 16  # Of refusing anything: an exception and its message.
 
 
 def sealed(start: bytes, rest: bytes) -> bytes:
-    """Returns a frame whose checksum is right, whatever its sizes say."""
+    """Returns a frame whose checksum is right, although its sizes may be wrong."""
     digest = xxhash.xxh3_64_intdigest(start + rest)
     return start + digest.to_bytes(8, "little") + rest
 

@@ -2,7 +2,7 @@
 
 Each pod gets a network namespace with an address, the names of its peers in /etc/hosts, a root file
 system that is read-only where the document says so, its volumes, its secrets with their modes, its
-environment, its user, and its probes. What it cannot show: scheduling, the kubelet's own timing,
+environment, its user, and its probes. It cannot show scheduling, the kubelet's own timing,
 image pulls, storage classes.
 """
 
@@ -119,7 +119,7 @@ class Cluster:
         pod.starts += 1
         scratch = pod.folder / f"root{pod.starts}"
         subprocess.run(["mkdir", "-p", scratch], check=True)
-        # Overlays need a file system that can be an upper one, whatever /tmp is.
+        # Overlays need a file system that can be an upper one, which /tmp may not be.
         hosts = pod.folder / "hosts"
         hosts.write_text(self._hosts)
         security, container = pod.spec["securityContext"], pod.container

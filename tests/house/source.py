@@ -1,4 +1,4 @@
-"""Reads our own source text: which files there are, what they import, what they define."""
+"""Reads our own source text: its files, their imports and their definitions."""
 
 import ast
 from collections.abc import Iterator

@@ -11,7 +11,7 @@ from pscore.pb.ps.v1 import data_pb2
 from pscore.types import Verdict
 from tests.house.source import PACKAGES, modules, name, parse
 
-# Bases, raised only as what stands below them.
+# Bases; only their subclasses are raised.
 BASES = {"PacelineError"}
 KINDS = [
     kind.__name__

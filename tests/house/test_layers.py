@@ -1,4 +1,4 @@
-"""Rule 3 and STYLE 2.1: who may import what, read off the files and off a fresh interpreter."""
+"""Rule 3: permitted imports, read from the files and from a fresh interpreter."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ from tests.house.source import (
     path_of,
 )
 
-# What each package must not import, anywhere in it.
+# Imports that each package must not have, anywhere in it.
 FORBIDDEN = {
     "pscore": {"psserver", "psworker", "pssim"},
     "psserver": {"psworker", "pssim", "torch"},

@@ -36,7 +36,7 @@ def broad_excepts(tree: ast.AST) -> list[int]:
 
 
 def names(caught: ast.expr) -> set[str]:
-    """Returns the plain names in what a handler catches."""
+    """Returns the plain names that a handler catches."""
     return {node.id for node in ast.walk(caught) if isinstance(node, ast.Name)}
 
 

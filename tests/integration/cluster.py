@@ -3,8 +3,8 @@
 A worker is a function that runs in a process of its own, forked from an interpreter that has
 imported torch and psworker (`tests.integration.warm`), with the variables that a launcher would
 set. It gets a `Station`: its rank, and a line to the test, so that both can wait for each other
-without a clock. What it returns is the result; what it raises fails the test, with all it wrote.
-For what only a whole interpreter shows (exit status, Ctrl-C, a script that just ends) there is
+without a clock. Its return value is the result; an exception fails the test, with all its output.
+For effects of a whole interpreter (exit status, Ctrl-C, a script that just ends) there is
 `Script`.
 """
 
@@ -54,7 +54,7 @@ class Station:
         self._line.send(("said", value))
 
     def hear(self) -> Any:
-        """Waits for what the test sends (`Worker.tell`)."""
+        """Waits for a message of the test (`Worker.tell`)."""
         return self._line.recv()
 
     def is_told(self) -> bool:
@@ -227,7 +227,7 @@ class Shards:
         return self._written.read_text(encoding="utf-8", errors="replace")
 
     def require_alive(self) -> None:
-        """Raises AssertionError, with what the shards have logged, if they have ended."""
+        """Raises AssertionError, with the shards' logs, if they have ended."""
         status = self._popen.poll()
         assert status is None, f"the shards ended by themselves ({status})\n{self.written()}"
 

@@ -18,6 +18,7 @@ import psworker
 from psworker.connection import shard_link as link
 from psworker.transports import Endpoint, Transport, choose
 from psworker.transports.retry import RetryPolicy
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, wait_until
 from tests.integration.models import backward, batch, make_model, sgd, weights_of
 
@@ -26,7 +27,7 @@ LARGE = (1 << 20) + 4321  # Elements: six slices, together more than a connectio
 
 
 def plane_of(optimizer: psworker.DistributedOptimizer) -> set[str]:
-    return {link.transport.name for link in optimizer._table.session.links}
+    return {link.transport.name for link in table_of(optimizer).session.links}
 
 
 def train(me: Station, mode: str) -> tuple[set[str], dict[str, np.ndarray]]:
@@ -97,7 +98,7 @@ def train_in_place(
         torch.autograd.backward(model(torch.randn(8, 400, generator=generator)).square().mean())
         optimizer.step()
     optimizer.close()
-    return optimizer._table.flat.views.has(0), weights_of(model)
+    return table_of(optimizer).flat.views.has(0), weights_of(model)
 
 
 DELAYED = ["ssgd", "ssd(steps=3, warmup=3)", "od(warmup=3)"]
@@ -114,7 +115,7 @@ def meet_nan(me: Station, overlap: bool) -> tuple[str, int, int]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     psworker.barrier()
-    pushes, layout = optimizer.traffic.num_pushes, optimizer._table.flat.layout
+    pushes, layout = optimizer.traffic.num_pushes, table_of(optimizer).flat.layout
     last = layout.slices[0].segments[0].tensor
     num_before = sum(
         all(segment.tensor != last for segment in part.segments) for part in layout.slices
@@ -178,7 +179,8 @@ def test_gradients_are_accumulated_where_they_are_sent_from_if_the_step_waits(
     expected = results["grpc", True][0][1]
     for (plane, _), workers in results.items():
         for is_view, weights in workers:
-            # Over a network a delayed mode does not wait for what the next backward overwrites.
+            # Over a network a delayed mode does not wait for gradients that the next backward
+            # overwrites.
             assert is_view == (plane == "local" or mode == "ssgd")
             for name, weight in weights.items():
                 assert np.array_equal(weight, expected[name]), (plane, name)
@@ -262,16 +264,16 @@ def test_without_a_local_socket_it_is_tcp_and_the_log_says_why(
 ) -> None:
     caplog.set_level(logging.INFO, "paceline")
     to_shard = link.Link(shards.addresses[0], patience_s=5.0)
-    port = to_shard._endpoint().port
+    port = to_shard.endpoint().port
     to_shard.close()
     transport = chosen(shards, Endpoint(host="127.0.0.1", port=port, local="paceline-nobody"))
     transport.close()
     assert (transport.name, transport.shares_memory) == ("tcp", False)
     (line,) = [record.getMessage() for record in caplog.records if "is tcp" in record.message]
-    assert "local: no bulk connection to paceline-nobody: " in line
+    assert "local: no data connection to paceline-nobody: " in line
 
 
-def test_without_a_bulk_port_it_is_grpc_and_the_log_says_why(
+def test_without_a_data_port_it_is_grpc_and_the_log_says_why(
     shards: Shards, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "paceline")
@@ -279,7 +281,7 @@ def test_without_a_bulk_port_it_is_grpc_and_the_log_says_why(
     transport.close()
     assert transport.name == "grpc"
     (line,) = [record.getMessage() for record in caplog.records if "is gRPC" in record.message]
-    assert "local: the shard is on another host; tcp: the shard has no bulk port" in line
+    assert "local: the shard is on another host; tcp: the shard has no data port" in line
 
 
 # ----- a connection that is cut
@@ -323,7 +325,7 @@ class Cutter:
             while data := source.recv(1 << 14):
                 sent += len(data)
                 if counts and sent > self._left and self._is_first():
-                    sink.sendall(data[:100])  # What comes through is a piece of a frame.
+                    sink.sendall(data[:100])  # Only a piece of a frame comes through.
                     break
                 sink.sendall(data)
         for end in (source, sink):
@@ -351,10 +353,10 @@ def train_through_a_cut(me: Station) -> tuple[int, int, np.ndarray]:
     """
     psworker.init()
     (shard,) = psworker.job.context.current().session.links
-    found = shard._endpoint()
+    found = shard.endpoint()
     psworker.shutdown()
     with cutter(found.port, cut_after_nbytes=int(1.3 * 4 * LARGE)) as made:
-        link.Link._endpoint = through(made.port)  # type: ignore[method-assign,assignment]
+        link.Link.endpoint = through(made.port)  # type: ignore[method-assign,assignment]
         psworker.init(job="cut")
         model = torch.nn.ParameterDict({"large": torch.zeros(LARGE)})
         optimizer = psworker.DistributedOptimizer(

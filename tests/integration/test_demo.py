@@ -1,4 +1,4 @@
-"""`psworker demo`: real shards, real workers, real images, and what it promises to print."""
+"""`psworker demo`: real shards, real workers, real images, and the output that it promises."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""docker-compose.yml and the Dockerfile, read without an engine: what has to hold of them."""
+"""docker-compose.yml and the Dockerfile, read without an engine: properties that they must have."""
 
 import os
 import re

@@ -1,6 +1,7 @@
 """The way of a gradient from a device to the shards, with the CPU's memory standing for a GPU's.
 
-What is tested is what a GPU shares with it: checks, torch's encoders, copies, the sending thread.
+The tests cover the parts that a GPU shares with it: checks, torch's encoders, copies, the sending
+thread.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import psworker
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station
 from tests.integration.models import backward, batch, make_model, same, sgd
 
@@ -79,7 +81,7 @@ def spoil(me: Station, compression: str, where: str) -> dict[str, np.ndarray]:
             try:
                 optimizer.step()
             except psworker.GradientError as problem:
-                residual = optimizer._table.exchange.compressor_state().values()
+                residual = table_of(optimizer).exchange.compressor_state().values()
                 took_s = time.monotonic() - begin_s
                 me.tell(
                     (str(problem), took_s, sum(float(np.abs(array).sum()) for array in residual))

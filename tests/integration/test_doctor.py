@@ -1,4 +1,4 @@
-"""`psserver doctor` and `psworker doctor` against real shards: what is wrong is found and named."""
+"""`psserver doctor` and `psworker doctor` against real shards: they find faults and name them."""
 
 import json
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def test_nothing_is_wrong_where_nothing_is(shards: Shards) -> None:
     findings = doctor.examine(shards.addresses, ANYONE, "train")
     assert wrong_of(findings) == []
     checks = {finding.check for finding in findings}
-    assert {"port", "version", "clock", "bulk port", "order", "job", "model"} <= checks
+    assert {"port", "version", "clock", "data port", "order", "job", "model"} <= checks
 
 
 def test_a_wrong_address_and_a_closed_port_are_told_apart(shards: Shards) -> None:

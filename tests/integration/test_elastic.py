@@ -1,4 +1,4 @@
-"""Workers that come and go: who joins takes part, who is killed is left out, and too few wait."""
+"""Workers that come and go: new ones take part, killed ones are left out, and too few wait."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -130,7 +130,7 @@ def test_a_job_with_too_few_workers_waits_and_says_so(impatient: Shards) -> None
             second.tell(True)
             assert [worker.hear() for worker in (first, second)] == [(0, 1), (1, 1)]
             second.kill()
-        first.tell(True)  # What it pushes is held by each shard that has lost the second.
+        first.tell(True)  # Its pushes are held by each shard that has lost the second.
         lost = re.compile(f"worker lost .*job={job} ")
         wait_until(lambda: len(lost.findall(impatient.written())) == len(impatient.addresses))
         with joins(impatient, job, bounds) as (third,):

@@ -238,7 +238,7 @@ def test_a_worker_that_differs_from_its_job_is_told_in_what(shards: Shards, what
 
 
 def problem_of(function: Callable[[], object]) -> tuple[str, str]:
-    """Returns the type and the message of what a function raises."""
+    """Returns the type and the message of the error that a function raises."""
     try:
         function()
     except psworker.PacelineError as problem:

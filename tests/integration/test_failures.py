@@ -1,4 +1,4 @@
-"""Workers that end early, in whatever way, hang nobody; shards of a script's own end with it."""
+"""Workers that end early, in any way, block no other; shards of a script's own end with it."""
 
 import os
 import re
@@ -17,6 +17,7 @@ import psworker
 from pscore.pb.ps.v1 import control_pb2 as pb
 from psserver.remote import ask
 from psworker.connection.shard_link import Link
+from tests.inside import table_of
 from tests.integration.cluster import Script, Shards, Station, new_job, wait_until
 from tests.integration.command import gone
 from tests.integration.models import (
@@ -155,7 +156,7 @@ def train_on_signal(me: Station) -> Weights:
         backward(model, *batch(me.rank, step))
         optimizer.step()
         step += 1
-        assert optimizer._table.replica.step == step
+        assert table_of(optimizer).replica.step == step
         if step >= SHORT:
             mock.patch("time.time_ns", int).start()  # gRPC's deadlines are by `time.time`.
             me.tell()

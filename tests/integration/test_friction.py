@@ -87,7 +87,7 @@ def test_a_script_makes_a_process_group_of_torch(tmp_path: Path) -> None:
     script = tmp_path / "group.py"
     script.write_text(GROUP)
     command = ["-m", "psworker", "run", "-n", 2, "--servers", "127.0.0.1:1", "--", script]
-    # What a surrounding launch has set names another group.
+    # The variables of a surrounding launch name another group.
     foreign = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
     done = warm.run(command, env=KEPT | foreign, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr

@@ -321,7 +321,7 @@ class Run:
     def change(self, job: str) -> None:
         if self.case.to_mode:
             self.optimizer.set_mode(self.case.to_mode)
-            psworker.barrier("changed")  # No step of another is in what this one pulls here.
+            psworker.barrier("changed")  # No later step is in the weights pulled here.
         if self.case.reloads:
             state, before = self.optimizer.state_dict(), self.net.weight.detach().clone()
             psworker.shutdown()

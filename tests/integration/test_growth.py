@@ -11,6 +11,7 @@ import psworker
 from pscore.net.credentials import ANYONE
 from psserver.remote import checkpoint, checkpoint_files
 from psworker.training import growth
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.models import backward, batch, make_model, relative_error, same, weights_of
 
@@ -149,7 +150,7 @@ def come_late(me: Station) -> tuple[str, str, int]:
     psworker.shutdown()
     model.requires_grad_(True)
     optimizer = psworker.DistributedOptimizer(adamw(model, 2, 4, 0), model.named_parameters())
-    return str(caught.value), optimizer._table.name, optimizer.steps
+    return str(caught.value), table_of(optimizer).name, optimizer.steps
 
 
 def stay(me: Station, num_steps: int) -> Weights:

@@ -18,7 +18,7 @@ LOOP = "while true; do sleep 0.05; done"
 
 
 class Job:
-    """A launch in this process, with what it wrote and told."""
+    """A launch in this process, with its output and its messages."""
 
     def __init__(self, script: str, **options: object) -> None:
         self.lines: list[tuple[int, str]] = []

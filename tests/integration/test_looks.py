@@ -14,6 +14,7 @@ from pscore.compressors import COMPRESSORS
 from pscore.net.credentials import ANYONE
 from pscore.rules import RULES
 from psserver.remote import ask, checkpoint, status
+from tests.inside import forget_worker, table_of
 from tests.integration.cluster import Shards, Station, new_job, wait_until
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
@@ -37,12 +38,12 @@ MODES = {
 RAW = ("none", "none")
 COMPILED_S = 100.0  # Until kernels are, on a machine that has never run them.
 PULLED = ("2bit", "1bit", "topk", "int8")
-# Of gradients and of what is pulled; every compressor meets some mode.
+# Of gradients and of pulled weights; every compressor meets some mode.
 PAIRS = [
     (first, PULLED[number % len(PULLED)])
     for number, first in enumerate(name for name in COMPRESSORS if name != "none")
 ]
-# What is raw is tested for every mode in tests/unit/psworker/test_peek.py.
+# Uncompressed pulls are tested for every mode in tests/unit/psworker/test_peek.py.
 CASES = [
     *((name, PAIRS[number % len(PAIRS)]) for number, name in enumerate(MODES)),
     ("dcasgd", RAW),
@@ -71,8 +72,8 @@ def look(model: Any, optimizer: psworker.DistributedOptimizer, captured: Weights
 
 
 def settle(optimizer: psworker.DistributedOptimizer) -> None:
-    """Waits until nothing is on its way: what comes next does not depend on who is faster."""
-    exchange = optimizer._table.exchange
+    """Waits until nothing is on its way: the next events do not depend on workers' speeds."""
+    exchange = table_of(optimizer).exchange
     slices = range(len(exchange.layout.slices))
     wait_until(lambda: not exchange.is_busy() and all(map(exchange.has_landed, slices)))
 
@@ -80,10 +81,7 @@ def settle(optimizer: psworker.DistributedOptimizer) -> None:
 def lose(optimizer: psworker.DistributedOptimizer) -> None:
     """Makes the shards declare this worker lost: it comes back with one of its next steps."""
     settle(optimizer)
-    for link in optimizer._table.session.links:
-        patience_s = link.patience.limit_s
-        optimizer._table.session._joining.leave(link, "the test wants it", failed=True)
-        link.patience.limit_s = patience_s
+    forget_worker(optimizer)
 
 
 def wrap(model: torch.nn.Module, mode: str, pair: tuple[str, str]) -> Any:
@@ -240,8 +238,8 @@ def take_turns(me: Station, mode: str, looks: bool, job: str) -> tuple[list[Weig
         path.append(weights_of(model))
         settle(optimizer)
         me.tell()
-    optimizer._table.exchange.flush()
-    path.append(optimizer._table.exchange.compressor_state())
+    table_of(optimizer).exchange.flush()
+    path.append(table_of(optimizer).exchange.compressor_state())
     num_late = optimizer.traffic.num_too_late
     me.hear()
     psworker.shutdown()

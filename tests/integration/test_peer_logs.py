@@ -20,6 +20,7 @@ from psworker.gossip import GOSSIPS
 from psworker.gossip.base import Waits
 from psworker.gossip.mixing import Mixing
 from psworker.gossip.pairs import Pairs
+from tests.inside import gossip_of
 from tests.integration.cluster import Shards, Station, new_job
 
 Array = npt.NDArray[Any]
@@ -122,7 +123,7 @@ def train(me: Station, mode: str, job: str) -> Any:
     optimizer: Any = torch.optim.SGD([weights], lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     named = [("weights", weights)]
     optimizer = psworker.DistributedOptimizer(optimizer, named_parameters=named, mode=mode, job=job)
-    gossip = optimizer._table.local_step._peers.gossip
+    gossip = gossip_of(optimizer)
     offers: list[Offer] = []
     offer = gossip.post.offer
 

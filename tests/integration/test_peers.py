@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import psworker
 from psworker.peers import peers
 from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
+from tests.inside import gossip_of, peers_of, table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
 from tests.integration.command import Command, eventually
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
@@ -92,7 +93,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
     optimizer = psworker.DistributedOptimizer(
         sgd(model.parameters()), named_parameters=model.named_parameters(), mode=mode
     )
-    peers = optimizer._table.local_step._peers  # type: ignore[attr-defined]
+    peers = peers_of(optimizer)
     losses, models = [], {}
     for step in itertools.count():
         if dies and step == DIES_AT:
@@ -101,7 +102,7 @@ def train_until_told(me: Station, mode: str, dies: bool, is_new: bool) -> dict[s
         optimizer.zero_grad()
         losses.append(backward(model, *batch(0, 0)))
         optimizer.step()
-        models[peers.gossip.number] = weights_of(model)
+        models[gossip_of(optimizer).number] = weights_of(model)
         time.sleep(0.01)  # For exchanges that no step waits for.
         if is_new and step >= MORE and peers.report().num_exchanges:
             me.tell()
@@ -225,7 +226,7 @@ def change_modes(me: Station) -> dict[str, Any]:
     optimizer.load_state_dict(optimizer.state_dict())
     starts.append(copy_of(model))
     losses += go(me, model, optimizer, range(step + 2, step + 4))
-    step = optimizer._table.local_step._peers.gossip.number
+    step = gossip_of(optimizer).number
     psworker.shutdown()
     return {"starts": starts, "losses": losses, "step": step, "end": copy_of(model)}
 
@@ -320,8 +321,8 @@ def end_with_last_models(me: Station, mode: str) -> dict[str, Any]:
     """Trains 7 steps; returns the last model as one vector, and the weights after the end."""
     model, optimizer = begin(mode)
     go(me, model, optimizer, range(7 if me.rank else 6 + mode.startswith("adpsgd")))
-    table = optimizer._table
-    gossip, flat, layout = table.local_step._peers.gossip, table.flat.weights, table.layout
+    table = table_of(optimizer)
+    gossip, flat, layout = gossip_of(optimizer), table.flat.weights, table.layout
     last = flat.numpy().copy()
     psworker.shutdown()
     if mode.startswith("adpsgd"):  # Others may have offered theirs meanwhile.
@@ -355,7 +356,7 @@ def test_shards_keep_the_average_of_the_last_models(
     for name, start, numel in found[0]["names"]:
         expected = mean[start : start + numel]
         assert relative_error(exported[name].ravel(), expected) < 1e-6, name
-        if mode != "adpsgd":  # Whose workers do not wait for each other at their end.
+        if mode != "adpsgd":  # Modes whose workers do not wait for each other at their end.
             assert all(np.array_equal(one["end"][name], exported[name]) for one in found)
 
 

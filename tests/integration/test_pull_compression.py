@@ -9,6 +9,7 @@ import pytest
 
 import psworker
 from pscore.compressors import parse_compressor
+from tests.inside import estimates_of, table_of
 from tests.integration.cluster import Shards, Station, results_of
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
@@ -30,19 +31,17 @@ def step(me: Station, model: Any, optimizer: psworker.DistributedOptimizer, numb
 
 
 def resyncs(optimizer: psworker.DistributedOptimizer) -> int:
-    return sum(
-        held.num_resyncs for held in optimizer._table.exchange._estimates if held is not None
-    )
+    return sum(held.num_resyncs for held in estimates_of(optimizer))
 
 
 def train(me: Station, mode: str, options: dict[str, Any], spoil: int = -1) -> dict[str, Any]:
-    """Trains; before step `spoil` one bit of what worker 1 holds is changed."""
+    """Trains; before step `spoil` one bit of worker 1's estimate is changed."""
     model = make_model()
     optimizer = wrap(model, mode=mode, **options)
     during, shown = [], []
     for number in range(STEPS):
         if number == spoil and me.rank == 1:
-            held = next(held for held in optimizer._table.exchange._estimates if held is not None)
+            held = estimates_of(optimizer)[0]
             assert held.values is not None
             held.values.view(np.uint32)[0] ^= 1
         step(me, model, optimizer, number)
@@ -51,7 +50,7 @@ def train(me: Station, mode: str, options: dict[str, Any], spoil: int = -1) -> d
             shown.append(weights_of(model))
         assert same(weights_of(model), during[-1])
     traffic = optimizer.traffic
-    layout = optimizer._table.flat.layout
+    layout = table_of(optimizer).flat.layout
     found = {
         "during": during,
         "shown": shown,

@@ -1,4 +1,4 @@
-"""Training scripts as people write them: what plain torch does with them, the wrapper does too.
+"""Training scripts as people write them: the wrapper gives the results of plain torch.
 
 A scenario is a training loop that is given `wrap`. Plain torch runs it with an identity, and two
 workers with the same data run it with `DistributedOptimizer`: the mean of two equal gradients is

@@ -11,6 +11,7 @@ import psworker
 from pscore.compressors import parse_compressor
 from pscore.rules import parse_mode
 from pssim.training import TrainingCluster, TrainingJob
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
 
@@ -218,7 +219,7 @@ def hold_still(me: Station, mode: str) -> float:
             model.bias.grad.fill_(2.0**-8)
         optimizer.step()
     with optimizer.global_weights():
-        bias = optimizer._table.flat.weight(1).clone()
+        bias = table_of(optimizer).flat.weight(1).clone()
     assert len(set(bias.tolist())) == 1
     return 1.0 - float(bias[0])
 
@@ -227,7 +228,7 @@ def hold_still(me: Station, mode: str) -> float:
 def test_the_rounding_of_a_bfloat16_model_is_not_taken_for_a_move(
     shards: Shards, mode: str
 ) -> None:
-    """Each round would otherwise pull the shards' weights to what bfloat16 can hold."""
+    """Otherwise each round would round the shards' weights to bfloat16."""
     assert shards.run(hold_still, mode) == [2.0**-9, 2.0**-9]
 
 

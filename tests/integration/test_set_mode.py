@@ -10,6 +10,7 @@ import torch
 
 import psworker
 from pscore.errors import ConfigError, JobMismatchError
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station
 
 Array = npt.NDArray[Any]
@@ -53,7 +54,7 @@ def work_along(me: Station, way: Sequence[tuple[int, str]]) -> tuple[list[Array]
         torch.autograd.backward((weight * slope).sum())
         optimizer.step()
     optimizer.close()
-    versions = [part.version for part in optimizer._table.replica.parts]
+    versions = [part.version for part in table_of(optimizer).replica.parts]
     psworker.shutdown()
     return path, weight.detach().numpy().copy(), versions
 
@@ -122,14 +123,14 @@ def work_units(
             torch.autograd.backward((weight * grad).sum())
             optimizer.step()
             number += 1
-    optimizer._table.session.barrier(
+    table_of(optimizer).session.barrier(
         "end"
     )  # In an asynchronous mode nobody waits for the last of others.
     psworker.shutdown()
     return weight.detach().numpy().copy(), optimizer.traffic.num_too_late
 
 
-SINGLE, MEAN = 2.0, 1.0  # What a gradient of 2 moves: alone, and in a mean of two.
+SINGLE, MEAN = 2.0, 1.0  # The move by a gradient of 2: alone, and in a mean of two.
 CHANGES = {
     "asgd to ssgd": (("asgd", "ssgd"), ((4, 4), (3, 3)), {0: SINGLE, 4: MEAN}),
     "ssgd to asgd": (("ssgd", "asgd"), ((4, 4), (3, 3)), {0: MEAN, 4: SINGLE}),

@@ -11,6 +11,7 @@ import torch
 import psworker
 from pscore.types import SliceSpec
 from psworker.connection.push_maker import PushMaker
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station
 from tests.integration.models import backward, batch, make_model, same, sgd, weights_of
 
@@ -25,8 +26,8 @@ def wrap(model: torch.nn.Module, **options: Any) -> psworker.DistributedOptimize
 
 
 def residual(optimizer: psworker.DistributedOptimizer) -> dict[str, np.ndarray]:
-    optimizer._table.exchange.flush()
-    return optimizer._table.exchange.compressor_state()
+    table_of(optimizer).exchange.flush()
+    return table_of(optimizer).exchange.compressor_state()
 
 
 def spoil_gradient(model: torch.nn.Module, optimizer: psworker.DistributedOptimizer) -> None:
@@ -38,10 +39,10 @@ def spoil_gradient(model: torch.nn.Module, optimizer: psworker.DistributedOptimi
 
 def overflow(model: torch.nn.Module, optimizer: psworker.DistributedOptimizer) -> None:
     """One number of the last slice cannot be added to the residual."""
-    spec = optimizer._table.exchange.layout.slices[0]
+    spec = table_of(optimizer).exchange.layout.slices[0]
     state = residual(optimizer)
     state["residual"][spec.start] = HUGE
-    optimizer._table.exchange.load_compressor_state(state)
+    table_of(optimizer).exchange.load_compressor_state(state)
     grad = list(model.parameters())[spec.segments[0].tensor].grad
     assert grad is not None
     grad.view(-1)[spec.segments[0].tensor_start] = HUGE
@@ -98,8 +99,8 @@ def train(me: Station, fault: Fault | None, options: dict[str, Any], ends: bool)
             if not options.get("overlap"):
                 assert all((residual(optimizer)[name] == spoilt[name]).all() for name in spoilt)
             optimizer.param_groups[0]["lr"] = lr
-            if fault is overflow:  # What was put there for this test.
-                optimizer._table.exchange.load_compressor_state(kept)
+            if fault is overflow:  # The value that this test put there.
+                table_of(optimizer).exchange.load_compressor_state(kept)
             look(model, optimizer)
             if ends:
                 break

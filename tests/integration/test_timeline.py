@@ -1,4 +1,4 @@
-"""A real run with PACELINE_TIMELINE: what both sides did, in one file that fits together."""
+"""A real run with PACELINE_TIMELINE: the work of both sides, in one consistent file."""
 
 import json
 from collections.abc import Iterable
@@ -119,7 +119,7 @@ def test_a_shard_shows_what_becomes_of_a_push(joined: list[Event], index: int) -
 
 
 def test_spans_of_a_row_nest(joined: list[Event]) -> None:
-    """Whatever begins inside of another span of its row ends inside of it."""
+    """A span that begins inside of another one of its row ends inside of it."""
     rows: dict[tuple[int, int], list[Event]] = {}
     for event in joined:
         if event["ph"] == "X":

@@ -143,7 +143,7 @@ def test_global_weights_are_the_same_on_all_workers_and_go_again(shards: Shards)
 
 
 def end(me: Station, whole: bool) -> tuple[Weights, Weights, str]:
-    """Returns the weights at the end, those of an evaluation after it, and what a step says."""
+    """Returns the weights at the end, those of an evaluation after it, and a step's error."""
     model = make_model()
     optimizer = psworker.DistributedOptimizer(
         sgd(model.parameters()), model.named_parameters(), mode="ssd(steps=3, warmup=1)"

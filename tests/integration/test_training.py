@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import psworker
+from tests.inside import table_of
 from tests.integration.cluster import Shards, Station, new_job
 from tests.integration.models import backward, batch, make_model, relative_error, weights_of
 
@@ -211,7 +212,7 @@ def train_large(me: Station) -> tuple[int, dict[str, np.ndarray]]:
         loss = (model["large"] * large).sum() + model["small"].sum() * me.rank
         torch.autograd.backward(loss)
         optimizer.step()
-    return len(optimizer._table.flat.layout.slices), weights_of(model)
+    return len(table_of(optimizer).flat.layout.slices), weights_of(model)
 
 
 def test_a_tensor_that_spans_slices_on_both_shards_is_put_together(shards: Shards) -> None:

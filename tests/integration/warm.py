@@ -56,9 +56,10 @@ class Popen(subprocess.Popen[Any]):
         """Starts a program.
 
         Args:
-            words: What follows `python` on a command line: `-m module`, `-c code` or a path, and
+            words: The arguments of `python` on a command line: `-m module`, `-c code` or a path,
+            and
                 the arguments.
-            options: Of `subprocess.Popen`, of which it takes those for standard streams, text,
+            options: Options of `subprocess.Popen`; it takes those for standard streams, text,
                 `cwd`, `env`, `start_new_session` and `process_group`.
         """
         super().__init__([sys.executable, *map(str, words)], **options)
@@ -127,7 +128,7 @@ def _ask(kind: str, request: dict[str, Any], streams: list[int]) -> int:
 
 def _start(kind: str) -> socket.socket:
     """Starts a server; it ends with this process."""
-    # What a process of the server leaves without a parent becomes a child of this one.
+    # A process that the server's processes leave without a parent becomes a child of this one.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:

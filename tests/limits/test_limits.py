@@ -210,7 +210,7 @@ def test_an_overlap_whose_answers_land_at_once_blocks(form: str) -> None:
 def test_one_worker_with_an_overlap_without_bias_blocks(
     rule: LocalSGD, form: str, delay: int
 ) -> None:
-    """It knows everybody's move; what it follows of the momentum has other roundings."""
+    """It knows every worker's move; the momentum that it follows is rounded differently."""
 
     def alone(rule: Rule) -> Cluster:
         group = {"lr": 0.05}
@@ -223,7 +223,7 @@ def test_one_worker_with_an_overlap_without_bias_blocks(
 
 
 def test_a_round_is_the_mean_of_the_moves_in_the_order_of_ranks() -> None:
-    """To the bit, whatever the length of the round: its samples are a mean, not a sum."""
+    """To the bit, for any length of the round: its samples are a mean, not a sum."""
     cluster = run(LocalSGD(steps=3), steps=3, inner=sgd(0.05))
     total = np.zeros(NUMEL, np.float32)
     for worker in range(4):

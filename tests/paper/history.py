@@ -1,7 +1,8 @@
-"""The history of an asynchronous run, replayed in float64: what arrived when is taken from the log.
+"""The history of an asynchronous run, replayed in float64: the order of arrival is taken from the
+log.
 
 Only the order of events comes from the run. Gradients are recomputed, at the weights that the
-model's own workers hold, and what an arrival does is a rule's equation, in each test.
+model's own workers hold, and the effect of an arrival is a rule's equation, in each test.
 """
 
 import numpy as np
@@ -10,7 +11,7 @@ from tests.harness import NUMEL, SLICES, Cluster, Vector, quadratic
 
 
 class History:
-    """Global weights, and what each worker holds of them; momentum SGD on every slice."""
+    """Global weights, and each worker's copy of them; momentum SGD on every slice."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

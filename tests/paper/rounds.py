@@ -1,4 +1,4 @@
-"""Local steps and rounds in float64: what local SGD, SlowMo and DiLoCo have in common."""
+"""Local steps and rounds in float64: the common part of local SGD, SlowMo and DiLoCo."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""CD-SGD: which pushes are compressed, and what becomes of the rest; by hand and over 200 steps."""
+"""CD-SGD: which pushes are compressed, and the fate of the rest; by hand and over 200 steps."""
 
 import numpy as np
 import pytest

@@ -110,7 +110,7 @@ def test_it_follows_the_equation_for_200_steps(make: Maker, steps: int, warmup: 
 
 
 def test_a_round_closes_without_the_slowest_and_what_that_brings_later_is_dropped() -> None:
-    """Worker 2 alone moves, by 3 in a round; what is in time is half of a mean of two."""
+    """Worker 2 alone moves, by 3 in a round; its move, in time, is half of a mean of two."""
     cluster = Cluster(
         LocalSGD(steps=3, backup=1),
         lambda worker, step, weights: np.full(NUMEL, float(worker == 2)),
@@ -128,7 +128,7 @@ def test_a_round_closes_without_the_slowest_and_what_that_brings_later_is_droppe
 
 
 def backup_model(cluster: Cluster, steps: int, num_needed: int) -> tuple[Vector, Vector]:
-    """Rounds of the first `num_needed` workers of each slice, by the order of what happened."""
+    """Rounds of the first `num_needed` workers of each slice, by the order of events."""
     count = cluster.num_workers
     weights, views = np.zeros(NUMEL), np.zeros((count, NUMEL))
     reference, local, speed = (np.zeros((count, NUMEL)) for _ in range(3))

@@ -120,7 +120,7 @@ def test_a_version_that_goes_back_tells_of_no_global_update() -> None:
 
 
 def test_with_momentum_on_the_shard_a_steady_gradient_counts_several_times() -> None:
-    """1 / (1 - momentum) times: what alpha=2, beta=0.5 build on."""
+    """1 / (1 - momentum) times: the basis of alpha=2, beta=0.5."""
     part = make_part([0.5, 0.5, 0.0, 0.0, 0.0, 0.0], 1)
     weight, velocity = 0.0, 2.0  # Of a gradient of 1, after long: v = v / 2 + 1.
     rebase(Secant(), part, [weight], version=0)

@@ -150,7 +150,7 @@ def test_a_worker_that_was_late_continues_with_the_newest_step() -> None:
     counted = [e.number for e in cluster.log if e.kind == "push" and e.worker == 2]
     in_time = [number for number in counted if number < 100]
     assert min(in_time) >= behind > 10
-    assert len(in_time) > 60  # Of two slices; about two thirds of what it sends.
+    assert len(in_time) > 60  # Of two slices; about two thirds of its pushes.
     assert cluster.shard.clocks[0].counted[2].ahead  # The steps it has left out are a gap.
 
 

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: what a read must hold, by hand and over 200 steps."""
+"""Stale synchronous parallel: the updates that a read must hold, by hand and over 200 steps."""
 
 import numpy as np
 import pytest

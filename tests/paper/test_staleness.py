@@ -51,7 +51,7 @@ def test_a_gradient_counts_in_inverse_proportion_to_its_staleness() -> None:
 def test_an_update_takes_the_floor_of_workers_over_n(splits: int, wanted: int) -> None:
     clock, _ = make_clock(Staleness(splits=splits), 5)
     for number in range(wanted - 1):
-        assert updates(push(clock, 0, number, base=0)) == []  # From whomever they come.
+        assert updates(push(clock, 0, number, base=0)) == []  # From any workers.
     assert updates(push(clock, 0, wanted - 1, base=0)) == [1 / wanted]
 
 

@@ -164,7 +164,7 @@ def test_steps_that_close_with_too_few_workers_are_caught(monkeypatch: pytest.Mo
 def test_a_first_step_that_some_slices_have_closed_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker that comes back begins with the step of its first pulls, whatever they differ."""
+    """A worker that comes back begins with the step of its first pulls, even if these differ."""
     monkeypatch.setattr(Replica, "begin", lambda self, push_pull: self.fetch(0, push_pull))
     assert "is not in slices" in first_failure("cd", draw_elastic)
 

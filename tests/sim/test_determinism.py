@@ -1,4 +1,4 @@
-"""The same seed gives the same bits in every synchronous mode, whatever the order of arrival."""
+"""The same seed gives the same bits in every synchronous mode, for any order of arrival."""
 
 import random
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Every rule with workers that come and go, in jobs that need some of them at a time.
 
-What holds of a fixed number holds here, and no step closes while there are too few.
+The checks of a fixed number hold here too, and no step closes while there are too few.
 """
 
 import pytest

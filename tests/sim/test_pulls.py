@@ -1,6 +1,6 @@
 """Compressed pulls under reordering, drops, duplicates and deaths: one estimate for all workers.
 
-What lands is compared with what landed first at that version, and each answer's fingerprint with
+Each pull is compared with the first one of that version, and each answer's fingerprint with
 the worker's own; weights that are asked for themselves are compared with the history as always.
 """
 

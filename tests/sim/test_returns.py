@@ -1,6 +1,6 @@
 """Most workers die in the middle of a step and come back: nobody waits in vain for the rest of it.
 
-What a worker had pushed of its last step differs from slice to slice, and so do the versions that
+The pushes of a worker's last step differ from slice to slice, and so do the versions that
 it finds when it returns. Were its steps numbered slice by slice from there, two that have come back
 could wait for each other, each for a slice of which the other is a step ahead.
 """

@@ -14,10 +14,10 @@ import torch
 
 from pscore.errors import ConfigError
 
-NUM_TRAINED = 8_000  # Of the test part's 10,000 images, if there is no training part.
+NUM_TRAINED = 8_000  # Images of the 10,000 to train on, without a training part.
 SIDE = 28  # Pixels.
 NUM_CLASSES = 10
-MEAN, DEVIATION = 0.2860, 0.3530  # Of the training part's pixels, in 0..1.
+MEAN, DEVIATION = 0.2860, 0.3530  # Mean and deviation of the training part's pixels, in 0..1.
 NBYTES_MAX = 1 << 28  # The largest real file has 47,040,016 bytes.
 SOURCE = "https://github.com/zalandoresearch/fashion-mnist"
 

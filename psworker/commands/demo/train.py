@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def warm_up(train: data.Part, args: argparse.Namespace) -> None:
-    """Makes a few steps of another model in the same mode, which nobody measures.
+    """Makes a few steps of another model in the same mode, which are not measured.
 
     Torch and the shards compile and allocate in their first steps. The demo compares modes over
     seconds, and the first mode would pay for all.

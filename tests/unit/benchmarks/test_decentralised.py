@@ -119,3 +119,16 @@ def test_rounds_after_which_models_differ_are_counted_but_not_those_of_the_dead(
 )
 def test_bytes_by_the_formula(mode: str, models: float) -> None:
     assert links.formula_mb(mode, 4, 0.5) == pytest.approx(4e-6 * links.NUMEL * models)
+
+
+def test_figures_of_one_run_replace_those_of_the_same_links_and_workers() -> None:
+    nets = list(links.NETS)
+    former = [{"net": nets[1], "workers": 2, "step_ms": 1.0}, {"net": nets[0], "workers": 8}]
+    found = [{"net": nets[1], "workers": 2, "step_ms": 2.0}, {"net": nets[0], "workers": 4}]
+    joined = links.joined(former, found)
+    assert [(one["net"], one["workers"]) for one in joined] == [
+        (nets[0], 4),
+        (nets[0], 8),
+        (nets[1], 2),
+    ]
+    assert joined[2]["step_ms"] == 2.0

@@ -1,4 +1,4 @@
-"""The benchmarks as programs: what there is, and that each run of a sweep can be made."""
+"""The benchmarks as programs: their list, and that each run of a sweep can be made."""
 
 from __future__ import annotations
 

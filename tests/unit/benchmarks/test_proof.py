@@ -1,4 +1,4 @@
-"""The proof of the kill loop: whatever is lost, counted twice or torn has to be found."""
+"""The proof of the kill loop: it finds each push that is lost, counted twice or torn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Books:
         self.weights[proof.elements(NUMEL, WORKERS, rank, ticket)] += times * value
 
     def cut(self, loaded: np.ndarray) -> proof.Era:
-        """Ends an era: the weights go back to what a checkpoint held."""
+        """Ends an era: the weights go back to those of a checkpoint."""
         self.weights = loaded.copy()
         ends = [path.stat().st_size for path in self.paths]
         return proof.Era(ends=ends, loaded=[loaded.copy()])

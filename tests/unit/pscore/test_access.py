@@ -1,4 +1,4 @@
-"""Token files: what they may hold, who may read them, and which token is whose."""
+"""Token files: their contents, their readers, and the owner of each token."""
 
 from pathlib import Path
 

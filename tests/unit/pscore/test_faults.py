@@ -1,4 +1,4 @@
-"""The fault switch: what may be asked for, and what each fault does to a frame."""
+"""The fault switch: its values, and the effect of each fault on a frame."""
 
 from __future__ import annotations
 

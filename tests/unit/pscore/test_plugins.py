@@ -1,4 +1,4 @@
-"""Plug-ins as text and as names with arguments: there and back, and what is refused."""
+"""Plug-ins as text and as names with arguments: conversion both ways, and refusals."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,15 +1,14 @@
-"""Frames on a stream socket: what arrives is what was sent, or an error that says what is wrong."""
+"""Frames on a stream socket: the sent bytes arrive, or an error names the fault."""
 
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
 from pscore.errors import DecodeError, TransportError
-from pscore.net import sockets, wire
+from pscore.net import congestion, sockets, wire
 
 HEADER = b"header"
 PAYLOAD = bytes(range(256)) * 40
@@ -146,10 +145,6 @@ def test_advance_leaves_what_has_not_gone(gone: int, left: list[bytes]) -> None:
     assert [bytes(part) for part in rest] == left
 
 
-def congestion_of(connection: socket.socket) -> bytes:
-    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-
-
 def test_within_one_host_buffers_are_small_and_nothing_is_paced() -> None:
     listener, usual = sockets.listen("127.0.0.1", 0)
     with listener, sockets.connect("127.0.0.1", listener.getsockname()[1], 20.0) as one:
@@ -157,55 +152,11 @@ def test_within_one_host_buffers_are_small_and_nothing_is_paced() -> None:
         with other:
             sockets.tune(other, usual)
             for end in (one, other):
-                assert congestion_of(end) == sockets.UNPACED
+                assert congestion.name_of(end) == congestion.UNPACED
                 # The kernel counts its own bookkeeping too, as much again.
                 nbytes = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
                 assert nbytes <= 2 * sockets.SAME_HOST_NBYTES
                 assert end.gettimeout() is None
-
-
-@pytest.mark.parametrize(("near_us", "is_near"), [(sockets.NEAR_US, True), (-1, False)])
-def test_buffers_of_another_host_are_left_to_the_kernel_and_a_near_one_is_not_paced(
-    near_us: int, is_near: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sockets, "NEAR_US", near_us)
-    with socket.socket() as plain:
-        expected = congestion_of(plain)
-    if is_near and expected.startswith(sockets.PACED):
-        expected = sockets.UNPACED
-    listener, usual = sockets.listen("127.0.0.1", 0)
-    with listener:
-        where = listener.getsockname()
-        with socket.create_connection(where, 20.0, ("127.0.0.2", 0)):
-            accepted, _ = listener.accept()
-            with accepted:
-                before = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-                sockets.tune(accepted, usual)
-                assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before
-                assert congestion_of(accepted) == expected
-
-
-def test_the_kernel_has_measured_a_round_trip_when_a_connection_is_made() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as one,
-        listener.accept()[0] as other,
-    ):
-        for end in (one, other):
-            assert 0 < sockets._rtt_us(end) < 20e6
-    assert sockets._rtt_us(one) == sys.maxsize  # Closed.
-
-
-def test_where_no_other_congestion_control_may_be_chosen_all_is_as_the_system_has_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sockets, "UNPACED", b"nonsense")
-    with socket.socket() as plain:
-        expected = congestion_of(plain)
-    listener, usual = sockets.listen("127.0.0.1", 0)
-    assert usual == b""
-    with listener, sockets.connect("127.0.0.1", listener.getsockname()[1], 20.0) as one:
-        assert congestion_of(one) == expected
 
 
 def test_connecting_where_nobody_listens_says_so() -> None:

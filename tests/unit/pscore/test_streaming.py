@@ -1,4 +1,4 @@
-"""Copies past the caches: the same bytes, whatever the addresses, and nothing beside them."""
+"""Copies past the caches: the same bytes at any address, and no other bytes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Frames: what goes in comes out, and what was not put in by `encode` does not."""
+"""Frames: `decode` returns the message that `encode` was given, and refuses other bytes."""
 
 import struct
 
@@ -27,7 +27,7 @@ from pscore.net.wire import (
 
 
 def sealed(start: bytes, rest: bytes) -> bytes:
-    """Returns a frame with a right checksum, whatever the rest of it says."""
+    """Returns a frame with a right checksum and any other content."""
     digest = xxhash.xxh3_64(start + rest).intdigest()
     return start + digest.to_bytes(8, "little") + rest
 

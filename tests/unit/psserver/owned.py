@@ -1,8 +1,10 @@
 """Checks, as tests run, that a shard's state machines are touched only under its lock.
 
-Every attribute of the machines, and of what holds them, is looked up through a check of the lock's
+Every attribute of the machines, and of the objects that hold them, is looked up through a check of
+the lock's
 owner while `owned` is active. So a reader outside of the lock is found by being run once, however
-seldom it would meet a change. What never changes in the life of an object may be read by anybody.
+seldom it would meet a change. An attribute that never changes in the life of an object may be read
+by any thread.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from psserver.engine.requests import Requests
 from psserver.engine.residuals import ResidualCollection, Residuals
 from psserver.engine.waits import Waits
 
-# What anybody may read: it is set once, or made to be shared.
+# Attributes that any thread may read: they are set once, or made to be shared.
 FIXED: dict[type, set[str]] = {
     Shard: {"index", "num_shards", "lease_s", "limits", "lifetimes"},
     Lifetimes: set(),

@@ -1,4 +1,4 @@
-"""Rounds of barriers: who is missing, what stays open, and where somebody who comes late begins."""
+"""Rounds of barriers: the missing workers, open rounds, and the first round of a late worker."""
 
 from psserver.decisions.barriers import BARRIERS_MAX, Barriers
 

@@ -1,4 +1,4 @@
-"""A change of a table's mode on one shard: who has to agree, and what comes twice or too late."""
+"""A change of a table's mode on one shard: its conditions, repeated and late messages."""
 
 import pytest
 

@@ -196,7 +196,7 @@ def test_a_kill_at_any_moment_leaves_a_good_one(tmp_path: Path) -> None:
         if not was_killed:
             break
         number += 1
-    assert number >= 12  # Files, their syncs, the rename, and what is deleted.
+    assert number >= 12  # Files, their syncs, the rename, and deletions.
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(

@@ -159,8 +159,8 @@ def test_health_says_whether_anybody_can_be_let_in(monkeypatch: pytest.MonkeyPat
 
 def test_a_listener_that_ends_makes_the_shard_not_ready() -> None:
     async def use(daemon: Daemon, stub: Stub) -> None:
-        assert daemon._bulk is not None
-        daemon._bulk._threads.append(threading.Thread())  # One that does not run.
+        assert daemon._data is not None
+        daemon._data._threads.append(threading.Thread())  # One that does not run.
         await daemon.check_readiness()
         assert not daemon.is_ready
 

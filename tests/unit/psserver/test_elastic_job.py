@@ -1,4 +1,4 @@
-"""A job on one shard whose workers come and go: who is waited for, and when it waits for more."""
+"""A job on one shard whose workers come and go: the workers that its steps wait for."""
 
 import dataclasses
 
@@ -78,7 +78,7 @@ def test_a_barrier_waits_for_as_many_as_a_job_needs() -> None:
 
 
 def test_a_job_with_too_few_workers_can_change_its_mode() -> None:
-    """Those who have stepped aside wait for nobody; what was pushed is counted."""
+    """Workers that have stepped aside wait for no other; their pushes are counted."""
     shard, job, address = elastic(2, 3, 0)
     push(shard, job, address, 0, 0)
     assert updates(shard.step_aside(job, 0, 0, (1, 1))) == 1

@@ -1,4 +1,4 @@
-"""A slice of an elastic job: nothing moves while there are too few, and who comes takes part."""
+"""A slice of an elastic job: nothing moves while workers are too few, and new ones take part."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The estimate that workers hold, both halves: its equations, who gets what, what is refused."""
+"""The estimate that workers hold, both halves: its equations, its answers, and refusals."""
 
 import numpy as np
 import pytest

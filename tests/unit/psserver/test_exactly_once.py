@@ -2,7 +2,7 @@
 
 Hypothesis writes the story; the shard's own state machines decide, and the model only counts the
 pushes that are in the weights and the answers that their workers got. A message once sent may be
-delivered at any time, again and again, whatever has become of its sender. The shard is killed too,
+delivered at any time, again and again, even if its sender has died. The shard is killed too,
 and continues from its journal. In elastic jobs workers join later, others take the places of the
 lost, and no step may close while there are too few.
 """

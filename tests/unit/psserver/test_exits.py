@@ -1,4 +1,4 @@
-"""Every exit code of `psserver`, and what leads to it; those of real processes stand elsewhere."""
+"""Every exit code of `psserver` and its cause; other tests cover those of real processes."""
 
 import errno
 import os

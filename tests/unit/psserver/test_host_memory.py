@@ -35,7 +35,7 @@ def test_without_cgroups_the_host_counts() -> None:
 
 
 def test_a_container_has_what_its_limit_leaves(machine: Path) -> None:
-    """Its cgroup is the root of what it sees, and page cache can be reclaimed."""
+    """Its cgroup is the root that it sees, and page cache can be reclaimed."""
     (machine / "own").write_text("0::/\n")
     cgroup(machine, str(4 * GIB), 3 * GIB, GIB)
     assert host_memory.available_nbytes() == 2 * GIB

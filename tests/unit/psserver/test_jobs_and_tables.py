@@ -1,4 +1,4 @@
-"""Jobs, tables and workers of one shard: what is shared, what is refused, and what is limited."""
+"""Jobs, tables and workers of one shard: sharing, refusals and limits."""
 
 import dataclasses
 

@@ -152,7 +152,7 @@ def test_clocks_count_without_a_gap() -> None:
 
 
 def test_a_worker_that_had_missed_steps_and_comes_back_does_not_push_what_is_in() -> None:
-    """It had come back before, at step 2; what it pushed there is still open."""
+    """It had come back before, at step 2; its push of that step is still open."""
     bench = Bench(SYNC, 2)
     bench.leave(1)
     for step in range(2):

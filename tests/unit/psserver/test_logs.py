@@ -1,4 +1,4 @@
-"""Log lines: one for what comes again and again; nothing in one ends it or rules a screen."""
+"""Log lines: one for repeated messages; no content breaks a line or controls a terminal."""
 
 import io
 import json

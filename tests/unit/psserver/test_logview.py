@@ -1,4 +1,4 @@
-"""Logs of several files in one order, and what comes after."""
+"""Logs of several files in one order, and lines that follow later."""
 
 import os
 from dataclasses import replace

@@ -49,7 +49,7 @@ def test_parked_pushes_are_added_in_the_order_of_ranks_whichever_arrives_last(
 
 
 def test_a_push_is_not_parked_while_another_is_held_for_it() -> None:
-    """Worker 1 is on another host: what it has sent takes memory of the shard meanwhile."""
+    """Worker 1 is on another host: its gradient takes memory of the shard meanwhile."""
     bench = Bench(SYNC, 3)
     assert bench.push(0, 0, may_wait=True) == []
     assert bench.push(1, 0) == [

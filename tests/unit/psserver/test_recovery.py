@@ -116,7 +116,7 @@ def test_steps_that_are_left_out_leave_a_journal_that_is_believed(
 
 
 def test_a_late_request_of_a_former_life_is_refused_after_a_kill_too(tmp_path: Path) -> None:
-    """It makes no life of its own either: what is refused changes nothing."""
+    """It starts no life of the job either: a refused join changes nothing."""
     process = Process(tmp_path / "v")
     process.train("a")
     job = process.engine.shard.jobs["a"]
@@ -148,7 +148,7 @@ def resealed(path: Path, **changes: object) -> None:
 
 
 def refill(path: Path) -> None:
-    """Puts zeros in place of what a file holds, but for its end."""
+    """Overwrites a file with zeros, except for its end."""
     content = path.read_bytes()
     path.write_bytes(bytes(len(content) - PAGE) + content[-PAGE:])
 

@@ -58,7 +58,7 @@ async def asked(front: Front, rank: int) -> list[tuple[int, list[int]]]:
 
 
 async def fetch_residuals(front: Front, job: str, rank: int) -> dict[int, float]:
-    """Returns the first element of what is kept for a rank, by slice."""
+    """Returns the first element of the residual kept for a rank, by slice."""
     request = pb.FetchResidualRequest(job=job, worker=rank, incarnation=100 + rank)
     found = {}
     for index in (await front.control.FetchResidual(request, Context())).slices:

@@ -1,4 +1,4 @@
-"""Log files of bounded size, and what reads them meanwhile."""
+"""Log files of bounded size, and programs that read them meanwhile."""
 
 import subprocess
 import sys

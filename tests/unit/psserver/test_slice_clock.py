@@ -1,4 +1,4 @@
-"""Every decision of one slice, as a table of events: what goes in, and what comes out in words."""
+"""Every decision of one slice, as a table of events: messages in, actions out, as text."""
 
 import numpy as np
 import pytest

@@ -58,7 +58,7 @@ def test_a_failure_on_the_pool_is_told() -> None:
         queue = make_queue(Placement().inline_numel_max + 1, completion, pool)
         queue.submit([LOAD])
     assert [str(problem) for problem in completion.problems] == ["an invariant"]
-    assert queue.is_busy  # It is stuck for good: what waits for it must not be told otherwise.
+    assert queue.is_busy  # Stuck for good: those that wait for it must not be told otherwise.
 
 
 # ----- order

@@ -1,4 +1,4 @@
-"""The numbers of one slice: what each action does to them, and what a reader is sure of."""
+"""The numbers of one slice: the effect of each action, and the guarantees to a reader."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The supervisor over shards that are made up: who is started again, when, and when it gives up."""
+"""The supervisor over simulated shards: which it restarts, when, and when it gives up."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""`psworker bench compressors`: the model of a step by hand, and what is advised."""
+"""`psworker bench compressors`: the model of a step by hand, and the advice."""
 
 import json
 import sys

@@ -130,7 +130,7 @@ def test_evaluation_at_the_owner_posts_its_newest() -> None:
     (first, of_first), (second, of_second) = make_two("rank0")
     fill(first, 5.0)
     with of_second.shared():
-        assert seen(second) == 10.0  # What it had at the start.
+        assert seen(second) == 10.0  # The values at the start.
     with of_first.shared():
         assert seen(first) == 5.0
     with of_second.shared():

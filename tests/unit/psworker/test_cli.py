@@ -1,4 +1,4 @@
-"""The commands of `psworker`: what is refused, and how."""
+"""The commands of `psworker`: refused arguments, and the messages."""
 
 import json
 import sys

@@ -12,7 +12,7 @@ import pytest
 
 from pscore.errors import ConfigError, ServerUnavailableError
 from psworker.job import context as module
-from psworker.job import own_shards
+from psworker.job import local_shards, own_shards
 from psworker.job.context import Context, join, shutdown
 from psworker.job.environment import Environment
 
@@ -119,7 +119,7 @@ def test_a_script_that_ends_leaves_without_closing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PACELINE_SERVERS", "a:1")
     context = join()
     context.at_close(lambda: pytest.fail("nothing may be waited for"))
-    module._at_exit()
+    module.at_exit()
     assert session_of(context).left == ["its process ended"]
     assert not session_of(context).has_failed
 
@@ -128,7 +128,7 @@ def test_a_script_that_ends_with_an_exception_has_failed(monkeypatch: pytest.Mon
     monkeypatch.setenv("PACELINE_SERVERS", "a:1")
     context = join()
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
-    module._at_exit()
+    module.at_exit()
     assert session_of(context).left == ["its process failed"]
     assert session_of(context).has_failed
 
@@ -162,7 +162,7 @@ def test_workers_that_come_and_go_need_shards_that_stay(monkeypatch: pytest.Monk
         join()
 
 
-@pytest.mark.parametrize("end", [module._at_exit, shutdown])
+@pytest.mark.parametrize("end", [module.at_exit, shutdown])
 def test_a_forked_child_does_not_leave_for_its_parent(
     monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]
 ) -> None:
@@ -191,12 +191,12 @@ def environment(**variables: str) -> Environment:
 def test_workers_on_other_machines_need_an_address() -> None:
     message = "4 workers, 2 of them on this machine, and no server address: start shards with"
     with pytest.raises(ConfigError, match=message):
-        module._embedded(environment(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", RANK="0"))
+        local_shards.find_or_start(environment(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", RANK="0"))
 
 
 def test_workers_without_ranks_need_an_address() -> None:
     with pytest.raises(ConfigError, match="2 workers, but neither a server address nor this"):
-        module._embedded(environment(WORLD_SIZE="2"))
+        local_shards.find_or_start(environment(WORLD_SIZE="2"))
 
 
 class FakeShards:
@@ -220,7 +220,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeShards:
     fake = FakeShards()
     process: Any = fake.process
     own = own_shards.OwnShards(addresses=("h:1",), process=process, token_file="")
-    monkeypatch.setattr(module, "start_shards", lambda: own)
+    monkeypatch.setattr(local_shards, "start_shards", lambda: own)
     return fake
 
 
@@ -237,10 +237,10 @@ def test_the_first_of_the_local_workers_tells_the_others(
 ) -> None:
     variables = {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "PACELINE_JOB": "a/b"}
     own = environment(RANK="0", LOCAL_RANK="0", **variables)
-    addresses, token_file, shards = module._embedded(own)
+    addresses, token_file, shards = local_shards.find_or_start(own)
     assert (addresses, token_file) == (("h:1",), "")
     assert shards is not None
-    others = module._embedded(environment(RANK="1", LOCAL_RANK="1", **variables))
+    others = local_shards.find_or_start(environment(RANK="1", LOCAL_RANK="1", **variables))
     assert others == (("h:1",), "", None)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -256,7 +256,7 @@ def test_files_of_killed_launches_are_removed(tmp_path: Path) -> None:
     other = tmp_path / "notes.json"
     for file in (gone, here, other):
         file.touch()
-    module._sweep(tmp_path)
+    local_shards.sweep(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([here, other])
 
 
@@ -265,17 +265,17 @@ def test_a_folder_that_others_may_write_is_refused(started: FakeShards, tmp_path
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match=f"{folder} must belong to this user, without access"):
-        module._embedded(environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0"))
+        local_shards.find_or_start(environment(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0"))
 
 
 def test_a_worker_that_waits_in_vain_for_addresses_says_for_what(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "EMBEDDED_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(local_shards, "EMBEDDED_TIMEOUT_S", 0.1)
     path = tmp_path / "addresses.json"
     message = f"the first worker on this machine has not started shards within 0.1 s .no {path}"
     with pytest.raises(ServerUnavailableError, match=message):
-        module._await_addresses(path)
+        local_shards.await_addresses(path)
 
 
 def test_shards_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The demo's parts: which modes, which images, what is reported."""
+"""The demo's parts: modes, images and report."""
 
 import gzip
 import io

@@ -447,12 +447,12 @@ def test_a_gradient_without_room_is_refused_before_anything_is_sent() -> None:
     numel = exchange.layout.numel
     exchange.load_compressor_state({"residual": np.full(numel, 3e38, np.float32)})
     with pytest.raises(GradientError, match="beyond float32"):
-        exchange.payloads.require_room(grads, lambda index: -1)
+        exchange.payloads.require_room(dict(enumerate(grads)), lambda index: -1)
     with pytest.raises(GradientError, match="beyond float32"):
         exchange.push(0, a_push(), grads[0], compress=True)
     assert not session.planes[0].pushes
     assert (exchange.compressor_state()["residual"] == np.float32(3e38)).all()
     # Without a gradient there is nothing to add.
-    exchange.payloads.require_room(grads, lambda index: 0)
+    exchange.payloads.require_room(dict(enumerate(grads)), lambda index: 0)
     exchange.push(0, a_push(), -grads[0], compress=True)
     assert len(session.planes[0].pushes) == 1

@@ -1,4 +1,4 @@
-"""The flat vector of a model: gradients in, weights out, and what it refuses."""
+"""The flat vector of a model: gradients in, weights out, and refusals."""
 
 import numpy as np
 import pytest

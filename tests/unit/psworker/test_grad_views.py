@@ -1,4 +1,4 @@
-"""Gradients that lie in the flat vector: what `.grad` is then, and how a change is found."""
+"""Gradients that are parts of the flat vector: the value of `.grad`, and detected changes."""
 
 from collections.abc import Callable
 

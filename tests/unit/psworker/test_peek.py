@@ -17,7 +17,7 @@ from tests.paper.inner import Inner
 GROUP = {"lr": 0.02, "momentum": 0.5, "weight_decay": 0.01}
 STEPS = 60
 
-# Of each mode that depends on who is faster, a model that replays what has happened.
+# Of each mode that depends on workers' speeds, a model that replays the events.
 MODELS: dict[str, Callable[[Cluster, Any], History]] = {
     "asgd": lambda cluster, rule: test_asgd.Model(cluster),
     "staleness(splits=2)": lambda cluster, rule: test_staleness.Model(cluster, 2),

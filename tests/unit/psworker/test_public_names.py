@@ -58,7 +58,7 @@ def test_the_optimizer_shows_only_what_a_user_may_call() -> None:
 
 
 def imports_for_a_type_checker() -> Iterator[tuple[str, str]]:
-    """Yields module and name of what `psworker` imports for a type checker only."""
+    """Yields module and name of each import of `psworker` for a type checker only."""
     tree = ast.parse(Path(psworker.__file__).read_text())
     for block in (item for item in tree.body if isinstance(item, ast.If)):
         for item in block.body:

@@ -177,7 +177,7 @@ def test_an_asynchronous_mode_asks_when_backward_is_over_for_weights_that_are_ne
 
 
 def test_a_pull_is_not_asked_for_before_the_one_before_it_was_used() -> None:
-    """A delay of one step: what has landed is the base of this step's local update."""
+    """A delay of one step: the pull that has landed is the base of this step's local update."""
     replica, port = make("od(warmup=0, local=sgd)")
     own = grads(replica, 1.0)
     push_all(replica, port, own, in_backward=True)
@@ -192,6 +192,52 @@ def test_a_pull_is_not_asked_for_before_the_one_before_it_was_used() -> None:
     port.run(replica.finish(own, port), 0.0, 0)
     assert [pull[2] for pull in port.pulls] == [2, 2]
     assert replica.weights[0].item() == 7.5
+
+
+def test_a_slice_is_pulled_again_while_others_still_wait_for_earlier_pulls() -> None:
+    replica, port = make("od(warmup=0, local=sgd)")
+    own = grads(replica, 1.0)
+    push_all(replica, port, own)
+    port.run(replica.finish(own, port), 0.0, 0)
+    port.taken()
+    port.run(replica.land(1), 8.0, 1)
+    replica.push(1, own[1], -1, 1.0, port)
+    replica.end_slice(1, own[1], port)
+    assert replica.is_ending
+    assert [pull[:3] for pull in port.pulls] == [(1, 2, 2)]
+    assert (replica.weights[NUMEL - 1].item(), replica.weights[0].item()) == (7.5, 0.5)
+    port.run(replica.land(0), 8.0, 1)
+    replica.push(0, own[0], -1, 1.0, port)
+    assert [push.step for _, push, _ in port.pushes] == [1, 1]
+    port.run(replica.finish(own, port), 0.0, 0)
+    assert [pull[:3] for pull in port.pulls] == [(1, 2, 2), (0, 2, 2)]
+    assert (replica.step, replica.clocks.counts, replica.is_ending) == (2, [2, 2], False)
+    assert replica.weights[:NUMEL].tolist() == [7.5] * NUMEL
+
+
+def test_pushes_of_one_step_have_one_number_though_steps_have_closed_without_this_worker() -> None:
+    replica, port = make("od(warmup=0, local=sgd)")
+    own = grads(replica, 1.0)
+    step(replica, port, 1.0, 0.0, 0)
+    port.taken()
+    for index, version in ((1, 5), (0, 4)):
+        port.run(replica.land(index), 8.0, version)
+        replica.push(index, own[index], -1, 1.0, port)
+        replica.end_slice(index, own[index], port)
+    assert [push.step for _, push, _ in port.pushes] == [1, 1]
+    port.run(replica.finish(own, port), 0.0, 0)
+    assert replica.next_push == 4
+
+
+@pytest.mark.parametrize("mode", ["ssgd", "asgd"])
+def test_a_mode_that_waits_for_its_own_pulls_ends_no_slice_before_the_others(mode: str) -> None:
+    replica, port = make(mode)
+    own = grads(replica, 1.0)
+    push_all(replica, port, own, in_backward=True)
+    before = len(port.pulls)
+    replica.end_slice(1, own[1], port)
+    assert len(port.pulls) == before
+    assert not replica.is_ending
 
 
 @pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=1, warmup=0, local=sgd)"])

@@ -105,7 +105,7 @@ def test_a_worker_that_has_stopped_sends_what_a_heartbeat_asks_for() -> None:
     sender.send_after(4, [0])
     sender.send_after(ANY_STEP, [0])
     assert worker.received() == [(4, 1.25)] * 2
-    worker.settle()  # When training continues: what came back is not counted again.
+    worker.settle()  # When training continues: a gradient that came back is not counted again.
     sender.send_after(4, [0])
     assert worker.received()[2:] == [(4, 1.25)]
 

@@ -20,7 +20,7 @@ def plan(num_workers: int = 2) -> LaunchPlan:
 
 
 def ended(command: tuple[str, ...], *servers: str) -> tuple[int, list[str]]:
-    """Runs one worker to its end; returns the exit code of the job and what was told."""
+    """Runs one worker to its end; returns the exit code of the job and its messages."""
     told: list[str] = []
     job = LaunchPlan(command=command, num_workers=1, servers=servers, job="run-1")
     code = Launch(job, write=plain, tell=told.append, is_quiet=True).run()

@@ -297,7 +297,7 @@ def test_a_worker_whose_rank_was_taken_comes_back_with_another(links: list[FakeL
 
 @pytest.mark.usefixtures("links")
 def test_a_worker_without_a_rank_is_heard_as_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is on its way back: what a shard says of its former self is no news to it."""
+    """It is on its way back: a shard's report about its former process is no news to it."""
     asked, told = threading.Event(), threading.Event()
 
     def refuse() -> None:

@@ -1,4 +1,4 @@
-"""Every compressor by name, as all tests run them, and what they need to run one."""
+"""Every compressor by name, as all tests run them, and the helpers to run one."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_terngrad_clips_at_two_and_a_half_sigma() -> None:
     payload = Sender(parse_compressor("terngrad"), 64).encode(grad)
     sigma = np.sqrt((63 + 100.0**2) / 64)
     assert payload[:4].view("<f4")[0] == np.float32(2.5 * sigma)
-    assert payload[4] >> 6 == 0b11  # What is clipped is always sent.
+    assert payload[4] >> 6 == 0b11  # A clipped value is always sent.
     # Of 1 one in so many is sent: where the noise is below 1 / s.
     is_sent = noise(64)[1:] < np.int32(np.float32(65536.0) / payload[:4].view("<f4")[0])
     sent = decode(parse_compressor("terngrad"), payload, 64)
@@ -254,7 +254,7 @@ def test_sparseloco_sends_four_values_and_forgets_a_part_of_the_rest() -> None:
 
 @pytest.mark.parametrize(("k", "decay"), [(64, 0.95), (7, 0.5), (4096, 1.0)])
 def test_sparseloco_is_its_formula_in_float64(k: int, decay: float) -> None:
-    """And what was sent, with what waits, is what came in, with what is left of what waited."""
+    """Sent values and the new residual sum to the gradient and the rest of the old residual."""
     numel = 2 * 4096 + 50
     compressor = parse_compressor(f"sparseloco(k={k}, decay={decay})")
     sender, waits = Sender(compressor, numel), np.zeros(numel)

@@ -78,7 +78,7 @@ def test_glu_steps_are_the_cpus(kernels: DeviceKernels, divisor: float) -> None:
             update.rebase(host, normal(5), [], 3)
             other.weights.copy_(normal(5))
         update.update(host, normal(step + 1))
-        factors = (2.0, 0.5, 0.9), update._inverse(other), hyper_columns(other)
+        factors = (2.0, 0.5, 0.9), update.inverse(other), hyper_columns(other)
         kernels.glu(other, normal(step + 1), before, *factors)
         assert_same(host.weights, other.weights)
         assert_same(host.state["weights_before"], before)

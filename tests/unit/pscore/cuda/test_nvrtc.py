@@ -8,7 +8,7 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not 
 
 
 def compiled(text: str, architecture: str) -> tuple[bytes, str]:
-    """Returns the machine code, empty if there is an error, and what NVRTC said."""
+    """Returns the machine code, empty if there is an error, and the log of NVRTC."""
     status, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], [])
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         pytest.skip(f"NVRTC cannot be loaded: {status}")
