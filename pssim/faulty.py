@@ -263,11 +263,10 @@ class FaultyWorker(BookedWorker):
 
     def _finish(self) -> Program:
         yield from self.wait_for_pushes()
-        has_round = self.replica.num_inner > 0
         is_open = [index for index, touched in enumerate(self.elements) if touched]
         self.replica.end_round(self.grads, self.exchange)
         yield from self.wait_for_pushes()
-        if has_round:
+        if self.case.rule.outer_optimizer and is_open:
             self._ended_step(is_open)
         yield from self.wait_for_pulls(self.replica.settle())
         self.recorder.leave_out(self.rank)
