@@ -96,5 +96,5 @@ test-gpu: $(STAMP) ## what needs a CUDA device, tests and figures; adds CuPy for
 	$(BIN)/python -m benchmarks.compressors --json
 
 clean: ## remove the environment and what tools left behind
-	rm -rf $(VENV) .venv-lowest .venv-recipes build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest .venv-recipes .venv-ray build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -91,6 +91,7 @@ class Member:
     reported: dict[str, float] = field(default_factory=dict)  # By name, of its training.
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers, one report a table.
     pace: Pace = NO_PACE  # Pace of its newest heartbeat.
+    data_plane: str = ""  # Name in its newest heartbeat; between it and this shard.
 
 
 class Membership:

@@ -229,6 +229,7 @@ class RunningJob:
         reported: Mapping[str, float],
         peers: Sequence[PeerReport] = (),
         pace: Pace | None = None,
+        data_plane: str = "",
     ) -> HeartbeatView:
         """Records the report of a worker, and returns the state of the job for it.
 
@@ -239,14 +240,18 @@ class RunningJob:
             reported: Values of its training, by name.
             peers: Its last exchanges with peers.
             pace: Pace of its steps and waits; None: it reports it to another shard.
+            data_plane: Name of that between it and this shard; empty: not chosen yet.
         """
         with self._lock:
             self.waits.note(rank, waiting_for)
-            self.job.membership.members[rank].reported = accepted(reported)
+            member = self.job.membership.members[rank]
+            member.reported = accepted(reported)
             if peers:
-                self.job.membership.members[rank].peers = tuple(peers)
+                member.peers = tuple(peers)
             if pace is not None:
-                self.job.membership.members[rank].pace = pace
+                member.pace = pace
+            if data_plane:
+                member.data_plane = data_plane
             return HeartbeatView(
                 waiting_for=self.waits.longest,
                 residual_requests=tuple(

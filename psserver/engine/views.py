@@ -94,6 +94,7 @@ class WorkerView:
     peers: tuple[PeerReport, ...] = ()  # Its last exchanges with peers.
     pace: Pace = NO_PACE
     waited_for_s: float = 0.0  # Seconds in which others waited for it.
+    data_plane: str = ""  # Between it and this shard; empty: it has not said yet.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +214,7 @@ def _workers(job: Job, waits: Waits, now_s: float) -> tuple[WorkerView, ...]:
             peers=member.peers,
             pace=member.pace,
             waited_for_s=waits.waited_for_s.get(member.rank, 0.0),
+            data_plane=member.data_plane,
         )
         for _, member in sorted(job.membership.members.items())
     )

@@ -23,7 +23,8 @@ def combine(
     """Returns the answers of all shards, of which one at least has answered, as a JSON value.
 
     Bytes and counts are added up over the shards; a worker's step, staleness and silence are the
-    largest that any shard has seen; versions are the oldest and newest of any slice.
+    largest that any shard has seen; its data planes are one for each shard that it has reported to;
+    versions are the oldest and newest of any slice.
     """
     answered = {
         address: answer
@@ -108,6 +109,7 @@ def _worker(seen: Sequence[pb.WorkerStatus]) -> dict[str, Any]:
         "peers": [_peers(report) for worker in seen for report in worker.peers],
         "pace": _pace(seen),
         "waited_for_s": round(max(worker.waited_for_s for worker in seen), 1),
+        "data_planes": [worker.data_plane for worker in seen if worker.data_plane],
     }
 
 
@@ -240,7 +242,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
             f"job {job['name']} (workers: {least}{job['num_workers']}, "
             f"pushes: {job['num_pushes']} of {in_bytes(job['pushed_nbytes'])}, "
             f"updates: {job['num_updates']}, pulled: {in_bytes(job['pulled_nbytes'])})",
-            ("worker", "host", "process", "state", "step", "staleness", "heard", *reports),
+            ("worker", "host", "process", "state", "step", "staleness", "plane", "heard", *reports),
             (
                 (
                     w["rank"],
@@ -249,6 +251,7 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
                     w["state"],
                     w["step"],
                     w["staleness"],
+                    ", ".join(dict.fromkeys(w["data_planes"])),
                     f"{in_time(w['last_heard_s'])} ago",
                     *([_values(w["reported"])] if reports else []),
                 )

@@ -42,6 +42,7 @@ from psserver.service.shared_view import SharedView
 
 TEXT_LENGTH_MAX = 512  # Longest text from workers: their waits, their reasons for leaving.
 HOST_LENGTH_MAX = 256
+PLANE_LENGTH_MAX = 16
 H = TypeVar("H", data_pb2.PushHeader, data_pb2.PullHeader)
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -261,7 +262,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         left_out = {it.table: (it.steps, it.count, it.since) for it in request.left_out}
         peers = [peer_report(report) for report in request.peers]
         pace = pace_of(request.pace) if request.HasField("pace") else None
-        view = job.heartbeat(request.worker, text, left_out, request.reported, peers, pace)
+        plane = printable(request.data_plane, PLANE_LENGTH_MAX)
+        view = job.heartbeat(request.worker, text, left_out, request.reported, peers, pace, plane)
         return pb.HeartbeatReply(
             instance=self._instance,
             waiting_for=view.waiting_for,
@@ -394,6 +396,7 @@ def _job_status(job: JobView) -> pb.JobStatus:
             peers=map(report_to_proto, worker.peers),
             pace=pace_to_proto(worker.pace),
             waited_for_s=worker.waited_for_s,
+            data_plane=worker.data_plane,
         )
         for worker in job.workers
     ]

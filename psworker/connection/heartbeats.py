@@ -88,7 +88,11 @@ class Heartbeats:
             joined_as = link.joined_as
             rank, incarnation = joined_as
             request = pb.HeartbeatRequest(
-                job=member.job, worker=rank, incarnation=incarnation, waiting_for=member.waits
+                job=member.job,
+                worker=rank,
+                incarnation=incarnation,
+                waiting_for=member.waits,
+                data_plane=link.data_plane,
             )
             if link is self._links[0]:
                 request.peers.extend(report() for report in list(self.peer_reports.values()))

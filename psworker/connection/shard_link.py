@@ -118,6 +118,11 @@ class Link:
         assert self._transport is not None
         return self._transport
 
+    @property
+    def data_plane(self) -> str:
+        """The data plane's name; empty before `open`."""
+        return "" if self._transport is None else self._transport.name
+
     def close(self) -> None:
         """Ends all calls and closes the connections."""
         self.patience.is_over = True

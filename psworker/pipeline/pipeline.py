@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from pscore.compressors.none import NoCompression
-from pscore.errors import ConfigError, TransportError
+from pscore.errors import ConfigError, PacelineError, TransportError
 from pscore.rules import SSGD, parse_mode
 from pscore.table_spec import TableSpec
 from pscore.types import TensorSpec
@@ -22,6 +24,13 @@ from psworker.job.environment import Environment, parse_servers
 from psworker.peers.peers import Peers
 from psworker.pipeline import wire
 from psworker.pipeline.chain import Block, chain_of, joined, names_of
+from psworker.pipeline.checkpoint import (
+    Checkpoint,
+    Tensors,
+    from_numbers,
+    optimizer_state,
+    to_numbers,
+)
 from psworker.pipeline.schedule import Place, Stash, TwoVersions, Vertical
 from psworker.pipeline.stage import Loss, Receive, StageReplica, Update
 from psworker.pipeline.stage import Waits as StageWaits
@@ -30,6 +39,8 @@ from psworker.training.optimizer import DistributedOptimizer
 Plan = Sequence[tuple[str, int]]
 STASHES: dict[str, type[Stash]] = {"weights": Stash, "vertical": Vertical}
 SCHEDULES = ("1f1b", "2bw")
+log = logging.getLogger("paceline")
+
 MEET_S = 0.05  # From one question for workers that have yet to come to the next.
 
 
@@ -43,9 +54,9 @@ class Pipeline:
         place: Stage and replica of this worker.
         module: The layers of its stage; the parameters hold the newest weights.
         optimizer: Optimizer of its stage, with the learning rate times replicas of the stage over
-            replicas of
-            the first one: stages with more replicas make fewer updates.
+            replicas of the first one: stages with more replicas make fewer updates.
         losses: Losses of the minibatches whose loss this worker has computed, by number.
+        minibatches: Minibatches behind it, those before the checkpoint that it resumed from too.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class Pipeline:
         stash: str = "weights",
         minibatches: int | None = None,
         mode: str = "ssgd",
+        resume: str | Path | None = None,
         servers: str | list[str] | None = None,
         job: str | None = None,
         rank: int | None = None,
@@ -79,6 +91,8 @@ class Pipeline:
                 version of the first stage at all stages.
             minibatches: With `2bw`: minibatches of an update; all workers by default.
             mode: Between replicas of a stage: `ssgd`, without backup workers.
+            resume: Folder of checkpoints that `save` wrote, also with another plan. The newest
+                good one is loaded, if there is one; every worker reads the same.
             servers: Addresses of the shards; else PACELINE_SERVERS.
             job: Name of the job; else that of the launcher. A stage with replicas is the job
                 `job.s0`, `job.s1`, ...
@@ -91,31 +105,27 @@ class Pipeline:
         """
         environment = Environment.read()
         rank = environment.rank if rank is None else rank
-        replicas = [number for _, number in plan]
         _require(plan, mode, schedule, stash, minibatches)
         num_workers = num_workers or environment.num_workers
-        if num_workers != sum(replicas) or rank < 0:
-            raise ConfigError(
-                f"the plan has {sum(replicas)} workers, the job {num_workers}, and the "
-                f"rank is {rank}: start as many, with psworker run or torchrun"
-            )
-        self.place = Place.of_rank(rank, replicas)
+        self.place = _place_of(plan, rank, num_workers)
         blocks = chain_of(model, example)
         first, last = _ranges(blocks, plan)[self.place.stage]
         self.module = joined(blocks[first : last + 1])
         self._names = names_of(model, self.module)
+        found = _read(resume, model)
         job, addresses = job or environment.job, parse_servers(servers) or environment.servers
         if not addresses:
             raise ConfigError("a pipeline needs shards: psserver start, and PACELINE_SERVERS")
         self._stage_job = {"job": f"{job}.s{self.place.stage}", "servers": list(addresses)}
-        self.optimizer = self._make_optimizer(optimizer, mode)
-        versions = _versions(self.place, schedule, stash, minibatches)
-        self._stage = StageReplica(self.module, versions, loss, self._send)
-        self.losses = self._stage.losses
-        self._number = 0
+        self.optimizer = self._make_optimizer(optimizer, mode, found)
+        self._versions = _versions(self.place, schedule, stash, minibatches)
+        self._loss = loss
+        self.losses: dict[int, float] = {}
+        self.minibatches = found.minibatches if found is not None else 0
+        self._begin()
         joins = replace(environment, job=job, rank=rank, num_workers=num_workers)
         self._session = context.open_session(addresses, joins)
-        self._peers = Peers(self._session, self._declare(plan))
+        self._peers = Peers(self._session, self._declare(plan, self.minibatches))
         self._peers.run(self._gather())
 
     def step(self, inputs: Any, targets: Any) -> float | None:
@@ -131,10 +141,63 @@ class Pipeline:
         Raises:
             TransportError: A worker of another stage is gone.
         """
-        number = self._number
-        self._number += 1
-        self._drive(self._stage.step(number, inputs, targets))
-        return self.losses.get(number)
+        number = self.minibatches
+        self.minibatches += 1
+        self._drive(self._stage.step(number - self._first, inputs, targets))
+        loss = self._stage.losses.pop(number - self._first, None)
+        if loss is not None:
+            self.losses[number] = loss
+        return loss
+
+    def save(self, folder: str | Path, *, keep: int = 3) -> Path:
+        """Ends the minibatches in flight, and writes the whole model at this minibatch.
+
+        Every worker calls it behind the same minibatch. Rank 0 gets the parts of all stages, and
+        writes them into a folder of its own (psworker/pipeline/checkpoint.py): its
+        `model.safetensors` has the names of the whole model, which loads it. The pipeline then
+        begins empty.
+
+        Args:
+            folder: Where rank 0 writes; others do not use it.
+            keep: Newest checkpoints that stay there.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ConfigError: Updates are not whole at this minibatch, or an optimizer's state cannot be
+                written.
+            PacelineError: Rank 0 could not write it; training may go on.
+            TransportError: A worker of another stage is gone.
+        """
+        every = self._versions.whole
+        if (self.minibatches - self._first) % every:
+            raise ConfigError(
+                f"a checkpoint behind {self.minibatches - self._first} minibatches would cut an "
+                f"update: save behind a multiple of {every}"
+            )
+        number = self.minibatches
+        self._drive(self._stage.finish())
+        self._begin()
+        weights = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
+        state = optimizer_state(self.optimizer, self._parameter_names()) if self._leads else {}
+        problem: Exception | None = None
+        path = Path(folder)
+        if self.place.rank:
+            if self._leads:
+                wire.send(self._peers, 0, wire.STATE, number, to_numbers(weights, state))
+        else:
+            self._drive(self._collect(number, weights, state))
+            try:
+                path = Checkpoint(number, weights, state).write(path, keep)
+            except OSError as found:
+                problem = found
+        if self._session.agree("checkpoint", float(problem is not None)):
+            raise PacelineError(
+                f"the checkpoint of minibatch {number} was not written: "
+                f"{problem or 'rank 0 says why'}"
+            ) from problem
+        return path
 
     def finish(self) -> None:
         """Ends the minibatches in flight, and leaves the job; `state_dict` is then whole.
@@ -156,28 +219,47 @@ class Pipeline:
 
     # ----- the start
 
+    def _begin(self) -> None:
+        """Begins with no minibatch in flight, at the newest weights."""
+        self._first = self.minibatches
+        self._stage = StageReplica(self.module, self._versions, self._loss, self._send)
+
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(p): self._names[name] for name, p in self.module.named_parameters()}
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this worker's part of a checkpoint is its stage's."""
+        return self.place.replica == 0
+
     def _make_optimizer(
-        self, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], mode: str
+        self,
+        make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        mode: str,
+        saved: Checkpoint | None,
     ) -> torch.optim.Optimizer:
         named = [(self._names[n], p) for n, p in self.module.named_parameters() if p.requires_grad]
         made = make([parameter for _, parameter in named])
         for group in made.param_groups:
             group["lr"] *= self.place.num_replicas / self.place.replicas[0]
-        if self.place.num_replicas == 1:
-            return made
-        context.join(
-            **self._stage_job,  # type: ignore[arg-type]
-            rank=self.place.replica,
-            num_workers=self.place.num_replicas,
-            local_group=None,
-        )
-        return DistributedOptimizer(made, named, mode=mode)
+        if self.place.num_replicas > 1:
+            context.join(
+                **self._stage_job,  # type: ignore[arg-type]
+                rank=self.place.replica,
+                num_workers=self.place.num_replicas,
+                local_group=None,
+            )
+            made = DistributedOptimizer(made, named, mode=mode)
+        if saved is not None:
+            saved.load_optimizer(made, self._parameter_names())
+        return made
 
-    def _declare(self, plan: Plan) -> int:
-        """Returns the table whose directory lists the workers; another plan is refused."""
+    def _declare(self, plan: Plan, first: int) -> int:
+        """Returns the table whose directory lists the workers; another plan or begin is refused."""
+        names = [f"stage {s} to {name} on {number}" for s, (name, number) in enumerate(plan)]
         stages = [
-            TensorSpec(name=f"stage {stage} to {name} on {number}", shape=(1,), dtype="float32")
-            for stage, (name, number) in enumerate(plan)
+            TensorSpec(name=name, shape=(1,), dtype="float32")
+            for name in [*names, f"from minibatch {first}"]
         ]
         spec = TableSpec(
             name="pipeline",
@@ -200,7 +282,7 @@ class Pipeline:
     # ----- the run
 
     def _send(self, to: int, kind: int, minibatch: int, values: torch.Tensor) -> None:
-        wire.send(self._peers, to, kind, minibatch, values)
+        wire.send(self._peers, to, kind, self._first + minibatch, values)
 
     def _drive(self, script: StageWaits) -> None:
         """Runs what the stage has to do; on an error it leaves the job, so the others learn it."""
@@ -225,16 +307,40 @@ class Pipeline:
                 else:
                     answer = yield from self._receive(wait)
 
+    def _collect(self, number: int, weights: Tensors, state: Tensors) -> StageWaits:
+        """Adds the parts of the other stages' first replicas to a checkpoint."""
+        for stage in range(1, len(self.place.replicas)):
+            source = sum(self.place.replicas[:stage])
+            numbers = yield Receive(source, wire.STATE, number - self._first)
+            for whole, part in zip((weights, state), from_numbers(numbers), strict=True):
+                whole.update(part)
+
     def _receive(self, wait: Receive) -> Generator[Want | Meet, Any, torch.Tensor]:
-        found = yield from wire.receive(wait.source, wait.kind, wait.minibatch)
+        minibatch = self._first + wait.minibatch
+        found = yield from wire.receive(wait.source, wait.kind, minibatch)
         if found is None:
-            yield Meet(self._number, waits=False)
+            yield Meet(self.minibatches, waits=False)
             place = Place.of_rank(wait.source, self.place.replicas)
             raise TransportError(
-                f"the workers of the pipeline have changed while minibatch {wait.minibatch} was "
+                f"the workers of the pipeline have changed while minibatch {minibatch} was "
                 f"awaited from replica {place.replica} of stage {place.stage}; start all again"
             )
         return found
+
+
+def _place_of(plan: Plan, rank: int, num_workers: int) -> Place:
+    """Returns the place of a rank.
+
+    Raises:
+        ConfigError: The plan has another number of workers.
+    """
+    replicas = [number for _, number in plan]
+    if num_workers != sum(replicas) or rank < 0:
+        raise ConfigError(
+            f"the plan has {sum(replicas)} workers, the job {num_workers}, and the "
+            f"rank is {rank}: start as many, with psworker run or torchrun"
+        )
+    return Place.of_rank(rank, replicas)
 
 
 def _require(plan: Plan, mode: str, schedule: str, stash: str, minibatches: int | None) -> None:
@@ -259,6 +365,24 @@ def _require(plan: Plan, mode: str, schedule: str, stash: str, minibatches: int 
         raise ConfigError(f"stash is {stash!r}, must be one of {', '.join(STASHES)}")
     if minibatches is not None and schedule != "2bw":
         raise ConfigError("minibatches has no effect but with schedule='2bw'")
+
+
+def _read(folder: str | Path | None, model: nn.Module) -> Checkpoint | None:
+    """Loads the newest good checkpoint into a model, if there is one, and returns it.
+
+    Raises:
+        ConfigError: None of those that are there can be read, or it is of another model.
+    """
+    if folder is None:
+        return None
+    found, problems = Checkpoint.newest(Path(folder))
+    for problem in problems:
+        log.warning("a checkpoint is left out: %s", problem)
+    if found is None and problems:
+        raise ConfigError(f"no checkpoint in {folder} can be read: {problems[0]}")
+    if found is not None:
+        found.load_weights(model)
+    return found
 
 
 def _versions(place: Place, schedule: str, stash: str, minibatches: int | None) -> Stash:

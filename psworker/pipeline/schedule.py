@@ -20,6 +20,7 @@ last update holds the minibatches that there are.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ class Place:
                 return cls(stage, left, tuple(replicas))
             left -= number
         raise ConfigError(f"rank {rank} in a pipeline of {sum(replicas)} workers")
+
+    @property
+    def rank(self) -> int:
+        """Rank among the workers of all stages."""
+        return sum(self.replicas[: self.stage]) + self.replica
 
     @property
     def is_first(self) -> bool:
@@ -96,6 +102,11 @@ class Stash:
     def updates_every(self) -> int:
         """Backwards of a replica in an update."""
         return 1
+
+    @property
+    def whole(self) -> int:
+        """Minibatches after which the updates of all stages are whole."""
+        return math.lcm(*self.place.replicas)
 
     def version(self, minibatch: int) -> int:
         """Returns the version of the weights for a minibatch."""
@@ -145,6 +156,11 @@ class TwoVersions(Stash):
     def updates_every(self) -> int:
         """Backwards of a replica in an update."""
         return self._own
+
+    @property
+    def whole(self) -> int:
+        """Minibatches of an update."""
+        return self._own * self.place.num_replicas
 
     def version(self, minibatch: int) -> int:
         """Returns the version before the last one that can be there."""

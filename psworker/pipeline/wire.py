@@ -12,6 +12,7 @@ from pscore.errors import ConfigError
 from pscore.types import FloatArray
 from psworker.gossip.base import PART_NUMEL, Post, Tag, Want, to_host
 
+STATE = 3  # Kind of a stage's part of a checkpoint; activations and gradients are 1 and 2.
 SHAPE_NUMEL = 16  # Numbers in front of the first part: number of dimensions, and the dimensions.
 
 

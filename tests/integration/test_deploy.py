@@ -23,7 +23,9 @@ from tests.integration.worker import Worker
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 SHARDS = [name for name in SERVICES if name.startswith("shard")]
-WORKERS = [name for name in SERVICES if "worker" in name]
+ALL_WORKERS = [name for name in SERVICES if "worker" in name]
+WORKERS = [name for name in ALL_WORKERS if name != "worker"]  # Those with ranks of their own.
+OURS = [name for name in SERVICES if name != "prometheus"]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
 
@@ -77,26 +79,26 @@ def test_the_shards_are_one_cluster() -> None:
     assert all(values["host"] == "0.0.0.0" and not values["insecure"] for values in given)
 
 
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("name", ALL_WORKERS)
 def test_a_worker_starts_when_every_shard_is_healthy(name: str) -> None:
     wanted = {shard: {"condition": "service_healthy"} for shard in SHARDS}
     assert SERVICES[name]["depends_on"] == wanted
 
 
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("name", ALL_WORKERS)
 def test_a_worker_can_be_stopped(name: str) -> None:
     assert SERVICES[name]["init"] is True
     assert "stop_grace_period" in SERVICES[name]
     assert SERVICES[name]["healthcheck"] == {"disable": True}
 
 
-@pytest.mark.parametrize("name", [*SHARDS, *WORKERS])
+@pytest.mark.parametrize("name", [*SHARDS, *ALL_WORKERS])
 def test_failed_containers_are_restarted(name: str) -> None:
     """With a pause that doubles; one that has come to its end (0) or is stopped is not."""
     assert SERVICES[name]["restart"] == "on-failure"
 
 
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("name", ALL_WORKERS)
 def test_a_worker_waits_longer_than_a_shard_is_away(name: str) -> None:
     """Longer than the default, and than a container needs that its engine starts again."""
     place = Environment.read(SERVICES[name]["environment"])
@@ -113,10 +115,10 @@ def test_the_workers_of_a_job_have_every_rank_once(profiles: list[str]) -> None:
 
 
 def test_the_jobs_do_not_meet() -> None:
-    assert len({SERVICES[name]["environment"]["PACELINE_JOB"] for name in WORKERS}) == 2
+    assert len({SERVICES[name]["environment"]["PACELINE_JOB"] for name in ALL_WORKERS}) == 3
 
 
-@pytest.mark.parametrize("name", WORKERS)
+@pytest.mark.parametrize("name", ALL_WORKERS)
 def test_only_workers_of_the_gpu_profile_ask_for_a_gpu(name: str) -> None:
     if SERVICES[name].get("profiles") != ["gpu"]:
         assert "deploy" not in SERVICES[name]
@@ -125,18 +127,54 @@ def test_only_workers_of_the_gpu_profile_ask_for_a_gpu(name: str) -> None:
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_writes_nothing_but_its_volumes(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_the_number_of_elastic_workers_is_left_to_compose() -> None:
+    place = Environment.read(SERVICES["worker"]["environment"])
+    assert (place.rank, place.min_workers, place.num_workers) == (-1, 1, 8)
+
+
+def test_prometheus_asks_every_shard_with_the_token() -> None:
+    config = yaml.safe_load((ROOT / "deploy/compose/prometheus.yml").read_text())
+    (scrape,) = config["scrape_configs"]
+    assert scrape["static_configs"] == [{"targets": [f"{name}:8070" for name in SHARDS]}]
+    assert scrape["authorization"]["credentials_file"].startswith("/etc/paceline/worker/")
+    assert all(
+        (ROOT / volume.split(":")[0]).is_file() for volume in SERVICES["prometheus"]["volumes"][:2]
+    )
+
+
+def test_every_service_of_the_overlay_shares_one_network() -> None:
+    overlay = yaml.safe_load((ROOT / "deploy/compose/local.yml").read_text())["services"]
+    assert set(overlay) == {"network", *SHARDS, *ALL_WORKERS}
+    modes = {overlay[name].get("network_mode") for name in (*SHARDS, *ALL_WORKERS)}
+    assert modes == {"service:network"}
+
+
+def test_the_example_of_a_host_sets_every_variable_that_its_file_requires() -> None:
+    text = (ROOT / "deploy/compose/host.yml").read_text()
+    required = set(re.findall(r"\$\{(\w+):\?", text))
+    given = re.findall(r"^(\w+)=", (ROOT / "deploy/compose/host.env").read_text(), re.MULTILINE)
+    assert required <= set(given)
+
+
 def test_every_container_runs_the_one_image_and_what_is_in_it() -> None:
-    assert {service["image"] for service in SERVICES.values()} == {"paceline:local"}
-    assert {service["build"]["dockerfile"] for service in SERVICES.values()} == {
-        "deploy/Dockerfile"
-    }
-    scripts = {SERVICES[name]["command"][1] for name in WORKERS}
+    ours = [SERVICES[name] for name in OURS]
+    assert {service["image"] for service in ours} == {"paceline:local"}
+    assert {service["build"]["dockerfile"] for service in ours} == {"deploy/Dockerfile"}
+    scripts = {SERVICES[name]["command"][1] for name in ALL_WORKERS}
     assert all((ROOT / script).is_file() for script in scripts)
     assert "COPY examples /app/examples" in DOCKERFILE
     assert "WORKDIR /app" in DOCKERFILE
 
 
-@pytest.mark.parametrize("name", [*SHARDS, *WORKERS])
+@pytest.mark.parametrize("name", [*SHARDS, *ALL_WORKERS])
 def test_every_client_has_a_certificate_and_a_token(name: str) -> None:
     side = "shard" if name in SHARDS else "worker"
     folder = f"/etc/paceline/{side}"

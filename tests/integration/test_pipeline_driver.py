@@ -1,12 +1,15 @@
 """`psworker.Pipeline` on real shards and workers: its weights are those of the formulas."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import psworker
+from psworker.pipeline.checkpoint import Checkpoint
 from tests.integration.cluster import Shards, Station, WorkerError, new_job
 from tests.paper import test_pipeline as model
 
@@ -63,6 +66,78 @@ def test_real_workers_train_as_the_formulas_say(shards: Shards) -> None:
                 seen |= losses.keys()
                 assert [m for m, loss in enumerate(returned) if loss is not None] == [*losses]
         assert seen == set(range(TOTAL))
+
+
+AT, END = 6, 12  # Minibatches behind the checkpoint, and of the whole run.
+
+
+def make_run(job: str, replicas: tuple[int, ...], **options: Any) -> psworker.Pipeline:
+    return psworker.Pipeline(
+        whole_model(len(replicas)),
+        torch.zeros(1, model.WIDTH),
+        model.loss_of,
+        lambda parameters: torch.optim.Adam(parameters, lr=model.LR / 10),
+        [(f"{stage}.2", count) for stage, count in enumerate(replicas)],
+        job=job,
+        num_workers=sum(replicas),
+        **options,
+    )
+
+
+def train_on(run: psworker.Pipeline, end: int) -> None:
+    for x, y in model.data(END)[run.minibatches : end]:
+        run.step(x.float(), y.float())
+
+
+def finished(run: psworker.Pipeline) -> Any:
+    run.finish()
+    return {name: value.numpy() for name, value in run.state_dict().items()}
+
+
+def save_and_resume(me: Station, job: str, folder: str) -> tuple[Any, ...]:
+    """Saves in the middle of a run, and goes on from there in a new job; returns both ends."""
+    run = make_run(job, (2, 1))
+    train_on(run, 1)
+    with pytest.raises(psworker.ConfigError, match="save behind a multiple of 2"):
+        run.save(folder)
+    train_on(run, AT)
+    path = run.save(folder)
+    train_on(run, END)
+    ends = [finished(run)]
+    for replicas in ((2, 1), (1, 2)):
+        again = make_run(f"{job}-{replicas[0]}", replicas, resume=folder)
+        assert again.minibatches == AT
+        if replicas == (1, 2):
+            again.save(f"{folder}/of-another-plan")
+        else:
+            train_on(again, END)
+        ends.append(finished(again))
+    return str(path), *ends
+
+
+@pytest.mark.timeout(120)
+def test_a_checkpoint_is_the_whole_model_at_one_minibatch(shards: Shards, tmp_path: Path) -> None:
+    with shards.workers(save_and_resume, new_job(), str(tmp_path), num_workers=3) as workers:
+        results = [worker.result() for worker in workers]
+    path = Path(results[0][0])
+    assert path.name == f"minibatch-{AT:08d}"
+    unsplit = whole_model(2)
+    unsplit.load_state_dict(safetensors.torch.load_file(path / "model.safetensors"))
+    expected = model.oracle("stash", (2, 1), "adam", AT)
+    for stage, part in enumerate(unsplit.children()):
+        for name, value in part.named_parameters():
+            torch.testing.assert_close(
+                value.detach().double(), expected[stage][-1][name], rtol=1e-5, atol=1e-6
+            )
+    for _, end, resumed, _ in results:
+        assert end.keys() == resumed.keys()
+        assert all((end[name] == resumed[name]).all() for name in end)
+    other = Checkpoint.read(tmp_path / "of-another-plan" / path.name)
+    same = Checkpoint.read(path)
+    assert other.minibatches == same.minibatches
+    for first, second in ((other.weights, same.weights), (other.optimizer, same.optimizer)):
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def refuse(me: Station, plan: list[tuple[str, int]], options: dict[str, Any]) -> None:

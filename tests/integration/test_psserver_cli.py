@@ -319,6 +319,7 @@ def test_status_as_json_has_shards_jobs_workers_and_tables(
         "peers": [],
         "pace": {"num_steps": 0, "steps_s": 0.0, "waits_s": 0.0, "requests_s": 0.0},
         "waited_for_s": 0.0,
+        "data_planes": [],
     }
     assert table["mode"].startswith("ssgd")
     assert table["version_min"] == -1

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.pb.ps.v1 import data_pb2
 from psserver.engine.barrier_waits import Arrival
+from psserver.remote.status import combine
 from psserver.service.barrier_wait import wait_at_barrier
 from tests.unit.psserver.front import (
     JOB,
@@ -275,6 +276,22 @@ def test_a_heartbeat_keeps_a_lease() -> None:
             assert (await front.control.Heartbeat(request, Context())).instance == 7
             front.engine.tick()
         await front.push(push_header(0, 0), grad(1.0))
+
+    play(scene)
+
+
+def test_the_status_has_the_data_plane_of_the_newest_heartbeat_that_names_one() -> None:
+    async def scene(front: Front) -> None:
+        await front.ready(num_workers=1)
+        for sent, shown in (("", ""), ("tcp", "tcp"), ("", "tcp"), ("p\x1b" * 99, "p\\x1b")):
+            request = pb.HeartbeatRequest(job=JOB, worker=0, incarnation=100, data_plane=sent)
+            await front.control.Heartbeat(request, Context())
+            reply = await front.control.Status(pb.StatusRequest(), Context())
+            plane = reply.jobs[0].workers[0].data_plane
+            assert plane.startswith(shown)
+            assert len(plane) < 99
+            (worker,) = combine(["a:1"], [reply])["jobs"][0]["workers"]
+            assert worker["data_planes"] == ([plane] if plane else [])
 
     play(scene)
 

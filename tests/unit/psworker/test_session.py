@@ -53,6 +53,7 @@ class FakeLink:
             Heartbeat="Heartbeat",
         )
         self.instance = 0
+        self.data_plane = ""
         self.requests: list[tuple[str, Any]] = []
         self.opened: list[str] = []
         self.is_closed = False
@@ -81,6 +82,7 @@ class FakeLink:
         return answer
 
     def beat(self, request: Any, timeout_s: float) -> list[pb.ResidualRequest]:
+        assert request.data_plane in ("", self.data_plane)
         self.beaten.set()
         self.beaten_as.append((request.worker, request.incarnation))
         if self.beats:
@@ -89,6 +91,7 @@ class FakeLink:
 
     def open(self, data_plane: str) -> None:
         self.opened.append(data_plane)
+        self.data_plane = data_plane
 
     def close(self) -> None:
         self.is_closed = True

@@ -1,0 +1,488 @@
+"""Checks the image, docker-compose.yml, deploy/compose and deploy/stack.yml with a real engine.
+
+    deploy/check            # all checks; exit code 1 if one fails
+    deploy/check --write    # also writes its log into docs/deploy.md
+
+Needs Docker and compose, 6 GiB of disk, about 8 minutes; root to kill a container's process from
+outside, and for the check of two hosts, with `ip` and `nsenter`: the second host is a network
+namespace with an engine of its own. Where no image of Prometheus can be pulled, one is made of this
+machine's `prometheus`, and the log says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from scripts.engine import IMAGE, ROOT, CheckError, Project, SecondHost, run, tail, wait
+
+PAGE = ROOT / "docs" / "deploy.md"
+BEGIN, END = "<!-- log of deploy/check -->\n", "<!-- end of the log -->"
+BASE = ["docker-compose.yml"]
+SERVERS = "shard0:7070,shard1:7070"
+PAIR = 2  # Shards and workers of a job here.
+ACCURACY = 0.75  # Of two epochs of examples/mnist.py, at least.
+PROMETHEUS = "prom/prometheus:v3.5.0"
+# Of the services that this repository's image runs; a worker takes no port, so these are a shard's.
+PORTS = {"PORT": "17470", "DATA_PORT": "17570", "METRICS_PORT": "17670"}
+
+
+class Log:
+    """Lines of the checks, for the terminal and for the page."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.num_failed = 0
+        self._start_s = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Writes a line with the seconds since the start."""
+        line = f"{time.monotonic() - self._start_s:5.0f} s  {text}"
+        self.lines.append(line)
+        print(line, flush=True)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Says whether the code inside raised no error."""
+        try:
+            yield
+        except (CheckError, subprocess.CalledProcessError, OSError, ValueError) as problem:
+            self.num_failed += 1
+            self.say(f"FAIL  {name}: {problem}")
+        else:
+            self.say(f"ok    {name}")
+
+
+def main() -> int:
+    """Runs the checks; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the log into docs/deploy.md")
+    parser.add_argument("--only", help="names of sections, with commas")
+    given = parser.parse_args()
+    if (
+        shutil.which("docker") is None
+        or subprocess.run(["docker", "info"], capture_output=True).returncode
+    ):
+        print("no Docker engine answers: start one, or set DOCKER_HOST", file=sys.stderr)
+        return 1
+    log = Log()
+    versions = [
+        run("docker", "version", "--format", f"{{{{.{side}.Version}}}}").strip()
+        for side in ("Client", "Server")
+    ]
+    log.say(
+        f"{datetime.now(UTC):%Y-%m-%d}, Docker {versions[1]} (client {versions[0]}), "
+        f"{os.cpu_count()} cores"
+    )
+    for name, check in SECTIONS.items():
+        if given.only is None or name in given.only.split(","):
+            with log.section(name):
+                check(log)
+    log.say(f"{log.num_failed} of the checks failed" if log.num_failed else "every check passed")
+    if given.write and not log.num_failed and given.only is None:
+        text = PAGE.read_text()
+        head, _, rest = text.partition(BEGIN)
+        body = "".join(f"{line}\n" for line in log.lines)
+        PAGE.write_text(f"{head}{BEGIN}```\n{body}```\n{END}{rest.partition(END)[2]}")
+    return 1 if log.num_failed else 0
+
+
+def build(log: Log) -> None:
+    """Builds the image, and looks at its size, user and paths."""
+    start_s = time.monotonic()
+    run("docker", "build", "--network", "host", "-f", "deploy/Dockerfile", "-t", IMAGE, ".")
+    image = json.loads(run("docker", "image", "inspect", IMAGE))[0]
+    base = json.loads(run("docker", "image", "inspect", "python:3.11-slim"))[0]
+    log.say(
+        f"      {image['Size'] / 1e9:.2f} GB, of which {base['Size'] / 1e9:.2f} GB are the base, "
+        f"in {time.monotonic() - start_s:.0f} s; user {image['Config']['User']}"
+    )
+    if image["Config"]["User"] != "paceline":
+        raise CheckError("the image runs as root")
+    look = ("docker", "run", "--rm", "--network", "none", IMAGE, "ls")
+    if "No such file" not in run(*look, "/src", check=False):
+        raise CheckError("the stage that builds is in the image")
+
+
+def train(log: Log) -> None:
+    """Trains the example on two workers, with Prometheus beside them."""
+    prometheus = prometheus_image(log)
+    with Project(
+        "pacecheck", BASE, SERVERS, PROMETHEUS_IMAGE=prometheus, PROMETHEUS_PORT="19490"
+    ) as project:
+        start_s = time.monotonic()
+        project.compose("up", "--detach", "--no-build")
+        project.wait_healthy(["shard0", "shard1"])
+        log.say(
+            f"      shards healthy and workers started after {time.monotonic() - start_s:.0f} s"
+        )
+        check_containers(log, project)
+        planes = wait("a step", lambda: worker_planes(project, "shard0", "mnist"))
+        log.say(f"      psserver status: data plane {', '.join(sorted(planes))}")
+        if planes != {"tcp"}:
+            raise CheckError(f"containers with networks of their own use {planes}, not TCP")
+        project.compose("--profile", "monitoring", "up", "--detach", "--no-build", "prometheus")
+        wait("Prometheus", lambda: len(asked(project, 'up{job="paceline"} == 1')) == PAIR)
+        wait("workers in Prometheus", lambda: asked(project, "sum(paceline_workers_live) > 0"))
+        log.say(
+            "      Prometheus scrapes both shards over TLS with the token; it knows the workers"
+        )
+        for worker in ("worker0", "worker1"):
+            found = re.findall(r"test: accuracy ([\d.]+)", project.wait_end(worker))
+            log.say(f"      {worker}: accuracy {', '.join(found)}, exit status 0")
+            if float(found[-1]) < ACCURACY:
+                raise CheckError(f"accuracy {found[-1]} is below {ACCURACY}")
+        codes = stop_shards(project)
+        log.say(f"      docker compose stop: shards end with {codes}")
+        if codes != [0, 0]:
+            raise CheckError("a shard did not end by itself")
+
+
+def faults(log: Log) -> None:
+    """Scales the workers of a running job, kills workers and shards, refuses a stranger."""
+    with Project("pacecheck", BASE, SERVERS, STEPS="100000") as project:
+        up = ("--profile", "elastic", "up", "--detach", "--no-build", "--scale")
+
+        def scale(count: int) -> None:
+            start_s = time.monotonic()
+            project.compose(*up, f"worker={count}", "worker")
+            wait(f"{count} workers", lambda: len(project.live("shard0", "mnist-elastic")) == count)
+            advance(project)
+            log.say(
+                f"      {count} workers are live and train, "
+                f"{time.monotonic() - start_s:.0f} s after the command"
+            )
+
+        for count in (2, 4, 2):
+            scale(count)
+        victim = project.names("worker")[0]
+        before = step(project)
+        project.docker("kill", victim)
+        wait("the loss of a worker", lambda: len(project.live("shard0", "mnist-elastic")) == 1)
+        advance(project)
+        log.say(
+            f"      docker kill of a worker at step {before}: the other trains on, "
+            f"now at {step(project)}"
+        )
+        scale(2)
+        before = step(project)
+        project.docker("kill", project.only("shard1"))
+        project.compose("up", "--detach", "--no-build", "shard1")
+        after = advance(project, before)
+        log.say(
+            f"      docker kill of shard1 at step {before}, compose up: the workers waited, "
+            f"now at step {after}"
+        )
+        before, shard = step(project), project.only("shard1")
+        crash(project, shard)
+        wait("the restart", lambda: project.inspect(shard)["RestartCount"] > 0)
+        after = advance(project, before)
+        log.say(
+            f"      SIGKILL of shard1's first process at step {before}: restarted by the engine, "
+            f"now at step {after}"
+        )
+        before, worker = step(project), project.names("worker")[0]
+        crash(project, worker)
+        wait("the restart", lambda: project.inspect(worker)["RestartCount"] > 0)
+        wait("two workers", lambda: len(project.live("shard0", "mnist-elastic")) == PAIR)
+        after = advance(project, before)
+        log.say(
+            f"      SIGKILL of a worker's first process at step {before}: back in the job, "
+            f"now at step {after}"
+        )
+        refused(log, project)
+
+
+def refused(log: Log, project: Project) -> None:
+    """Starts a worker without the token, which no shard may let in."""
+    words = (
+        "--profile",
+        "elastic",
+        "run",
+        "--rm",
+        "--no-deps",
+        "-e",
+        "PACELINE_TOKEN_FILE=",
+        "worker",
+    )
+    try:
+        project.compose(*words)
+    except CheckError as problem:
+        (line,) = [line for line in str(problem).splitlines() if "token" in line][-1:] or [""]
+        log.say(f"      a worker without the token: {line.strip()}")
+        if not line:
+            raise
+    else:
+        raise CheckError("a worker without the token was let in")
+
+
+def shared_memory(log: Log) -> None:
+    """Trains with deploy/compose/local.yml."""
+    files = [*BASE, "deploy/compose/local.yml"]
+    with Project("pacecheck", files, "shard0:7070,shard1:7071") as project:
+        project.compose("up", "--detach", "--no-build")
+        planes = wait("a step", lambda: worker_planes(project, "shard0", "mnist"))
+        log.say(f"      psserver status: data plane {', '.join(sorted(planes))}")
+        if planes != {"local"}:
+            raise CheckError(f"the containers use {planes}, not shared memory")
+        found = re.findall(r"test: accuracy ([\d.]+)", project.wait_end("worker1"))
+        log.say(f"      worker1: accuracy {', '.join(found)}, exit status 0")
+
+
+def two_hosts(log: Log) -> None:
+    """Trains on two engines over TLS: a shard on each, two workers on the second."""
+    if os.getuid() != 0:
+        log.say("      not run: only root makes a second host")
+        return
+    with tempfile.TemporaryDirectory() as folder, SecondHost() as other:
+        secrets = Path(folder)
+        run(
+            sys.executable,
+            "-m",
+            "psserver",
+            "certs",
+            folder,
+            "--force",
+            "--host",
+            other.here,
+            "--host",
+            other.there,
+        )
+        servers = f"{other.here}:{PORTS['PORT']},{other.there}:{PORTS['PORT']}"
+        common = {
+            **PORTS,
+            "SHARDS": "2",
+            "SERVERS": servers,
+            "SECRETS": str(secrets),
+            "CLUSTER": "two",
+        }
+        files = ["deploy/compose/host.yml"]
+        first = {**common, "SHARD_INDEX": "0", "COMPOSE_PROFILES": "shard"}
+        second = {
+            **common,
+            "SHARD_INDEX": "1",
+            "COMPOSE_PROFILES": "shard,worker",
+            "MIN_WORKERS": "2",
+        }
+        with (
+            Project("pacehosta", files, servers, **first) as a,
+            Project("pacehostb", files, servers, other.engine, **second) as b,
+        ):
+            a.compose("up", "--detach")
+            b.compose("up", "--detach", "--scale", "worker=2")
+            planes = wait("a step", lambda: worker_planes(a, "shard", "mnist"))
+            log.say(
+                f"      two engines, {other.here} and {other.there}, TLS: "
+                f"data plane {', '.join(sorted(planes))}"
+            )
+            if planes != {"tcp", "local"}:
+                raise CheckError("TCP to the other host and shared memory within one were expected")
+            if answer := spoken_plainly(other.here):
+                raise CheckError(f"a connection without TLS is answered: {answer!r}")
+            log.say("      a connection without TLS is closed without an answer")
+            for name in wait("workers", lambda: b.names("worker")):
+                wait("the end of a worker", partial(ended, b, name))
+            at = a.job("shard", "mnist")["step"]
+            log.say(f"      both workers reached the end, step {at}, exit status 0")
+
+
+def swarm(log: Log) -> None:
+    """Deploys deploy/stack.yml into a Swarm of one node, and scales it."""
+    state = run("docker", "info", "--format", "{{.Swarm.LocalNodeState}}").strip()
+    if state != "inactive":
+        log.say(f"      not run: this engine is in a Swarm already ({state})")
+        return
+    run("docker", "swarm", "init", "--advertise-addr", "127.0.0.1")
+    name = "pacestack"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            run(
+                sys.executable,
+                "-m",
+                "psserver",
+                "certs",
+                folder,
+                "--force",
+                "--host",
+                "shard0",
+                "--host",
+                "shard1",
+            )
+            place = "node.role == manager"
+            env = {"CERTS": folder, "SHARD0_NODE": place, "SHARD1_NODE": place, "STEPS": "100000"}
+            words = [
+                "stack",
+                "deploy",
+                "--resolve-image",
+                "never",
+                "--compose-file",
+                "deploy/stack.yml",
+                name,
+            ]
+            run("docker", *words, env=env)
+        for count in (2, 4, 2):
+            run("docker", "service", "scale", "--detach", f"{name}_worker={count}")
+            wait(f"{count} workers", partial(has_swarm_workers, name, count))
+            log.say(f"      {count} workers of {name}_worker are live")
+    except CheckError:
+        log.say(tail(run("docker", "stack", "ps", "--no-trunc", name, check=False)))
+        raise
+    finally:
+        run("docker", "stack", "rm", name, check=False)
+        run("docker", "swarm", "leave", "--force", check=False)
+
+
+SECTIONS: dict[str, Callable[[Log], None]] = {
+    "image": build,
+    "training": train,
+    "faults": faults,
+    "memory": shared_memory,
+    "hosts": two_hosts,
+    "swarm": swarm,
+}
+
+
+# ----- questions to containers
+
+
+def prometheus_image(log: Log) -> str:
+    """Returns the name of an image of Prometheus that is here."""
+    if not subprocess.run(
+        ["docker", "pull", "--quiet", PROMETHEUS], capture_output=True
+    ).returncode:
+        return PROMETHEUS
+    program = shutil.which("prometheus")
+    if program is None:
+        raise CheckError("no image of Prometheus can be pulled, and there is no prometheus here")
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(program, folder)
+        (Path(folder) / "Dockerfile").write_text(
+            "FROM python:3.11-slim\nCOPY prometheus /bin/prometheus\n"
+            'ENTRYPOINT ["/bin/prometheus"]\n'
+        )
+        run("docker", "build", "--tag", "pacecheck-prometheus", folder)
+    log.say(
+        "      stand-in for the image of Prometheus: this machine's program in python:3.11-slim"
+    )
+    return "pacecheck-prometheus"
+
+
+def asked(project: Project, query: str) -> list[object]:
+    """Returns the answer of the project's Prometheus."""
+    script = (
+        "import json, sys, urllib.parse, urllib.request as r; "
+        "print(json.dumps(json.load(r.urlopen('http://prometheus:9090/api/v1/query?query='"
+        " + urllib.parse.quote(sys.argv[1])))['data']['result']))"
+    )
+    text = project.docker("exec", project.only("shard0"), "python", "-c", script, query)
+    found: list[object] = json.loads(text)
+    return found
+
+
+def check_containers(log: Log, project: Project) -> None:
+    """Looks whether every container has a read-only root, no capability and no root user."""
+    names = project.names("")
+    for name in names:
+        found = project.inspect(name)
+        config = found["HostConfig"]
+        if not config["ReadonlyRootfs"] or config["CapDrop"] != ["ALL"]:
+            raise CheckError(f"{name} may write its root, or has capabilities")
+    shard = project.only("shard0")
+    text = project.docker("exec", shard, "sh", "-c", "id -u; touch /app/file", check=False)
+    if "10001" not in text or "Read-only" not in text:
+        raise CheckError(f"a shard may write its root: {tail(text)}")
+    log.say(f"      {len(names)} containers: user 10001, read-only root, no capabilities")
+
+
+def spoken_plainly(host: str) -> bytes:
+    """Returns the answer of a shard to the first bytes of HTTP/2 without TLS."""
+    with socket.create_connection((host, int(PORTS["PORT"])), timeout=5) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        try:
+            return connection.recv(64)
+        except OSError:
+            return b""
+
+
+def worker_planes(project: Project, shard: str, job: str) -> set[str]:
+    """Returns the data planes of a job's live workers; empty until two of them have made a step."""
+    workers = project.live(shard, job)
+    if len(workers) < PAIR or not all(
+        worker["step"] and len(worker["data_planes"]) == PAIR for worker in workers
+    ):
+        return set()
+    return {plane for worker in workers for plane in worker["data_planes"]}
+
+
+def step(project: Project) -> int:
+    """Returns the step of the elastic job."""
+    return int(project.job("shard0", "mnist-elastic")["step"])
+
+
+def advance(project: Project, since: int | None = None) -> int:
+    """Returns the step of the elastic job once it is ten further than `since`, or than now."""
+    start = wait("a status", lambda: step(project) + 1) - 1 if since is None else since
+    return int(wait("ten more steps", lambda: (now := step(project)) >= start + 10 and now, 120))
+
+
+def crash(project: Project, name: str) -> None:
+    """Kills the first process of a container from outside, so that the engine restarts it.
+
+    Raises:
+        PermissionError: Only root can.
+    """
+    os.kill(project.inspect(name)["State"]["Pid"], signal.SIGKILL)
+
+
+def stop_shards(project: Project) -> list[int]:
+    """Stops both shards; returns their exit statuses."""
+    project.compose("stop", "shard0", "shard1")
+    return [
+        project.inspect(project.only(name))["State"]["ExitCode"] for name in ("shard0", "shard1")
+    ]
+
+
+def ended(project: Project, name: str) -> bool:
+    """Returns whether a container has ended with status 0."""
+    state = project.inspect(name)["State"]
+    if state["Status"] == "exited" and state["ExitCode"]:
+        raise ValueError(
+            f"{name} ended with {state['ExitCode']}: {tail(project.docker('logs', name))}"
+        )
+    return bool(state["Status"] == "exited")
+
+
+def has_swarm_workers(name: str, count: int) -> bool:
+    """Returns whether the stack's job has so many live workers."""
+    return swarm_live(name) == count
+
+
+def swarm_live(name: str) -> int:
+    """Returns the number of live workers of the stack's job."""
+    words = ("ps", "--quiet", "--filter", f"label=com.docker.swarm.service.name={name}_shard0")
+    container = run("docker", *words).split()[0:1]
+    if not container:
+        return 0
+    text = run("docker", "exec", *container, "psserver", "status", "--servers", SERVERS, "--json")
+    jobs = json.loads(text[text.index("{") : text.rindex("}") + 1])["jobs"]
+    return sum(
+        worker["state"] == "live" for job in jobs for worker in job["workers"] if worker["step"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

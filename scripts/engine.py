@@ -1,0 +1,226 @@
+"""Docker for scripts/check_engine.py: compose projects, the status of shards, a second host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).parents[1]
+IMAGE = "paceline:local"
+
+
+class CheckError(Exception):
+    """A check has found something."""
+
+
+def run(*words: str, env: Mapping[str, str] | None = None, check: bool = True) -> str:
+    """Returns the output of a program, standard error last.
+
+    Raises:
+        CheckError: It ended with another status than 0, and `check` is set.
+    """
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, **(env or {})}, capture_output=True, text=True
+    )
+    if check and done.returncode:
+        raise CheckError(f"{' '.join(words)} ended with {done.returncode}: {tail(done.stderr)}")
+    return done.stdout + done.stderr
+
+
+def tail(text: str) -> str:
+    """Returns the last lines of a text."""
+    return "\n".join(text.strip().splitlines()[-12:])
+
+
+def wait(what: str, is_so: Callable[[], Any], timeout_s: float = 240.0) -> Any:
+    """Returns the first true answer; asks each half second.
+
+    Raises:
+        CheckError: None came in time.
+    """
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        try:
+            if found := is_so():
+                return found
+        except CheckError:
+            pass  # A container that is just starting answers nothing.
+        time.sleep(0.5)
+    raise CheckError(f"{what}: not within {timeout_s:.0f} s")
+
+
+def composer() -> list[str]:
+    """Returns the words that call compose: the plug-in of version 2, else the program."""
+    found = subprocess.run(["docker", "compose", "version"], capture_output=True)
+    return ["docker", "compose"] if found.returncode == 0 else ["docker-compose"]
+
+
+class Project:
+    """The containers of some compose files; all are removed at the end."""
+
+    def __init__(
+        self, name: str, files: Sequence[str], servers: str, host: str = "", **variables: str
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            name: Name of the project.
+            files: Compose files, below the root of the repository.
+            servers: Addresses of the shards.
+            host: The engine; empty: that of DOCKER_HOST.
+            variables: Variables of the files.
+        """
+        self.name = name
+        self.servers = servers
+        self._env = {**variables, **({"DOCKER_HOST": host} if host else {})}
+        # From an empty folder: a .env of the user must not reach the check.
+        self._words = [*composer(), "--project-name", name, "--project-directory", str(ROOT)]
+        for file in files:
+            self._words += ["--file", str(ROOT / file)]
+
+    def __enter__(self) -> Self:
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names(""):
+            run("docker", "rm", "--force", name, env=self._env, check=False)
+        self.compose("down", "--volumes", "--remove-orphans", "--timeout", "5")
+
+    def compose(self, *words: str) -> str:
+        """Returns the output of a command of compose."""
+        return run(*self._words, *words, env=self._env)
+
+    def docker(self, *words: str, check: bool = True) -> str:
+        """Returns the output of a command of the engine."""
+        return run("docker", *words, env=self._env, check=check)
+
+    def names(self, service: str) -> list[str]:
+        """Returns the names of a service's running containers; empty: of all that exist."""
+        words = ["ps", "--format", "{{.Names}}", "--filter"]
+        words += [f"label=com.docker.compose.project={self.name}"]
+        words += (
+            ["--filter", f"label=com.docker.compose.service={service}"] if service else ["--all"]
+        )
+        return sorted(self.docker(*words).split())
+
+    def inspect(self, name: str) -> dict[str, Any]:
+        """Returns the state and the settings of a container."""
+        found: dict[str, Any] = json.loads(self.docker("inspect", name))[0]
+        return found
+
+    def only(self, service: str) -> str:
+        """Returns the name of the one container of a service, also of one that has ended."""
+        words = ["ps", "--all", "--format", "{{.Names}}", "--filter"]
+        words += [f"label=com.docker.compose.project={self.name}", "--filter"]
+        (name,) = self.docker(*words, f"label=com.docker.compose.service={service}").split()
+        return name
+
+    def wait_healthy(self, services: Sequence[str]) -> None:
+        """Waits until containers are healthy."""
+        for service in services:
+            wait(
+                f"{service} healthy",
+                lambda service=service: (  # type: ignore[misc]
+                    self.inspect(self.only(service))["State"]["Health"]["Status"] == "healthy"
+                ),
+            )
+
+    def wait_end(self, service: str, timeout_s: float = 240.0) -> str:
+        """Returns the log of a container that has ended with status 0."""
+        name = self.only(service)
+        wait(
+            f"the end of {service}",
+            lambda: self.inspect(name)["State"]["Status"] == "exited",
+            timeout_s,
+        )
+        log = self.docker("logs", name)
+        if (code := self.inspect(name)["State"]["ExitCode"]) != 0:
+            raise CheckError(f"{service} ended with {code}: {tail(log)}")
+        return log
+
+    def job(self, shard: str, name: str) -> dict[str, Any]:
+        """Returns the status of a job, asked for in a shard's container."""
+        words = [
+            "exec",
+            self.only(shard),
+            "psserver",
+            "status",
+            "--servers",
+            self.servers,
+            "--json",
+        ]
+        text = self.docker(*words)
+        jobs: list[dict[str, Any]] = json.loads(text[text.index("{") : text.rindex("}") + 1])[
+            "jobs"
+        ]
+        found = [job for job in jobs if job["name"] == name]
+        if not found:
+            raise CheckError(f"no job {name} yet")
+        return found[0]
+
+    def live(self, shard: str, name: str) -> list[dict[str, Any]]:
+        """Returns the live workers of a job."""
+        return [worker for worker in self.job(shard, name)["workers"] if worker["state"] == "live"]
+
+
+class SecondHost:
+    """A network namespace with an address and an engine of its own, joined to this machine's.
+
+    Attributes:
+        here: Address of this machine on the link.
+        there: Address of the other host.
+        engine: For DOCKER_HOST.
+    """
+
+    here, there = "10.77.3.1", "10.77.3.2"
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="paceline-host-"))
+        self._name = f"pace{os.getpid()}"
+        self.engine = f"unix://{self._folder}/docker.sock"
+
+    def __enter__(self) -> Self:
+        near, far = f"{self._name}a", f"{self._name}b"
+        run("ip", "netns", "add", self._name)
+        run("ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", self._name)
+        run("ip", "addr", "add", f"{self.here}/24", "dev", near)
+        run("ip", "link", "set", near, "up")
+        inside = ("ip", "-n", self._name)
+        run(*inside, "addr", "add", f"{self.there}/24", "dev", far)
+        run(*inside, "link", "set", far, "up")
+        run(*inside, "link", "set", "lo", "up")
+        # Not `ip netns exec`, which hides the control groups that an engine needs.
+        words = ["nsenter", f"--net=/run/netns/{self._name}", "dockerd", "--host", self.engine]
+        for option, name in (("data-root", "data"), ("exec-root", "exec"), ("pidfile", "pid")):
+            words.append(f"--{option}={self._folder / name}")
+        with (self._folder / "log").open("wb") as log:
+            self._daemon = subprocess.Popen(
+                [*words, "--iptables=false", "--bridge=none"], stdout=log, stderr=log
+            )
+        there = {"DOCKER_HOST": self.engine}
+        wait("the second engine", lambda: run("docker", "info", env=there), 30)
+        self._copy_image()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._daemon.terminate()
+        self._daemon.wait(60)
+        # The engine leaves a mount behind, which would keep the namespace and the link.
+        for mount in (self._folder / "exec" / "netns").glob("*"):
+            run("umount", "--lazy", str(mount), check=False)
+        run("ip", "link", "del", f"{self._name}a", check=False)
+        run("ip", "netns", "del", self._name)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _copy_image(self) -> None:
+        with subprocess.Popen(["docker", "save", IMAGE], stdout=subprocess.PIPE) as save:
+            words = ["docker", "--host", self.engine, "load", "--quiet"]
+            subprocess.run(words, stdin=save.stdout, check=True, stdout=subprocess.DEVNULL)
