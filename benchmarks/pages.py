@@ -20,6 +20,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+from benchmarks import fragments
 from benchmarks.exchanges import tables as exchange_tables
 from benchmarks.learning import tables
 from benchmarks.markdown import table
@@ -377,6 +378,7 @@ def overlap() -> str:
 # ----- rounds that overlap: docs/rules/overlap.md
 
 ROUNDS = ROOT / "docs" / "results" / "rounds.json"
+FRAGMENTS = ROOT / "docs" / "results" / "fragments.json"
 NEAR = 0.01  # Of the loss of rounds that block: the target of `mirror`.
 
 
@@ -398,6 +400,15 @@ def rounds() -> str:
             "",
             table(head, rows, "llrrrl"),
         ]
+    )
+
+
+def fragment_bytes() -> str:
+    """Returns the bytes of a worker's steps by the number of fragments."""
+    run = json.loads(FRAGMENTS.read_text(encoding="utf-8"))
+    return (
+        f"`python -m benchmarks.fragments --out docs/results/fragments.json`, {run['date']}, "
+        f"H = {run['length']}.\n\n{fragments.rows_of(run['rows'])}"
     )
 
 
@@ -474,6 +485,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "overlap": overlap,
     "pipeline": pipeline,
     "rounds": rounds,
+    "fragments": fragment_bytes,
     **tables.TABLES,
     **exchange_tables.BLOCKS,
     **survival_tables.BLOCKS,
@@ -487,6 +499,7 @@ PAGES = (
     "docs/recovery.md",
     "docs/reference.md",
     "docs/rules/decentralised.md",
+    "docs/rules/fragments.md",
     "docs/rules/overlap.md",
     "docs/training.md",
 )

@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class BookedWorker(Worker):
         recorder: Collects events.
         rng: Its randomness.
         grads: Gradient of each slice in the step under way.
-        elements: Elements that its steps since the last push have touched.
+        elements: Elements of each slice that its steps since the last push of it have touched.
         segment: `(layout.numel,) float32`, memory that a shard on its host reads.
         step_now: Step of its own program.
         residuals: Its residuals after each push, for checkpoints.
@@ -78,7 +78,7 @@ class BookedWorker(Worker):
         self.recorder = recorder
         self.rng = random.Random(case.seed * 31 + rank)
         self.grads = [torch.zeros(part.numel) for part in layout.slices]
-        self.elements: list[int] = []
+        self.elements: list[list[int]] = [[] for _ in layout.slices]
         self.segment: FloatArray = np.zeros(layout.numel, np.float32)
         self.step_now = 0
         self.residuals = ResidualBook()
@@ -97,7 +97,8 @@ class BookedWorker(Worker):
     def make_grads(self, step: int) -> None:
         """Writes one element that no other push touches, or a quadratic's slope with noise."""
         element = self.rank * STEPS_MAX + step
-        self.elements.append(element)
+        for touched in self.elements:
+            touched.append(element)
         noise = np.random.default_rng((self.rank, step))
         self.grads = [torch.zeros(spec.numel) for spec in self.layout.slices]
         for spec, grad in zip(self.layout.slices, self.grads, strict=True):
@@ -108,13 +109,18 @@ class BookedWorker(Worker):
             else:
                 grad[element] = GRADIENT
 
+    def clear(self, indices: Iterable[int]) -> None:
+        """Begins new rounds of some slices."""
+        for index in indices:
+            self.elements[index].clear()
+
     def present(self, index: int) -> int:
         """Returns the segments with the element in them, and some others."""
         if self.case.quadratic:
             return -1
         present = 0
         for position, segment in enumerate(self.layout.slices[index].segments):
-            is_in = segment.start <= self.elements[-1] < segment.stop
+            is_in = segment.start <= self.elements[index][-1] < segment.stop
             present |= (is_in or self.rng.random() < HALF) << position
         part = self.replica.parts[index]
         part.active[:] = [present >> i & 1 for i in range(len(part.active))]
@@ -139,7 +145,7 @@ class BookedWorker(Worker):
             ),
             base_version=header.base_version,
             samples=header.samples,
-            elements=list(self.elements),
+            elements=list(self.elements[index]),
             made=self.step_now,
         )
 

@@ -7,7 +7,7 @@ is checked when it is made.
 import os
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -215,7 +215,7 @@ class FaultyWorker(BookedWorker):
         self.ledger.came_back.add(self.rank)
         self._problem = None
         self.has_begun = False
-        self.elements.clear()
+        self.clear(range(len(self.elements)))
         self.pushes.clear()
 
     # ----- the program
@@ -264,11 +264,11 @@ class FaultyWorker(BookedWorker):
 
     def _finish(self) -> Program:
         yield from self.wait_for_pushes()
-        has_round = self.replica.num_inner > 0
+        is_open = [index for index, touched in enumerate(self.elements) if touched]
         self.replica.end_round(self.grads, self.exchange)
         yield from self.wait_for_pushes()
-        if has_round:
-            self._ended_step()
+        if self.case.rule.outer_optimizer and is_open:
+            self._ended_step(is_open)
         yield from self.wait_for_pulls(self.replica.settle())
         self.recorder.leave_out(self.rank)
         yield from self.wait_for_pulls(self.replica.fetch(None, self.exchange))
@@ -316,12 +316,13 @@ class FaultyWorker(BookedWorker):
         self.replica.restart()
         yield from self.wait_for_pulls(self.replica.begin(self.exchange))
         self.has_begun = True
-        self.replica.step += 1
+        if self.replica.clocks.num_fragments == 1:  # Else their rounds have set it.
+            self.replica.step += 1
 
     def _step(self) -> Program:
         """Makes one step, as `DistributedOptimizer.step` does."""
         self.set_hyper()
-        plan = self.replica.plan()
+        plan, pushed = self.replica.plan(), self.replica.clocks.slices_pushed(self.replica.step)
         self.make_grads(self.step_now)
         weights = self.replica.weights[self.layout.slices[0].stop :].clone()
         samples = self.case.samples[self.rank]
@@ -344,11 +345,11 @@ class FaultyWorker(BookedWorker):
             yield from self.wait_for_pushes()
         yield from self.wait_for_pulls(self.replica.finish(self.grads, self.exchange, samples))
         if plan.push is not None:
-            self.elements.clear()
-            self._ended_step()
+            self.clear(pushed)
+            self._ended_step(pushed)
 
-    def _ended_step(self) -> None:
-        self.ledger.stepped.add((self.rank, self.incarnation, self.step_now))
+    def _ended_step(self, pushed: Iterable[int]) -> None:
+        self.ledger.stepped[self.rank, self.incarnation, self.step_now] = set(pushed)
 
     def _upload(self) -> Program:
         start = start_weights(self.layout)

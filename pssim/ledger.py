@@ -255,10 +255,11 @@ class Ledger:
     books: dict[int, SliceBook] = field(default_factory=dict)
     came_back: set[int] = field(default_factory=set)  # Their clocks have jumped over steps.
     min_workers: int = 0  # Minimum of an elastic job.
-    stepped: set[Stepped] = field(default_factory=set)  # Steps that ended without an error.
+    # Steps that ended without an error, with the slices that they pushed.
+    stepped: dict[Stepped, set[int]] = field(default_factory=dict)
 
     def whole(self, *, may_be_late: bool) -> None:
-        """Checks that a step which ended without an error counts in all slices or in none.
+        """Checks that a step which ended without an error counts in all its slices or in none.
 
         Args:
             may_be_late: A slice may close without somebody (backup workers): that one is told so,
@@ -269,9 +270,9 @@ class Ledger:
             for identity, push in book.sent.items():
                 worker, _, incarnation = identity
                 sent.setdefault((worker, incarnation, push.made), {})[index] = (identity, push)
-        for stepped in self.stepped:
+        for stepped, slices in self.stepped.items():
             pushes = sent.get(stepped, {})
-            left_out = sorted(set(self.books) - set(pushes))
+            left_out = sorted(slices - set(pushes))
             assert not left_out, f"step {stepped} was never sent to slices {left_out}"
             if any(push.verdict is None for _, push in pushes.values()):
                 continue  # Its worker died, or was lost, before it knew.

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 from pscore.compressors.base import Compressor
 from pscore.errors import ConfigError
+from pscore.fragments import Schedule
 from pscore.types import FloatArray, Role
 
 UNBOUNDED = 1 << 62  # A bound that is never reached, in steps.
@@ -180,6 +181,15 @@ class Rule(ABC):
     def plan(self, step: int) -> Plan:
         """Returns the actions of a worker at 0-based `step`."""
         return Plan()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The ends of the rounds of each fragment of the model; None: the mode has no fragments."""
+        return None
+
+    def plan_of(self, step: int, fragment: int) -> Plan:
+        """Returns the actions of a worker at 0-based `step`, for the slices of one fragment."""
+        return self.plan(step)
 
     def local_update(self) -> Any:
         """Returns the `LocalUpdate` of this rule, or None."""

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 
 from pscore.compressors.base import RESIDUAL, Compressor
 from pscore.errors import ConfigError
+from pscore.fragments import PATTERNS, SEQUENTIAL, Schedule
 from pscore.overlaps import NONE, OVERLAPS, make_overlap
 from pscore.plugins import require_one_of, require_range
 from pscore.rules.base import Plan
@@ -64,6 +65,9 @@ class LocalSGD(WithQuorum):
             enters the next round. 0: a round waits for all of them.
         window: Seconds that a round with its quorum waits for the others; -1 follows the spread
             of their arrivals, up to a quarter of a round.
+        fragments: p, parts of the model whose rounds end in turn, 1 to `steps`; 1: all at once.
+        pattern: The division into fragments: `sequential`, neighbouring layers with about as many
+            bytes each; `strided`, each p-th slice.
     """
 
     steps: int = 8
@@ -75,6 +79,8 @@ class LocalSGD(WithQuorum):
     control: float = 0.0
     quorum: int = 0
     window: float = ADAPTIVE
+    fragments: int = 1
+    pattern: str = SEQUENTIAL
 
     name: ClassVar[str] = "local"
     source: ClassVar[str] = "Stich, arXiv:1805.09767"
@@ -93,6 +99,8 @@ class LocalSGD(WithQuorum):
         require_range(f"{self.name}.delay", self.delay, AUTOMATIC, self.steps)
         require_range(f"{self.name}.mix", self.mix, 0.0, 1.0)
         require_range(f"{self.name}.control", self.control, 0.0, 1.0)
+        require_range(f"{self.name}.fragments", self.fragments, 1, self.steps)
+        require_one_of(f"{self.name}.pattern", self.pattern, PATTERNS)
         overlap = self.local_update()
         if overlap is not None and overlap.takes_all and self.backup:
             raise ConfigError(
@@ -103,6 +111,13 @@ class LocalSGD(WithQuorum):
             raise ConfigError(
                 f"{self.name}.overlap is {self.overlap!r}, which needs every worker's move in "
                 f"every round: {self.name}.quorum must be 0, is {self.quorum}"
+            )
+
+        if self.quorum and self.fragments > 1:
+            raise ConfigError(
+                f"{self.name}.quorum is {self.quorum} and {self.name}.fragments is "
+                f"{self.fragments}: rounds that close without some workers are those of the whole "
+                "model; give one of them"
             )
 
     @property
@@ -118,11 +133,22 @@ class LocalSGD(WithQuorum):
         """Returns the overlap of rounds, or None where the end of a round waits."""
         return make_overlap(self.overlap, self.arguments()) if self.landing else None
 
+    @property
+    def schedule(self) -> Schedule:
+        """One round of each fragment every H steps."""
+        return Schedule(self.fragments, self.steps, self.warmup, self.pattern)
+
     def plan(self, step: int) -> Plan:
+        """That of the fragment with a round that ends now, or an answer that lands."""
+        plans = [self.plan_of(step, fragment) for fragment in range(self.fragments)]
+        return max(plans, key=lambda plan: (plan.push is not None, plan.lands))
+
+    def plan_of(self, step: int, fragment: int) -> Plan:
         """The user's optimizer at every step; a push and a pull at the end of a round."""
         if step < self.warmup:
             return Plan(push=Role.DELTA, inner=True)
-        place, landing = (step - self.warmup) % self.steps, self.landing
+        place = (self.schedule.own_step(step, fragment) - self.warmup) % self.steps
+        landing = self.landing
         if place < self.steps - 1:
             is_here = place + 1 == landing
             return Plan(push=None, inner=True, pull=False, block=False, lands=is_here)
@@ -150,12 +176,8 @@ class LocalSGD(WithQuorum):
         )
 
     def step_after(self, step: int, num_pushes: int) -> int:
-        """The step behind the last of so many rounds; those of the warm-up have one step."""
-        num_warm = min(num_pushes, max(0, self.warmup - step))
-        step, num_rounds = step + num_warm, num_pushes - num_warm
-        if num_rounds == 0:
-            return step
-        return self.warmup + ((step - self.warmup) // self.steps + num_rounds) * self.steps
+        """The step behind so many rounds of every fragment; those of the warm-up have one step."""
+        return self.schedule.step_of(step, [num_pushes] * self.fragments)
 
     def outer_group(self, step: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """The mean: a step of plain SGD with learning rate 1."""

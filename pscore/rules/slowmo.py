@@ -46,6 +46,9 @@ class SlowMo(LocalSGD):
             enters the next round. 0: a round waits for all of them.
         window: Seconds that a round with its quorum waits for the others; -1 follows the spread
             of their arrivals, up to a quarter of a round.
+        fragments: p, parts of the model whose rounds end in turn, 1 to `steps`; 1: all at once.
+        pattern: The division into fragments: `sequential`, neighbouring layers with about as many
+            bytes each; `strided`, each p-th slice.
         slow_lr: Learning rate of the rounds over the inner one: 1 is the whole way to the mean.
         slow_momentum: Momentum over the rounds, 0 to below 1.
     """

@@ -10,7 +10,7 @@ from pscore.table_spec import COUNT_MAX
 from pscore.types import Origin
 from psserver.decisions.job import Job
 from psserver.decisions.participants import ChangeId
-from psserver.decisions.table import Table
+from psserver.decisions.table import Table, require_slices
 
 
 def set_aside(table: Table, rank: int, change: ChangeId) -> bool:
@@ -57,6 +57,7 @@ def require_possible(job: Job, table: Table, rule: Rule) -> None:
             "optimizer then"
         )
     require_sizes(rule, job.membership.num_workers, job.membership.min_workers)
+    require_slices(rule, table.layout)
     others = [who for who in job.membership.expected() if who not in table.participants.aside]
     if others:
         raise RemoteProtocolError(

@@ -284,7 +284,8 @@ class Shard:
         clock = table.clock(address.slice)
         actions = clock.push(push, token, now_s)
         if push.role is Role.STATE:  # The step is that of the state.
-            table.spec = replace(table.spec, origin=Origin(clock.progress(), push.step))
+            newest = max(clock.progress() for clock in table.clocks.values())
+            table.spec = replace(table.spec, origin=Origin(newest, push.step))
         job.counters.num_pushes += 1
         _count(job, actions)
         return [(address, action) for action in actions]

@@ -64,6 +64,19 @@ class Table:
         return max(0, *steps, 0)
 
     @property
+    def rounds(self) -> tuple[int, ...]:
+        """Rounds that have ended of each fragment, if there are several; -1: none is here."""
+        schedule = self.spec.rule.schedule
+        if schedule is None or schedule.number == 1:
+            return ()
+        ended: dict[int, int] = {}
+        fragments = schedule.assign([part.numel for part in self.layout.slices])
+        for index, clock in self.clocks.items():
+            fragment = fragments[index]
+            ended[fragment] = min(clock.version, ended.get(fragment, clock.version))
+        return tuple(ended.get(fragment, -1) for fragment in range(schedule.number))
+
+    @property
     def has_weights(self) -> bool:
         """Whether all slices have weights."""
         return all(clock.version >= 0 for clock in self.clocks.values())
@@ -148,6 +161,7 @@ def make_table(
     layout = spec.layout()
     specs = {part.index: part for part in layout.of_shard(shard)}
     require_sizes(spec.rule, membership.num_workers, membership.min_workers)
+    require_slices(spec.rule, layout)
     participants = TableParticipants(membership)
     return Table(
         index=index,
@@ -159,6 +173,20 @@ def make_table(
         clocks={index: SliceClock(spec.rule, participants) for index in specs},
         is_kept=is_kept,
     )
+
+
+def require_slices(rule: Rule, layout: Layout) -> None:
+    """Checks that each fragment of a mode has a slice of the model.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    number, num_slices = 1 if rule.schedule is None else rule.schedule.number, len(layout.slices)
+    if number > num_slices:
+        raise ConfigError(
+            f"{rule.name}.fragments is {number}, and the model has {num_slices} slices "
+            f"(`psworker plan` shows them); choose at most {num_slices}"
+        )
 
 
 def num_changing(rule: Rule, num_state: int, *, is_kept: bool) -> int:

@@ -111,6 +111,7 @@ class TableView:
     version_max: int
     waiting_for: str
     fingerprint: str
+    rounds: tuple[int, ...] = ()  # Of each fragment, if there are several; -1: none of it is here.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,4 +261,5 @@ def _table(job: Job, table: Table, waits: Waits) -> TableView:
         version_max=max(versions),
         waiting_for=waits.of_table(table),
         fingerprint=table.layout.fingerprint,
+        rounds=table.rounds,
     )

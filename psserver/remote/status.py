@@ -167,6 +167,10 @@ def _table(parts: Sequence[pb.TableStatus]) -> dict[str, Any]:
         "nbytes": sum(part.nbytes for part in parts),
         "version_min": min(part.version_min for part in holding),
         "version_max": max(part.version_max for part in holding),
+        "rounds": [
+            min((rounds for rounds in of_shards if rounds >= 0), default=-1)
+            for of_shards in zip(*(part.rounds for part in parts), strict=False)
+        ],
         "waiting_for": [part.waiting_for for part in parts if part.waiting_for],
     }
 
@@ -268,7 +272,8 @@ def _show_job(console: Any, job: dict[str, Any]) -> None:
                     t["optimizer"],
                     t["num_slices"],
                     in_bytes(t["nbytes"]),
-                    _versions(t["version_min"], t["version_max"]),
+                    " ".join(map(str, t.get("rounds") or ()))
+                    or _versions(t["version_min"], t["version_max"]),
                 )
                 for t in job["tables"][:LISTED_MAX]
             ),

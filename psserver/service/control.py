@@ -436,4 +436,5 @@ def _table_status(table: TableView) -> pb.TableStatus:
         version_max=table.version_max,
         waiting_for=table.waiting_for,
         fingerprint=table.fingerprint,
+        rounds=table.rounds,
     )

@@ -69,6 +69,8 @@ class Report:
     period_steps: int  # After the warm-up; the bytes below are means over it.
     pushed_nbytes: float  # Per step.
     pulled_nbytes: float
+    pushed_peak_nbytes: float  # In the step with the most.
+    pulled_peak_nbytes: float
     num_workers: int
     ddp_nbytes: float  # That a worker of DDP sends in a step, and receives: a ring of all workers.
     caution: str  # The reason not to use the compressor with the mode; empty: none.
@@ -116,7 +118,8 @@ def make_report(
     rule.require_workers(num_workers)
     layout = make_layout(tensors, num_shards)
     num_elements = sum(spec.numel for spec in tensors)
-    period, pushed, pulled = _traffic(layout, rule, compressors, len(optimizer.state_names))
+    steps = _traffic(layout, rule, compressors, len(optimizer.state_names))
+    (pushed, pulled), peaks = _means(steps), [max(each) for each in zip(*steps, strict=True)]
     return Report(
         num_tensors=len(tensors),
         num_elements=num_elements,
@@ -133,9 +136,11 @@ def make_report(
         compression=str(compressor),
         pull_compression=str(pull_compressor),
         optimizer=optimizer.name,
-        period_steps=period,
+        period_steps=len(steps),
         pushed_nbytes=pushed,
         pulled_nbytes=pulled,
+        pushed_peak_nbytes=peaks[0],
+        pulled_peak_nbytes=peaks[1],
         num_workers=num_workers,
         ddp_nbytes=ddp_nbytes(num_elements, num_workers),
         caution=rule.caution(compressor),
@@ -183,7 +188,7 @@ def traffic_of(
         for number, numel in enumerate(numels)
     ]
     tensors = choose(tensors, *compressors, min_nbytes=MIN_NBYTES, exclude=())
-    _, pushed, pulled = _traffic(make_layout(tensors, 1), rule, compressors, num_state)
+    pushed, pulled = _means(_traffic(make_layout(tensors, 1), rule, compressors, num_state))
     nbytes = FLOAT_NBYTES * sum(numels)
     plans = [rule.plan(step) for step in _period(rule)]
     return Traffic(
@@ -200,30 +205,36 @@ def _period(rule: Rule) -> range:
 
 def _traffic(
     layout: Layout, rule: Rule, compressors: tuple[Compressor, Compressor], num_state: int
-) -> tuple[int, float, float]:
-    """Returns the steps after which the plan repeats, and bytes pushed and pulled per step."""
-    raw = FLOAT_NBYTES * sum(spec.numel for spec in layout.slices)
-    packed, pulled_packed = (
-        sum(
-            item.payload_nbytes_max(spec.numel) if spec.compress else FLOAT_NBYTES * spec.numel
-            for spec in layout.slices
-        )
-        for item in compressors
-    )
-    steps = _period(rule)
+) -> list[tuple[float, float]]:
+    """Returns the bytes pushed and pulled in each step after which the plan repeats."""
+    schedule = rule.schedule
+    numels = [spec.numel for spec in layout.slices]
+    fragments = [0] * len(numels) if schedule is None else schedule.assign(numels)
     local = rule.local_update()
-    pushed = pulled = 0.0
-    for step in steps:
-        plan = rule.plan(step)
-        if plan.push is not None and plan.compress and not plan.flush:
-            pushed += packed
-        elif plan.push is not None:
-            pushed += raw
-        with_state = local is not None and not plan.block
-        with_state = with_state and local.wants_state(last_of_warmup=False)
-        whole = raw * (1 + num_state) if with_state else pulled_packed
-        pulled += whole / plan.turns if plan.pull else 0
-    return len(steps), pushed / len(steps), pulled / len(steps)
+    steps = []
+    for step in _period(rule):
+        plans = [rule.plan_of(step, fragment) for fragment in range(max(fragments) + 1)]
+        pushed = pulled = 0.0
+        for spec, fragment in zip(layout.slices, fragments, strict=True):
+            plan, raw = plans[fragment], FLOAT_NBYTES * spec.numel
+            packed, pulled_packed = (
+                item.payload_nbytes_max(spec.numel) if spec.compress else raw
+                for item in compressors
+            )
+            if plan.push is not None:
+                pushed += packed if plan.compress and not plan.flush else raw
+            with_state = local is not None and not plan.block
+            with_state = with_state and local.wants_state(last_of_warmup=False)
+            whole = raw * (1 + num_state) if with_state else pulled_packed
+            pulled += whole / plan.turns if plan.pull else 0
+        steps.append((pushed, pulled))
+    return steps
+
+
+def _means(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the mean bytes pushed and pulled per step."""
+    pushed, pulled = zip(*steps, strict=True)
+    return sum(pushed) / len(steps), sum(pulled) / len(steps)
 
 
 def shapes_of(model: str) -> Shapes:
@@ -254,7 +265,8 @@ def lines_of(report: Report) -> list[str]:
         f"{report.mode}, compression {report.compression}, of pulls {report.pull_compression}, "
         f"{report.optimizer} on the shards",
         f"per worker and step, as a mean over {report.period_steps} after the warm-up: "
-        f"{_mib(report.pushed_nbytes)} pushed, {_mib(report.pulled_nbytes)} pulled",
+        f"{_mib(report.pushed_nbytes)} pushed, {_mib(report.pulled_nbytes)} pulled; in the step "
+        f"with the most {_mib(report.pushed_peak_nbytes)} and {_mib(report.pulled_peak_nbytes)}",
         f"DDP of {report.num_workers} workers, uncompressed: {_mib(report.ddp_nbytes)} sent, and "
         f"as much received{_beside_ddp(report)}",
     ]

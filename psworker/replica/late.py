@@ -28,7 +28,7 @@ def push_late(
     ends = replica.rule.step_after(replica.step - replica.num_inner, 1)
     if ends <= step:
         replica.round.add_step(1.0)
-        replica._push_round(values, push_pull)
+        replica._push_round([0], values, push_pull)
         replica.step = ends
     return ends <= step
 

@@ -12,75 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from pscore.optimizers.base import Optimizer
-from pscore.partition import Layout
-from pscore.rules.base import Plan, Rule
-from pscore.types import Origin, Role
-from psworker.replica.clocks import Clocks
-from psworker.replica.local_weights import LocalWeights
+from pscore.rules.base import Plan
+from pscore.types import Role
+from psworker.replica.placed import PlacedReplica
 from psworker.replica.ports import PullBuffer, PushPull
-from psworker.replica.pulls import Pulls, Waits
-from psworker.replica.pushes import Pushes
-from psworker.replica.rounds import Round, not_finite
-from psworker.replica.slice_ends import OF_ROUNDS, SliceEnds
+from psworker.replica.pulls import Waits
+from psworker.replica.rounds import not_finite
+from psworker.replica.slice_ends import OF_ROUNDS
 
 
-class Replica:
+class Replica(PlacedReplica):
     """The steps of one worker.
 
     In a mode whose workers run the user's own optimizer between rounds, the replica's driver makes
     that step on the weights before it calls `finish`; the push then carries the weights' move.
-
-    Attributes:
-        rule: The mode.
-        rank: Rank of this worker.
-        step: Completed steps of training, which is the 0-based number of the step under way.
-        weights: `(layout.numel,) float32`, this worker's copy.
-        local: The slices of these weights, and their local update.
-        parts: The slices, by index.
-        clocks: The pushes of each slice.
-        round: The open round, in a mode that has rounds.
-        is_ending: Whether `finish` or `end_slice` has begun to end a step, and it is not over.
     """
-
-    def __init__(
-        self,
-        layout: Layout,
-        rule: Rule,
-        optimizer: Optimizer,
-        num_groups: int,
-        weights: torch.Tensor,
-        rank: int,
-        num_workers: int = 1,
-        own: Sequence[int] | None = None,
-    ) -> None:
-        """Starts before the first pull.
-
-        Args:
-            layout: The slices.
-            rule: The mode.
-            optimizer: The optimizer of the shards.
-            num_groups: Number of parameter groups.
-            weights: `(layout.numel,) float32` on the model's device; changed in place.
-            rank: Rank of this worker.
-            num_workers: Workers that the job was made for.
-            own: The slices that it pushes and pulls, in order; None: all.
-        """
-        self.rule = rule
-        self.rank = rank
-        self.own: Sequence[int] = range(len(layout.slices)) if own is None else own
-        self.step = 0
-        self.is_ending = False
-        self.weights = weights
-        self.local = LocalWeights(layout, rule, optimizer, num_groups, weights, num_workers)
-        self.parts = self.local.parts
-        self.clocks = Clocks(rule, self.parts, self.own)
-        self.round = Round(layout, weights, role=_role(rule))
-        for index, part in enumerate(self.parts):
-            part.origin = self.round.origin(index)
-        self._pushes = Pushes(rank, self.clocks, self.parts)
-        self._pulls = Pulls(self.local, self.clocks, self.round)
-        self._ends = SliceEnds(layout, self.local, self.clocks, self._pulls)
 
     # ----- one step
 
@@ -159,108 +105,46 @@ class Replica:
         Raises:
             GradientError: The weights hold NaN or Inf at the end of a round.
         """
-        plan, self.is_ending = self.plan(), True
-        if plan.inner:
+        self.is_ending = True
+        plans = self.clocks.plans(self.step)
+        ending = [q for q, plan in enumerate(plans) if plan.push in OF_ROUNDS]
+        blocks = any(plan.block for plan in plans)
+        if plans[0].inner:
             self.round.add_step(samples)
-        if plan.push is Role.GRADIENT:
+        if plans[0].push is Role.GRADIENT:
             self.clocks.pushed()
         # A pull that only a later step waits for must have landed when its slice is pushed again,
         # and backward, which decides when that is, ends with the front.
-        order = self.front_first() if plan.block else self.own
+        order = self.front_first() if blocks else self.own
         for index in [index for index in order if index not in self._ends]:
-            if plan.lands:
+            plan = plans[self.clocks.fragments[index]]
+            if plan.lands or plan.push in OF_ROUNDS:
                 yield from self.land(index)
             self._ends.end(index, self.step, plan, grads[index], push_pull)
-        if plan.push in OF_ROUNDS:
-            self._push_round(grads, push_pull)
-            if plan.pull:
-                self._pull_round(plan, order, grads, push_pull)
+        if ending:
+            self._push_round(ending, grads, push_pull)
+            order = [index for index in order if self.clocks.fragments[index] in ending]
+            self._pull_round(plans[ending[0]], order, grads, push_pull)
         self._pulls.early.clear()
         self._ends.clear()
         self.step += 1
-        if plan.block:
+        if blocks:
             yield from self.settle()
+        self.step = self.clocks.catch_up(self.step)
         self.is_ending = False
 
     def end_round(self, grads: Sequence[torch.Tensor], push_pull: PushPull) -> None:
-        """Pushes the moves of a round that is still open, or the model; training ends after it.
+        """Pushes the moves of rounds that are still open, or the model; training ends after it.
 
         Args:
             grads: Memory for the moves, as for `finish`.
             push_pull: Sends them.
         """
-        if self.num_inner or self.round.role is Role.MODEL:
+        is_model = self.round.role is Role.MODEL
+        ending = [q for q, num in enumerate(self.round.num_inner_of) if num or is_model]
+        if ending:
             self.round.is_last = True
-            self._push_round(grads, push_pull)
-
-    def fetch(self, min_version: int | None, push_pull: PushPull) -> Waits:
-        """Pulls the exact global weights, regardless of the plan.
-
-        Args:
-            min_version: The oldest version that will do; None: one with this worker's last push.
-            push_pull: Sends pulls.
-        """
-        self.abandon()
-        yield from self.settle()
-        self.round.begin()
-        for index in self.front_first():
-            self._pulls.fetch(index, push_pull, min_version)
-        yield from self.settle()
-        self._pulls.free_memory()  # The next steps may not need this memory.
-
-    def begin(self, push_pull: PushPull) -> Waits:
-        """Joins a job that may have begun: pulls its weights, and the step to begin with.
-
-        In a mode by step that is the newest step that a slice expects next: each slice waits for
-        this worker from its answer on. Slices that are behind are pulled again, at that version.
-        """
-        yield from self.fetch(0, push_pull)
-        yield from self.begin_at(self.clocks.first_push(), push_pull)
-
-    def begin_at(self, step: int, push_pull: PushPull) -> Waits:
-        """Begins with the push of `step`, the `first_push` of all slices, after a first `fetch`."""
-        if not self.rule.by_step:
-            return
-        counts = self.clocks.counts
-        for index in self.front_first():
-            if (counts[index], self.parts[index].version) != (step, step):
-                self._pulls.fetch(index, push_pull, step, begins_at=step)
-        self.clocks.begin_at(step)
-        yield from self.settle()
-        self._pulls.free_memory()
-
-    def abandon(self) -> None:
-        """Gives up the pulls of an unfinished step; an answer that still arrives is not read."""
-        self._pulls.abandon_early()
-
-    def restart(self) -> None:
-        """Starts again in the same job and step; the next pulls bring weights and clocks."""
-        self._pulls.restart()
-        self._ends.clear()
-        self.clocks.restart(self.rule)
-        self.round.begin()
-        self.is_ending = False
-        self.local.restart()
-
-    def change(self, rule: Rule) -> None:
-        """Continues under another rule at the same step; its pulls bring weights and clocks."""
-        assert self.round.role is _role(rule)
-        self.rule = rule
-        self.local.change(rule)
-        self.restart()
-
-    def locate(self, origin: Origin) -> None:
-        """Sets the step from the count of pushes: others may have continued without this worker.
-
-        Args:
-            origin: The push and the step from which steps are counted.
-        """
-        num_pushes = max(0, self.next_push - origin.clock)
-        self.step = self.rule.step_after(origin.step, num_pushes) + self.num_inner
-
-    def settle(self) -> Waits:
-        """Waits for all pulls under way, and applies them in the order of arrival."""
-        yield from self._pulls.settle()
+            self._push_round(self.clocks.up_to(ending, self.step), grads, push_pull)
 
     def peek(
         self, buffers: Mapping[int, PullBuffer], push_pull: PushPull, *, with_state: bool
@@ -281,23 +165,9 @@ class Replica:
         yield from buffers
 
     @property
-    def num_inner(self) -> int:
-        """Steps of the user's own optimizer since the last pull."""
-        return self.round.num_inner
-
-    @property
-    def next_push(self) -> int:
-        """Step of the next push, in the slice that is furthest behind."""
-        return self.clocks.next_of_all()
-
-    @property
     def drifts(self) -> bool:
         """Whether the weights here differ from those of the shards between two pulls."""
         return self.local.local_update is not None or self.round.role is not None
-
-    def front_first(self) -> Sequence[int]:
-        """Returns the slices in the order of the next forward pass: the flat vector is reversed."""
-        return self.own[::-1]
 
     # ----- inside
 
@@ -305,25 +175,29 @@ class Replica:
         self, plan: Plan, order: Iterable[int], moves: Sequence[torch.Tensor], push_pull: PushPull
     ) -> None:
         """Pulls the answer to a round; with an overlap the next one starts without it."""
+        if not plan.pull:
+            return
         with_state = self.local.wants_state(self.rule, self.step)
         for index in order:
             self._pulls.send(index, push_pull, with_state=with_state)
             if plan.local:
                 self.local.update(index, self.step, moves[index])
 
-    def _push_round(self, values: Sequence[torch.Tensor], push_pull: PushPull) -> None:
-        """Pushes the moves of the weights, or the weights, weighted by the mean of samples."""
-        bad = self.round.write(self.parts, values)
+    def _push_round(
+        self, ending: Sequence[int], values: Sequence[torch.Tensor], push_pull: PushPull
+    ) -> None:
+        """Pushes the moves of some fragments, or the weights, weighted by the mean of samples."""
+        fragments = self.clocks.fragments
+        bad = self.round.write(
+            self.parts, values, [i for i in range(len(fragments)) if fragments[i] in ending]
+        )
         if bad is not None:
             self.is_ending = False
             raise not_finite(bad, self.step)
-        plan, samples, role = self.plan(), self.round.mean_samples, self.round.pushed_role
+        plan, role = self.plan(), self.round.pushed_role
         for index in self.front_first():
-            self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
-        self.clocks.pushed()
-        self.round.begin()
-
-
-def _role(rule: Rule) -> Role | None:
-    """Returns the kind of the push that ends a round; None: the mode has no rounds."""
-    return rule.round_role if rule.outer_optimizer else None
+            if fragments[index] in ending:
+                samples = self.round.mean_samples(fragments[index])
+                self._pushes.send(index, plan, role, values[index], -1, samples, push_pull)
+        self.clocks.pushed(ending)
+        self.round.begin(ending)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,10 +14,9 @@ from pscore.types import Role
 
 
 class Round:
-    """The open round of one worker.
+    """The open round of one worker; with fragments, that of each fragment.
 
     Attributes:
-        num_inner: Steps of the user's own optimizer since the last pull.
         role: The push that ends a round; None: the mode has no rounds.
         is_last: Whether this worker makes no further step.
     """
@@ -29,15 +29,23 @@ class Round:
             weights: `(layout.numel,) float32` on the model's device.
             role: The push that ends a round; only one of moves needs a reference.
         """
-        self.num_inner = 0
         self.role = role
         self.is_last = False
-        self._samples = 0.0  # Sum of the round so far.
-        self._former_samples = 1.0  # Mean of the last round that had a step.
+        self._open = [_Open()]  # By fragment.
         self._weights = weights
         self._spans = [slice(spec.start, spec.stop) for spec in layout.slices]
         # The weights at the start of the round: those of the last pull, or of an overlap.
         self._reference = torch.empty_like(weights) if role is Role.DELTA else None
+
+    @property
+    def num_inner(self) -> int:
+        """Steps of the user's own optimizer since the round of the oldest fragment has begun."""
+        return max(each.num_inner for each in self._open)
+
+    @property
+    def num_inner_of(self) -> list[int]:
+        """The same, of each fragment."""
+        return [each.num_inner for each in self._open]
 
     @property
     def pushed_role(self) -> Role:
@@ -45,20 +53,25 @@ class Round:
         assert self.role is not None
         return Role.LAST_MODEL if self.is_last and self.role is Role.MODEL else self.role
 
-    @property
-    def mean_samples(self) -> float:
-        """Mean weight of the round's steps; without one, of the steps of the round before."""
-        return self._samples / self.num_inner if self.num_inner else self._former_samples
+    def mean_samples(self, fragment: int) -> float:
+        """Returns the mean weight of a round's steps; without one, of the round before."""
+        return self._open[fragment].mean_samples
 
     def add_step(self, samples: float, num: int = 1) -> None:
         """Counts steps of the wrapped optimizer, each with its weight in the mean."""
-        self.num_inner += num
-        self._samples += num * samples
+        for each in self._open:
+            each.num_inner += num
+            each.samples += num * samples
 
-    def begin(self) -> None:
-        """Opens the next round."""
-        self._former_samples = self.mean_samples
-        self.num_inner, self._samples, self.is_last = 0, 0.0, False
+    def divide(self, num_fragments: int) -> None:
+        """Opens the first round of each fragment."""
+        self._open = [_Open() for _ in range(num_fragments)]
+
+    def begin(self, fragments: Collection[int] | None = None) -> None:
+        """Opens the next round of some fragments; None: of all."""
+        self.is_last = False
+        for fragment in range(len(self._open)) if fragments is None else fragments:
+            self._open[fragment] = _Open(former=self._open[fragment].mean_samples)
 
     def origin(self, index: int) -> torch.Tensor | None:
         """Returns the weights of one slice from which its move is measured."""
@@ -80,21 +93,25 @@ class Round:
             if index not in own:
                 self.record_slice(index, self._weights[span])
 
-    def write(self, parts: Sequence[LocalSlice], values: Sequence[torch.Tensor]) -> int | None:
+    def write(
+        self, parts: Sequence[LocalSlice], values: Sequence[torch.Tensor], indices: Iterable[int]
+    ) -> int | None:
         """Writes the moves of the weights since the start of the round, or the weights.
 
-        If one holds NaN or Inf, the round is opened again, from the weights of its start if
-        they are known.
+        If one holds NaN or Inf, all rounds are opened again, from the weights of their starts if
+        these are known.
 
         Args:
             parts: The slices.
             values: Memory for the result, `(numel,) float32` each.
+            indices: The slices whose round ends.
 
         Returns:
             The first slice whose values hold NaN or Inf, or None; later slices are not written.
         """
         reference = self._reference
-        for index, part in enumerate(parts):
+        for index in indices:
+            part = parts[index]
             if reference is None:
                 values[index].copy_(part.weights)
             else:
@@ -105,6 +122,20 @@ class Round:
                 self.begin()
                 return index
         return None
+
+
+@dataclass(slots=True)
+class _Open:
+    """The open round of one fragment."""
+
+    num_inner: int = 0
+    samples: float = 0.0  # Sum so far.
+    former: float = 1.0  # Mean of the last round that had a step.
+
+    @property
+    def mean_samples(self) -> float:
+        """Mean weight of its steps; without one, of the steps of the round before."""
+        return self.samples / self.num_inner if self.num_inner else self.former
 
 
 def not_finite(index: int, step: int) -> GradientError:

@@ -64,7 +64,7 @@ class SliceEnds:
             push_pull: Sends the pull.
             clock: Number of this worker's pushes that the pull waits for; None: all so far.
         """
-        if plan.lands:
+        if plan.lands or plan.push in OF_ROUNDS:
             self._pulls.apply(index)
         if plan.local and not plan.inner:
             self._local.update(index, step, grad)

@@ -46,6 +46,8 @@ def refuse_in_group(rule: Rule, optimizer: Optimizer, group: LocalGroup | None) 
         return
     if rule.gossip:
         what = f"in mode {rule} workers send their weights to each other"
+    elif rule.schedule is not None and rule.schedule.number > 1:
+        what = f"{rule.name}.fragments is {rule.schedule.number}: their rounds end in turn"
     elif not optimizer.holds_weights:
         what = "the shards do not run this optimizer, so each worker would"
     else:

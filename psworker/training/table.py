@@ -185,11 +185,7 @@ class TrainingTable:
         self.exchange.flush()
 
     def start(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Starts training: rank 0 uploads its weights, and every worker pulls them.
-
-        Args:
-            param_groups: Parameter groups with the hyper-parameters of the first step.
-        """
+        """Starts training, at `param_groups`: rank 0 uploads its weights, every worker pulls."""
         self._warn_of(self.rule)
         if self.parts.uploads:
             self.upload(Role.WEIGHTS)
@@ -207,8 +203,9 @@ class TrainingTable:
         Raises:
             StateLostError: The weights are in the other workers alone (worker_steps.py).
         """
+        step = self.replica.step if step is None else step
         self.exchange.run(self.replica.fetch(0, self.exchange))
-        self.exchange.run(self.replica.begin_at(self.parts.first_push(), self.exchange))
+        self._begin_together()
         self.parts.agree()
         self.progress.locate(step)
         self.parts.gather()
@@ -219,21 +216,23 @@ class TrainingTable:
         self._start_local_step()
 
     def continue_from(self, step: int, samples_seen: float, barrier: str) -> None:
-        """Continues from a state that rank 0 has uploaded; all workers call it.
-
-        Args:
-            step: Steps of training behind the state.
-            samples_seen: Samples behind it.
-            barrier: Name of the barrier at which they wait for rank 0.
-        """
+        """Continues from a state, with its steps, that rank 0 has uploaded; all wait for it."""
         self.session.barrier(barrier)
         self.exchange.ask_origin()
+        if self.rule.outer_optimizer:
+            self.replica.local.restart()  # Moves of the round that was open are over.
         self.fetch(0)
+        if self.replica.clocks.num_fragments > 1:
+            self._begin_together()
         self.take_weights()
         self.progress.locate(step, samples_seen)
         self.show_weights()
         self._renew_local_step()
         self._start_local_step()
+
+    def _begin_together(self) -> None:
+        first, origin = self.parts.first_push(), self.exchange.origin
+        self.exchange.run(self.replica.begin_at(first, self.exchange, origin))
 
     def _renew_local_step(self) -> None:
         """Replaces the local step by that of the mode; exchanges start over."""

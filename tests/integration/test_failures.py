@@ -119,7 +119,7 @@ def test_a_worker_that_dies_without_a_word_is_missed_for_a_lease(impatient: Shar
 
 
 @pytest.mark.parametrize(
-    "mode", ["ssgd", "ssd(steps=3, warmup=2)", "diloco(steps=2, overlap=mirror)"]
+    "mode", ["ssgd", "ssd(steps=3, warmup=2)", "diloco(steps=2, overlap=mirror, fragments=2)"]
 )
 def test_a_killed_worker_hangs_nobody(impatient: Shards, mode: str) -> None:
     with impatient.workers(train, mode, (LONG, SHORT), "hold") as (first, second):

@@ -262,6 +262,59 @@ def test_a_state_dict_holds_the_inner_and_the_outer_state(shards: Shards) -> Non
             assert np.array_equal(weight, again[name]), name
 
 
+def change_in_the_middle(me: Station) -> list[Any]:
+    """Rounds of two fragments, in which every step is of 1/8: changes come between their ends."""
+    weight = torch.nn.Parameter(torch.zeros(9000))
+    optimizer = psworker.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0),
+        named_parameters=[("weight", weight)],
+        mode="local(steps=4, fragments=2)",
+    )
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            torch.autograd.backward(weight.sum().div(-8.0))
+            optimizer.step()
+
+    def note() -> list[float]:
+        with optimizer.global_weights():
+            return [optimizer.steps, 8.0 * float(weight[0]), 8.0 * float(weight[-1])]
+
+    noted = []
+    go_on(3)  # One fragment has ended a round of 2 steps, the other none.
+    noted.append(note())
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.set_mode("local(steps=6, fragments=2, overlap=mirror, delay=1)")
+    noted.append(note())
+    go_on(4)  # To step 7: rounds end at 3 and 6 steps of a cycle, so at step 6.
+    noted.append(note())
+    with torch.no_grad():
+        weight.zero_()
+    optimizer.load_state_dict(saved)
+    noted.append(note())
+    go_on(3)
+    noted.append(note())
+    optimizer.set_mode("local(steps=2)")
+    go_on(2)
+    noted.append(note())
+    psworker.shutdown()
+    return noted
+
+
+def test_changes_of_a_job_between_the_ends_of_two_fragments(shards: Shards) -> None:
+    """A change of the mode loses no step; a saved state holds the rounds that had ended."""
+    for noted in shards.run(change_in_the_middle):
+        assert noted == [
+            [3, 2, 0],
+            [3, 3, 3],
+            [7, 3, 6],
+            [3, 0, 0],
+            [6, 0, 3],
+            [8, 5, 5],
+        ]
+
+
 def train_as_simulated(
     me: Station, mode: str, options: dict[str, Any], steps: int
 ) -> dict[str, np.ndarray]:

@@ -52,15 +52,19 @@ class Rounds:
             seen[:, step] = self.x
             for worker, weights in enumerate(self.local):
                 inner(worker, step, weights, quadratic(worker, step, self.x[worker]))
-            place = (step - self.warmup) % self.steps
-            if step < self.warmup:
-                self.x[:] = self.origin[:] = self.own[:] = self.landed[-1] = self.x.mean(axis=0)
-                continue
-            if place + 1 == self.delay and self.moves:
-                self.land(self.landed[-1])
-            if place + 1 == self.steps:
-                self.end_round()
+            self.end_step(step)
         return seen, self.landed[-1]
+
+    def end_step(self, step: int) -> None:
+        """Lands an answer, and ends a round, if it is time."""
+        place = (step - self.warmup) % self.steps
+        if step < self.warmup:
+            self.x[:] = self.origin[:] = self.own[:] = self.landed[-1] = self.x.mean(axis=0)
+            return
+        if place + 1 == self.delay and self.moves:
+            self.land(self.landed[-1])
+        if place + 1 == self.steps:
+            self.end_round()
 
     def land(self, weights: Vector) -> None:
         """Lands the weights that hold the last round."""
@@ -80,7 +84,9 @@ class Rounds:
         for worker, move in enumerate(moves):
             others = last.mean(axis=0) - last[worker] / count
             apart = last[worker] - last.mean(axis=0)
-            if self.form == "late":
+            if self.form == "none":
+                self.x[worker] = after
+            elif self.form == "late":
                 self.x[worker] = before
             elif self.form == "mirror":
                 self.x[worker] = self.outer(before, momentum, move - self.control * apart)[0]
