@@ -308,7 +308,7 @@ class Peers:
                 leaving = frozenset(one.rank for one in meeting.peers if one.parts)
                 gatherings.append(Gathering(meeting.epoch, positions, leaving))
                 self._since = meeting.epoch
-            if any(self._session.rank in found.leaving for found in gatherings):
+            if wanted.parts and any(self._session.rank in found.leaving for found in gatherings):
                 return True  # If the others die now, no worker meets again.
             if self._since == self.epoch or not (wanted.waits or request.epoch != self.epoch):
                 return True
