@@ -291,10 +291,7 @@ class Peers:
 
         def ask() -> bool:
             nonlocal awaited, delay_s
-            peer = control_pb2.Peer(
-                position=wanted.position, parts=wanted.parts, stays=wanted.stays
-            )
-            peer.MergeFrom(self._own)
+            peer = _stopped(self._own, wanted)
             request = control_pb2.MeetRequest(
                 table=self.table,
                 epoch=self.epoch,
@@ -311,8 +308,8 @@ class Peers:
                 leaving = frozenset(one.rank for one in meeting.peers if one.parts)
                 gatherings.append(Gathering(meeting.epoch, positions, leaving))
                 self._since = meeting.epoch
-            if any(self._session.rank in found.leaving for found in gatherings):
-                return True  # If the others die now, nobody meets again.
+            if wanted.parts and any(self._session.rank in found.leaving for found in gatherings):
+                return True  # If the others die now, no worker meets again.
             if self._since == self.epoch or not (wanted.waits or request.epoch != self.epoch):
                 return True
             time.sleep(delay_s)
@@ -334,6 +331,13 @@ class Peers:
             if rank not in self._links:
                 self._links[rank] = PeerLink(peer, self._token)
         self._members = sorted([*now, self._session.rank])
+
+
+def _stopped(own: control_pb2.Peer, wanted: Meet) -> control_pb2.Peer:
+    """Returns this worker as it stops for a meeting."""
+    peer = control_pb2.Peer(position=wanted.position, parts=wanted.parts, stays=wanted.stays)
+    peer.MergeFrom(own)
+    return peer
 
 
 def _endpoint(peer: control_pb2.Peer) -> tuple[Any, ...]:
