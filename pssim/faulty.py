@@ -538,7 +538,7 @@ class FaultyCluster(Cluster):
             worker.start()
         for shard in self.shards:
             self.loop.after(TICK_S, partial(self._tick, shard))
-            if self.case.rule.counts_late:
+            if self.case.rule.window_s is not None:
                 self.loop.after(WINDOW_TICK_S, partial(self._tick_windows, shard))
         for at_s in self.case.captures_s:
             self.loop.after(at_s, partial(self.captures.begin, self.shards))

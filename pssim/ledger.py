@@ -83,7 +83,7 @@ class SliceBook:
         assert not former, f"push {identity} is counted twice"
         sent, rule = self.sent[identity], self.case.rule
         if rule.by_step:
-            is_late = rule.counts_late and identity[1] < self.version
+            is_late = rule.window_s is not None and identity[1] < self.version
             step = self.version if is_late else identity[1]
             assert action.open_step == step, f"push {identity} entered step {action.open_step}"
             weight = sent.samples
@@ -111,7 +111,7 @@ class SliceBook:
         identities = self._open.pop(action.open_step)
         if self.case.rule.by_step:
             steps = {step for _, step, _ in identities}
-            if self.case.rule.counts_late:  # `added` has checked the late ones.
+            if self.case.rule.window_s is not None:  # `added` has checked the late ones.
                 steps = {max(step, self.version) for step in steps}
             assert steps == {self.version}, f"steps {steps} in the update of step {self.version}"
         for identity in identities:
@@ -183,7 +183,7 @@ class SliceBook:
             assert version >= clock or clock == 0
         if rule.fan_in(*[self.case.num_workers] * 2) > 1 and not rule.by_step:
             return  # An own gradient may still wait for company.
-        if rule.counts_late:
+        if rule.window_s is not None:
             return  # An own move that came late is in the next update.
         for identity, sent in self.sent.items():
             owner, step, life = identity

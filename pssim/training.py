@@ -298,7 +298,7 @@ class TrainingCluster(Cluster):
         """
         for worker in self.workers:
             self.loop.after(0.0, worker.resume)
-        if self.job.rule.counts_late:
+        if self.job.rule.window_s is not None:
             self.loop.after(WINDOW_TICK_S, self._tick_windows)
         with quiet():
             is_over = self.loop.run(until_s)

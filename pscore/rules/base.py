@@ -112,16 +112,6 @@ class Rule(ABC):
         return False
 
     @property
-    def takes_all(self) -> bool:
-        """Whether an update takes each worker's gradient of its step, so that all make it or none.
-
-        In a mode with rounds a worker makes its steps by itself.
-        """
-        everybody = 2
-        is_mean = self.fan_in(everybody, everybody) == everybody
-        return self.by_step and is_mean and not self.outer_optimizer
-
-    @property
     def workers_may_step(self) -> bool:
         """Whether every worker pulls each update, of all gradients, before its next step.
 
@@ -150,14 +140,13 @@ class Rule(ABC):
         return self.fan_in(num_expected, num_workers)
 
     @property
-    def counts_late(self) -> bool:
-        """Whether a push whose step has closed enters the step that is open."""
-        return False
+    def window_s(self) -> float | None:
+        """Seconds that a step with its least number of workers stays open; negative: it adapts.
 
-    @property
-    def window_s(self) -> float:
-        """Seconds that a step with its least number of workers stays open; negative: it adapts."""
-        return 0.0
+        A push whose step has closed enters the step that is open then. None: there is no window,
+        and such a push does not count.
+        """
+        return None
 
     def scale(self, staleness: int) -> float:
         """Returns the factor on a gradient that is `staleness` updates old."""
@@ -249,3 +238,13 @@ def require_sizes(rule: Rule, num_workers: int, min_workers: int) -> None:
             raise ConfigError(
                 f"{problem}: the job may have {min_workers} to {num_workers}"
             ) from None
+
+
+def takes_all(rule: Rule) -> bool:
+    """Returns whether an update takes each worker's gradient of its step: all make it or none.
+
+    In a mode with rounds a worker makes its steps by itself.
+    """
+    everybody = 2
+    is_mean = rule.fan_in(everybody, everybody) == everybody
+    return rule.by_step and is_mean and not rule.outer_optimizer

@@ -65,14 +65,9 @@ class WithQuorum(WithBackup):
             )
 
     @property
-    def counts_late(self) -> bool:
-        """With a quorum, a late move enters the round that is open."""
-        return self.quorum > 0
-
-    @property
-    def window_s(self) -> float:
-        """The window, in seconds; negative: it follows the arrivals."""
-        return self.window
+    def window_s(self) -> float | None:
+        """The window of a round with a quorum, in seconds; negative: it follows the arrivals."""
+        return self.window if self.quorum else None
 
     def least(self, num_expected: int, num_workers: int) -> int:
         """The quorum, or everybody if fewer are left."""

@@ -56,7 +56,7 @@ class OpenSteps:
     def collect(self, push: Push, token: Token) -> list[Action] | None:
         """Mode by step: returns the orders for a push of an open step; None if the step is full."""
         open_step = self.steps.get(push.step, OpenStep(push.step))
-        if not self.rule.counts_late and self._is_full(open_step, push.worker):
+        if self.rule.window_s is None and self._is_full(open_step, push.worker):
             return None
         self.steps[push.step] = open_step
         open_step.held[push.worker] = (push, token)
@@ -91,7 +91,7 @@ class OpenSteps:
         # Else others may join, or an own late push is in already.
         is_alone = len(ranks) == 1 and not (workers.participants.is_elastic or open_step.added)
         fan_in, least = workers.fan_in(self.rule, len(ranks)), workers.least(self.rule, len(ranks))
-        if self.rule.counts_late:
+        if self.rule.window_s is not None:
             fan_in = UNBOUNDED  # A worker may be in with a late push, and with this step's.
         return open_step.fill(ranks, fan_in, in_order=least >= len(ranks), is_weighted=not is_alone)
 
@@ -153,6 +153,6 @@ class OpenSteps:
             open_step.check_invariants(by_step=by_step)
             pushes = [push for push, _ in (*open_step.held.values(), *open_step.added)]
             for push in pushes if by_step else ():
-                assert self.rule.counts_late or push.step == key
+                assert self.rule.window_s is not None or push.step == key
                 assert push.step in self._workers.counted[push.worker]
                 assert (push.step, push.worker) not in parking

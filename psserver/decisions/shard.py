@@ -340,7 +340,7 @@ def close_windows(job: Job, now_s: float) -> Actions:
     actions = [
         (Address(job.name, table.index, index), action)
         for table in job.tables.values()
-        if table.spec.rule.counts_late
+        if table.spec.rule.window_s is not None
         for index, clock in table.clocks.items()
         for action in clock.tick(now_s)
     ]

@@ -85,7 +85,7 @@ class SliceClock(SliceState):
     def tick(self, now_s: float) -> list[Action]:
         """Hears the time, in seconds: closes a step whose window is over."""
         self.window.tick(now_s)
-        is_due = self._open.rule.counts_late and self.version in self._open.steps
+        is_due = self._open.rule.window_s is not None and self.version in self._open.steps
         return self._proceed() if is_due else []
 
     def pull(self, pull: Pull, token: Token) -> list[Action]:
@@ -189,7 +189,7 @@ class SliceClock(SliceState):
             self.version = max(self.version, key)
             actions.append(self._close(key))
         self._open.rule = rule
-        self.window = Window(rule.window_s)
+        self.window = Window(rule.window_s or 0.0)
         self.parking.clear()
         self._workers.restart(max(self.version, 0))
         return actions + self._answers()
@@ -218,7 +218,7 @@ class SliceClock(SliceState):
         self.staleness[push.worker] = self.version - push.base_version
         if not self._open.rule.by_step:
             return self._arrive(push, token)
-        if self._open.rule.counts_late:
+        if self._open.rule.window_s is not None:
             self.window.arrived(push.step, self.version)
             if push.step < self.version:
                 joined = self._open.join(push, token, self.version)
@@ -271,7 +271,7 @@ class SliceClock(SliceState):
         step = self.version
         if self._open.is_complete(step):
             return True
-        is_window = self._open.rule.counts_late and self._open.has_quorum(step)
+        is_window = self._open.rule.window_s is not None and self._open.has_quorum(step)
         return is_window and self.window.is_over(step)
 
     def _unpark(self, actions: list[Action]) -> bool:
@@ -297,7 +297,7 @@ class SliceClock(SliceState):
     def _close(self, key: int) -> Action:
         """Turns an open step into one update by the weighted mean of its pushes."""
         open_step = self._open.steps.pop(key)
-        if self._open.rule.counts_late:
+        if self._open.rule.window_s is not None:
             self.window.close(self.version)
         self._advance(self.version + 1)
         return open_step.update(self.version)

@@ -107,7 +107,7 @@ class Table:
 
     def _quorum(self, clock: SliceClock) -> str:
         """Returns how far the open round of a slice is, as text; empty without a quorum."""
-        if not self.spec.rule.counts_late:
+        if self.spec.rule.window_s is None:
             return ""
         left_s, num_in = clock.window.left_s(max(clock.version, 0)), len(clock.ranks_in())
         if left_s is None:

@@ -209,7 +209,7 @@ def view_of(job: Job, waits: Waits, now_s: float, saves: Saves) -> JobView:
 def _rounds(job: Job) -> tuple[RoundView, ...]:
     found = []
     for name, table in job.tables.items():
-        if table.spec.rule.counts_late and table.clocks:
+        if table.spec.rule.window_s is not None and table.clocks:
             clock = max(table.clocks.values(), key=lambda clock: clock.version)
             found.append(
                 RoundView(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import psworker
+from pscore.rules.base import takes_all
 
 try:
     from transformers import Trainer
@@ -92,7 +93,7 @@ class PacelineTrainer(Trainer):  # type: ignore[misc]
                 super()._save_checkpoint(*args, **options)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        if self._wrapper is None or not self._wrapper.rule.takes_all:
+        if self._wrapper is None or not takes_all(self._wrapper.rule):
             return super()._clip_grad_norm(model)
         return psworker.clip_grad_norm_(self._wrapper, self.args.max_grad_norm)
 

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from pscore.errors import ConfigError, ReplacedError, UnknownJobError
+from pscore.rules.base import takes_all
 from psworker.model.dtensors import local
 from psworker.model.grad_views import dense
 from psworker.training.agreement import together
@@ -37,7 +38,7 @@ def clip(
         recovery: Rejoins after a failed step.
         max_norm: The largest 2-norm of the mean gradient.
     """
-    if not table.rule.takes_all:
+    if not takes_all(table.rule):
         raise ConfigError(
             f"in mode {table.rule} no update is the mean of all workers' gradients of one step; "
             "clip each worker's own with torch.nn.utils.clip_grad_norm_"

@@ -12,6 +12,7 @@ from typing import Any
 from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import GradientError, ReplacedError, UnknownJobError
+from pscore.rules.base import takes_all
 from pscore.types import Role
 from psworker.training import scaling
 from psworker.training.agreement import together
@@ -71,7 +72,7 @@ class GroupSteps(Steps):
             overflows = scaling.overflows(
                 self._wrapper, scaler, table.rule, table.session, table.name
             )
-            if overflows and table.rule.takes_all:
+            if overflows and takes_all(table.rule):
                 return False
             skips = skips or overflows
         self._sums.complete(skips=skips)

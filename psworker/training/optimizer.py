@@ -22,7 +22,7 @@ from pscore.errors import ConfigError, GradientError
 from pscore.estimate import parse_pull_compressor
 from pscore.optimizers.base import Optimizer
 from pscore.rules import parse_mode
-from pscore.rules.base import Rule, require_sizes
+from pscore.rules.base import Rule, require_sizes, takes_all
 from psworker.connection.left_out import LeftOut
 from psworker.job import context
 from psworker.job.grouping import Choice
@@ -352,7 +352,7 @@ def _drive(wrapper: DistributedOptimizer, table: TrainingTable, early: Overlap) 
     wrapper._steps = Steps(*made) if shared is None else GroupSteps(shared, *made)
     wrapper._frozen = _frozen(wrapper.param_groups, table.flat.parameters)
     session = table.session
-    if table.rule.takes_all and not session.min_workers and session.is_leader:
+    if takes_all(table.rule) and not session.min_workers and session.is_leader:
         session.left_out[table.exchange.table] = wrapper._left_out
 
 

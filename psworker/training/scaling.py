@@ -18,6 +18,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import ConfigError, GradientError
+from pscore.rules.base import takes_all
 from psworker.connection.session import Session
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ def overflows(
     largest = max((value.item() for value in found), default=0.0)
     if session.group is not None:  # Its processes make one gradient together.
         largest = max(given for (given,) in session.group.gather([largest]))
-    if rule.takes_all and (session.num_workers > 1 or session.min_workers):
+    if takes_all(rule) and (session.num_workers > 1 or session.min_workers):
         largest = session.agree(f"overflow of {name}", largest)
-    if session.group is not None or rule.takes_all:
+    if session.group is not None or takes_all(rule):
         for value in found:
             value.fill_(largest)
     return largest > 0.0

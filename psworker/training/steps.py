@@ -6,6 +6,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from pscore.errors import ReplacedError, UnknownJobError
+from pscore.rules.base import takes_all
 from pscore.types import Role
 from psworker.connection.left_out import LeftOut
 from psworker.connection.trace import local_update
@@ -85,7 +86,7 @@ class Steps:
         self._table.flat.check_weights()
         self._table.flat.warn_of_changes()
         has_overflow = grad_scaler is not None and self._overflows(grad_scaler)
-        if not (has_overflow and self._table.rule.takes_all):  # Then all leave it out.
+        if not (has_overflow and takes_all(self._table.rule)):  # Then all leave it out.
             self._finish_step(skips=skips or has_overflow)
 
     def _overflows(self, scaler: GradScaler) -> bool:

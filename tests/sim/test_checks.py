@@ -113,8 +113,8 @@ def test_acknowledging_what_is_dropped_is_caught(monkeypatch: pytest.MonkeyPatch
 def test_answering_before_the_update_is_done_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SliceClock.push
 
-    def answers_first(self: SliceClock, push: Any, token: Any) -> list[Action]:
-        actions = original(self, push, token)
+    def answers_first(self: SliceClock, *arguments: Any) -> list[Action]:
+        actions = original(self, *arguments)
         return sorted(actions, key=lambda action: not isinstance(action, Answer))
 
     monkeypatch.setattr(SliceClock, "push", answers_first)

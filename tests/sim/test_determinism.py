@@ -22,7 +22,7 @@ ARRIVALS = 3  # Orders of arrival that are compared.
 
 def collects_all(rule: Rule) -> bool:
     """Whether each update is made of one gradient of each worker."""
-    return rule.by_step and rule.fan_in(WORKERS, WORKERS) == WORKERS
+    return rule.by_step and rule.least(WORKERS, WORKERS) == WORKERS
 
 
 def synchronous() -> list[Rule]:

@@ -29,6 +29,7 @@ WAIT_S = 30.0
 ELSEWHERE = {
     "pscore.net.channel",  # Of the requesting side.
     "pscore.net.faults",  # Of tests.
+    "pscore.net.congestion",  # Made when the module is imported; system calls only run under it.
     "psserver.dashboard.history",  # Of the dashboard's process.
     "psserver.process.checkpoint_keeper",  # Of the supervisor.
     "psserver.logs.setup",  # Made when the module is imported; guards lines of the log.
