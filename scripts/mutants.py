@@ -167,8 +167,8 @@ MUTANTS = (
         "quorum",
         "late moves count",
         RULES + "quorum.py",
-        "return self.quorum > 0",
-        "return False",
+        "return self.window if self.quorum else None",
+        "return None",
     ),
     Mutant(
         "quorum",

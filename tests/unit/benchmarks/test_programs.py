@@ -62,13 +62,14 @@ def test_the_scaled_layers_of_a_pipeline_keep_their_share_of_computing_and_sendi
                 assert own / sent_s * link.time_scale == pytest.approx(whole_s, rel=0.02, abs=1e-5)
 
 
-def test_the_plans_of_that_benchmark_are_pipelines_of_all_workers() -> None:
+def test_the_plans_of_that_benchmark_are_pipelines_and_say_where_they_do_not_pay() -> None:
     profile = read_profile(pipeline.PROFILE.read_text("utf-8"), "vgg16")
     for link in pipeline.LINKS:
         partition, verdict = pipeline.plan_for(profile, link)
-        assert sum(stage.replicas for stage in partition.stages) == pipeline.NUM_WORKERS
+        assert sum(stage.replicas for stage in partition.stages) <= pipeline.NUM_WORKERS
         assert len(partition.stages) > 1
-        assert verdict.startswith("pipeline: ")
+        pays = link.rate != "100mbit"  # There one worker is as fast.
+        assert verdict.startswith("pipeline: " if pays else "do not pipeline: ")
 
 
 def make_run(name: str, seed: int, accuracy: float) -> runs.Run:

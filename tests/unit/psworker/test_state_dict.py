@@ -29,7 +29,7 @@ class FakeShards:
         self.step, self.own = 4, range(len(layout.slices))
         self.process_rank = 0
         self.rule, self.spec = SSGD(), SimpleNamespace(compressor="none")
-        self.session = self
+        self.session, self.clocks = self, SimpleNamespace(num_fragments=1)
         self.log: list[str] = []
         self.loads: list[tuple[Role, list[np.ndarray], list[int], int]] = []
 
