@@ -495,6 +495,7 @@ PAGES = (
     "docs/convergence.md",
     "docs/dataplane.md",
     "docs/links.md",
+    "docs/notes/dataplane.md",
     "docs/pipelines.md",
     "docs/recovery.md",
     "docs/reference.md",

@@ -101,8 +101,10 @@ def main() -> None:
         for case in options.cases
     ]
     if options.results is not None:
+        said = [word for word in sys.argv[1:] if word != str(options.folder)]
+        said.insert(0, f"../{folder.name}")
         about = {
-            "command": f"python -m benchmarks.versions {shlex.join(sys.argv[1:])}",
+            "command": f"python -m benchmarks.versions {shlex.join(said)}",
             "date": datetime.date.today().isoformat(),
             "commit": kit.commit(),
             "other": kit.commit(folder),

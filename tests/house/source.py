@@ -1,6 +1,7 @@
 """Reads our own source text: its files, their imports and their definitions."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,9 +53,10 @@ def imports(tree: ast.AST, package: str = "") -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def file_imports(path: Path) -> set[str]:
+@functools.cache
+def file_imports(path: Path) -> frozenset[str]:
     """Returns `imports` of one of our files."""
-    return set(imports(parse(path), ".".join(path.relative_to(ROOT).parent.parts)))
+    return frozenset(imports(parse(path), ".".join(path.relative_to(ROOT).parent.parts)))
 
 
 def path_of(dotted: str) -> Path:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ IMPURE = {
 }
 
 
-def forbidden(imported: set[str], banned: set[str]) -> list[str]:
+def forbidden(imported: Iterable[str], banned: set[str]) -> list[str]:
     return sorted(dotted for dotted in imported if dotted.split(".")[0] in banned)
 
 
