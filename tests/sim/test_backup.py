@@ -7,7 +7,7 @@ from pssim.case import ONE_SLICE, SHAPES, Case
 from pssim.faulty import simulate
 from pssim.network import Faults
 
-SEEDS = 25
+SEEDS = 12
 
 
 def with_backup(

@@ -12,7 +12,7 @@ from pssim.faulty import simulate
 # Modes whose workers exchange models are in tests/paper/test_decentralised.py.
 SERVED = sorted(name for name, rule in RULES.items() if not rule.gossip)
 
-NUM_SEEDS = 24
+NUM_SEEDS = 10
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -13,7 +13,7 @@ import pytest
 from pssim.case import draw
 from pssim.faulty import simulate
 
-SEEDS = 20
+SEEDS = 12
 # Seeds in which workers waited for each other when each slice had a step of its own.
 WAITED = {"ssgd": (65, 95, 224), "ssd": (10, 95, 109, 164), "local": (67,)}
 
