@@ -9,6 +9,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from concurrent import futures
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,11 @@ from pscore.pb.ps.v1 import control_pb2, data_pb2
 from pscore.types import FloatArray
 from psworker.connection.session import Session
 from psworker.connection.trace import note_exchange
-from psworker.gossip.base import Gathering, Gossip, Late, Meet, Tag, Waits, Want
+from psworker.gossip.base import Add, Gathering, Gossip, Meet, Tag, Wait, Waits, Want
 from psworker.peers import certificate
 from psworker.peers.link import PeerLink
 from psworker.peers.mailbox import Mailbox
+from psworker.peers.process_group import GroupSums
 from psworker.peers.service import PeerService
 
 log = logging.getLogger("paceline")
@@ -83,6 +85,7 @@ class Peers:
         self._own = control_pb2.Peer(
             host=host, port=self._listener.port, local=local, certificate=shown
         )
+        self._sums = GroupSums(session.rank, host, self._host_of)
         self._listener.start()
 
     def announce(self) -> None:
@@ -161,6 +164,7 @@ class Peers:
         for link in self._links.values():
             link.close()
         self._links.clear()
+        self._sums.leave()
         self._listener.stop()
 
     # ----- Post
@@ -174,9 +178,18 @@ class Peers:
         is_lost = reported < self.epoch and link.num_beats > self._met_beats + 1
         return is_lost or reported > self.epoch
 
+    @property
+    def has_tls(self) -> bool:
+        """Whether the connections of this job are encrypted."""
+        return bool(self._own.certificate)
+
     def members(self) -> list[int]:
         """Returns the ranks of the members that this worker knows, in order."""
         return self._members
+
+    def open_store(self) -> int:
+        """Opens this worker's store for torch.distributed, once; returns its port."""
+        return self._sums.port
 
     def give(self, to: int, tag: Tag, values: FloatArray) -> None:
         """Sends an array, if the worker is there."""
@@ -228,11 +241,13 @@ class Peers:
             incarnation=session.incarnation,
         )
 
-    def _await(self, wanted: Want | Meet | Late) -> Any:
+    def _await(self, wanted: Wait) -> Any:
         if isinstance(wanted, Want):
             return self._want(wanted)
         if isinstance(wanted, Meet):
             return self._meet(wanted)
+        if isinstance(wanted, Add):
+            return self._add(wanted)
 
         def is_there() -> bool:
             if not (wanted.is_over() or self.has_moved):
@@ -258,6 +273,24 @@ class Peers:
         self._watched(lambda: what, take)
         self._heard_s = time.monotonic()
         return found[0]
+
+    def _add(self, wanted: Add) -> FloatArray | str | None:
+        """Returns a sum by torch.distributed, or why it failed; None if the members change."""
+        assert self.gossip is not None
+        total = self._sums.add(wanted, self.gossip.model.weights.device)
+        others = ", ".join(str(rank) for rank in wanted.members if rank != self._session.rank)
+        what = f"step {wanted.round} of workers {others}, by {wanted.backend}"
+
+        def is_there() -> bool:
+            futures.wait([total], LOOK_S)
+            return total.done() or self.has_moved
+
+        self._watched(lambda: what, is_there)
+        found = total.result() if total.done() else None
+        if isinstance(found, str):
+            log.info("worker %d got no sum for %s: %s", self._session.rank, what, found)
+        self._heard_s = time.monotonic()
+        return found
 
     def _watched(self, name: Callable[[], str], is_there: Callable[[], bool]) -> None:
         """Repeats a short wait until it succeeds; reports a long one by its name.
@@ -286,7 +319,7 @@ class Peers:
     def _meet(self, wanted: Meet) -> list[Gathering]:
         """Asks the directory until all have stopped, or once."""
         gatherings: list[Gathering] = []
-        delay_s = MEET_S
+        delay_s, first = MEET_S, self.epoch
         awaited = "other workers"
 
         def ask() -> bool:
@@ -298,6 +331,7 @@ class Peers:
                 since=self._since,
                 peer=peer,
                 parts=wanted.parts and not wanted.waits,
+                again=wanted.again and self.epoch == first,
             )
             reply = self._session.meet(request)
             self.epoch, awaited = reply.epoch, reply.waiting_for
@@ -319,6 +353,10 @@ class Peers:
         self._watched(lambda: f"{awaited} to know who takes part", ask)
         self._mailbox.keep(self._incarnations.values(), self.epoch)
         return gatherings
+
+    def _host_of(self, rank: int) -> str:
+        link = self._links.get(rank)
+        return self._own.host if link is None else link.peer.host
 
     def _connect(self, reply: control_pb2.MeetReply) -> None:
         """Connects to new members, and closes the connections to those that are gone."""

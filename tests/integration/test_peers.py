@@ -30,6 +30,7 @@ SYNCHRONOUS = (
     "ssgd",
     "allreduce",
     "allreduce(order=ranks)",
+    "allreduce(backend=gloo)",
     "dpsgd(graph=complete, order=atc)",
     "sgp(graph=complete)",
 )
@@ -115,7 +116,8 @@ def test_an_odd_number_of_workers_is_refused_for_atomic_exchanges(shards: Shards
 
 NAMES = ("allreduce", "dpsgd", "adpsgd")
 MODES = tuple(f"{name}(average_every=10)" for name in NAMES)
-ALL = (*MODES[:2], "adpsgd(average_every=10, warmup=5)", "sgp(average_every=10)")
+GLOO = "allreduce(backend=gloo, average_every=10)"
+ALL = (*MODES[:2], GLOO, "adpsgd(average_every=10, warmup=5)", "sgp(average_every=10)")
 LEASE_S = 1.5
 DIES_AT, MORE = 10, 15
 
