@@ -51,11 +51,12 @@ class Heartbeats:
         self._pace = pace
         self._links = links
         self._end = threading.Event()
+        self._is_due = [threading.Event() for _ in links]  # Set: the next one does not wait.
         self._residual_lock = threading.Lock()
         self._residual_thread: threading.Thread | None = None
         self._threads = [
-            threading.Thread(target=self._run, args=(link,), name="heartbeat", daemon=True)
-            for link in links
+            threading.Thread(target=self._run, args=each, name="heartbeat", daemon=True)
+            for each in zip(links, self._is_due, strict=True)
         ]
 
     def start(self) -> None:
@@ -68,9 +69,15 @@ class Heartbeats:
         """Whether `end` has been called."""
         return self._end.is_set()
 
+    def hurry(self) -> None:
+        """Sends the next heartbeat to the first shard now: its answer may end a wait."""
+        self._is_due[0].set()
+
     def end(self) -> None:
         """Sends no more heartbeats; one may be under way."""
         self._end.set()
+        for is_due in self._is_due:
+            is_due.set()
 
     def join(self) -> None:
         """Waits a limited time for the threads, once `end` has been called."""
@@ -78,13 +85,17 @@ class Heartbeats:
             if threading.current_thread() is not thread:
                 thread.join(LEAVE_TIMEOUT_S)
 
-    def _run(self, link: Link) -> None:
+    def _run(self, link: Link, is_due: threading.Event) -> None:
         """Renews the lease at one shard until the session ends; other messages renew it too.
 
         This worker may be rejoining meanwhile, at some shards already and not yet at this one.
         """
         member = self._member
-        while not self._end.wait(member.interval_s):
+        while True:
+            is_due.wait(member.interval_s)
+            is_due.clear()
+            if self.is_over:
+                return
             joined_as = link.joined_as
             rank, incarnation = joined_as
             request = pb.HeartbeatRequest(

@@ -244,6 +244,10 @@ class Session:
         reply: pb.MeetReply = self.links[0].call(self.links[0].control.Meet, request)
         return reply
 
+    def hurry(self) -> None:
+        """Sends the next heartbeat to the first shard now: its answer may end a wait."""
+        self._heartbeats.hurry()
+
     def require_own(self) -> None:
         """Refuses a process that was forked from the worker (psworker/connection/places.py)."""
         refuse_forked(self._pid, self.rank, self.job)

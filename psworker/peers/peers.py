@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -22,15 +21,14 @@ from psworker.connection.trace import note_exchange
 from psworker.gossip.base import Add, Gathering, Gossip, Meet, Tag, Wait, Waits, Want
 from psworker.peers import certificate
 from psworker.peers.link import PeerLink
+from psworker.peers.long_wait import LongWait
 from psworker.peers.mailbox import Mailbox
 from psworker.peers.process_group import GroupSums
 from psworker.peers.service import PeerService
 
-log = logging.getLogger("paceline")
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.25  # From one look at the epoch to the next while a message is waited for.
 MEET_S, MEET_S_MAX = 0.01, 0.2  # From one question to the directory to the next.
-SAY_AFTER_S = 7.0
 FLUSH_S = 10.0  # Longest wait for acknowledgements when a worker parts.
 
 
@@ -151,10 +149,12 @@ class Peers:
             moved: Called when the members have changed; returns whether to wait no longer.
         """
         deadline_s = time.monotonic() + FLUSH_S
-        while self._open and self._links and time.monotonic() < deadline_s:
-            if self.has_moved and moved():
-                return
-            time.sleep(MEET_S)
+        with LongWait(self._session, lambda: "the acknowledgement of what it has sent") as wait:
+            while self._open and self._links and time.monotonic() < deadline_s:
+                if self.has_moved and moved():
+                    return
+                wait.check()
+                time.sleep(MEET_S)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -298,23 +298,9 @@ class Peers:
         Raises:
             PacelineError: This worker is no longer part of the job.
         """
-        session, started_s, say_s = self._session, time.monotonic(), SAY_AFTER_S
-        timeline = session.timeline
-        begin_ns = 0 if timeline is None else timeline.now_ns()
-        try:
+        with LongWait(self._session, name) as wait:
             while not is_there():
-                session.require_own()
-                session.check()
-                waited_s = time.monotonic() - started_s
-                if waited_s >= say_s:
-                    say_s *= 2
-                    what = name()
-                    session.waits = f"{what}, for {waited_s:.0f} s"
-                    log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
-        finally:
-            session.waits = ""
-            if timeline is not None:
-                timeline.span("wait", begin_ns, what=name())
+                wait.check()
 
     def _meet(self, wanted: Meet) -> list[Gathering]:
         """Asks the directory until all have stopped, or once."""

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import psworker
-from psworker.peers import peers
+from psworker.peers import long_wait
 from tests.attacks.fortress import EVERYTHING, Fortress, fortress, secrets_of
 from tests.inside import gossip_of, peers_of, table_of
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of
@@ -199,7 +199,7 @@ def test_a_worker_that_was_silent_for_longer_than_its_lease_comes_back(mode: str
 
 def wait_for_the_other(me: Station, mode: str) -> None:
     """Trains 3 steps; worker 1 is late in one of them."""
-    peers.SAY_AFTER_S = 0.3
+    long_wait.SAY_AFTER_S = 0.3
     model, optimizer = begin(mode)
     for step in range(3):
         time.sleep(1.0 if me.rank == step == 1 else 0.0)
@@ -346,10 +346,36 @@ def end_unevenly(me: Station, modes: tuple[str, ...]) -> list[list[float]]:
     return losses
 
 
+@pytest.fixture(scope="module")
+def rarely() -> Iterator[Shards]:
+    """Shards whose workers send a heartbeat every 1,000 s, unless they need one earlier."""
+    with Shards(2, lease_s=3000) as started:
+        yield started
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_workers_may_end_at_different_steps(shards: Shards, mode: str) -> None:
-    for losses in shards.run(end_unevenly, (mode,), num_workers=3):
+def test_workers_may_end_at_different_steps(rarely: Shards, mode: str) -> None:
+    for losses in rarely.run(end_unevenly, (mode,), num_workers=3):
         assert np.isfinite(losses).all()
+
+
+def offer_to_one_that_ended(me: Station) -> int:
+    """Trains 2 steps, rank 0 again 2 when the other has ended; returns its offers refused."""
+    model, optimizer = begin("adpsgd(max_behind=1)")
+    go(me, model, optimizer, range(2))
+    gossip = gossip_of(optimizer)
+    if me.rank == 0:
+        me.hear()
+        go(me, model, optimizer, range(2, 4))
+    psworker.shutdown()
+    return int(gossip.counts["refused"])
+
+
+def test_an_offer_to_a_worker_that_has_ended_is_given_up_at_once(rarely: Shards) -> None:
+    with rarely.workers(offer_to_one_that_ended) as workers:
+        workers[1].result()
+        workers[0].tell()
+        assert workers[0].result() == 1
 
 
 def end_with_last_models(me: Station, mode: str) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""A wait for another worker: it asks the first shard for news, and is reported when it is long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from psworker.connection.session import Session
+
+log = logging.getLogger("paceline")
+ASK_AFTER_S = 0.5  # Then after twice as long, and so on.
+SAY_AFTER_S = 7.0
+
+
+class LongWait:
+    """One wait of this worker, from `with` to the end of its block."""
+
+    def __init__(self, session: Session, name: Callable[[], str]) -> None:
+        """Prepares a wait.
+
+        Args:
+            session: This worker's part in the job.
+            name: Returns a description of the awaited event.
+        """
+        self._session = session
+        self._name = name
+
+    def __enter__(self) -> LongWait:
+        """Begins the wait."""
+        timeline = self._session.timeline
+        self._begin_ns = 0 if timeline is None else timeline.now_ns()
+        self._started_s = time.monotonic()
+        self._ask_s, self._say_s = ASK_AFTER_S, SAY_AFTER_S
+        return self
+
+    def check(self) -> None:
+        """Asks for news and reports the wait, where it is time; called several times a second.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job.
+        """
+        session = self._session
+        session.require_own()
+        session.check()
+        waited_s = time.monotonic() - self._started_s
+        if waited_s >= self._ask_s:
+            self._ask_s *= 2
+            session.hurry()  # The other may have left, or been found dead.
+        if waited_s >= self._say_s:
+            self._say_s *= 2
+            what = self._name()
+            session.waits = f"{what}, for {waited_s:.0f} s"
+            log.warning("worker %d has waited %.0f s for %s", session.rank, waited_s, what)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends the wait."""
+        self._session.waits = ""
+        if self._session.timeline is not None:
+            self._session.timeline.span("wait", self._begin_ns, what=self._name())
