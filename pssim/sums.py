@@ -18,7 +18,7 @@ AtTime = Callable[[float, Callable[[], None]], None]
 
 @dataclass(slots=True)
 class Sum:
-    """One sum: its members' arrays so far, and what each of them gets."""
+    """One sum: its members' arrays so far, and the result of each."""
 
     members: tuple[int, ...]
     given: dict[int, tuple[FloatArray, Callable[[], None]]] = field(default_factory=dict)

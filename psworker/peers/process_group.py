@@ -38,7 +38,7 @@ class GroupSums:
         Args:
             rank: Rank of this worker.
             host: The address at which it listens.
-            host_of: Returns the address of a member.
+            host_of: Returns the address of another member.
         """
         self._rank, self._host, self._host_of = rank, host, host_of
         self._store: Store | None = None
@@ -61,7 +61,8 @@ class GroupSums:
         group = self._group
         if group is None or group.epoch != wanted.epoch:
             self.leave()
-            hosts = [self._host_of(rank) for rank in wanted.members]
+            own = self._rank
+            hosts = [self._host if rank == own else self._host_of(rank) for rank in wanted.members]
             place = wanted.members.index(self._rank)
             group = self._group = ProcessGroup(wanted, hosts, place, device)
         return group.add(wanted)
