@@ -8,7 +8,6 @@ import pytest
 from pscore import compressors, partition, rules
 from psserver.decisions import slice_clock
 
-
 MODULES = (compressors, partition, rules, slice_clock)
 
 
